@@ -1,0 +1,44 @@
+"""Drawings for errors: the offending edge or cycle on a worker x time grid, in plain text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .action import Action
+from .spec import Spec
+
+_MAX_COLUMNS = 12
+_MAX_ROWS = 10
+
+
+def draw_edge(spec: Spec, worker: int, need: Action, action: Action) -> str:
+    """Draw `need` and `action` on the nominal times around them.
+
+    Only slots are asked for, of the two workers involved: the drawing is as local as the check.
+    """
+    cells = {action: (worker, spec.slot(action)), need: (spec.worker(need), spec.slot(need))}
+    first = min(slot for _, slot in cells.values())
+    last = max(slot for _, slot in cells.values())
+    columns = range(first, last + 1)
+    shown = list(columns) if len(columns) <= _MAX_COLUMNS else [first, last]
+    width = max(len(str(text)) for text in (*cells, first, last)) + 2
+    lines = ["slot     " + "".join(str(slot).rjust(width) for slot in shown)]
+    for row in sorted({row for row, _ in cells.values()}):
+        names = {slot: f"[{name}]" for name, (at, slot) in cells.items() if at == row}
+        lines.append(f"worker {row:<2}" + "".join(names.get(slot, ".").rjust(width) for slot in shown))
+    lines.append(f"{action} waits for {need}, so the slot of {need} must be the smaller one")
+    return "\n".join(lines)
+
+
+def draw_cycle(spec: Spec, cycle: Sequence[Action]) -> str:
+    """Draw a cycle: each action a column further to the right than the one it waits for."""
+    shown = cycle[:_MAX_COLUMNS]
+    width = max(len(str(action)) for action in shown) + 2
+    workers = sorted({spec.worker(action) for action in shown})[:_MAX_ROWS]
+    lines = []
+    for row in workers:
+        cells = (str(action) if spec.worker(action) == row else "." for action in shown)
+        lines.append(f"worker {row:<2}" + "".join(cell.rjust(width) for cell in cells))
+    more = "" if len(shown) == len(cycle) else f" ... {len(cycle) - len(shown)} more"
+    lines.append(f"{cycle[0]} waits for {cycle[-1]}{more}: the circle closes")
+    return "\n".join(lines)

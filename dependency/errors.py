@@ -1,0 +1,75 @@
+"""What can go wrong, split by who caused it.
+
+    PipeError
+    ├── ScheduleError      the author of a schedule: the relation cannot be run; carries a drawing
+    ├── ConfigError        the user: an option, its value, the rule, the nearest valid value
+    ├── WorkerFailure      a worker raised: who, where (`2B3`, step), traceback as text
+    ├── PeerLost           a peer stopped answering: a consequence, the cause is at the peer
+    └── Stalled            nothing finished before the deadline: who waits for what
+
+Every error pickles, because it may be raised in one process and reported by another.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PipeError(Exception):
+    """Base of every error that rpc-pipe raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default calls cls(*args), which breaks as soon as a subclass takes other arguments.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[PipeError], args: tuple[object, ...], state: dict[str, object]) -> PipeError:
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class ScheduleError(PipeError, ValueError):
+    """The relation of a schedule breaks a rule; `drawing` shows where."""
+
+    def __init__(self, message: str, drawing: str = "") -> None:
+        super().__init__(f"{message}\n{drawing}" if drawing else message)
+        self.drawing = drawing
+
+
+class ConfigError(PipeError, ValueError):
+    """An option has a value that cannot work; the text says what would."""
+
+
+class WorkerFailure(PipeError, RuntimeError):
+    """The first cause: an exception inside a worker's own work.
+
+    Args:
+        worker: the worker that failed.
+        action: what it ran, such as `2B3`, or an empty string between actions.
+        step: the step it was in, counted from 0.
+        summary: type and message of the exception in one line.
+        remote_traceback: the formatted traceback; text, because exceptions may not unpickle elsewhere.
+    """
+
+    def __init__(self, worker: int, action: str, step: int, summary: str, remote_traceback: str) -> None:
+        self.worker, self.action, self.step = worker, action, step
+        self.summary, self.remote_traceback = summary, remote_traceback
+        where = f"running {action}, " if action else ""
+        super().__init__(
+            f"worker {worker} failed ({where}step {step}): {summary}\n"
+            f"traceback of where it failed:\n{remote_traceback.rstrip()}"
+        )
+
+
+class PeerLost(PipeError, ConnectionError):
+    """A peer stopped answering. Look for the cause at that peer; this is a consequence."""
+
+    def __init__(self, worker: int, peer: int, detail: str) -> None:
+        self.worker, self.peer = worker, peer
+        super().__init__(f"worker {worker} lost worker {peer}: {detail}")
+
+
+class Stalled(PipeError, TimeoutError):
+    """Nothing arrived before the deadline; the text says what was waited for, and from whom."""

@@ -1,0 +1,37 @@
+"""GPipe: all microbatches forward, then all backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from ..dependency import Action, B, F, Spec
+
+
+class GPipe(Spec):
+    """The flush separates the passes: no backward on a stage before its last forward.
+
+        worker 0  F0 F1 F2 F3 .. .. .. .. .. .. B3 B2 B1 B0
+        worker 1  .. F0 F1 F2 F3 .. .. .. .. B3 B2 B1 B0 ..
+        worker 2  .. .. F0 F1 F2 F3 .. .. B3 B2 B1 B0 .. ..
+        worker 3  .. .. .. F0 F1 F2 F3 B3 B2 B1 B0 .. .. ..
+
+    Makespan (M+P-1)(t_F+t_B), bubble (P-1)/(M+P-1), M activations a worker. The paper runs the backward
+    passes from the last microbatch to the first (`descending`), torch from the first (`ascending`).
+    """
+
+    source = "Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3"
+    b_order: Literal["descending", "ascending"] = "descending"
+
+    def after(self, a: Action) -> Iterable[Action]:
+        return [F(a.stage, self.num_microbatches - 1)] if a.kind is B else []
+
+    def slot(self, a: Action) -> int:
+        last = self.num_microbatches - 1
+        if a.kind is F:
+            return a.microbatch + a.stage
+        turn = last - a.microbatch if self.b_order == "descending" else a.microbatch
+        return self.num_microbatches + 2 * (self.num_stages - 1) + turn - a.stage
+
+    def peak_activations(self, worker: int) -> int:
+        return self.num_microbatches

@@ -1,0 +1,31 @@
+"""Naive model parallelism: one microbatch in the whole pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..dependency import Action, B, F, Spec
+
+
+class Naive(Spec):
+    """One microbatch at a time passes all stages forward and back; P-1 of P workers always wait.
+
+        worker 0  F0 .. .. .. .. .. .. B0 F1
+        worker 1  .. F0 .. .. .. .. B0 .. ..
+        worker 2  .. .. F0 .. .. B0 .. .. ..
+        worker 3  .. .. .. F0 B0 .. .. .. ..
+
+    Makespan M P (t_F + t_B), bubble (P-1)/P, one activation a worker.
+    """
+
+    source = "common practice"
+
+    def after(self, a: Action) -> Iterable[Action]:
+        return [B(0, a.microbatch - 1)] if a.kind is F and a.stage == 0 else []
+
+    def slot(self, a: Action) -> int:
+        start = 2 * self.num_stages * a.microbatch
+        return start + (a.stage if a.kind is F else 2 * self.num_stages - 1 - a.stage)
+
+    def peak_activations(self, worker: int) -> int:
+        return 1
