@@ -64,8 +64,7 @@ def _check_placement(spec: Spec) -> None:
             at = spec.place(stage, route)
             if not 0 <= at < spec.num_workers:
                 raise ScheduleError(
-                    f"place: stage {stage} (route {route}) is on worker {at}; "
-                    f"workers are 0 to {spec.num_workers - 1}"
+                    f"place: stage {stage} (route {route}) is on worker {at}; workers are 0 to {spec.num_workers - 1}"
                 )
 
 
@@ -92,8 +91,7 @@ def _check_edges(spec: Spec, worker: int, action: Action, slotted: bool) -> None
             )
         if slotted and (need.kind is not U or not spec.synchronous) and spec.slot(need) >= slot:
             raise ScheduleError(
-                f"{action} (slot {slot}) needs {need} (slot {spec.slot(need)}): "
-                "the slot must grow along every edge",
+                f"{action} (slot {slot}) needs {need} (slot {spec.slot(need)}): the slot must grow along every edge",
                 draw_edge(spec, worker, need, action),
             )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .action import Action
+from .action import Action, F
 from .order import local_order
 from .spec import Spec
 
@@ -31,8 +31,8 @@ class Entry(NamedTuple):
     consumer: int | None
 
 
-def entries(spec: Spec, worker: int) -> Iterator[Entry]:
-    """Yield the program of `worker`, lazily.
+def entries(spec: Spec, worker: int, *, forward_only: bool = False) -> Iterator[Entry]:
+    """Yield the program of `worker`, lazily; with `forward_only` that of an evaluation: `F` and data flow.
 
     One edge is added to the schedule's own: gradients of a shard are summed in slot order, so each waits
     for the one before it. The sum is then the same for any order of arrival, with no gradient set aside.
@@ -42,9 +42,11 @@ def entries(spec: Spec, worker: int) -> Iterator[Entry]:
     """
     last_summed: dict[tuple[int, int], Action] = {}
     for action in local_order(spec, worker):
+        if forward_only and action.kind is not F:
+            continue
         own: list[Action] = []
         pulled: list[Pulled] = []
-        for need in spec.needs(action):
+        for need in spec.data(action) if forward_only else spec.needs(action):
             at = spec.worker(need)
             if at == worker:
                 own.append(need)

@@ -7,6 +7,7 @@ missing. Without a `program` the order is that of list scheduling at unit cost, 
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 
 from .action import Action, F, U
@@ -38,7 +39,7 @@ def check_acyclic(spec: Spec, programs: list[list[Action]]) -> None:
     _refuse_endless(spec)
     needs = {a: [n for n in spec.needs(a) if n.kind is not U] for program in programs for a in program}
     for program in programs:
-        for before, action in zip(program, program[1:], strict=False):
+        for before, action in itertools.pairwise(program):
             needs[action].append(before)
     for _ in _greedy(spec, needs):
         pass

@@ -154,7 +154,7 @@ class _Clock:
             self._push(self.now + self._comm, worker, action, True)
 
     def advance(self) -> Iterator[tuple[int, Action, bool]]:
-        """Go to the next time at which something happens and yield all of it, what it causes then included."""
+        """Go to the next time at which something happens and yield all of it, with what it causes then."""
         if self._events:
             self.now = self._events[0][0]
         while self._events and self._events[0][0] == self.now:

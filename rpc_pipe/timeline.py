@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -43,6 +44,8 @@ def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100) -> Text:
     widest = max(len(_name(span.action)) for span in spans) + 1
     # One unit takes the columns its name needs, unless the picture would not fit.
     per_unit = min(widest / shortest, columns / max(last - first, 1e-12))
+    if per_unit * shortest >= 1:
+        per_unit = math.floor(per_unit * shortest) / shortest  # equal times get equal columns
     picture = Text()
     for worker in range(num_workers):
         picture.append(f"worker {worker} ".ljust(label), style="bold")

@@ -9,7 +9,9 @@ from ..dependency import Action, B, F, Spec
 
 
 class GPipe(Spec):
-    """The flush separates the passes: no backward on a stage before its last forward.
+    """GPipe: all forwards, a flush, all backwards; the least messages in flight, the most memory.
+
+    The flush is the relation: no backward on a stage before its last forward.
 
         worker 0  F0 F1 F2 F3 .. .. .. .. .. .. B3 B2 B1 B0
         worker 1  .. F0 F1 F2 F3 .. .. .. .. B3 B2 B1 B0 ..

@@ -8,7 +8,7 @@ from ..dependency import Action, B, F, Spec
 
 
 class Naive(Spec):
-    """One microbatch at a time passes all stages forward and back; P-1 of P workers always wait.
+    """Naive model parallelism: one microbatch at a time; P-1 of P workers always wait.
 
         worker 0  F0 .. .. .. .. .. .. B0 F1
         worker 1  .. F0 .. .. .. .. B0 .. ..

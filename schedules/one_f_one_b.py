@@ -8,7 +8,9 @@ from ..dependency import Action, B, ConfigError, F, Spec
 
 
 class OneFOneB(Spec):
-    """Stage s starts a forward only if fewer than P-s of its microbatches wait for their backward.
+    """1F1B: GPipe's time with the activations of only P-s microbatches on stage s.
+
+    Stage s starts a forward only if fewer than P-s of its microbatches wait for their backward.
 
         worker 0  F0 F1 F2 F3 .. .. .. B0 .. B1 .. B2 .. B3
         worker 1  .. F0 F1 F2 .. .. B0 F3 B1 .. B2 .. B3 ..

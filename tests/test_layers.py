@@ -43,9 +43,11 @@ def test_rooms_import_only_what_they_may(path):
 
 
 def test_one_file_imports_torch_rpc():
-    users = [path.name for path in SOURCES if "distributed.rpc" in path.read_text() and any(
-        "distributed" in module for _, module in imported(path)
-    )]
+    users = [
+        path.name
+        for path in SOURCES
+        if "distributed.rpc" in path.read_text() and any("distributed" in module for _, module in imported(path))
+    ]
     assert users == ["rpc.py"]
 
 

@@ -19,7 +19,7 @@ from ..dependency import Action, Entry, Kind, Order, Pulled
 
 
 class Pull(NamedTuple):
-    """Ask `worker` for what `action` makes, ahead of need. Without `carries` only its being finished counts."""
+    """Ask `worker` for what `action` makes, ahead of need; without `carries` only for its being finished."""
 
     action: Action
     worker: int

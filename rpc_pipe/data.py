@@ -1,0 +1,84 @@
+"""Text as bytes, memory-mapped, with a held-out split, and the bigram model that a real model must beat."""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from .dependency import ConfigError
+from .text import find_text
+
+#: the text is cut into chunks of so many bytes, and every so many-th is held out, so that both splits
+#: are spread over the whole text
+_CHUNK = 16384
+_HELD_OUT_EVERY = 10
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Corpus:
+    """A text as bytes.
+
+    Args:
+        data: a file, a folder, or None for the standard library's sources.
+        context: bytes that a sample has, besides the one to be predicted last.
+
+    Raises:
+        ConfigError: the text is missing, unreadable or too short.
+    """
+
+    def __init__(self, data: str | None, context: int) -> None:
+        path = find_text(data)
+        size = path.stat().st_size
+        self.context = context
+        self.chunk = min(_CHUNK, max(1, size // _HELD_OUT_EVERY))
+        if self.chunk < context + 1:
+            raise ConfigError(
+                f"--data {data}: {size} bytes are too few for samples of {context + 1} bytes and a held-out "
+                f"tenth; needs at least {_HELD_OUT_EVERY * (context + 1)}"
+            )
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*not writable.*")  # nobody writes
+            self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        chunks = range(size // self.chunk)
+        self.held_out = [i for i in chunks if i % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1]
+        self.training = [i for i in chunks if i % _HELD_OUT_EVERY != _HELD_OUT_EVERY - 1]
+        self.num_bytes = size
+
+    def batch(self, rows: int, seed: int, step: int) -> Batch:
+        """Return random training samples: (bytes, next bytes), each int64 `[rows, context]`."""
+        generator = torch.Generator().manual_seed(hash((seed, step)) & 0x7FFFFFFFFFFFFFFF)
+        which = torch.randint(len(self.training), (rows,), generator=generator).tolist()
+        offsets = torch.randint(self.chunk - self.context, (rows,), generator=generator).tolist()
+        starts = [self.training[i] * self.chunk + offset for i, offset in zip(which, offsets, strict=True)]
+        return self._samples(starts)
+
+    def held_out_batches(self, rows: int, batches: int) -> Iterator[Batch]:
+        """Yield samples of the held-out split, evenly spread over it."""
+        per_chunk = (self.chunk - 1) // self.context
+        starts = [i * self.chunk + k * self.context for i in self.held_out for k in range(per_chunk)]
+        wanted = min(rows * batches, len(starts))
+        chosen = [starts[i * len(starts) // wanted] for i in range(wanted)]
+        for at in range(0, wanted, rows):
+            yield self._samples(chosen[at : at + rows])
+
+    def _samples(self, starts: list[int]) -> Batch:
+        samples = torch.stack([self._bytes[start : start + self.context + 1] for start in starts]).long()
+        return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+    def bigram_loss(self, batches: Iterator[Batch]) -> float:
+        """Return nats a byte of a byte bigram model on `batches`, counted on the training split (add 0.1)."""
+        counts = torch.zeros(256 * 256, dtype=torch.int64)
+        for i in self.training:
+            chunk = self._bytes[i * self.chunk : (i + 1) * self.chunk].long()
+            counts += torch.bincount(chunk[:-1] * 256 + chunk[1:], minlength=256 * 256)
+        smoothed = counts.view(256, 256).double() + 0.1
+        nats = -(smoothed / smoothed.sum(1, keepdim=True)).log()
+        losses = torch.cat([nats[inputs, targets].flatten() for inputs, targets in batches])
+        return float(losses.mean())

@@ -1,0 +1,305 @@
+"""The face: a model that is trained by a pipeline of workers.
+
+The same program works in three ways: alone, with all workers as threads of the process; as one of the
+workers that `rpc-pipe run` or torchrun started, over RPC. All workers make the same calls in the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from . import link
+from .dependency import ConfigError, Entry, Order, PeerLost, Spec, check, entries
+from .job import current_job, join
+from .options import ScheduleLike, make_spec
+from .partition import Model, Partition
+from .workers.actor import WorkerActor
+from .workers.device import courier_for
+from .workers.hooks import Listener
+from .workers.local import LocalTransport
+from .workers.outbox import Outbox
+from .workers.payload import Tree, num_rows, split_rows
+from .workers.randomness import Randomness
+from .workers.result import Result
+from .workers.run import Work
+from .workers.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
+from .workers.transport import Transport
+
+T = TypeVar("T")
+
+
+class Pipeline:
+    """A model cut into stages on several workers, trained by a schedule.
+
+    Args:
+        model: an `nn.Sequential`, a list of modules or of callables that build them, or a picklable builder
+            (see `partition.Builder`). Each worker keeps only the layers of its own stages. Callables make
+            initial weights independent of workers and cut.
+        loss_fn: (output, target) -> mean over the microbatch, or (sum, weight): the step's loss is the sum
+            over all microbatches divided by the sum of weights. A mean counts by its rows.
+        optimizer: parameters -> optimizer, such as `partial(torch.optim.AdamW, lr=3e-4)`; one a stage.
+        lr_scheduler: optimizer -> learning-rate scheduler; stepped after every update.
+        schedule: a name (`rpc-pipe schedules` lists them), `path/to/file.py:ClassName` or a Spec class.
+        schedule_options: the schedule's parameters.
+        num_microbatches: into how many microbatches a batch is split; fewer if it has fewer rows.
+        num_workers: how many workers; inside a job the job decides.
+        split: number of layers of each stage; evenly by default.
+        order: `ready` or `fixed`; the schedule's own preference by default. The result is the same.
+        device: `cpu`, `cuda` or `cuda:N`.
+        seed: of everything random: initial weights of layers given as callables, dropout.
+        stall_s: how long nothing may arrive while a worker waits, before the run fails.
+
+    Raises:
+        ConfigError: an option that cannot work.
+        ScheduleError: a schedule that cannot run; drawn.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        loss_fn: LossFn,
+        *,
+        num_microbatches: int,
+        optimizer: OptimizerFactory | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        schedule: ScheduleLike = "1f1b",
+        schedule_options: dict[str, Any] | None = None,
+        num_workers: int | None = None,
+        split: Sequence[int] | None = None,
+        order: Order | None = None,
+        device: str = "cpu",
+        seed: int = 0,
+        lookahead: int = 32,
+        stall_s: float = 300.0,
+    ) -> None:
+        job = current_job()
+        if job is not None and num_workers not in (None, job.num_workers):
+            raise ConfigError(f"num_workers {num_workers}: this job has {job.num_workers} workers")
+        self.num_workers = job.num_workers if job else num_workers or 2
+        self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
+        self.partition = Partition(model, self.spec.num_stages, split)
+        self._order = order or self.spec.order
+        self._plans: dict[int, Spec] = {}
+        self._programs: dict[tuple[Spec, int, bool], list[Entry]] = {}
+        workers = [job.worker] if job else list(range(self.num_workers))
+        for worker in workers:
+            check(self.spec, worker)
+        courier = courier_for(device)
+        randomness = Randomness(seed, courier.device)
+
+        def shard(stage: int, route: int) -> Shard:
+            layers = self.partition.build(stage, randomness)
+            if route > 0:
+                layers = copy.deepcopy(layers)  # a replica; a module given by the user exists once
+            for _, module in layers:
+                module.to(courier.device)
+            last = stage == self.spec.last_stage
+            return Shard(
+                stage,
+                layers,
+                randomness,
+                loss_fn=loss_fn if last else None,
+                optimizer=optimizer,
+                lr_scheduler=lr_scheduler,
+            )
+
+        transports: list[Transport]
+        if job is not None:
+            transports = [join(job)]
+        else:
+            outboxes = [Outbox() for _ in workers]
+            transports = [LocalTransport(worker, outboxes) for worker in workers]
+        self._actors = [
+            WorkerActor(
+                transport,
+                courier if worker == workers[0] else courier_for(device),
+                {place: shard(*place) for place in self.spec.hosted(worker)},
+                lookahead=lookahead,
+                stall_s=stall_s,
+            )
+            for worker, transport in zip(workers, transports, strict=True)
+        ]
+        self._threads = _worker_threads(len(workers)) if len(workers) > 1 else None
+        self._stopped = False
+        link.attach(self)
+
+    # --- what all workers call alike
+
+    def step(self, batch: Tree | None = None, *, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> float:
+        """Train on one batch and return its loss, on every worker.
+
+        Args:
+            batch: (inputs, targets), trees of tensors that share dimension 0, which is split into
+                microbatches that differ by at most one row. Read where the first and last stage are.
+            microbatches: instead of a batch, a list of (inputs, targets) already split; shapes may differ.
+
+        Raises:
+            SystemExit: the user asked to stop (Ctrl-C) and the step before this one was the last.
+        """
+        if self._stopped:
+            raise SystemExit(130)
+        result = self._run(batch, microbatches, train=True)
+        assert result.loss is not None
+        return result.loss
+
+    def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> float:
+        """Return the loss of a batch without training on it, on every worker."""
+        result = self._run(batch, microbatches, train=False)
+        assert result.loss is not None
+        return result.loss
+
+    def predict(self, inputs: Tree) -> Tree:
+        """Return the model's output for `inputs`, on every worker, microbatches joined along dimension 0."""
+        outputs = self._run((inputs, None), None, train=False, want_loss=False).outputs
+        return _join_rows([outputs[m] for m in sorted(outputs)])
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """Return the whole model's tensors on worker 0, named as in the unsplit model; None elsewhere."""
+
+        def own(actor: WorkerActor) -> dict[str, Tensor]:
+            first_route = [shard for (_, route), shard in actor.shards.items() if route == 0]
+            return {name: t for shard in first_route for name, t in shard.state_dict().items()}
+
+        parts = self.gather("state", own)
+        if parts is None:
+            return None
+        merged = {name: tensor.cpu() for part in parts for name, tensor in part.items()}
+        return {name: merged[name] for name in sorted(merged, key=_by_layer)}
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole model as one safetensors file, from worker 0; complete or not at all."""
+        state = self.state_dict()
+        if state is not None:
+            temporary = Path(path).with_suffix(".partial")
+            save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary)
+            temporary.replace(path)
+
+    def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
+        """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""
+        return self._each(lambda actor: actor.gather(name, value(actor)))[0]
+
+    def barrier(self) -> None:
+        """Return when every worker has called this."""
+        self._each(WorkerActor.barrier)
+
+    # --- what one process has of its own
+
+    @property
+    def worker(self) -> int:
+        """This process's worker; 0 if all workers are in it."""
+        return self._actors[0].worker
+
+    @property
+    def stopped(self) -> bool:
+        """True once the user has asked to stop: end the loop. All workers see it after the same step."""
+        return self._stopped
+
+    @property
+    def actors(self) -> list[WorkerActor]:
+        """The workers of this process."""
+        return self._actors
+
+    def listen(self, listener: Callable[[int], Listener]) -> None:
+        """Add `listener(worker)` to every worker of this process."""
+        for actor in self._actors:
+            actor.listeners.add(listener(actor.worker))
+
+    def request_stop(self) -> None:
+        """Ask all workers to stop after the step that runs now. May be called from any thread."""
+        for actor in self._actors:
+            actor.stop_requested = True
+
+    # --- inside
+
+    def _run(
+        self,
+        batch: Tree | None,
+        microbatches: Sequence[tuple[Tree, Tree]] | None,
+        *,
+        train: bool,
+        want_loss: bool = True,
+    ) -> Result:
+        if microbatches is not None:
+            pieces = list(microbatches)
+        elif batch is not None:
+            inputs, targets = batch
+            whole = inputs if targets is None else (inputs, targets)
+            count = min(self.spec.num_microbatches, max(1, num_rows(whole)))
+            pieces = list(zip(split_rows(inputs, count), split_rows(targets, count), strict=True))
+        else:
+            raise ConfigError("step: needs a batch, or microbatches")
+        rows = [num_rows(inputs) for inputs, _ in pieces]
+        total = sum(rows)
+        spec = self._spec_for(len(pieces))
+
+        def run(actor: WorkerActor) -> Result:
+            return actor.run(
+                Work(
+                    spec,
+                    self._program(spec, actor.worker, train),
+                    self._order,
+                    [inputs for inputs, _ in pieces],
+                    [targets for _, targets in pieces] if want_loss else None,
+                    [count / total for count in rows],
+                    train,
+                )
+            )
+
+        result = self._each(run)[0]
+        self._stopped |= result.stop
+        return result
+
+    def _spec_for(self, num_microbatches: int) -> Spec:
+        if num_microbatches not in self._plans:
+            spec = replace(self.spec, num_microbatches=num_microbatches)  # type: ignore[type-var]
+            for actor in self._actors:
+                check(spec, actor.worker)
+            self._plans[num_microbatches] = spec
+        return self._plans[num_microbatches]
+
+    def _program(self, spec: Spec, worker: int, train: bool) -> list[Entry]:
+        key = spec, worker, train
+        if key not in self._programs:
+            self._programs[key] = list(entries(spec, worker, forward_only=not train))
+        return self._programs[key]
+
+    def _each(self, call: Callable[[WorkerActor], T]) -> list[T]:
+        """Call for every worker of this process, each on its own thread, and raise the first cause."""
+        if self._threads is None:
+            return [call(self._actors[0])]
+        futures = [self._threads.submit(call, actor) for actor in self._actors]
+        errors = [error for future in futures if (error := future.exception()) is not None]
+        for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
+            raise error
+        return [future.result() for future in futures]
+
+
+def _worker_threads(count: int) -> ThreadPoolExecutor:
+    """Return threads that compute like the caller's: torch's number of threads is kept by thread, and the
+    way a sum is divided among threads decides its last bits."""
+    return ThreadPoolExecutor(count, "worker", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
+
+
+def _by_layer(name: str) -> tuple[int, str]:
+    layer, _, rest = name.partition(".")
+    return int(layer), rest
+
+
+def _join_rows(pieces: list[Tree]) -> Tree:
+    first = pieces[0]
+    if isinstance(first, Tensor):
+        return torch.cat(pieces)
+    if isinstance(first, (tuple, list)):
+        return type(first)(_join_rows(list(column)) for column in zip(*pieces, strict=True))
+    if isinstance(first, dict):
+        return {key: _join_rows([piece[key] for piece in pieces]) for key in first}
+    return first

@@ -1,0 +1,99 @@
+"""What the user sees of a run: one progress line, the first cause of a failure, the summary."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel
+from rich.text import Text
+
+
+class Reporter:
+    """Prints the messages of workers. With `as_json` human text goes to stderr, results to stdout as JSON."""
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        self._json = as_json
+        self._live: Live | None = None
+
+    def handle(self, message: dict[str, Any], bubble: float | None = None) -> None:
+        """Show one message of worker 0; `bubble` is the share of the last step that all workers waited."""
+        kind = message["kind"]
+        if kind == "progress":
+            self._progress(message, bubble)
+        elif kind == "text":
+            self.console.print(message["text"], markup=False)
+        elif kind == "summary":
+            self._summary(message)
+        elif kind == "result":
+            self._result(message)
+
+    def line(self, worker: int, text: str) -> None:
+        """Show a line that a worker printed."""
+        self.console.print(f"worker {worker} | {text}", markup=False)
+
+    def failure(self, title: str, text: str, consequences: list[str]) -> None:
+        """Show the first cause, then what followed from it in one line."""
+        self.close()
+        self.console.print(Panel(Text(text.rstrip()), title=title, border_style="red", title_align="left"))
+        if consequences:
+            self.console.print(f"consequences: {'; '.join(consequences)}", markup=False)
+
+    def error(self, text: str) -> None:
+        """Show wrong input."""
+        self.close()
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {text}", markup=False)
+
+    def close(self) -> None:
+        """End the progress line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _progress(self, message: dict[str, Any], bubble: float | None) -> None:
+        step, steps = message["step"], message["steps"]
+        text = (
+            f"step {step}/{steps}  loss {message['loss']:.4f}  {message['tokens_per_s']:,.0f} tokens/s  "
+            f"{message['step_ms']:.0f} ms/step"
+        )
+        if bubble is not None:
+            text += f"  bubble {100 * bubble:.0f} %"
+        if self.console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self.console, auto_refresh=False)
+                self._live.start()
+            self._live.update(Text(text), refresh=True)
+        elif step == 1 or step == steps or step % max(1, steps // 20) == 0:
+            self.console.print(text, markup=False)
+
+    def _summary(self, message: dict[str, Any]) -> None:
+        self.close()
+        s = message["summary"]
+        self.console.print(
+            Group(
+                Text(f"\nlast step as it ran on {s['workers']} workers:"),
+                Text.from_markup(message["timeline"]),
+                Text(
+                    f"bubble {100 * s['bubble_actual']:.1f} % measured, {100 * s['bubble_planned']:.1f} % planned "
+                    f"for the measured times; step {s['step_ms']:.0f} ms, {s['tokens_per_s']:,.0f} tokens/s"
+                ),
+                Text(
+                    f"held-out loss {s['held_out_loss']:.4f} nats a byte; "
+                    f"a byte bigram model has {s['bigram_loss']:.4f} on the same bytes"
+                ),
+                *(Text(f"{what} written to {s[what]}") for what in ("trace", "save") if s[what]),
+            )
+        )
+        if self._json:
+            print(json.dumps(s))
+
+    def _result(self, message: dict[str, Any]) -> None:
+        self.close()
+        if self._json:
+            print(json.dumps(message["json"]))
+        self.console.print(message["text"], markup=False)
+        sys.stdout.flush()

@@ -1,0 +1,113 @@
+"""A worker: owns its shards, one thread that computes, one outbox.
+
+    other workers ──(transport's threads)──> mailbox ──┐
+                                                       v
+         outbox <── publish ── compute thread: event -> state -> instruction -> shard
+
+The caller's thread is the compute thread: between runs nothing happens here, and the outbox is served by
+the transport's threads alone.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ..dependency import PeerLost, Stalled, WorkerFailure
+from .device import Courier
+from .hooks import Listeners
+from .mailbox import Mailbox
+from .payload import Payload, Tree, pack, unpack
+from .randomness import preserved
+from .result import Result
+from .run import Run, Work
+from .shard import Shard
+from .transport import Transport
+
+
+class WorkerActor:
+    """Runs its part of every step. All workers make the same calls in the same order.
+
+    Args:
+        shards: by (stage, route).
+        lookahead: how many actions ahead of the oldest unfinished one may be pulled for.
+        stall_s: how long nothing may arrive while nothing can run, before that counts as a failure.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        courier: Courier,
+        shards: dict[tuple[int, int], Shard],
+        *,
+        lookahead: int = 32,
+        stall_s: float = 300.0,
+    ) -> None:
+        self.transport = transport
+        self.worker = transport.worker
+        self.courier = courier
+        self.shards = shards
+        self.mailbox = Mailbox(transport, courier, stall_s)
+        self.listeners = Listeners()
+        #: training steps done
+        self.step = 0
+        #: what runs now, such as `2B3`, for reports
+        self.running = ""
+        #: set from anywhere; all workers then stop after the same step (see Result.stop)
+        self.stop_requested = False
+        self._lookahead = lookahead
+
+    def run(self, work: Work) -> Result:
+        """Do this worker's part of `work` and return what all workers know after it.
+
+        Raises:
+            WorkerFailure: this worker's own work raised.
+            PeerLost: another worker failed or is gone.
+            Stalled: nothing arrived in time.
+        """
+        with self._telling_failures(), preserved(self.courier.device), torch.set_grad_enabled(work.train):
+            self.mailbox.begin()
+            result = Run(self, work, self._lookahead).complete()
+            self.step += work.train
+            return result
+
+    def gather(self, name: str, value: Tree) -> list[Tree] | None:
+        """Return every worker's `value`, in order of workers, on worker 0; None on the others."""
+        with self._telling_failures():
+            self.mailbox.begin()
+            if self.worker != 0:
+                self.mailbox.publish(name, pack(value), [0])
+                self.mailbox.end()
+                return None
+            arrived = self.mailbox.collect(name, range(1, self.transport.num_workers))
+            return [value, *(unpack(arrived[worker]) for worker in sorted(arrived))]
+
+    def barrier(self) -> None:
+        """Return when every worker has called this and nobody needs anything of this one."""
+        with self._telling_failures():
+            self.mailbox.begin()
+            others = set(range(self.transport.num_workers)) - {self.worker}
+            self.mailbox.publish("barrier", Payload([], None), others)
+            self.mailbox.collect("barrier", others)
+            self.mailbox.end()
+
+    @contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """Tell the others at once that there will be no more from here, and name the first cause."""
+        self.running = ""
+        try:
+            yield
+        except BaseException as error:
+            failure = error if isinstance(error, WorkerFailure) else self._describe(error)
+            self.transport.outbox.fail(failure)
+            if isinstance(error, Exception) and not isinstance(error, (PeerLost, Stalled, WorkerFailure)):
+                raise failure from error
+            raise
+
+    def _describe(self, error: BaseException) -> WorkerFailure:
+        summary = traceback.format_exception_only(type(error), error)[-1].strip()
+        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        return WorkerFailure(self.worker, self.running, self.step, summary, trace)

@@ -1,0 +1,130 @@
+"""A worker's end of the transport: pulls that become arrivals, payloads that become pullable.
+
+The transport's threads only put arrivals into a queue; the compute thread alone reads it.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+from ..dependency import Action, PeerLost, Stalled, WorkerFailure
+from .device import Courier
+from .outbox import Answer, Key
+from .payload import Payload
+from .transport import Transport
+
+
+class Arrival(NamedTuple):
+    """Something pulled is here; without payload, only its being finished counts."""
+
+    what: Action | str
+    peer: int
+    payload: Payload | None
+
+
+class Mailbox:
+    """Names things by run, so that what two runs of the pipeline exchange is never mixed up.
+
+    Args:
+        stall_s: how long nothing may arrive while somebody waits, before that counts as a failure.
+    """
+
+    def __init__(self, transport: Transport, courier: Courier, stall_s: float) -> None:
+        self._transport = transport
+        self._courier = courier
+        self._stall_s = stall_s
+        self._queue: queue.SimpleQueue[tuple[int, Action | str, int, Answer | str]] = queue.SimpleQueue()
+
+    @property
+    def _run(self) -> int:
+        return self._transport.outbox.run
+
+    def begin(self) -> None:
+        """Start another run; all workers do so in the same order."""
+        self._transport.outbox.run += 1
+        self._transport.outbox.forget_marks(before=self._run - 1)
+
+    def end(self) -> None:
+        """Wait until the others have taken everything."""
+        self._transport.outbox.wait_empty(self._stall_s)
+
+    def _key(self, what: Action | str) -> Key:
+        return self._run, str(what)
+
+    def _done_key(self, what: Action | str) -> Key:
+        return self._run, f"{what} done"
+
+    def pull(self, peer: int, what: Action | str, carries: bool = True) -> None:
+        """Ask `peer` for `what`, ahead of need; without `carries`, only for the news that it is finished."""
+        run, enter, put = self._run, self._courier.enter, self._queue.put
+
+        def deliver(answer: Answer | str) -> None:
+            if isinstance(answer, Payload):
+                answer = enter(answer)
+            put((run, what, peer, answer))
+
+        self._transport.pull(peer, self._key(what) if carries else self._done_key(what), deliver)
+
+    def publish(self, what: Action | str, payload: Payload, consumers: Iterable[int]) -> None:
+        """Make `payload` pullable once it has left the device; consumers may include this worker."""
+        key, run, me, outbox = self._key(what), self._run, self._transport.worker, self._transport.outbox
+        everyone = set(consumers)
+        others = everyone - {me}
+        if others:
+            outbox.promise(key, others)
+
+        def publish(payload: Payload) -> None:
+            if others:
+                outbox.put(key, payload)
+            if me in everyone:
+                self._queue.put((run, what, me, payload))
+
+        self._courier.leave(payload, publish)
+
+    def mark(self, what: Action) -> None:
+        """Make it known that `what` is finished."""
+        self._transport.outbox.mark(self._done_key(what))
+
+    def arrivals(self) -> list[Arrival]:
+        """Return what has arrived, without waiting."""
+        found = []
+        while not self._queue.empty():
+            found.append(self._checked(*self._queue.get()))
+        return found
+
+    def next_arrival(self, describe: Callable[[], str]) -> Arrival:
+        """Wait for something to arrive.
+
+        Raises:
+            PeerLost: a peer failed or is gone.
+            Stalled: nothing came in time; `describe` says what was waited for.
+        """
+        try:
+            return self._checked(*self._queue.get(timeout=self._stall_s))
+        except queue.Empty:
+            raise Stalled(
+                f"worker {self._transport.worker}: nothing arrived for {self._stall_s:g} s, waiting for {describe()}"
+            ) from None
+
+    def collect(self, what: str, peers: Iterable[int]) -> dict[int, Payload]:
+        """Pull `what` from each of `peers` and wait for all."""
+        missing = set(peers)
+        for peer in sorted(missing):
+            self.pull(peer, what)
+        arrived: dict[int, Payload] = {}
+        while missing:
+            arrival = self.next_arrival(lambda: f"{what} of workers {sorted(missing)}")
+            assert arrival.payload is not None and arrival.what == what
+            arrived[arrival.peer] = arrival.payload
+            missing.remove(arrival.peer)
+        return arrived
+
+    def _checked(self, run: int, what: Action | str, peer: int, answer: Answer | str) -> Arrival:
+        if isinstance(answer, WorkerFailure):
+            raise PeerLost(self._transport.worker, peer, f"worker {answer.worker} failed: {answer.summary}")
+        if isinstance(answer, str):
+            raise PeerLost(self._transport.worker, peer, answer)
+        assert run == self._run, f"{what} of run {run} arrived in run {self._run}"
+        return Arrival(what, peer, answer)

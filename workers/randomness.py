@@ -1,0 +1,56 @@
+"""Random numbers keyed by what they are for, never by when or where they are drawn.
+
+Dropout in layer 3 for microbatch 2 of step 7 draws the same numbers on any worker, in any cut of the model
+and in any order; so do initial weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+#: A process has one default generator a device; layers of several workers in one process take turns.
+_generator_lock = threading.Lock()
+
+
+def _seed_from(*key: int) -> int:
+    digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # generators take 63 bits
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    with _generator_lock:
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.default_generators[index].manual_seed(seed)
+        yield
+
+
+class Randomness:
+    """The random numbers of a run with one seed."""
+
+    def __init__(self, seed: int, device: torch.device | None = None) -> None:
+        self.seed = seed
+        self.device = device or torch.device("cpu")
+
+    def forward(self, step: int, microbatch: int, layer: int) -> AbstractContextManager[None]:
+        """Return a context in which `layer` draws its numbers for `microbatch` of `step`."""
+        return _seeded(_seed_from(self.seed, 1, step, microbatch, layer), self.device)
+
+    def initial(self, layer: int) -> AbstractContextManager[None]:
+        """Return a context in which `layer` draws its initial weights, on the CPU."""
+        return _seeded(_seed_from(self.seed, 0, layer), torch.device("cpu"))
+
+
+@contextmanager
+def preserved(device: torch.device) -> Iterator[None]:
+    """Leave the caller's generators as they were, so that a data loader shuffles alike on every worker."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        yield

@@ -1,0 +1,183 @@
+"""One run of a worker's program: the state machine's instructions, carried out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..dependency import Action, Entry, F, Order, Spec, U
+from .device import Mark
+from .hooks import Record, StepRecord
+from .mailbox import Arrival
+from .payload import Payload, Tree, pack, unpack
+from .result import Losses, Result, pack_outputs
+from .shard import Shard
+from .state import Instruction, Pull, WorkerState
+
+if TYPE_CHECKING:
+    from .actor import WorkerActor
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a worker is asked to do once: a training step, an evaluation or a prediction."""
+
+    spec: Spec
+    program: Sequence[Entry]
+    order: Order
+    #: inputs of the model by microbatch; read where stage 0 is
+    inputs: Sequence[Tree]
+    #: targets by microbatch; read where the last stage is. None: outputs are wanted, not the loss
+    targets: Sequence[Tree] | None
+    #: each microbatch's share of the rows
+    shares: Sequence[float]
+    train: bool = True
+
+
+class Run:
+    """Carries a WorkerState through one `Work` on the thread that computes."""
+
+    def __init__(self, actor: WorkerActor, work: Work, lookahead: int) -> None:
+        self._actor = actor
+        self._work = work
+        self._spec = spec = work.spec
+        self._mailbox = actor.mailbox
+        self._state = WorkerState(work.program, work.order, lookahead)
+        #: payloads by the action that made them: from other workers, or handed over on this one
+        self._payloads: dict[Action, Payload] = {}
+        self._marks: list[tuple[Action, Mark, Mark]] = []
+        hosts = {spec.place(spec.last_stage, route) for route in range(spec.num_routes)}
+        self._result = Result(hosts)
+        self._outputs: dict[int, Tree] = {}
+        #: forwards of the last stage still to come here, after which this worker tells its part of the result
+        self._last_forwards = sum(spec.worker(F(spec.last_stage, m)) == actor.worker for m in range(len(work.shares)))
+
+    def complete(self) -> Result:
+        """Run everything; return when this worker is done and others have taken what it made."""
+        start_ns = time.perf_counter_ns()
+        for shard in self._actor.shards.values():
+            shard.train(self._work.train)
+            shard.losses = Losses()
+        for host in self._result.missing - {self._actor.worker}:
+            self._mailbox.pull(host, "result")
+        self._carry(self._state.start())
+        while not self._state.complete:
+            for arrival in self._mailbox.arrivals():
+                self._take_in(arrival)
+            action = self._state.take()
+            if action is None:
+                self._wait()
+            else:
+                self._execute(action)
+        while self._result.missing:
+            self._wait()
+        self._mailbox.end()
+        self._report(start_ns)
+        return self._result
+
+    def _carry(self, instructions: list[Instruction]) -> None:
+        for instruction in instructions:
+            if isinstance(instruction, Pull):
+                self._mailbox.pull(instruction.worker, instruction.action, instruction.carries)
+
+    def _take_in(self, arrival: Arrival) -> None:
+        if isinstance(arrival.what, str):
+            assert arrival.payload is not None
+            self._result.add(arrival.peer, arrival.payload)
+            return
+        if arrival.payload is not None:
+            self._payloads[arrival.what] = arrival.payload
+        self._carry(self._state.arrived(arrival.what))
+
+    def _wait(self) -> None:
+        self._actor.listeners.waiting(self._actor.step, self._blocked)
+        self._take_in(self._mailbox.next_arrival(self._blocked))
+
+    def _blocked(self) -> str:
+        blocked = self._state.blocked()
+        if blocked is None:
+            return f"the result of worker {min(self._result.missing)}"
+        action, missing = blocked
+        return ", ".join(f"{need.action} of worker {need.worker}" for need in missing) + f" to run {action}"
+
+    def _execute(self, action: Action) -> None:
+        if action.kind is U:
+            while self._result.missing:  # the divisor; known long before, unless the last stage is late
+                self._wait()
+        actor = self._actor
+        actor.running = str(action)
+        actor.listeners.action_started(actor.step, action)
+        begin = actor.courier.mark()
+        payload = self._compute(action)
+        self._marks.append((action, begin, actor.courier.mark()))
+        actor.running = ""
+        self._hand_over(action, payload)
+        self._carry(self._state.finished(action))
+
+    def _hand_over(self, action: Action, payload: Payload | None) -> None:
+        """Give the payload to whom its successor belongs: this worker, or another through the outbox."""
+        successor = self._spec.successor(action)
+        if payload is not None and successor is not None:
+            consumer = self._spec.worker(successor)
+            if consumer == self._actor.worker:
+                self._payloads[action] = payload
+            else:
+                self._mailbox.publish(action, payload, [consumer])
+        self._mailbox.mark(action)
+
+    def _compute(self, action: Action) -> Payload | None:
+        stage, kind, microbatch = action
+        route = microbatch if kind is U else self._spec.route(microbatch)
+        shard = self._actor.shards[stage, route]
+        if kind is F:
+            return self._forward(shard, action)
+        if kind is U:
+            shard.update(self._result.divisor)
+            return None
+        grads = self._payloads.pop(kind(stage + 1, microbatch), None)
+        return shard.backward(microbatch, None if grads is None else self._actor.courier.ready(grads))
+
+    def _forward(self, shard: Shard, action: Action) -> Payload | None:
+        work, courier, m = self._work, self._actor.courier, action.microbatch
+        if action.stage == 0:
+            inputs = pack(courier.load(work.inputs[m]))
+        else:
+            inputs = courier.ready(self._payloads.pop(F(action.stage - 1, m)))
+        if action.stage < self._spec.last_stage:
+            return shard.forward(self._actor.step, m, inputs)
+        if work.targets is None:
+            output = shard.forward(self._actor.step, m, inputs)
+            assert output is not None
+            self._outputs[m] = unpack(output)
+        else:
+            target = courier.load(work.targets[m])
+            shard.forward(self._actor.step, m, inputs, target=target, share=work.shares[m])
+        self._last_forwards -= 1
+        if self._last_forwards == 0:
+            self._tell_result()
+        return None
+
+    def _tell_result(self) -> None:
+        """Every forward of the last stage on this worker is done: tell all workers, this one included."""
+        stop = self._actor.stop_requested
+        if self._work.targets is None:
+            part = pack_outputs(self._outputs, stop)
+        else:
+            losses = Losses()
+            for shard in self._actor.shards.values():
+                losses.parts |= shard.losses.parts
+                losses.summed |= shard.losses.summed
+            part = losses.pack(stop)
+        self._mailbox.publish("result", part, range(self._actor.transport.num_workers))
+
+    def _report(self, start_ns: int) -> None:
+        if not self._work.train:
+            return
+        actor = self._actor
+        begins = actor.courier.resolve([begin for _, begin, _ in self._marks])
+        ends = actor.courier.resolve([end for _, _, end in self._marks])
+        records = [Record(a, b, e) for (a, _, _), b, e in zip(self._marks, begins, ends, strict=True)]
+        record = StepRecord(actor.worker, actor.step, start_ns, time.perf_counter_ns(), records)
+        actor.listeners.step_finished(record)
