@@ -45,7 +45,8 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind.value}{self.microbatch}"
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
     @classmethod
     def parse(cls, text: str) -> Action:

@@ -173,5 +173,5 @@ class Spec(_Frozen):
 
     def parameters(self) -> dict[str, Any]:
         """Return the schedule's own parameters and their values."""
-        own = (field.name for field in fields(self))  # type: ignore[arg-type]
+        own = (field.name for field in fields(self))
         return {name: getattr(self, name) for name in own if name not in ("num_workers", "num_microbatches")}

@@ -19,7 +19,7 @@ from . import link
 from .dependency import ConfigError, PipeError, ScheduleError
 from .job import current_job
 from .launcher import as_worker, launch
-from .options import find_schedule, make_spec, parameter_types, parse_assignments, parse_costs, parse_number
+from .options import make_spec, parameter_types, parse_assignments, parse_costs, parse_number
 from .report import Reporter
 from .schedules import SCHEDULES
 from .settings import PipeOptions, TrainOptions, VerifyOptions
@@ -232,11 +232,10 @@ def _simulate(parsed: argparse.Namespace, argv: list[str]) -> int:
 
 
 def _schedules(parsed: argparse.Namespace, argv: list[str]) -> int:
-    rows = []
-    for name in SCHEDULES:
-        cls = find_schedule(name)
-        fields = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-        parameters = {key: fields[key] for key in parameter_types(cls)}
+    rows: list[dict[str, Any]] = []
+    for name, cls in SCHEDULES.items():
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        parameters = {key: defaults[key] for key in parameter_types(cls)}
         summary = (cls.__doc__ or "").strip().split("\n")[0]
         rows.append({"name": name, "summary": summary, "source": cls.source, "parameters": parameters})
     if parsed.json:
@@ -245,6 +244,6 @@ def _schedules(parsed: argparse.Namespace, argv: list[str]) -> int:
     console = Reporter().console
     for row in rows:
         console.print(f"[bold]{row['name']}[/]  {row['summary']}")
-        settings = ", ".join(f"{key}={value}" for key, value in dict(row["parameters"]).items())  # type: ignore[call-overload]
+        settings = ", ".join(f"{key}={value}" for key, value in row["parameters"].items())
         console.print(f"    {row['source']}" + (f"; --set {settings}" if settings else ""), markup=False)
     return 0

@@ -95,7 +95,7 @@ def make_spec(
 def parameter_types(cls: type[Spec]) -> dict[str, Any]:
     """Return the schedule's own parameters with their types."""
     hints = typing.get_type_hints(cls)
-    own = (field.name for field in dataclasses.fields(cls))  # type: ignore[arg-type]
+    own = (field.name for field in dataclasses.fields(cls))
     return {name: hints[name] for name in own if name not in ("num_workers", "num_microbatches")}
 
 

@@ -84,7 +84,7 @@ class Pipeline:
         job = current_job()
         if job is not None and num_workers not in (None, job.num_workers):
             raise ConfigError(f"num_workers {num_workers}: this job has {job.num_workers} workers")
-        self.num_workers = job.num_workers if job else num_workers or 2
+        self.num_workers = job.num_workers if job else 2 if num_workers is None else num_workers
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
         self.partition = Partition(model, self.spec.num_stages, split)
         self._order = order or self.spec.order
@@ -260,7 +260,7 @@ class Pipeline:
 
     def _spec_for(self, num_microbatches: int) -> Spec:
         if num_microbatches not in self._plans:
-            spec = replace(self.spec, num_microbatches=num_microbatches)  # type: ignore[type-var]
+            spec = replace(self.spec, num_microbatches=num_microbatches)
             for actor in self._actors:
                 check(spec, actor.worker)
             self._plans[num_microbatches] = spec

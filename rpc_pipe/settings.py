@@ -59,7 +59,7 @@ class PipeOptions:
 class TrainOptions(PipeOptions):
     """The main job."""
 
-    batch: int = 32
+    batch: int = 16
     context: int = 128
     width: int = 128
     depth: int = 4

@@ -112,9 +112,12 @@ def simulate(
                 clock.carry(worker, states[worker].finished(action))
     for worker, state in enumerate(states):
         if not state.complete:
-            action, missing = state.blocked() or ("?", [])
-            names = ", ".join(str(need.action) for need in missing)
-            raise PipeError(f"deadlock: worker {worker} cannot run {action}, it waits for {names or 'itself'}")
+            blocked = state.blocked()
+            why = "its own actions wait for each other"
+            if blocked is not None:
+                names = ", ".join(str(need.action) for need in blocked[1])
+                why = f"cannot run {blocked[0]}, which waits for {names}"
+            raise PipeError(f"deadlock: worker {worker}: {why}")
     return Simulation(spec, order, tuple(spans), tuple(busy), tuple(peak))
 
 

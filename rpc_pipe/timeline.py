@@ -69,6 +69,7 @@ def _name(action: Action) -> str:
 
 
 def _fit(name: str, cells: int) -> str:
+    """Shorten to the microbatch, whose kind the colour tells, and then to the kind alone."""
     if len(name) > cells:
-        name = name[1:] if len(name) - 1 <= cells else name[0]
+        name = name[1:] if len(name) - 1 <= cells and name[0] != "U" else name[0]
     return name.ljust(cells)

@@ -22,7 +22,7 @@ from .simulator import simulate
 from .timeline import draw
 from .trace import Recorder, Trace, last_steps
 
-_HELD_OUT_BATCHES = 8
+_HELD_OUT_BATCHES = 16
 #: steps recorded for the timeline and the measured bubble
 _RECORDED_STEPS = 12
 
@@ -35,7 +35,7 @@ def train(options: TrainOptions) -> None:
         gpt_layers(options.gpt),
         next_byte_loss,
         num_microbatches=options.microbatches,
-        optimizer=partial(AdamW, lr=options.lr, weight_decay=0.01),
+        optimizer=partial(AdamW, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.01),
         lr_scheduler=partial(_warmup_and_cosine, steps=options.steps),
         schedule=options.schedule,
         schedule_options=dict(options.schedule_options),

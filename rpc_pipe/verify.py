@@ -91,7 +91,7 @@ def unpiped(problem: Problem, spec: Spec, batches: Sequence[Batch], seed: int) -
         count = min(spec.num_microbatches, len(inputs))
         pieces = list(zip(split_rows(inputs, count), split_rows(targets, count), strict=True))
         loss_of = [0.0] * count
-        for m in _summing_order(replace(spec, num_microbatches=count)):  # type: ignore[type-var]
+        for m in _summing_order(replace(spec, num_microbatches=count)):
             x, target = pieces[m]
             for layer, module in enumerate(model):
                 with randomness.forward(step, m, layer):

@@ -43,7 +43,7 @@ def _name(worker: int) -> str:
     return f"worker{worker}"
 
 
-@rpc.functions.async_execution  # type: ignore[misc]
+@rpc.functions.async_execution  # type: ignore[untyped-decorator]
 def _answer(consumer: int, key: Key, taken: list[Key]) -> Future[Any]:
     """Runs at the producer: a future of what `key` holds."""
     assert _endpoint is not None

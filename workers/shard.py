@@ -102,11 +102,13 @@ class Shard:
         """
         self.losses.summed = isinstance(loss, tuple)
         if isinstance(loss, tuple):
-            total, weight = loss
-            self.losses.parts[microbatch] = total.detach(), weight
-            return total
-        self.losses.parts[microbatch] = loss.detach() * share, share
-        return loss * share
+            root, weight = loss
+            self.losses.parts[microbatch] = root.detach(), weight
+        else:
+            root = loss * share
+            self.losses.parts[microbatch] = root.detach(), share
+        assert isinstance(root, Tensor)
+        return root
 
     def backward(self, microbatch: int, grads: Payload | None) -> Payload:
         """Run backward from what the next stage sent; add to the weights' gradients; return the inputs'.

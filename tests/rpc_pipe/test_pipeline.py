@@ -1,0 +1,265 @@
+"""The face, over the in-process transport."""
+
+import threading
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe.dependency import ConfigError, F, WorkerFailure
+from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.workers.hooks import Listener
+from rpc_pipe.workers.shard import Shard
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(1)), torch.arange(10) % 3
+
+
+def layers():
+    return [partial(nn.Linear, 4, 8), nn.Tanh, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 3)]
+
+
+def pipeline(model=None, loss=nn.functional.cross_entropy, **options):
+    defaults = {"num_microbatches": 4, "num_workers": 2, "optimizer": SGD}
+    return Pipeline(model or layers(), loss, **(defaults | options))
+
+
+def test_a_plain_sequential_trains_like_a_plain_loop():
+    """The user's own loop in plain torch, with gradient accumulation over equal microbatches."""
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    piped = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+    piped.load_state_dict(plain.state_dict())
+    pipe = pipeline(piped, num_microbatches=2)
+    optimizer = SGD(plain.parameters())
+    for _ in range(3):
+        expected = 0.0
+        for x, y in zip(X.chunk(2), Y.chunk(2), strict=True):
+            loss = nn.functional.cross_entropy(plain(x), y) / 2
+            loss.backward()
+            expected += loss.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert pipe.step((X, Y)) == expected
+    for name, tensor in pipe.state_dict().items():
+        assert torch.equal(tensor, plain.state_dict()[name]), name
+
+
+def test_evaluate_and_predict_train_nothing_and_may_come_first():
+    pipe = pipeline()
+    before = pipe.state_dict()
+    logits = pipe.predict(X)
+    assert logits.shape == (10, 3)
+    assert pipe.evaluate((X, Y)) == pytest.approx(nn.functional.cross_entropy(logits, Y).item())
+    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+    first = pipe.step((X, Y))
+    assert first == pytest.approx(pipe.step((X, Y)), rel=0.5) and pipe.evaluate((X, Y)) < first
+
+
+def test_sum_and_weight_count_padding_right():
+    """Rows with target -1 are padding; the loss and the gradients are those of the others alone."""
+    padded = torch.where(torch.arange(10) < 7, Y, -1)
+
+    def masked(logits, target):
+        total = nn.functional.cross_entropy(logits, target, ignore_index=-1, reduction="sum")
+        return total, (target >= 0).sum()
+
+    pipe = pipeline(loss=masked, num_microbatches=3)
+    alone = pipeline(num_microbatches=1)
+    for _ in range(3):
+        assert pipe.step((X, padded)) == pytest.approx(alone.step((X[:7], Y[:7])), rel=1e-6)
+    for name, tensor in alone.state_dict().items():
+        torch.testing.assert_close(pipe.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 9])
+def test_any_number_of_rows_works(rows):
+    pipe, whole = pipeline(num_workers=3), pipeline(num_workers=1, num_microbatches=1)
+    for _ in range(2):
+        assert pipe.step((X[:rows], Y[:rows])) == pytest.approx(whole.step((X[:rows], Y[:rows])), rel=1e-5)
+
+
+def test_microbatches_may_differ_in_shape():
+    """A sequence of 128 and one of 129, without padding."""
+    model = [partial(nn.Linear, 4, 4), nn.Tanh, partial(nn.Linear, 4, 1)]
+    pipe = pipeline(model, nn.functional.mse_loss, num_microbatches=2)
+    pieces = [(torch.ones(2, length, 4), torch.ones(2, length, 1)) for length in (128, 129)]
+    assert pipe.step(microbatches=pieces) > pipe.step(microbatches=pieces) > 0
+
+
+def test_dicts_tuples_none_and_integers_travel_between_stages():
+    class Split(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return {"x": self.linear(x), "mask": x > 0, "ids": torch.arange(len(x)), "none": None, "scale": 2}
+
+    class Join(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 3)
+
+        def forward(self, tree):
+            assert tree["none"] is None and tree["ids"].dtype == torch.int64
+            return self.linear(tree["x"] * tree["mask"] * tree["scale"])
+
+    pipe, whole = pipeline([Split, Join]), pipeline([Split, Join], num_workers=1)
+    losses = [pipe.step((X, Y)) for _ in range(3)]
+    assert losses == [whole.step((X, Y)) for _ in range(3)] and losses[2] < losses[0]
+
+
+def test_a_frozen_stage_and_an_output_without_gradient():
+    def frozen():
+        return nn.Linear(4, 4).requires_grad_(False)
+
+    pipe = pipeline([frozen, nn.Tanh, partial(nn.Linear, 4, 3)], num_workers=3)
+    before = pipe.state_dict()["0.weight"]
+    assert pipe.step((X, Y)) > pipe.step((X, Y))
+    assert torch.equal(pipe.state_dict()["0.weight"], before)
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 4])
+def test_initial_weights_and_dropout_do_not_depend_on_the_cut(num_workers):
+    model = [partial(nn.Linear, 4, 8), partial(nn.Dropout, 0.5), partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 3)]
+    pipe, reference = pipeline(model, num_workers=num_workers), pipeline(model, num_workers=2, order="fixed")
+    assert [pipe.step((X, Y)) for _ in range(3)] == [reference.step((X, Y)) for _ in range(3)]
+
+
+def test_a_builder_builds_only_what_it_is_asked_for():
+    asked = []
+
+    class Builder:
+        num_layers = 4
+
+        def __call__(self, stage):
+            asked.append(list(stage.layers))
+            return [layers()[i] for i in stage.layers]
+
+    pipe, listed = pipeline(Builder(), split=[1, 3]), pipeline()
+    assert asked == [[0], [1, 2, 3]]
+    assert pipe.step((X, Y)) == listed.step((X, Y))
+    assert list(pipe.state_dict()) == list(listed.state_dict())
+
+
+def test_the_callers_random_numbers_are_left_alone():
+    """Otherwise workers would shuffle their data differently after a step."""
+    pipe = pipeline([partial(nn.Linear, 4, 8), partial(nn.Dropout, 0.5), partial(nn.Linear, 8, 3)])
+    torch.manual_seed(3)
+    expected = torch.rand(3)
+    torch.manual_seed(3)
+    pipe.step((X, Y))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_outboxes_and_activations_are_empty_after_every_step():
+    pipe = pipeline(num_workers=4)
+    for call in (pipe.step, pipe.evaluate, pipe.step):
+        call((X, Y))
+        for actor in pipe.actors:
+            assert len(actor.transport.outbox) == 0
+            assert all(shard.num_kept == 0 for shard in actor.shards.values())
+
+
+def test_activations_stay_within_the_promise(monkeypatch):
+    peak = {}
+    forward = Shard.forward
+
+    def watched(self, *args, **kwargs):
+        out = forward(self, *args, **kwargs)
+        peak[self.stage] = max(peak.get(self.stage, 0), self.num_kept)
+        return out
+
+    monkeypatch.setattr(Shard, "forward", watched)
+    pipe = pipeline(num_workers=4, num_microbatches=8)
+    pipe.step((X, Y))
+    assert all(kept <= pipe.spec.peak_activations(stage) for stage, kept in peak.items())
+
+
+class Broken(nn.Module):
+    def __init__(self, when):
+        super().__init__()
+        self.linear, self.when, self.calls = nn.Linear(8, 8), when, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.when:
+            raise ArithmeticError("the model's own fault")
+        return self.linear(x)
+
+
+def test_the_first_cause_is_raised_with_worker_action_step_and_traceback():
+    pipe = pipeline([partial(nn.Linear, 4, 8), nn.Tanh, partial(Broken, 7), partial(nn.Linear, 8, 3)], num_workers=4)
+    pipe.step((X, Y))
+    with pytest.raises(WorkerFailure) as failure:
+        pipe.step((X, Y))
+    assert (failure.value.worker, failure.value.action, failure.value.step) == (2, "2F2", 1)
+    assert "ArithmeticError: the model's own fault" in failure.value.summary
+    assert "in forward" in failure.value.remote_traceback
+
+
+def test_a_listener_that_raises_is_removed_and_the_run_goes_on(caplog):
+    class Raises(Listener):
+        def action_started(self, step, action):
+            raise RuntimeError("listener")
+
+    pipe, quiet = pipeline(), pipeline()
+    pipe.listen(lambda worker: Raises())
+    assert pipe.step((X, Y)) == quiet.step((X, Y))
+    assert sum("raised in action_started" in record.message for record in caplog.records) == 2
+
+
+def test_a_stop_is_seen_by_all_after_the_same_step():
+    pipe = pipeline()
+    pipe.step((X, Y))
+    threading.Timer(0, pipe.request_stop).run()
+    assert not pipe.stopped
+    pipe.step((X, Y))
+    assert pipe.stopped
+    with pytest.raises(SystemExit):
+        pipe.step((X, Y))
+
+
+def test_a_users_schedule_class_runs():
+    from rpc_pipe.schedules import OneFOneB
+
+    class Mine(OneFOneB):
+        def after(self, a):
+            return [*super().after(a), *([F(a.stage, a.microbatch - 1)] if a.kind is F else [])]
+
+    mine, theirs = pipeline(schedule=Mine), pipeline()
+    assert mine.step((X, Y)) == theirs.step((X, Y))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_workers": 9}, "stages 9: the model has only 4 layers"),
+        ({"num_workers": 0}, "workers 0: must be at least 1"),
+        ({"num_microbatches": 0}, "microbatches 0: must be at least 1"),
+        ({"schedule": "1f2b"}, "did you mean '1f1b'"),
+        ({"split": [1, 1]}, "add up to the model's 4 layers"),
+        ({"device": "tpu"}, "device 'tpu': must be cpu, cuda or cuda:N"),
+        ({"schedule_options": {"windows": 3}}, "schedule 1f1b has no such parameter; it has window"),
+        ({"schedule_options": {"window": "x"}}, "window=x: schedule 1f1b takes int"),
+        ({"schedule": "gpipe", "schedule_options": {"b_order": "up"}}, "takes descending, ascending"),
+        ({"model": nn.Linear(2, 2)}, "pass an nn.Sequential, a list of modules or a builder"),
+    ],
+)
+def test_wrong_options_say_what_would_be_right(options, message):
+    with pytest.raises(ConfigError, match=message):
+        pipeline(**options)
+
+
+def test_save_writes_the_unsplit_models_names(tmp_path):
+    from safetensors.torch import load_file
+
+    pipe = pipeline()
+    pipe.step((X, Y))
+    pipe.save(tmp_path / "model.safetensors")
+    unsplit = nn.Sequential(*(build() for build in layers()))
+    unsplit.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(unsplit.eval()(X), pipe.predict(X)) or torch.allclose(unsplit(X), pipe.predict(X))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]

@@ -1,0 +1,65 @@
+"""The simulator against timetables computed by an independent one, and on its own properties."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rpc_pipe.dependency import B, F, Kind, PipeError, U
+from rpc_pipe.schedules import SCHEDULES, OneFOneB
+from rpc_pipe.simulator import simulate, uniform
+
+EXPECTED = json.loads((Path(__file__).parent.parent / "expected" / "timetables.json").read_text())
+
+
+def name(case):
+    return f"{case['schedule']}-{case['workers']}x{case['microbatches']}-comm{case['comm']}"
+
+
+@pytest.mark.parametrize("case", EXPECTED["cases"], ids=name)
+@pytest.mark.parametrize("order", ["fixed", "ready"])
+def test_reference_timetables(case, order):
+    spec = SCHEDULES[case["schedule"]](
+        num_workers=case["workers"], num_microbatches=case["microbatches"], **case["parameters"]
+    )
+    cost = uniform({Kind[kind]: time for kind, time in case["cost"].items()})
+    result = simulate(spec, cost, comm=case["comm"], order=order)
+    found = {
+        "makespan": result.makespan,
+        "maxspan": result.span,
+        "busy": list(result.busy),
+        "peak": list(result.peak_activations),
+    }
+    assert found == case[order]
+
+
+@pytest.mark.parametrize("key", EXPECTED["orders"])
+def test_reference_orders(key):
+    schedule, parameters, workers, microbatches = key.split("|")
+    spec = SCHEDULES[schedule](
+        num_workers=int(workers[1:]), num_microbatches=int(microbatches[1:]), **json.loads(parameters)
+    )
+    orders = simulate(spec, uniform({F: 1, B: 2}), order="fixed").orders()
+    found = [" ".join(f"{a.kind.value}{a.stage}.{a.microbatch}" for a in order) for order in orders]
+    assert found == EXPECTED["orders"][key]
+
+
+def test_updates_cost_what_they_are_said_to():
+    spec = OneFOneB(num_workers=2, num_microbatches=2)
+    assert simulate(spec, uniform({F: 1, B: 1, U: 5})).makespan == 6 + 5
+
+
+def test_times_of_one_stage_and_one_worker():
+    """A slow last stage rules: it is busy all the time but for the fill and the drain."""
+    spec = OneFOneB(num_workers=3, num_microbatches=10)
+    result = simulate(spec, lambda action: (3 if action.stage == 2 else 1) if action.kind is not U else 0)
+    assert result.makespan == 2 + 10 * 6 + 2
+
+
+def test_a_deadlock_is_said_not_waited_for():
+    class Never(OneFOneB):
+        def after(self, a):
+            return [B(0, 1)] if a == F(0, 0) else []
+
+    with pytest.raises(PipeError, match="deadlock: worker 0: "):
+        simulate(Never(num_workers=2, num_microbatches=2), uniform({F: 1, B: 1}))

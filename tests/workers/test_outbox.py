@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from rpc_pipe.dependency import PipeError, WorkerFailure
+from rpc_pipe.workers.outbox import Outbox
+from rpc_pipe.workers.payload import pack
+
+PAYLOAD = pack(torch.ones(2))
+KEY = (1, "0F0")
+
+
+def test_asked_before_or_after_it_is_there():
+    outbox, answers = Outbox(), []
+    outbox.ask(KEY, 1, answers.append)
+    assert answers == []
+    outbox.promise(KEY, [1, 2])
+    assert answers == [] and len(outbox) == 1
+    outbox.put(KEY, PAYLOAD)
+    outbox.ask(KEY, 2, answers.append)
+    assert answers == [PAYLOAD, PAYLOAD]
+
+
+def test_kept_until_every_consumer_has_it_so_a_lost_answer_can_be_asked_for_again():
+    outbox, answers = Outbox(), []
+    outbox.promise(KEY, [1, 2])
+    outbox.put(KEY, PAYLOAD)
+    outbox.ask(KEY, 1, lambda answer: None)  # lost on the way
+    outbox.ask(KEY, 1, answers.append)
+    assert answers == [PAYLOAD]
+    outbox.taken([KEY], 1)
+    outbox.taken([KEY], 1)
+    assert len(outbox) == 1
+    outbox.taken([KEY], 2)
+    outbox.wait_empty(0)
+    assert len(outbox) == 0
+
+
+def test_asking_again_replaces_the_question():
+    outbox, first, second = Outbox(), [], []
+    outbox.ask(KEY, 1, first.append)
+    outbox.ask(KEY, 1, second.append)
+    outbox.promise(KEY, [1])
+    outbox.put(KEY, PAYLOAD)
+    assert (first, second) == ([], [PAYLOAD])
+
+
+def test_a_mark_answers_without_payload_until_it_is_forgotten():
+    outbox, answers = Outbox(), []
+    outbox.ask((1, "0F0 done"), 1, answers.append)
+    outbox.mark((1, "0F0 done"))
+    outbox.ask((1, "0F0 done"), 2, answers.append)
+    assert answers == [None, None]
+    outbox.forget_marks(before=2)
+    outbox.ask((1, "0F0 done"), 1, answers.append)
+    assert len(answers) == 2
+
+
+def test_a_failure_answers_every_question_now_and_later():
+    outbox, answers = Outbox(), []
+    failure = WorkerFailure(0, "0F0", 3, "ValueError: no", "trace")
+    outbox.ask(KEY, 1, answers.append)
+    outbox.fail(failure)
+    outbox.fail(WorkerFailure(0, "", 3, "a consequence", ""))
+    outbox.ask((1, "0F1"), 1, answers.append)
+    assert answers == [failure, failure]
+
+
+def test_what_nobody_takes_is_named():
+    outbox = Outbox()
+    outbox.promise(KEY, [2])
+    with pytest.raises(PipeError, match=r"0F0 by \[2\]"):
+        outbox.wait_empty(0.01)

@@ -1,0 +1,65 @@
+from collections import namedtuple
+
+import pytest
+import torch
+
+from rpc_pipe.workers.payload import compact, num_rows, pack, split_rows, unpack
+
+Pair = namedtuple("Pair", "left right")
+
+
+def test_a_tree_travels_whole_and_only_what_owes_a_gradient_is_a_leaf():
+    learned = torch.ones(2, 3, requires_grad=True) * 2
+    tree = {
+        "x": (learned, None, True, 3, 2.5, "text"),
+        "mask": [torch.tensor([True, False])],
+        "pair": Pair(torch.zeros(1), 7),
+    }
+    back = unpack(pack(tree))
+    assert back["x"][1:] == (None, True, 3, 2.5, "text")
+    assert back["pair"].right == 7 and isinstance(back["pair"], Pair)
+    assert back["x"][0].requires_grad and back["x"][0].is_leaf
+    assert not back["mask"][0].requires_grad
+    assert torch.equal(back["x"][0], learned)
+
+
+def test_two_consumers_of_one_payload_do_not_share_gradients():
+    payload = pack(torch.ones(2, requires_grad=True) * 1)
+    first, second = unpack(payload), unpack(payload)
+    first.sum().backward()
+    assert second.grad is None and not payload.tensors[0].requires_grad
+
+
+def test_what_cannot_travel_is_named_with_its_place():
+    with pytest.raises(TypeError, match=r"output\['a'\]\[1\] is a set"):
+        pack({"a": [1, {2}]})
+
+
+def test_a_view_travels_without_its_storage():
+    """The wire carries whole storages (torch/csrc/distributed/rpc/utils.cpp)."""
+    big = torch.arange(1000.0)
+    small = compact(pack(big[10:20])).tensors[0]
+    assert small.untyped_storage().nbytes() == 40
+    whole = compact(pack(big)).tensors[0]
+    assert whole.data_ptr() == big.data_ptr(), "what fills its storage is not copied"
+
+
+def test_a_transposed_tensor_keeps_its_strides():
+    """Otherwise the consumer's kernels could take another path and round differently."""
+    part = torch.arange(24.0).view(2, 12)[:, :6].t()
+    dense = torch.arange(12.0).view(3, 4).t()
+    assert compact(pack(dense)).tensors[0].stride() == dense.stride()
+    assert torch.equal(compact(pack(part)).tensors[0], part)
+
+
+@pytest.mark.parametrize("rows, parts, sizes", [(9, 8, [2] + [1] * 7), (8, 4, [2] * 4), (5, 5, [1] * 5)])
+def test_rows_are_split_as_evenly_as_possible(rows, parts, sizes):
+    pieces = split_rows((torch.arange(rows), {"flag": True}), parts)
+    assert [len(piece[0]) for piece in pieces] == sizes
+    assert all(piece[1] == {"flag": True} for piece in pieces)
+    assert torch.equal(torch.cat([piece[0] for piece in pieces]), torch.arange(rows))
+
+
+def test_a_batch_whose_tensors_disagree_is_refused():
+    with pytest.raises(ValueError, match=r"agree in dimension 0; found \(2,\), \(3, 1\)"):
+        num_rows((torch.zeros(2), torch.zeros(3, 1)))
