@@ -64,10 +64,14 @@ class WorkerFailure(PipeError, RuntimeError):
 
 
 class PeerLost(PipeError, ConnectionError):
-    """A peer stopped answering. Look for the cause at that peer; this is a consequence."""
+    """A peer stopped answering. Look for the cause at that peer; this is a consequence.
 
-    def __init__(self, worker: int, peer: int, detail: str) -> None:
-        self.worker, self.peer = worker, peer
+    Args:
+        cause: what the peer said of why, if it could.
+    """
+
+    def __init__(self, worker: int, peer: int, detail: str, cause: WorkerFailure | None = None) -> None:
+        self.worker, self.peer, self.cause = worker, peer, cause
         super().__init__(f"worker {worker} lost worker {peer}: {detail}")
 
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import link
 from .dependency import ConfigError, PipeError, ScheduleError
 from .job import current_job
 from .launcher import as_worker, launch
@@ -29,7 +28,11 @@ from .text import find_text
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    parsed = _parser().parse_args(argv)
+    # Options may stand behind the script; what is the script's own stands behind `--`.
+    at = argv.index("--") if "--" in argv else len(argv)
+    own, rest = argv[:at], argv[at + 1 :]
+    parsed = _parser().parse_args(own)
+    parsed.rest = rest
     try:
         code: int = parsed.command(parsed, argv)
         return code
@@ -46,8 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     defaults = TrainOptions()
 
     run = commands.add_parser("run", help="train: the built-in GPT on text, or your own script")
-    run.add_argument("script", nargs="?", help="your training script; by default the built-in GPT is trained")
-    run.add_argument("rest", nargs=argparse.REMAINDER, metavar="...", help="arguments of your script")
+    run.add_argument(
+        "script", nargs="?", help="your training script, its own arguments behind --; by default a GPT is trained"
+    )
     _add_pipe_options(run, defaults)
     run.add_argument("--port", type=int, help="meet at this TCP port instead of at a file")
     for name, kind, text in (
@@ -138,20 +142,19 @@ def _run(parsed: argparse.Namespace, argv: list[str]) -> int:
         if not Path(parsed.script).is_file():
             raise ConfigError(f"{parsed.script}: there is no such file")
         if job is None:
-            return launch(argv, options.workers, Reporter(parsed.json), port=parsed.port)
-        return as_worker(lambda: _run_script(parsed.script, parsed.rest))
+            return launch(argv, options.workers, Reporter(parsed.json), threads=options.threads, port=parsed.port)
+        return as_worker(lambda: _run_script(parsed.script, parsed.rest), Reporter(parsed.json))
     if job is None:
         options.spec(options.gpt.num_layers)
         find_text(options.data)
-        return launch(argv, options.workers, Reporter(parsed.json), port=parsed.port)
-    _report_here(parsed.json)
+        return launch(argv, options.workers, Reporter(parsed.json), threads=options.threads, port=parsed.port)
 
     def work() -> None:
         from .train import train
 
         train(dataclasses.replace(options, workers=job.num_workers))
 
-    return as_worker(work)
+    return as_worker(work, Reporter(parsed.json))
 
 
 def _run_script(script: str, rest: list[str]) -> None:
@@ -160,34 +163,19 @@ def _run_script(script: str, rest: list[str]) -> None:
     runpy.run_path(script, run_name="__main__")
 
 
-def _report_here(as_json: bool) -> None:
-    """Without our launcher, as under torchrun, worker 0 reports itself."""
-    if not link.present():
-        link.tell_instead(Reporter(as_json).handle)
-
-
 def _verify(parsed: argparse.Namespace, argv: list[str]) -> int:
     options: VerifyOptions = _options(VerifyOptions, parsed)
     options.spec(sum(options.split) if options.split else 10**9)
     job = current_job()
     if job is None and options.transport == "rpc":
-        return launch(argv, options.workers, Reporter(parsed.json))
-    verdict = 0
-
-    def report(message: dict[str, Any]) -> None:
-        nonlocal verdict
-        Reporter(parsed.json).handle(message)
-        verdict = max(verdict, message.get("exit_code", 0))
-
-    if not link.present():
-        link.tell_instead(report)
+        return launch(argv, options.workers, Reporter(parsed.json), threads=options.threads)
 
     def work() -> None:
         from .verify import verify
 
         verify(options)
 
-    return as_worker(work) or verdict
+    return as_worker(work, Reporter(parsed.json))
 
 
 def _simulate(parsed: argparse.Namespace, argv: list[str]) -> int:

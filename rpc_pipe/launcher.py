@@ -75,10 +75,11 @@ class Launcher:
     """Runs `command` in several local worker processes until all have ended.
 
     Args:
+        threads: torch threads of a worker, unless OMP_NUM_THREADS is set: more than cores slow all down.
         port: meet at this TCP port; by default at a file, which needs none.
     """
 
-    def __init__(self, command: list[str], num_workers: int, reporter: Reporter, *, port: int | None = None) -> None:
+    def __init__(self, command: list[str], num_workers: int, reporter: Reporter, *, threads: int = 1, port: int | None = None) -> None:
         self._command = command
         self._num_workers = num_workers
         self._reporter = reporter
@@ -86,12 +87,12 @@ class Launcher:
         if port:
             _check_port(port)
         self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self._threads = threads
         self._workers: list[_Worker] = []
         self._interrupts = 0
         self._cause: tuple[str, str, int] | None = None
         self._consequences: dict[int, str] = {}
         self._failed_at = 0.0
-        self._verdict = 0  # exit code that a worker's result asks for
 
     def run(self) -> int:
         """Return the exit code: 0 all done, 1 failed, 2 wrong input, 130 stopped by the user."""
@@ -118,6 +119,7 @@ class Launcher:
             INIT: init_method,
             link.BOARD: self._board,
             "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads)),
             # A peer's death makes TensorPipe print warnings; we report the cause instead.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
@@ -168,7 +170,7 @@ class Launcher:
                 return self._give_up("no worker named a cause", "\n".join(self._consequences.values()), _FAILED)
         if self._consequences:
             return self._give_up("no worker named a cause", "\n".join(self._consequences.values()), _FAILED)
-        return _INTERRUPTED if _INTERRUPTED in ended.values() else self._verdict
+        return _INTERRUPTED if _INTERRUPTED in ended.values() else self._reporter.exit_code
 
     def _told(self, rank: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -181,7 +183,6 @@ class Launcher:
             self._cause = self._cause or ("", message["text"], _WRONG_INPUT)
         else:
             self._reporter.handle(message, self._bubble())
-            self._verdict = max(self._verdict, message.get("exit_code", 0))
 
     def _ended(self, rank: int, code: int) -> None:
         if code in (0, _INTERRUPTED) or rank in self._consequences or self._cause is not None:
@@ -223,17 +224,24 @@ def _check_port(port: int) -> None:
             raise ConfigError(f"--port {port}: {error.strerror}; leave it out and no port is needed") from error
 
 
-def launch(arguments: list[str], num_workers: int, reporter: Reporter, *, port: int | None = None) -> int:
+def launch(
+    arguments: list[str], num_workers: int, reporter: Reporter, *, threads: int = 1, port: int | None = None
+) -> int:
     """Run `rpc-pipe` with `arguments` in each of `num_workers` local workers; return the exit code."""
     command = [sys.executable, "-m", "rpc_pipe", *arguments]
-    return Launcher(command, num_workers, reporter, port=port).run()
+    return Launcher(command, num_workers, reporter, threads=threads, port=port).run()
 
 
-def as_worker(work: Callable[[], None]) -> int:
-    """Do `work` in a worker process and tell the launcher of a failure before anything else."""
+def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
+    """Do `work` in a worker process; tell the launcher of a failure before anything else.
+
+    Without a launcher, as under torchrun, `reporter` shows what this worker has to say.
+    """
     if link.present():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         link.hold_leash()
+    else:
+        link.tell_instead(reporter.handle)
     try:
         work()
     except (ConfigError, ScheduleError) as error:
@@ -246,4 +254,4 @@ def as_worker(work: Callable[[], None]) -> int:
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         link.tell(kind="failure", consequence=False, text=text)
         return _FAILED
-    return 0
+    return reporter.exit_code

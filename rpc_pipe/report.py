@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.panel import Panel
 from rich.text import Text
+
+#: how often a progress line is written where it cannot be overwritten
+_LINE_EVERY_S = 5.0
 
 
 class Reporter:
@@ -17,12 +20,16 @@ class Reporter:
 
     def __init__(self, as_json: bool = False) -> None:
         self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        #: what the results shown so far ask for
+        self.exit_code = 0
         self._json = as_json
         self._live: Live | None = None
+        self._last_line = 0.0
 
     def handle(self, message: dict[str, Any], bubble: float | None = None) -> None:
         """Show one message of worker 0; `bubble` is the share of the last step that all workers waited."""
         kind = message["kind"]
+        self.exit_code = max(self.exit_code, message.get("exit_code", 0))
         if kind == "progress":
             self._progress(message, bubble)
         elif kind == "text":
@@ -31,6 +38,11 @@ class Reporter:
             self._summary(message)
         elif kind == "result":
             self._result(message)
+        elif kind == "failure":
+            title = "lost another worker" if message["consequence"] else "failed"
+            self.failure(title, message["text"], [])
+        elif kind == "wrong input":
+            self.error(message["text"])
 
     def line(self, worker: int, text: str) -> None:
         """Show a line that a worker printed."""
@@ -39,7 +51,10 @@ class Reporter:
     def failure(self, title: str, text: str, consequences: list[str]) -> None:
         """Show the first cause, then what followed from it in one line."""
         self.close()
-        self.console.print(Panel(Text(text.rstrip()), title=title, border_style="red", title_align="left"))
+        width = min(self.console.width, 100)
+        self.console.print(f"── {title} ".ljust(width, "─"), style="bold red", markup=False)
+        self.console.print(text.rstrip(), markup=False)
+        self.console.print("─" * width, style="bold red")
         if consequences:
             self.console.print(f"consequences: {'; '.join(consequences)}", markup=False)
 
@@ -67,7 +82,8 @@ class Reporter:
                 self._live = Live(console=self.console, auto_refresh=False)
                 self._live.start()
             self._live.update(Text(text), refresh=True)
-        elif step == 1 or step == steps or step % max(1, steps // 20) == 0:
+        elif step in (1, steps) or time.monotonic() > self._last_line + _LINE_EVERY_S:
+            self._last_line = time.monotonic()
             self.console.print(text, markup=False)
 
     def _summary(self, message: dict[str, Any]) -> None:

@@ -126,6 +126,7 @@ def _tell_summary(
         Path(options.trace).parent.mkdir(parents=True, exist_ok=True)
         trace.write_chrome(options.trace, options.device)
     summary: dict[str, Any] = {
+        **asdict(options),
         "loss": losses[-1],
         "steps": len(losses),
         "step_ms": 1e3 * middle,
@@ -136,7 +137,6 @@ def _tell_summary(
         "bigram_loss": corpus.bigram_loss(batches),
         "peak_activations": list(planned.peak_activations),
         "clock_error_ms": trace.clock_error_ms,
-        **asdict(options),
     }
     picture = draw(last_steps(trace, 1), trace.spec.num_workers, width=100)
     exit_code = int(options.beat_bigram and held_out >= summary["bigram_loss"])

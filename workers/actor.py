@@ -13,6 +13,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -26,6 +27,8 @@ from .result import Result
 from .run import Run, Work
 from .shard import Shard
 from .transport import Transport
+
+_HERE = Path(__file__).parent
 
 
 class WorkerActor:
@@ -101,7 +104,8 @@ class WorkerActor:
         try:
             yield
         except BaseException as error:
-            failure = error if isinstance(error, WorkerFailure) else self._describe(error)
+            known = error.cause if isinstance(error, PeerLost) else error
+            failure = known if isinstance(known, WorkerFailure) else self._describe(error)
             self.transport.outbox.fail(failure)
             if isinstance(error, Exception) and not isinstance(error, (PeerLost, Stalled, WorkerFailure)):
                 raise failure from error
@@ -109,5 +113,8 @@ class WorkerActor:
 
     def _describe(self, error: BaseException) -> WorkerFailure:
         summary = traceback.format_exception_only(type(error), error)[-1].strip()
-        trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        frames = error.__traceback__
+        while frames and frames.tb_next and Path(frames.tb_frame.f_code.co_filename).parent == _HERE:
+            frames = frames.tb_next  # the user's code is of interest, not how we came there
+        trace = "".join(traceback.format_exception(type(error), error, frames))
         return WorkerFailure(self.worker, self.running, self.step, summary, trace)

@@ -123,7 +123,8 @@ class Mailbox:
 
     def _checked(self, run: int, what: Action | str, peer: int, answer: Answer | str) -> Arrival:
         if isinstance(answer, WorkerFailure):
-            raise PeerLost(self._transport.worker, peer, f"worker {answer.worker} failed: {answer.summary}")
+            detail = f"worker {answer.worker} failed: {answer.summary}"
+            raise PeerLost(self._transport.worker, peer, detail, answer)
         if isinstance(answer, str):
             raise PeerLost(self._transport.worker, peer, answer)
         assert run == self._run, f"{what} of run {run} arrived in run {self._run}"
