@@ -185,9 +185,9 @@ def _simulate(parsed: argparse.Namespace, argv: list[str]) -> int:
 
     spec = make_spec(parsed.schedule, parsed.workers, parsed.microbatches, _schedule_options(parsed))
     check_all(spec)
-    comm = parse_number("--comm", parsed.comm)
+    cost, comm = uniform(parse_costs(parsed.cost)), parse_number("--comm", parsed.comm)
     try:
-        result = simulate(spec, uniform(parse_costs(parsed.cost)), comm=comm, order=parsed.order)
+        result = simulate(spec, cost, comm=comm, order=parsed.order)
     except PipeError as error:
         Reporter().error(str(error))
         return 1

@@ -79,7 +79,9 @@ class Launcher:
         port: meet at this TCP port; by default at a file, which needs none.
     """
 
-    def __init__(self, command: list[str], num_workers: int, reporter: Reporter, *, threads: int = 1, port: int | None = None) -> None:
+    def __init__(
+        self, command: list[str], num_workers: int, reporter: Reporter, *, threads: int = 1, port: int | None = None
+    ) -> None:
         self._command = command
         self._num_workers = num_workers
         self._reporter = reporter

@@ -12,7 +12,6 @@ rights that containers lack and aborts without them, pytorch#54266).
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 import warnings
@@ -91,7 +90,7 @@ class RpcTransport:
         self._lock = threading.Lock()
         self._untold: dict[int, list[Key]] = {}  # peer -> arrived keys that it has not been told of
         self._open: dict[int, int] = {}  # peer -> pulls without answer
-        self._telling: set[Future[Any]] = set()  # acknowledgements on their way
+        self._acks_due = 0  # acknowledgements that are to be sent or have not been read yet
         self._closed = False
         _endpoint = self
         options = rpc.TensorPipeRpcBackendOptions(
@@ -144,22 +143,30 @@ class RpcTransport:
             deliver(_first_line(text))
 
     def _arrived(self, peer: int, key: Key, deliver: Deliver, answer: Any) -> None:
-        deliver(Payload(*answer) if isinstance(answer, tuple) else answer)
         with self._lock:
             self._open[peer] -= 1
             untold = self._untold.setdefault(peer, [])
             untold.append(key)
             alone = self._open[peer] == 0 or len(untold) >= _UNTOLD_LIMIT
             keys = self._untold.pop(peer) if alone else []
-        if keys:
+            # Counted before the delivery, after which this worker may be done and leave: see close().
+            self._acks_due += alone
+        deliver(Payload(*answer) if isinstance(answer, tuple) else answer)
+        if alone:
             self._tell(peer, keys)
 
     def _tell(self, peer: int, keys: list[Key]) -> None:
         """Acknowledge without waiting; a peer that is gone needs no news."""
-        with contextlib.suppress(RuntimeError):
+
+        def read(_: object) -> None:
+            with self._lock:
+                self._acks_due -= 1
+
+        try:
             future: Future[Any] = rpc.rpc_async(_name(peer), _taken, args=(self.worker, keys), timeout=_LONG_POLL_S)
-            self._telling.add(future)
-            future.add_done_callback(self._telling.discard)
+            future.add_done_callback(read)
+        except RuntimeError:
+            read(None)
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Of eight pings the fastest counts, as its asymmetry can be the least (Cristian 1989)."""
@@ -178,7 +185,7 @@ class RpcTransport:
         # Only its acknowledgements may still be under way, and the peers wait for them.
         self._closed = True
         deadline = time.monotonic() + _LEAVE_S
-        while self._telling and time.monotonic() < deadline:
+        while self._acks_due and time.monotonic() < deadline:
             time.sleep(0.005)
         rpc.shutdown(graceful=False)
 

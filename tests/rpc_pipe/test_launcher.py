@@ -1,0 +1,228 @@
+"""Real processes over RPC, as a user starts them. Outcomes and order only; every wait has a deadline."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = "--width 16 --heads 2 --depth 2 --context 16 --batch 8 --microbatches 4".split()
+TEXT = ["--data", str(ROOT / "rpc_pipe" / "launcher.py")]
+
+SCRIPT = """
+import sys
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+class Faulty(nn.Module):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 7 and "fail" in sys.argv:
+            raise ArithmeticError("the model's own fault")
+        return x
+
+layers = [partial(nn.Linear, 4, 4), nn.Tanh, Faulty, partial(nn.Linear, 4, 2)]
+pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1))
+x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+for _ in range(int(sys.argv[1])):
+    loss = pipe.step((x, y))
+assert len(pipe.actors[0].transport.outbox) == 0
+print(f"{loss:.6f}", pipe.predict(x).shape[0])
+"""
+
+
+def environment(**more):
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return clean | more
+
+
+def rpc_pipe(*arguments, timeout=120, **more):
+    command = [sys.executable, "-m", "rpc_pipe", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**more), cwd=ROOT)
+
+
+@contextmanager
+def training(workers):
+    """A launcher whose workers have begun to train, and the workers."""
+    arguments = ["run", *SMALL, *TEXT, "--workers", str(workers), "--steps", "100000"]
+    command = [sys.executable, "-m", "rpc_pipe", *arguments]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT
+    ) as launcher:
+        try:
+            lines = []
+            while "step 1/" not in "".join(lines):
+                lines.append(launcher.stdout.readline())
+                assert lines[-1], lines
+            yield launcher, psutil.Process(launcher.pid).children()
+        finally:
+            launcher.kill()
+
+
+def assert_all_gone(processes, timeout=10):
+    _, alive = psutil.wait_procs(processes, timeout=timeout)
+    assert not alive
+
+
+@pytest.mark.parametrize("schedule, workers, microbatches", [("1f1b", 3, 5), ("gpipe", 2, 1), ("naive", 4, 2)])
+def test_verify_over_rpc_is_identical(schedule, workers, microbatches):
+    done = rpc_pipe("verify", "--schedule", schedule, "--workers", workers, "--microbatches", microbatches, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["identical"] and report["max_abs_error"] == 0 and report["workers"] == workers
+
+
+def test_the_main_job_trains_saves_and_tells(tmp_path):
+    from safetensors.torch import load_file
+
+    done = rpc_pipe(
+        "run", *SMALL, *TEXT, "--steps", 5, "--json",
+        "--save", tmp_path / "w.safetensors", "--trace", tmp_path / "t.json",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.strip().splitlines()[-1])
+    assert summary["steps"] == 5 and 0 < summary["loss"] < 6
+    assert 0 < summary["bubble_planned"] < 1 and 0 < summary["bubble_actual"] < 1
+    assert summary["tokens_per_s"] > 0 and summary["step_ms"] > 0
+    assert "step 5/5" in done.stderr and "worker 1" in done.stderr
+    names = list(load_file(tmp_path / "w.safetensors"))
+    assert "0.token.weight" in names and "3.logits.weight" in names
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    lanes = {e["args"]["name"] for e in events if e["ph"] == "M"}
+    assert lanes == {"worker 0 · stage 0 · cpu", "worker 1 · stage 1 · cpu"}
+    ran = [e for e in events if e["ph"] == "X"]
+    assert len(ran) == 5 * (2 * 2 * 4 + 2)
+    ends = {(e["args"]["step"], e["name"]): e["ts"] + e["dur"] for e in ran}
+    for e in ran:  # clocks are aligned: nothing starts before what it needs has ended
+        if e["name"].startswith("1F"):
+            assert e["ts"] >= ends[e["args"]["step"], e["name"].replace("1F", "0F")]
+
+
+def test_one_script_alone_launched_and_under_torchrun_gives_one_loss(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    alone = subprocess.run(
+        [sys.executable, script, "3"], capture_output=True, text=True, timeout=60, env=environment(OMP_NUM_THREADS="1")
+    )
+    launched = rpc_pipe("run", script, "--workers", 3, "--", 3)
+    torchrun = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "3"],
+        capture_output=True, text=True, timeout=120, env=environment(),
+    )  # fmt: skip
+    for done in (alone, launched, torchrun):
+        assert done.returncode == 0, done.stdout + done.stderr
+    expected = alone.stdout.strip()
+    assert re.fullmatch(r"\d\.\d{6} 8", expected)
+    assert sorted(launched.stdout.splitlines()) == [f"worker {w} | {expected}" for w in range(3)]
+    assert torchrun.stdout.splitlines() == [expected] * 2
+
+
+def test_a_schedule_of_ones_own_runs_from_its_file(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rpc_pipe.dependency import B, F, Spec\n"
+        "class Mine(Spec):\n"
+        "    lag: int = 1\n"
+        "    def after(self, a):\n"
+        "        return [B(a.stage, a.microbatch - self.num_stages - self.lag)] if a.kind is F else []\n"
+    )
+    done = rpc_pipe("verify", "--schedule", f"{file}:Mine", "--set", "lag=2", "--workers", 2, "--json")
+    assert done.returncode == 0 and json.loads(done.stdout)["identical"], done.stdout + done.stderr
+
+
+def test_a_workers_exception_reaches_the_console_first(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = rpc_pipe("run", script, "--workers", 4, "--", 3, "fail")
+    assert done.returncode == 1
+    first, second = done.stdout.splitlines()[:2]
+    assert "worker 2 failed" in first
+    assert second == "worker 2 failed (running 2F2, step 1): ArithmeticError: the model's own fault"
+    assert "in forward" in done.stdout and str(script) in done.stdout
+
+
+def test_kill_9_of_a_worker_ends_all_and_names_it():
+    with training(workers=3) as (launcher, workers):
+        victim = next(w for w in workers if w.environ()["RANK"] == "1")
+        victim.send_signal(signal.SIGKILL)
+        output = launcher.communicate(timeout=10)[0]
+        assert launcher.returncode == 1
+        assert re.search(r"worker 1 was killed by signal 9 \(SIGKILL\) while .*step \d+", output), output
+        assert_all_gone(workers)
+
+
+def test_kill_9_of_the_launcher_leaves_no_process():
+    with training(workers=2) as (launcher, workers):
+        launcher.kill()
+        launcher.wait()
+        assert len(workers) == 2
+        assert_all_gone(workers)
+
+
+@pytest.mark.parametrize("interrupts", [1, 2])
+def test_ctrl_c_once_finishes_the_step_and_twice_kills(interrupts):
+    with training(workers=2) as (launcher, workers):
+        for _ in range(interrupts):
+            launcher.send_signal(signal.SIGINT)
+            time.sleep(0.01)  # two signals at once are one
+        output = launcher.communicate(timeout=60)[0]
+        assert launcher.returncode == 130
+        assert ("held-out loss" in output) or interrupts == 2
+        assert_all_gone(workers)
+
+
+@pytest.mark.parametrize(
+    "arguments, more, message",
+    [
+        (["run", "--schedule", "1f2b"], {}, "did you mean '1f1b'"),
+        (["run", "--workers", "0"], {}, "workers 0: must be at least 1"),
+        (["run", "--workers", "9"], {}, "stages 9: the model has only 6 layers"),
+        (["run", "--data", "/no/such"], {}, "--data /no/such: there is no such file"),
+        (["run", "--data", "{tmp}/empty"], {}, "--data"),
+        (["run", "--schedule", "{tmp}/bad.py:Mine"], {}, "raised SyntaxError"),
+        (["run", "--schedule", "{tmp}/bad.py"], {}, "path/to/file.py:ClassName"),
+        (["run", "--port", "{port}"], {}, "Address already in use"),
+        (["run"], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT: not set, but RANK is"),
+        (["run"], {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK 3: must be 0 to"),
+        (["run", "no_such_script.py"], {}, "no_such_script.py: there is no such file"),
+        (["run", "--device", "cuda:7"], {}, "device 'cuda:7'"),
+        (["simulate", "--cost", "F=1,X=2"], {}, "--cost X=2: kinds are"),
+        (["simulate", "--comm", "-1"], {}, "--comm=-1: must be at least 0"),
+        (["simulate", "--set", "chunks"], {}, "--set chunks: must be key=value"),
+        (["simulate", "--order", "random"], {}, "invalid choice"),
+        (["verify", "--workers", "x"], {}, "invalid int value"),
+    ],
+)
+def test_wrong_input_gets_one_clear_error_and_exit_code_2(arguments, more, message, tmp_path):
+    (tmp_path / "bad.py").write_text("class Mine(:\n")
+    (tmp_path / "empty").mkdir()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        values = {"tmp": tmp_path, "port": taken.getsockname()[1]}
+        done = rpc_pipe(*(text.format(**values) for text in arguments), timeout=30, **more)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_simulate_and_schedules_print_json():
+    done = rpc_pipe(
+        "simulate", "--schedule", "1f1b", "--workers", 4, "--microbatches", 8, "--cost", "F=1,B=2", "--json"
+    )
+    report = json.loads(done.stdout)
+    assert report["makespan"] == 33 and report["peak_activations"] == [4, 3, 2, 1] and report["actions"] == 64
+    names = [row["name"] for row in json.loads(rpc_pipe("schedules", "--json").stdout)]
+    assert names[:3] == ["naive", "gpipe", "1f1b"]
