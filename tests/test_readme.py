@@ -1,0 +1,57 @@
+"""What the README shows is executed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def run(command, folder):
+    environment = os.environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def rpc_pipe(arguments):
+    return [sys.executable, "-m", "rpc_pipe", *arguments.split()]
+
+
+def test_the_training_script_runs_alone_and_launched(tmp_path):
+    (tmp_path / "train.py").write_text(blocks("python")[0])
+    alone = run([sys.executable, "train.py"], tmp_path)
+    assert float(re.match(r"loss (\d\.\d+), held out", alone)[1]) < 0.9
+    assert (tmp_path / "model.safetensors").is_file()
+    launched = run(rpc_pipe("run train.py --workers 2"), tmp_path)
+    assert len(re.findall(r"worker \d \| loss", launched)) == 2
+
+
+def test_the_users_schedule_is_legal_and_short(tmp_path):
+    source = blocks("python")[1]
+    assert len(source.splitlines()) <= 20
+    (tmp_path / "mine.py").write_text(source)
+    assert "peak activations" in run(
+        rpc_pipe("simulate --schedule mine.py:Patient --set extra=2 --workers 4"), tmp_path
+    )
+    options = "--workers 3 --microbatches 5 --transport local"
+    assert "identical" in run(rpc_pipe(f"verify --schedule mine.py:Patient {options}"), tmp_path)
+
+
+def test_the_console_shows_what_is_printed(tmp_path):
+    for block in blocks("console"):
+        command, _, shown = block.partition("\n")
+        printed = run(rpc_pipe(command.removeprefix("$ rpc-pipe ")), tmp_path)
+        assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
+
+
+def test_links_lead_somewhere():
+    for target in re.findall(r"\]\(([^)]+)\)", README):
+        assert (ROOT / target).exists(), target
