@@ -146,7 +146,7 @@ def _run(parsed: argparse.Namespace, argv: list[str]) -> int:
         return as_worker(lambda: _run_script(parsed.script, parsed.rest), Reporter(parsed.json))
     if job is None:
         options.spec(options.gpt.num_layers)
-        find_text(options.data)
+        find_text(options.data, options.context)
         return launch(argv, options.workers, Reporter(parsed.json), threads=options.threads, port=parsed.port)
 
     def work() -> None:

@@ -9,13 +9,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .dependency import ConfigError
-from .text import find_text
+from .text import HELD_OUT_EVERY, find_text
 
-#: the text is cut into chunks of so many bytes, and every so many-th is held out, so that both splits
-#: are spread over the whole text
+#: the text is cut into chunks of about so many bytes, so that both splits are spread over all of it
 _CHUNK = 16384
-_HELD_OUT_EVERY = 10
 
 Batch = tuple[Tensor, Tensor]
 
@@ -32,23 +29,18 @@ class Corpus:
     """
 
     def __init__(self, data: str | None, context: int) -> None:
-        path = find_text(data)
+        path = find_text(data, context)
         size = path.stat().st_size
         self.context = context
-        self.chunk = min(_CHUNK, max(1, size // _HELD_OUT_EVERY))
-        if self.chunk < context + 1:
-            raise ConfigError(
-                f"--data {data}: {size} bytes are too few for samples of {context + 1} bytes and a held-out "
-                f"tenth; needs at least {_HELD_OUT_EVERY * (context + 1)}"
-            )
+        self.chunk = min(max(_CHUNK, context + 1), size // HELD_OUT_EVERY)
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable.*")  # nobody writes
             self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         chunks = range(size // self.chunk)
-        self.held_out = [i for i in chunks if i % _HELD_OUT_EVERY == _HELD_OUT_EVERY - 1]
-        self.training = [i for i in chunks if i % _HELD_OUT_EVERY != _HELD_OUT_EVERY - 1]
+        self.held_out = [i for i in chunks if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
+        self.training = [i for i in chunks if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
         self.num_bytes = size
 
     def batch(self, rows: int, seed: int, step: int) -> Batch:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from .dependency import ConfigError
 
+#: every so many-th chunk of the text is held out
+HELD_OUT_EVERY = 10
+
 
 def default_text() -> list[Path]:
     """Return the sources of Python's standard library, which lie on every machine."""
@@ -19,14 +22,22 @@ def default_text() -> list[Path]:
     return sorted(path for path in paths if not skipped & set(path.relative_to(root).parts))
 
 
-def find_text(data: str | None) -> Path:
+def find_text(data: str | None, context: int) -> Path:
     """Return one file with the text that `--data` names; the standard library's sources by default.
 
     Raises:
-        ConfigError: there is nothing readable.
+        ConfigError: there is nothing readable, or too little for samples of `context` bytes.
     """
-    if data is None:
-        return _joined(default_text())
+    path = _joined(default_text() if data is None else _named(data))
+    size, least = path.stat().st_size, HELD_OUT_EVERY * (context + 1)
+    if size < least:
+        raise ConfigError(
+            f"--data {data}: has {size} bytes; samples of {context} bytes and a held-out tenth need at least {least}"
+        )
+    return path
+
+
+def _named(data: str) -> list[Path]:
     path = Path(data)
     if not path.exists():
         raise ConfigError(f"--data {data}: there is no such file or folder")
@@ -39,7 +50,7 @@ def find_text(data: str | None) -> Path:
                 pass
         except OSError as error:
             raise ConfigError(f"--data {file}: cannot be read: {error.strerror}") from error
-    return _joined(files)
+    return files
 
 
 def _joined(files: list[Path]) -> Path:

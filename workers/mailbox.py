@@ -59,9 +59,10 @@ class Mailbox:
     def pull(self, peer: int, what: Action | str, carries: bool = True) -> None:
         """Ask `peer` for `what`, ahead of need; without `carries`, only for the news that it is finished."""
         run, enter, put = self._run, self._courier.enter, self._queue.put
+        for_compute = isinstance(what, Action)  # the rest is read on the CPU
 
         def deliver(answer: Answer | str) -> None:
-            if isinstance(answer, Payload):
+            if for_compute and isinstance(answer, Payload):
                 answer = enter(answer)
             put((run, what, peer, answer))
 

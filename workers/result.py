@@ -24,9 +24,9 @@ class Losses:
     def pack(self, stop: bool) -> Payload:
         """Make the part that this worker tells all others. Stays on the device: no synchronisation."""
         sums = torch.stack([total.double() for total, _ in self.parts.values()])
-        weights = [torch.as_tensor(w, dtype=torch.float64, device=sums.device) for _, w in self.parts.values()]
+        weights = [weight for _, weight in self.parts.values()]
         return pack({
-            "microbatches": list(self.parts), "sums": sums, "weights": torch.stack(weights),
+            "microbatches": list(self.parts), "sums": sums, "weights": weights,
             "summed": self.summed, "stop": stop,
         })  # fmt: skip
 
@@ -54,7 +54,7 @@ class Result:
         self.outputs |= part.get("outputs", {})
         if "sums" in part:
             self._summed = part["summed"]
-            numbers = zip(part["sums"].tolist(), part["weights"].tolist(), strict=True)
+            numbers = zip(part["sums"].tolist(), map(float, part["weights"]), strict=True)
             self._parts |= dict(zip(part["microbatches"], numbers, strict=True))
 
     @property

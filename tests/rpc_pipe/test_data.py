@@ -1,0 +1,58 @@
+import pytest
+import torch
+
+from rpc_pipe.data import Corpus
+from rpc_pipe.dependency import ConfigError
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(256)) * 40)
+    return str(path)
+
+
+def test_samples_are_bytes_and_the_bytes_after_them(text):
+    corpus = Corpus(text, 16)
+    inputs, targets = corpus.batch(8, seed=1, step=2)
+    assert inputs.shape == targets.shape == (8, 16) and inputs.dtype == torch.int64
+    assert torch.equal((inputs + 1) % 256, targets)
+    again = Corpus(text, 16).batch(8, seed=1, step=2)
+    assert torch.equal(again[0], inputs), "every worker draws the same batch"
+
+
+def test_nothing_held_out_is_trained_on(tmp_path):
+    """Held-out chunks are marked with 255; no training sample may show one."""
+    size, path = 1000, tmp_path / "marked"
+    path.write_bytes(b"".join(bytes([255 if i % 10 == 9 else 0]) * size for i in range(10)))
+    corpus = Corpus(str(path), 100)
+    assert corpus.chunk == size
+    for step in range(20):
+        inputs, targets = corpus.batch(16, 0, step)
+        assert not inputs.any() and not targets.any()
+    for inputs, targets in corpus.held_out_batches(4, 3):
+        assert (inputs == 255).all() and (targets == 255).all()
+
+
+def test_the_bigram_model_knows_what_follows_what(text):
+    corpus = Corpus(text, 16)
+    # 25.6 smoothed counts against the 36 true ones of each byte: far from ln 256 = 5.5, and not 0
+    assert 0.3 < corpus.bigram_loss(corpus.held_out_batches(4, 4)) < 0.8
+
+
+def test_a_folder_is_joined_once(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in "ab":
+        (folder / name).write_bytes(name.encode() * 500)
+    assert Corpus(str(folder), 8).num_bytes == Corpus(str(folder), 8).num_bytes == 1000
+    assert len(list((tmp_path / "cache" / "rpc-pipe").iterdir())) == 1
+
+
+@pytest.mark.parametrize("content, message", [(b"", "has 0 bytes"), (b"x" * 100, "need at least 170")])
+def test_too_little_text(tmp_path, content, message):
+    path = tmp_path / "short"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        Corpus(str(path), 16)

@@ -1,0 +1,33 @@
+import pytest
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.job import current_job, interface_towards
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_alone_under_torchrun_and_under_our_launcher():
+    assert current_job({}) is None
+    job = current_job(TORCHRUN)
+    assert (job.worker, job.num_workers, job.init_method, job.interface) == (1, 2, "env://", "lo")
+    ours = current_job({"RANK": "0", "WORLD_SIZE": "3", "RPC_PIPE_INIT": "file:///tmp/x"})
+    assert (ours.num_workers, ours.init_method, ours.interface) == (3, "file:///tmp/x", "lo")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"MASTER_PORT": None}, "MASTER_PORT: not set, but RANK, WORLD_SIZE, MASTER_ADDR is"),
+        ({"RANK": "two"}, "RANK 'two': must be a whole number"),
+        ({"RANK": "2"}, "RANK 2: must be 0 to WORLD_SIZE - 1 = 1"),
+        ({"MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR no.such.host.invalid"),
+    ],
+)
+def test_half_set_or_senseless_variables_are_refused(change, message):
+    environment = {key: value for key, value in (TORCHRUN | change).items() if value is not None}
+    with pytest.raises(ConfigError, match=message):
+        current_job(environment)
+
+
+def test_the_way_to_oneself_is_the_loopback():
+    assert interface_towards("127.0.0.1") == "lo"
