@@ -86,6 +86,8 @@ class Spec(_Frozen):
     def after(self, action: Action) -> Iterable[Action]:
         """Return what must be finished before `action`, beyond data flow: windows, a flush, a lag.
 
+        Asked about `F`, `B`, `I` and `W`, and about `U` if not synchronous.
+
         Only actions of the same or a neighbouring stage, or of the same worker. Negative microbatches mean
         "before the first" and are dropped, so a window needs no special case.
         """
@@ -167,8 +169,10 @@ class Spec(_Frozen):
 
     def needs(self, action: Action) -> list[Action]:
         """Return everything that must be finished before `action`: data flow and the schedule's own."""
-        needs = list(self.data(action)) if self.synchronous or action.kind is not U else []
-        needs += [need for need in self.after(action) if need.microbatch >= 0]
+        own_update = action.kind is U and self.synchronous  # follows from data flow alone
+        needs = list(self.data(action)) if own_update or action.kind is not U else []
+        if not own_update:
+            needs += [need for need in self.after(action) if need.microbatch >= 0]
         return needs
 
     def parameters(self) -> dict[str, Any]:

@@ -20,6 +20,8 @@ def verdict(monkeypatch, **options):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_identical_to_one_process(monkeypatch, schedule, P, M):
     """With dropout, AdamW and a ragged last microbatch, in both orders."""
+    if schedule == "interleaved" and M % P:
+        pytest.skip("interleaved needs a multiple of the workers")
     for order in ("ready", "fixed"):
         report = verdict(monkeypatch, schedule=schedule, workers=P, microbatches=M, order=order)
         assert report["identical"], report

@@ -13,17 +13,20 @@ EXPECTED = json.loads((Path(__file__).parent.parent / "expected" / "timetables.j
 
 
 def name(case):
-    return f"{case['schedule']}-{case['workers']}x{case['microbatches']}-comm{case['comm']}"
+    return f"{case['schedule']}-{case['workers']}x{case['microbatches']}-comm{case.get('comm', 0)}"
+
+
+def spec_of(case):
+    return SCHEDULES[case["schedule"]](
+        num_workers=case["workers"], num_microbatches=case["microbatches"], **case["parameters"]
+    )
 
 
 @pytest.mark.parametrize("case", EXPECTED["cases"], ids=name)
 @pytest.mark.parametrize("order", ["fixed", "ready"])
 def test_reference_timetables(case, order):
-    spec = SCHEDULES[case["schedule"]](
-        num_workers=case["workers"], num_microbatches=case["microbatches"], **case["parameters"]
-    )
     cost = uniform({Kind[kind]: time for kind, time in case["cost"].items()})
-    result = simulate(spec, cost, comm=case["comm"], order=order)
+    result = simulate(spec_of(case), cost, comm=case["comm"], order=order)
     found = {
         "makespan": result.makespan,
         "maxspan": result.span,
@@ -33,15 +36,11 @@ def test_reference_timetables(case, order):
     assert found == case[order]
 
 
-@pytest.mark.parametrize("key", EXPECTED["orders"])
-def test_reference_orders(key):
-    schedule, parameters, workers, microbatches = key.split("|")
-    spec = SCHEDULES[schedule](
-        num_workers=int(workers[1:]), num_microbatches=int(microbatches[1:]), **json.loads(parameters)
-    )
-    orders = simulate(spec, uniform({F: 1, B: 2}), order="fixed").orders()
+@pytest.mark.parametrize("case", EXPECTED["orders"], ids=name)
+def test_reference_orders(case):
+    orders = simulate(spec_of(case), uniform({F: 1, B: 2}), order="fixed").orders()
     found = [" ".join(f"{a.kind.value}{a.stage}.{a.microbatch}" for a in order) for order in orders]
-    assert found == EXPECTED["orders"][key]
+    assert found == case["orders"]
 
 
 def test_updates_cost_what_they_are_said_to():

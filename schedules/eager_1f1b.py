@@ -1,0 +1,37 @@
+"""Eager 1F1B: about twice the microbatches in flight, so that late arrivals hide behind compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..dependency import Action, B, F, Spec
+
+
+class EagerOneFOneB(Spec):
+    """Eager 1F1B: 1F1B that tolerates slow links, for less than twice its activations.
+
+    With 2(P-s)-1 microbatches in flight on stage s the full rate holds for a latency up to (t_F+t_B)/2.
+
+        worker 0  F0 F1 F2 F3 .. .. .. B0 .. B1 .. B2 .. B3
+        worker 1  .. F0 F1 F2 F3 .. B0 .. B1 .. B2 .. B3 ..
+        worker 2  .. .. F0 F1 F2 B0 F3 B1 .. B2 .. B3 .. ..
+        worker 3  .. .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. .. ..
+
+    Makespan (M+P-1)(t_F+t_B), min(2(P-w)-1, M) activations on worker w.
+    """
+
+    source = "Zhuang et al. 2022, arXiv:2211.05322 (1f1b_overlap_friendly); Jiang et al. 2023, DynaPipe"
+
+    def in_flight(self, stage: int) -> int:
+        return 2 * (self.num_stages - stage) - 1
+
+    def after(self, a: Action) -> Iterable[Action]:
+        return [B(a.stage, a.microbatch - self.in_flight(a.stage))] if a.kind is F else []
+
+    def slot(self, a: Action) -> int:
+        if a.kind is F:
+            return 2 * (a.microbatch + a.stage) + 1
+        return 2 * (a.microbatch + 2 * self.num_stages - 1 - a.stage)
+
+    def peak_activations(self, worker: int) -> int:
+        return min(self.in_flight(worker), self.num_microbatches)

@@ -1,0 +1,67 @@
+"""Interleaved 1F1B: several stages on each worker, so that the bubble shrinks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..dependency import Action, B, F, Kind, ScheduleError, Spec
+
+
+class Interleaved(Spec):
+    """Interleaved 1F1B: `chunks` stages on each worker; a smaller bubble for more messages.
+
+        worker 0  F0 F1 F0 F1 .. B0 .. B1 B0 B1
+        worker 1  .. F0 F1 F0 B0 F1 B1 B0 B1 ..
+
+    (P=2, M=2, two chunks.) Counting a worker's own forwards and backwards, forward k waits for a backward: the
+    bound is on the worker, not on each of its stages. In times of a stage, v chunks: makespan
+    (v M + P-1)(t_F+t_B), bubble (P-1)/(v M + P-1), min(v M, 2(P-1-w) + (v-1)P + 1) activations on worker w.
+    """
+
+    source = "Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 2.2"
+    chunks: int = 2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        P, M = self.num_workers, self.num_microbatches
+        if M % P:
+            raise ScheduleError(
+                f"microbatches {M}: interleaved needs a multiple of workers {P}, such as {M + P - M % P}"
+            )
+
+    @property
+    def num_stages(self) -> int:
+        return self.chunks * self.num_workers
+
+    def ordinal(self, a: Action) -> int:
+        """Return how many actions of its kind the worker runs before `a`."""
+        P, chunk = self.num_workers, a.stage // self.num_workers
+        turn = chunk if a.kind is F else self.chunks - 1 - chunk
+        return (a.microbatch // P * self.chunks + turn) * P + a.microbatch % P
+
+    def at(self, kind: Kind, worker: int, ordinal: int) -> Action:
+        """Return the action of `kind` with this ordinal."""
+        turns, i = divmod(ordinal, self.num_workers)
+        block, turn = divmod(turns, self.chunks)
+        chunk = turn if kind is F else self.chunks - 1 - turn
+        return kind(chunk * self.num_workers + worker, block * self.num_workers + i)
+
+    def ahead(self, worker: int) -> int:
+        """Return how many forwards a worker runs before its first backward, less one."""
+        return 2 * (self.num_workers - 1 - worker) + (self.chunks - 1) * self.num_workers
+
+    def after(self, a: Action) -> Iterable[Action]:
+        worker, k = a.stage % self.num_workers, self.ordinal(a)
+        needs = [self.at(a.kind, worker, k - 1)] if k > 0 else []
+        if a.kind is F and k > self.ahead(worker):
+            needs.append(self.at(B, worker, k - self.ahead(worker) - 1))
+        return needs
+
+    def slot(self, a: Action) -> int:
+        worker, k = a.stage % self.num_workers, self.ordinal(a)
+        if a.kind is F:
+            return 2 * (k + worker)
+        return 2 * (k + worker + self.ahead(worker)) + 1
+
+    def peak_activations(self, worker: int) -> int:
+        return min(self.chunks * self.num_microbatches, self.ahead(worker) + 1)
