@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from .cut import cut
 from .dependency import ConfigError, Order, Spec, check_all
@@ -39,6 +40,19 @@ class PipeOptions:
     seed: int = 0
     threads: int = 1
     steps: int = 100
+
+    def for_pipeline(self) -> dict[str, Any]:
+        """Return the options that `Pipeline` takes as they are."""
+        return {
+            "num_microbatches": self.microbatches,
+            "num_workers": self.workers,
+            "schedule": self.schedule,
+            "schedule_options": dict(self.schedule_options),
+            "split": self.split,
+            "order": self.order,
+            "device": self.device,
+            "seed": self.seed,
+        }
 
     def spec(self, num_layers: int) -> Spec:
         """Make the spec and check everything that can be checked before a worker is started.

@@ -34,16 +34,9 @@ def train(options: TrainOptions) -> None:
     pipe = Pipeline(
         gpt_layers(options.gpt),
         next_byte_loss,
-        num_microbatches=options.microbatches,
         optimizer=partial(AdamW, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.01),
         lr_scheduler=partial(_warmup_and_cosine, steps=options.steps),
-        schedule=options.schedule,
-        schedule_options=dict(options.schedule_options),
-        num_workers=options.workers,
-        split=options.split,
-        order=options.order,
-        device=options.device,
-        seed=options.seed,
+        **options.for_pipeline(),
     )
     recorder = Recorder(pipe, _RECORDED_STEPS)
     if pipe.worker == 0:

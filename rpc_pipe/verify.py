@@ -120,19 +120,7 @@ def verify(options: VerifyOptions) -> None:
     spec = options.spec(num_layers=10**9) if options.split is None else options.spec(sum(options.split))
     task = problem(options.model, options.dropout, spec.num_stages)
     batches = [task.batch(generator, options.batch_rows) for _ in range(options.steps)]
-    pipe = Pipeline(
-        list(task.layers),
-        task.loss_fn,
-        num_microbatches=options.microbatches,
-        optimizer=_optimizer,
-        schedule=options.schedule,
-        schedule_options=dict(options.schedule_options),
-        num_workers=options.workers,
-        split=options.split,
-        order=options.order,
-        device=options.device,
-        seed=options.seed,
-    )
+    pipe = Pipeline(list(task.layers), task.loss_fn, optimizer=_optimizer, **options.for_pipeline())
     losses = [pipe.step(batch) for batch in batches]
     state = pipe.state_dict()
     if state is not None:
