@@ -28,7 +28,7 @@ from .workers.hooks import Listener
 from .workers.local import LocalTransport
 from .workers.outbox import Outbox
 from .workers.payload import Tree, num_rows, split_rows
-from .workers.randomness import Randomness
+from .workers.randomness import Randomness, preserved
 from .workers.result import Result
 from .workers.run import Work
 from .workers.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
@@ -254,7 +254,9 @@ class Pipeline:
                 )
             )
 
-        result = self._each(run)[0]
+        # Around all workers of this process at once: they share its generators.
+        with preserved(self._actors[0].courier.device):
+            result = self._each(run)[0]
         self._stopped |= result.stop
         return result
 

@@ -64,3 +64,19 @@ def test_no_workers_is_not_the_default_number_of_workers():
 
     with pytest.raises(ConfigError, match="workers 0"):
         Pipeline([nn.Identity], nn.functional.mse_loss, num_microbatches=1, num_workers=0)
+
+
+def test_workers_of_one_process_restore_its_random_numbers_together():
+    """The caller's random numbers after a step differed from run to run, with all workers in one process.
+
+    Each worker saved and restored the process's generator for itself; one that began late saved, and in the end
+    restored, what another had seeded for a layer.
+    """
+    layers = [partial(nn.Linear, 4, 4), *[partial(nn.Dropout, 0.5)] * 6, partial(nn.Linear, 4, 4)]
+    pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, num_workers=4)
+    for _ in range(20):
+        torch.manual_seed(3)
+        pipe.step((torch.ones(8, 4), torch.ones(8, 4)))
+        found = torch.rand(1)
+        torch.manual_seed(3)
+        assert torch.equal(found, torch.rand(1))

@@ -22,7 +22,6 @@ from .device import Courier
 from .hooks import Listeners
 from .mailbox import Mailbox
 from .payload import Payload, Tree, pack, unpack
-from .randomness import preserved
 from .result import Result
 from .run import Run, Work
 from .shard import Shard
@@ -71,7 +70,7 @@ class WorkerActor:
             PeerLost: another worker failed or is gone.
             Stalled: nothing arrived in time.
         """
-        with self._telling_failures(), preserved(self.courier.device), torch.set_grad_enabled(work.train):
+        with self._telling_failures(), torch.set_grad_enabled(work.train):
             self.mailbox.begin()
             result = Run(self, work, self._lookahead).complete()
             self.step += work.train
