@@ -14,7 +14,6 @@ setup(
     packages=["rpc_pipe", "rpc_pipe.dependency", "rpc_pipe.schedules", "rpc_pipe.workers"],
     package_data={"rpc_pipe": ["py.typed"]},
     install_requires=["torch>=2.6", "rich>=13", "safetensors>=0.4", "numpy"],  # safetensors.torch imports numpy
-   ,
     extras_require={
         "test": ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "mypy", "ruff"],
     },
