@@ -62,6 +62,23 @@ class Partition:
             self.num_layers = getattr(model, "num_layers", num_stages)
         self._counted = self._is_list or hasattr(model, "num_layers")
         self.ranges = cut(self.num_layers, num_stages, split)
+        self._refuse_cut_ties()
+
+    def _refuse_cut_ties(self) -> None:
+        """Two stages with one parameter would train two: an error, not a silent divergence."""
+        if not isinstance(self._model, (nn.Sequential, Sequence)):
+            return
+        seen: dict[nn.Parameter, tuple[int, int]] = {}
+        for stage, layers in enumerate(self.ranges):
+            for i in layers:
+                layer = self._model[i]
+                for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+                    other, other_stage = seen.setdefault(parameter, (i, stage))
+                    if other_stage != stage:
+                        raise ConfigError(
+                            f"model: layers {other} and {i} share a parameter but are cut apart into stages "
+                            f"{other_stage} and {stage}; choose a split that keeps them together"
+                        )
 
     def build(self, stage: int, randomness: Randomness) -> list[tuple[int, nn.Module]]:
         """Build the layers of `stage`, and only those; return them with their index in the whole model."""

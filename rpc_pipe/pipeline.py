@@ -172,7 +172,9 @@ class Pipeline:
         parts = self.gather("state", own)
         if parts is None:
             return None
-        merged = {name: tensor.cpu() for part in parts for name, tensor in part.items()}
+        # Copies: of workers in this process these are the parameters themselves, and tied ones share storage,
+        # which safetensors refuses.
+        merged = {name: tensor.cpu().clone() for part in parts for name, tensor in part.items()}
         return {name: merged[name] for name in sorted(merged, key=_by_layer)}
 
     def save(self, path: str | Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .payload import Payload, Tree, pack, tensors_of, unpack
+from .payload import Payload, Tree, map_tensors, pack, tensors_of, unpack
 from .randomness import Randomness
 from .result import Losses
 
@@ -44,6 +44,10 @@ class Shard:
         self.loss_fn = loss_fn
         self.losses = Losses()
         self._randomness = randomness
+        # What arrives is a leaf, and others may hold its storage: a layer such as ReLU(inplace=True) at the start
+        # of a stage gets a copy. Layers further on write what the stage itself made.
+        first = self.layers[0][1].modules() if self.layers else ()
+        self._writes_inputs = any(getattr(module, "inplace", False) for module in first)
         #: microbatch -> (tensors that owe a gradient upstream, tensors that backward starts from)
         self._kept: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         parameters = [p for p in self.parameters() if p.requires_grad]
@@ -51,7 +55,8 @@ class Shard:
         self.lr_scheduler = lr_scheduler(self.optimizer) if lr_scheduler and self.optimizer else None
 
     def parameters(self) -> list[nn.Parameter]:
-        return [p for _, module in self.layers for p in module.parameters()]
+        """Return each parameter once, also if several layers share it."""
+        return list(dict.fromkeys(p for _, module in self.layers for p in module.parameters()))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the shard's tensors under the names they have in the unsplit `nn.Sequential`."""
@@ -80,6 +85,8 @@ class Shard:
         """
         tree = unpack(inputs)
         owing = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
+        if self._writes_inputs:
+            tree = map_tensors(tree, torch.clone)
         for index, module in self.layers:
             with self._randomness.forward(step, microbatch, index):
                 tree = module(tree)

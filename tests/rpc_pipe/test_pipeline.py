@@ -253,6 +253,26 @@ def test_wrong_options_say_what_would_be_right(options, message):
         pipeline(**options)
 
 
+def test_a_stage_may_begin_with_a_layer_that_writes_its_input():
+    model = [nn.ReLU, partial(nn.Linear, 4, 8), nn.ReLU, partial(nn.Linear, 8, 3)]
+    writing = [partial(nn.ReLU, inplace=True), model[1], partial(nn.ReLU, inplace=True), model[3]]
+    x = X.clone()
+    pipe, plain = pipeline(writing), pipeline(model)
+    assert [pipe.step((x, Y)) for _ in range(3)] == [plain.step((x, Y)) for _ in range(3)]
+    assert torch.equal(x, X), "the user's batch is left alone"
+
+
+def test_a_state_is_a_snapshot_and_shared_layers_can_be_saved(tmp_path):
+    shared = nn.Linear(4, 4)
+    pipe = pipeline([shared, nn.Tanh(), shared, nn.Linear(4, 3)], num_workers=1)
+    before = pipe.state_dict()
+    pipe.step((X, Y))
+    assert not torch.equal(before["0.weight"], pipe.state_dict()["0.weight"])
+    pipe.save(tmp_path / "shared.safetensors")
+    with pytest.raises(ConfigError, match="layers 0 and 2 share a parameter but are cut apart into stages 0 and 1"):
+        pipeline([shared, nn.Tanh(), shared, nn.Linear(4, 3)], num_workers=2)
+
+
 def test_save_writes_the_unsplit_models_names(tmp_path):
     from safetensors.torch import load_file
 
