@@ -86,6 +86,7 @@ class Pipeline:
             raise ConfigError(f"num_workers {num_workers}: this job has {job.num_workers} workers")
         self.num_workers = job.num_workers if job else 2 if num_workers is None else num_workers
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
+        _refuse_untrainable(self.spec)
         self.partition = Partition(model, self.spec.num_stages, split)
         self._order = order or self.spec.order
         self._plans: dict[int, Spec] = {}
@@ -285,6 +286,18 @@ class Pipeline:
         for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
             raise error
         return [future.result() for future in futures]
+
+
+def _refuse_untrainable(spec: Spec) -> None:
+    """What can be checked and simulated but not trained yet is refused, not trained wrongly."""
+    missing = {
+        "several routes (the gradients of replicas are not summed)": spec.num_routes > 1,
+        "split backward": spec.split_backward,
+        "updates that steps overtake": not spec.synchronous,
+    }
+    for what, needed in missing.items():
+        if needed:
+            raise ConfigError(f"schedule {type(spec).__name__}: {what} can be simulated, but not trained yet")
 
 
 def _worker_threads(count: int) -> ThreadPoolExecutor:
