@@ -12,7 +12,7 @@ setup(
     # Listed, not found: where links were lost (zip archives) the build stops instead of
     # installing a package without its rooms.
     packages=["rpc_pipe", "rpc_pipe.dependency", "rpc_pipe.schedules", "rpc_pipe.workers"],
-    package_data={"rpc_pipe": ["py.typed"]},
+    package_data={"rpc_pipe": ["py.typed", "page.html"]},
     install_requires=["torch>=2.6", "rich>=13", "safetensors>=0.4", "numpy"],  # safetensors.torch imports numpy
     extras_require={
         "test": ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "mypy", "ruff"],

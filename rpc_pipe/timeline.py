@@ -1,4 +1,8 @@
-"""Draw what workers did, or will do: one line a worker, one cell a unit of time. Loads without torch."""
+"""Draw what workers did, or will do: one line a worker, one cell a unit of time. Loads without torch.
+
+What every picture shares stands here: `Span`, the palette, the bubble. `draw` is the terminal's picture,
+`svg` draws for documents and `page` for browsers.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +12,26 @@ from typing import NamedTuple
 
 from rich.text import Text
 
-from .dependency import Action, Kind
+from .dependency import Action
 
-#: colours by kind, told apart by colour-blind eyes too (Okabe and Ito 2008), with black text
-_STYLES = {
-    Kind.F: "black on #56b4e9",
-    Kind.B: "black on #e69f00",
-    Kind.I: "black on #f0e442",
-    Kind.W: "black on #009e73",
-    Kind.U: "black on #cc79a7",
+
+class Look(NamedTuple):
+    """How a kind is shown: the fill, the colour of text on it, and the kind in words."""
+
+    colour: str
+    ink: str
+    word: str
+
+
+#: looks by `kind.value`, told apart by colour-blind eyes too (Okabe and Ito 2008)
+PALETTE = {
+    "F": Look("#56b4e9", "#000000", "forward"),
+    "B": Look("#e69f00", "#000000", "backward"),
+    "I": Look("#f0e442", "#000000", "backward for inputs"),
+    "W": Look("#009e73", "#000000", "backward for weights"),
+    "R": Look("#0072b2", "#ffffff", "recompute"),
+    "G": Look("#d55e00", "#000000", "gradient exchange"),
+    "U": Look("#cc79a7", "#000000", "update"),
 }
 
 
@@ -27,6 +42,48 @@ class Span(NamedTuple):
     action: Action
     start: float
     end: float
+
+
+def bubble(spans: Sequence[Span], num_workers: int) -> float:
+    """Return the share of the workers' time, from the first start to the last end, in which nothing ran: 0 to 1."""
+    if not spans:
+        return 0.0
+    first = min(span.start for span in spans)
+    length = max(span.end for span in spans) - first
+    busy = 0.0
+    until = [first] * num_workers
+    for span in sorted(spans, key=lambda s: s.start):
+        # An exchange may overlap a computation; the worker is busy once.
+        busy += max(0.0, span.end - max(span.start, until[span.worker]))
+        until[span.worker] = max(until[span.worker], span.end)
+    return 1 - busy / (num_workers * length) if length > 0 else 0.0
+
+
+def held_stages(spans: Sequence[Span], num_workers: int) -> list[list[int]]:
+    """Return the stages that each worker ran, ascending."""
+    held: list[set[int]] = [set() for _ in range(num_workers)]
+    for span in spans:
+        held[span.worker].add(span.action.stage)
+    return [sorted(stages) for stages in held]
+
+
+def summarize(spans: Sequence[Span], num_workers: int, *, unit: str = "", num_stages: int | None = None) -> str:
+    """Return workers, stages (where they differ from the workers), makespan and bubble in one line."""
+    if not spans:
+        return "nothing ran"
+    if num_stages is None:
+        num_stages = 1 + max(span.action.stage for span in spans)
+    makespan = max(span.end for span in spans) - min(span.start for span in spans)
+    parts = [f"{num_workers} worker{'s' * (num_workers != 1)}"]
+    if num_stages != num_workers:
+        parts.append(f"{num_stages} stage{'s' * (num_stages != 1)}")
+    parts += [f"makespan {tell(makespan)} {unit}".rstrip(), f"bubble {bubble(spans, num_workers):.1%}"]
+    return ", ".join(parts)
+
+
+def tell(time: float) -> str:
+    """Write a time with the digits that a reader uses, and without an exponent where it is large."""
+    return f"{time:.6g}" if abs(time) < 1e6 else f"{time:.0f}"
 
 
 def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100) -> Text:
@@ -56,12 +113,17 @@ def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100) -> Text:
                 continue  # too short to be seen at this scale
             picture.append("·" * (begin - at), style="dim")
             cells = end - max(begin, at)
-            picture.append(_fit(_name(span.action), cells), style=_STYLES[span.action.kind])
+            picture.append(_fit(_name(span.action), cells), style=_style(span.action))
             at = end
         picture.append("·" * (round((last - first) * per_unit) - at), style="dim")
         picture.append("\n")
     picture.rstrip()
     return picture
+
+
+def _style(action: Action) -> str:
+    look = PALETTE[action.kind.value]
+    return f"{look.ink} on {look.colour}"
 
 
 def _name(action: Action) -> str:

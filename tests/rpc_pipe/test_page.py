@@ -1,0 +1,135 @@
+import json
+import re
+import shutil
+import subprocess
+from urllib.parse import unquote
+
+import pytest
+
+from rpc_pipe.dependency import B, F
+from rpc_pipe.page import Picture, draw_page
+from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.simulator import simulate, uniform
+from rpc_pipe.timeline import PALETTE, Span
+from rpc_pipe.waits import waits
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
+
+
+def picture(workers=4, microbatches=8, *, name="planned", comm=0, at=0, unit=""):
+    spec = SCHEDULES["1f1b"](num_workers=workers, num_microbatches=microbatches)
+    spans = [
+        Span(s.worker, s.action, s.start + at, s.end + at)
+        for s in simulate(spec, uniform({F: 1, B: 2}), comm=comm).spans
+    ]
+    return Picture(name, spans, workers, unit, waits(spec, spans))
+
+
+def embedded(page):
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
+    return json.loads(found[1])
+
+
+def shown(page, folder, script):
+    """Run `script` in a real browser after the page, and return what it gives to `report`."""
+    probe = (
+        "<script>const report = value => { const out = document.createElement('output');"
+        "out.textContent = encodeURIComponent(JSON.stringify(value)); document.body.append(out); };"
+        f"try {{ {script} }} catch (error) {{ report(String(error)); }}</script></body>"
+    )
+    assert page.count("</body>") == 1
+    (folder / "page.html").write_text(page.replace("</body>", probe), encoding="utf-8")
+    done = subprocess.run(
+        [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,800",
+         f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000", "--dump-dom",
+         (folder / "page.html").as_uri()],
+        capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    found = re.search(r"<output>(.*?)</output>", done.stdout)
+    assert found, done.stdout[-2000:] + done.stderr[-2000:]
+    return json.loads(unquote(found[1]))
+
+
+def test_the_page_holds_every_span_from_zero_on():
+    data = embedded(draw_page([picture(comm=0.5, at=1000, unit="ms")]))
+    (drawn,) = data["pictures"]
+    assert len(drawn["spans"]) == 4 * 8 * 2 + 4
+    assert drawn["spans"][0][:6] == [0, 0, "F", 0, 0, 1]
+    assert drawn["about"].startswith("4 workers, makespan") and " ms, bubble" in drawn["about"]
+    assert data["palette"]["F"] == list(PALETTE["F"])
+
+
+def test_a_wait_names_its_cause():
+    (drawn,) = embedded(draw_page([picture(comm=0.5)]))["pictures"]
+    spans = drawn["spans"]
+    first = next(span for span in spans if span[:4] == [1, 1, "F", 0])
+    assert first[6] == 1.5 and spans[first[7]][:4] == [0, 0, "F", 0]
+    assert len(spans[0]) == 6
+
+
+def test_names_cannot_break_out_of_the_data():
+    name = "</script><script>alert(1)</script><!-- @DATA@ & 'quotes'"
+    page = draw_page([picture(name=name, unit="</script>")])
+    assert embedded(page)["pictures"][0]["name"] == name
+    assert page.count("</script>") == draw_page([]).count("</script>")
+    assert "alert(1)" not in re.sub(r"(?s)<script type=.application/json.*?</script>", "", page)
+
+
+def test_the_page_loads_nothing():
+    page = draw_page([picture()])
+    assert not re.search(r"https?:|src=|<link|@import|fetch\(|import\(", page)
+    assert page == draw_page([picture()])
+
+
+def test_times_that_are_no_numbers_are_refused():
+    with pytest.raises(ValueError):
+        draw_page([Picture("actual", [Span(0, F(0, 0), 0.0, float("nan"))], 1)])
+
+
+@needs_browser
+def test_a_browser_draws_zooms_and_explains(tmp_path):
+    page = draw_page([picture(), picture(name="actual </script>", comm=0.5)])
+    result = shown(page, tmp_path, """
+        const [planned, actual] = drawn, press = key => dispatchEvent(new KeyboardEvent("keydown", {key}));
+        const paint = () => { drawn.forEach(drawPicture); return planned.shown; };
+        const colour = (p, span) => { const ratio = devicePixelRatio, c = p.canvas.getContext("2d");
+          const at = c.getImageData((place(p, span.start) + 2) * ratio, (span.worker * p.pitch + 3) * ratio, 1, 1).data;
+          return "#" + [...at].slice(0, 3).map(v => v.toString(16).padStart(2, "0")).join(""); };
+        const found = {all: paint(), names: [...document.querySelectorAll("h2")].map(h => h.textContent),
+          legend: [...document.querySelectorAll("li")].map(li => li.textContent)};
+        found.colours = ["F", "B"].map(kind => colour(planned, planned.spans.find(s => s.kind === kind)));
+        found.aligned = place(planned, 5) === place(actual, 5);
+        const span = actual.spans.find(s => s.worker === 1 && s.kind === "B");
+        const box = actual.canvas.getBoundingClientRect();
+        const hover = moment => { actual.canvas.dispatchEvent(new PointerEvent("pointermove",
+          {clientX: box.left + place(actual, moment), clientY: box.top + span.worker * actual.pitch + 4}));
+          return [...hint.children].map(line => line.textContent); };
+        found.onSpan = hover(span.start + 0.5);
+        found.onGap = hover(span.start - 0.2);
+        const x = Math.round(box.left + place(actual, span.start)), under = shareAt(actual, x - box.left);
+        actual.canvas.dispatchEvent(new WheelEvent("wheel", {clientX: x, clientY: box.top + 4, deltaY: -500}));
+        found.kept = Math.abs(shareAt(actual, x - box.left) - under) < 1e-9;
+        found.zoomed = paint();
+        press("ArrowRight"); found.panned = view.from; press("0"); found.reset = [view.from, view.to];
+        press("+"); found.closer = view.to - view.from; press("-"); found.back = [view.from, view.to];
+        report(found);
+    """)  # fmt: skip
+    assert result["all"] == 64 and 0 < result["zoomed"] < 64
+    assert result["names"] == ["planned", "actual </script>"]
+    assert result["legend"] == ["F forward", "B backward", "U update", "bubble"]
+    assert result["colours"] == [PALETTE["F"].colour, PALETTE["B"].colour]
+    assert result["aligned"] and result["kept"]
+    assert result["onSpan"] == result["onGap"]
+    assert result["onSpan"][:2] == ["1B0 backward", "worker 1, stage 1, microbatch 0"]
+    assert re.fullmatch(r"waited [\d.]+ for 2B0 of worker 2, which ended 0.5 before", result["onSpan"][3])
+    assert result["panned"] > 0 and result["reset"] == [0, 1]
+    assert result["closer"] == pytest.approx(0.7) and result["back"] == pytest.approx([0, 1])
+
+
+@needs_browser
+def test_a_browser_says_that_there_is_nothing(tmp_path):
+    words = "report([document.body.innerText, document.querySelectorAll('canvas').length])"
+    text, canvases = shown(draw_page([Picture("planned", [], 4)]), tmp_path, words)
+    assert "Nothing ran." in text and "wheel" not in text and canvases == 0
+    assert "There is no timeline to show." in shown(draw_page([]), tmp_path, words)[0]
