@@ -1,6 +1,6 @@
 """Pure theory of pipeline schedules: actions, relation, checks. Standard library only."""
 
-from .action import Action, B, F, I, Kind, U, W
+from .action import ACCUMULATING, PER_REPLICA, Action, B, F, G, I, Kind, R, U, W
 from .check import check, check_all
 from .errors import ConfigError, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
 from .order import local_order
@@ -8,18 +8,22 @@ from .program import Entry, Pulled, entries
 from .spec import ENDLESS, Order, Spec
 
 __all__ = [
+    "ACCUMULATING",
     "ENDLESS",
+    "PER_REPLICA",
     "Action",
     "B",
     "ConfigError",
     "Entry",
     "F",
+    "G",
     "I",
     "Kind",
     "Order",
     "PeerLost",
     "PipeError",
     "Pulled",
+    "R",
     "ScheduleError",
     "Spec",
     "Stalled",

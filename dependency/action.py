@@ -18,6 +18,10 @@ class Kind(enum.Enum):
     I = "I"  # noqa: E741  the field's letter
     #: backward for the weights only
     W = "W"
+    #: forward once more, from the kept input, because the activations were not kept
+    R = "R"
+    #: exchange of a replica's summed gradients; its microbatch names the route
+    G = "G"
     #: optimizer update; its microbatch counts the updates (asynchronous) or names the route (replicas)
     U = "U"
 
@@ -61,4 +65,10 @@ class Action(NamedTuple):
         return cls(int(match[1]), Kind[match[2]], int(match[3]))
 
 
-F, B, I, W, U = Kind.F, Kind.B, Kind.I, Kind.W, Kind.U  # noqa: E741
+F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
+R, G, U = Kind.R, Kind.G, Kind.U
+
+#: the kinds that add to the gradients of the weights and free the activations of a microbatch
+ACCUMULATING = (B, W)
+#: the kinds that belong to a replica of a stage instead of a microbatch
+PER_REPLICA = (G, U)

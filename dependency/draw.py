@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .action import Action
+from .action import ACCUMULATING, Action, F
 from .spec import Spec
 
 _MAX_COLUMNS = 12
@@ -42,3 +42,22 @@ def draw_cycle(spec: Spec, cycle: Sequence[Action]) -> str:
     more = "" if len(shown) == len(cycle) else f" ... {len(cycle) - len(shown)} more"
     lines.append(f"{cycle[0]} waits for {cycle[-1]}{more}: the circle closes")
     return "\n".join(lines)
+
+
+def draw_held(program: Sequence[Action], allowed: int, *, late: bool = False) -> str:
+    """Draw how many microbatches a worker holds, action by action, up to the first that is too many.
+
+    With `late` no B or W comes back: what runs is every F.
+    """
+    held, cells = 0, []
+    for action in program:
+        if action.kind is F or not late:
+            held += (action.kind is F) - (action.kind in ACCUMULATING)
+            cells.append((str(action), str(held)))
+        if held > allowed:
+            break
+    shown = cells[-_MAX_COLUMNS:]
+    width = max((len(name) for name, _ in shown), default=0) + 2
+    names = "".join(name.rjust(width) for name, _ in shown)
+    counts = "".join(count.rjust(width) for _, count in shown)
+    return f"runs  {names}\nholds {counts}\n{shown[-1][0]} is one too many: allowed are {allowed}"

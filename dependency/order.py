@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 
-from .action import Action
+from .action import ACCUMULATING, Action, B, F, G, I, Kind, R, W
 from .errors import ScheduleError
 from .spec import ENDLESS, Spec
 from .unroll import unroll
+
+#: what may run once for every stage and microbatch
+_PER_MICROBATCH = (F, R, B, I, W)
 
 
 def has_slot(spec: Spec) -> bool:
@@ -26,7 +30,7 @@ def has_program(spec: Spec) -> bool:
 
 
 def local_order(spec: Spec, worker: int) -> Iterator[Action]:
-    """Yield the actions of `worker` in its order, the updates of a synchronous schedule included.
+    """Yield the actions of `worker` in its order, those that end a synchronous step included.
 
     Costs O(n log n) for n own actions, O(window) memory for an endless stream.
 
@@ -43,53 +47,65 @@ def local_order(spec: Spec, worker: int) -> Iterator[Action]:
 
 
 def _by_slot(spec: Spec, worker: int) -> Iterator[Action]:
-    streams = [_stream(spec, kind_actions) for kind_actions in own_streams(spec, worker)]
+    slot, by_slot = spec.slot, itemgetter(0)
+    streams = _own_streams(spec, worker)
     if spec.num_microbatches == ENDLESS:
-        slotted: Iterable[tuple[int, Action]] = heapq.merge(*streams, key=_slot_of)
+        slotted: Iterable[tuple[int, Action]] = heapq.merge(*(_slotted(spec, s) for s in streams), key=by_slot)
     else:
-        slotted = sorted((pair for stream in streams for pair in stream), key=_slot_of)
+        slotted = sorted([(slot(action), action) for stream in streams for action in stream], key=by_slot)
     last_slot, last_action = None, None
-    for slot, action in slotted:
-        if slot == last_slot:
+    for at, action in slotted:
+        if at == last_slot:
             raise ScheduleError(
-                f"slot: {last_action} and {action} of worker {worker} share slot {slot}; "
+                f"slot: {last_action} and {action} of worker {worker} share slot {at}; "
                 "the slots of one worker must differ"
             )
         yield action
-        last_slot, last_action = slot, action
+        last_slot, last_action = at, action
 
 
-def own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
-    """Return, for each shard and kind on `worker`, its actions by ascending microbatch."""
-
-    def stream(stage: int, route: int, kind_index: int) -> Iterator[Action]:
-        kind = spec.kinds[kind_index]
-        return (kind(stage, m) for m in range(spec.num_microbatches) if spec.route(m) == route)
-
-    streams = [stream(s, r, k) for s, r in spec.hosted(worker) for k in range(len(spec.kinds))]
-    if not spec.synchronous:
-        streams += [iter(spec.updates(s, r)) for s, r in spec.hosted(worker)]
-    return streams
-
-
-def _stream(spec: Spec, actions: Iterator[Action]) -> Iterator[tuple[int, Action]]:
+def _slotted(spec: Spec, actions: Iterator[Action]) -> Iterator[tuple[int, Action]]:
     return ((spec.slot(action), action) for action in actions)
 
 
-def _slot_of(pair: tuple[int, Action]) -> int:
-    return pair[0]
+def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
+    """Return, for each shard and kind on `worker`, its actions by ascending microbatch."""
+
+    def stream(kind: Kind, stage: int, route: int) -> Iterator[Action]:
+        for m in range(spec.num_microbatches):
+            if spec.route(m) == route and (kind in always or kind in (a.kind for a in spec.actions(stage, m))):
+                yield kind(stage, m)
+
+    hosted = spec.hosted(worker)
+    mixed = type(spec).splits is not Spec.splits
+    kinds = {shard: _PER_MICROBATCH if mixed else [a.kind for a in spec.actions(shard[0], 0)] for shard in hosted}
+    always = (F,) if mixed else _PER_MICROBATCH
+    streams = [stream(kind, *shard) for shard in hosted for kind in kinds[shard]]
+    if not spec.synchronous:
+        streams += [iter(spec.updates(s, r)) for s, r in hosted]
+    return streams
 
 
 def _with_updates(spec: Spec, worker: int, order: Iterable[Action]) -> Iterator[Action]:
-    """Put each update right behind the last action that it needs: a step's end is an edge, not a barrier."""
-    left = {
-        (stage, route): sum(spec.route(m) == route for m in range(spec.num_microbatches))
-        for stage, route in spec.hosted(worker)
-    }
+    """Put each update right behind the last action that it needs: a step's end is an edge, not a barrier.
+
+    Of replicas the exchange of gradients stands there, and the updates, which wait for other workers, are last.
+    """
+    replicated = spec.num_routes > 1
+    left = dict.fromkeys(spec.hosted(worker), 0)
+    for m in range(spec.num_microbatches):
+        route = spec.route(m)
+        for shard in left:
+            left[shard] += shard[1] == route
+    ended = [shard for shard, count in left.items() if count == 0]
+    yield from (G(*shard) for shard in ended)  # a route without microbatches
     for action in order:
         yield action
-        if action.kind is spec.accumulates:
+        if action.kind in ACCUMULATING:
             shard = action.stage, spec.route(action.microbatch)
             left[shard] = left.get(shard, 0) - 1
             if left[shard] == 0:
-                yield from spec.updates(*shard)
+                ended.append(shard)
+                yield from [G(*shard)] if replicated else spec.updates(*shard)
+    if replicated:
+        yield from (update for shard in ended for update in spec.updates(*shard))

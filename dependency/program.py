@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .action import Action, F
-from .order import local_order
+from .action import ACCUMULATING, Action, F
+from .errors import ScheduleError
+from .memory import peak_in_order
+from .order import has_program, has_slot, local_order
 from .spec import Spec
 
 
@@ -27,20 +29,17 @@ class Entry(NamedTuple):
     own: tuple[Action, ...]
     #: other workers' actions that must be finished first
     pulled: tuple[Pulled, ...]
-    #: the worker that pulls the payload of this action; None if it stays here or there is none
-    consumer: int | None
+    #: other workers that pull the payload of this action
+    consumers: tuple[int, ...]
 
 
 def entries(spec: Spec, worker: int, *, forward_only: bool = False) -> Iterator[Entry]:
     """Yield the program of `worker`, lazily; with `forward_only` that of an evaluation: `F` and data flow.
 
-    One edge is added to the schedule's own: gradients of a shard are summed in slot order, so each waits
-    for the one before it. The sum is then the same for any order of arrival, with no gradient set aside.
-
     Raises:
-        ScheduleError: two actions of the worker share a slot.
+        ScheduleError: two actions of the worker share a slot, or its activation limit is too small.
     """
-    last_summed: dict[tuple[int, int], Action] = {}
+    edges = _OrderEdges(spec, worker)
     for action in local_order(spec, worker):
         if forward_only and action.kind is not F:
             continue
@@ -51,16 +50,55 @@ def entries(spec: Spec, worker: int, *, forward_only: bool = False) -> Iterator[
             if at == worker:
                 own.append(need)
             else:
-                pulled.append(Pulled(need, at, _consumer(spec, need) == worker))
-        if action.kind is spec.accumulates:
-            shard = action.stage, spec.route(action.microbatch)
-            if shard in last_summed and last_summed[shard] not in own:
-                own.append(last_summed[shard])
-            last_summed[shard] = action
-        consumer = _consumer(spec, action)
-        yield Entry(action, tuple(own), tuple(pulled), None if consumer == worker else consumer)
+                pulled.append(Pulled(need, at, worker in _consumers(spec, need)))
+        if not forward_only:
+            own += (need for need in edges.of(action) if need not in own)
+        consumers = tuple(sorted(_consumers(spec, action) - {worker}))
+        yield Entry(action, tuple(own), tuple(pulled), consumers)
 
 
-def _consumer(spec: Spec, action: Action) -> int | None:
-    successor = spec.successor(action)
-    return None if successor is None else spec.worker(successor)
+class _OrderEdges:
+    """The edges that follow from a worker's own order, in addition to the schedule's.
+
+    Gradients of a shard are summed in this order, so each B or W waits for the one before it: the sum is then
+    the same for any order of arrival, with no gradient set aside. An activation limit L lets the k-th F wait for
+    the (k-L)-th B or W of the worker; it points backwards in the order, so it cannot deadlock, as a counter would.
+    """
+
+    def __init__(self, spec: Spec, worker: int) -> None:
+        self._spec = spec
+        self._worker = worker
+        self._limit = spec.activation_limit(worker)
+        if self._limit is None and has_program(spec) and not has_slot(spec):
+            self._limit = peak_in_order(spec.program(worker))  # what is listed is also what may be held
+        self._num_forwards = 0
+        self._releases: list[Action] = []  # only if there is a limit
+        self._last_release: dict[tuple[int, int], Action] = {}
+
+    def of(self, action: Action) -> list[Action]:
+        """Return the edges of `action`, which is the next in the order."""
+        stage, kind, microbatch = action
+        if kind in ACCUMULATING:
+            # With a limit the releases of the whole worker are one chain.
+            shard = (stage, self._spec.route(microbatch)) if self._limit is None else (-1, -1)
+            before = self._last_release.get(shard)
+            self._last_release[shard] = action
+            if self._limit is not None:
+                self._releases.append(action)
+            return [] if before is None else [before]
+        if kind is not F or self._limit is None:
+            return []
+        k = self._num_forwards
+        self._num_forwards += 1
+        if k < self._limit:
+            return []
+        if k - self._limit >= len(self._releases):
+            raise ScheduleError(
+                f"activation_limit({self._worker}) is {self._limit}, but in its order worker {self._worker} holds "
+                f"{k + 1 - len(self._releases)} microbatches when it starts {action}"
+            )
+        return [self._releases[k - self._limit]]
+
+
+def _consumers(spec: Spec, action: Action) -> set[int]:
+    return {spec.worker(successor) for successor in spec.successors(action)}

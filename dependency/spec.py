@@ -2,9 +2,9 @@
 
 A schedule adds only what makes it itself. Data flow is the same for all and is given here:
 
-    F(s,m) <- F(s-1,m)              B(s,m) <- F(s,m), B(s+1,m)
-    W(s,m) <- I(s,m)                I(s,m) <- F(s,m), I(s+1,m)
-    U(s)   <- every B(s,.) or W(s,.) of its replica
+    F(s,m) <- F(s-1,m)              B(s,m) <- F(s,m), B(s+1,m)     R(s,m) <- F(s,m), and B(s,m) <- R(s,m)
+    W(s,m) <- I(s,m)                I(s,m) <- F(s,m), I(s+1,m)     (B may take the place of any I)
+    U(s)   <- every B(s,.) or W(s,.), or the G(s,.) of all replicas, each of which needs its own B or W
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from .action import Action, B, F, I, Kind, U, W
+from .action import PER_REPLICA, Action, B, F, G, I, Kind, R, U, W
 from .errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,12 +56,12 @@ class Spec(_Frozen):
     source: ClassVar[str] = ""
     #: the order that suits the schedule best: `fixed` waits for the next in slot order, `ready` does not
     order: ClassVar[Order] = "ready"
-    #: True if backward is done as `I` (inputs) and `W` (weights) instead of `B`
+    #: True if backward is done as `I` (inputs) and `W` (weights) instead of `B`; see `splits`
     split_backward: ClassVar[bool] = False
+    #: True if activations are computed a second time (`R`) instead of kept; see `recomputes`
+    recompute: ClassVar[bool] = False
     #: False if `U` are placed by `slot` (see `updates`) and may be overtaken, as in PipeDream
     synchronous: ClassVar[bool] = True
-    #: how many routes microbatches take over the workers; on each every stage is placed once
-    num_routes: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "num_microbatches"):
@@ -75,6 +75,11 @@ class Spec(_Frozen):
         """Into how many stages the model is cut."""
         return self.num_workers
 
+    @property
+    def num_routes(self) -> int:
+        """How many routes microbatches take over the workers; each has a replica of every stage."""
+        return 1
+
     def place(self, stage: int, route: int) -> int:
         """Return the worker that hosts `stage` for the microbatches of `route`."""
         return stage % self.num_workers
@@ -83,10 +88,18 @@ class Spec(_Frozen):
         """Return the route that `microbatch` takes."""
         return microbatch % self.num_routes
 
+    def splits(self, stage: int, microbatch: int) -> bool:
+        """Tell whether this backward is `I` and `W` instead of `B`; a schedule may mix them."""
+        return self.split_backward
+
+    def recomputes(self, stage: int) -> bool:
+        """Tell whether `stage` keeps only its inputs and runs `R` before backward."""
+        return self.recompute
+
     def after(self, action: Action) -> Iterable[Action]:
         """Return what must be finished before `action`, beyond data flow: windows, a flush, a lag.
 
-        Asked about `F`, `B`, `I` and `W`, and about `U` if not synchronous.
+        Asked about every kind but `G`, and about `U` only if not synchronous.
 
         Only actions of the same or a neighbouring stage, or of the same worker. Negative microbatches mean
         "before the first" and are dropped, so a window needs no special case.
@@ -94,7 +107,7 @@ class Spec(_Frozen):
         return ()
 
     def slot(self, action: Action) -> int:
-        """Return the nominal time of an `F`, `B`, `I` or `W` (and of `U` if not synchronous).
+        """Return the nominal time of an action (of `U` only if not synchronous, of `G` never).
 
         It must grow along every edge of the relation and differ between actions of one worker: then its
         order is the worker's order, and nothing can deadlock. Without it the order comes from `program`,
@@ -110,9 +123,20 @@ class Spec(_Frozen):
         """Return the updates of a replica of a stage; one a step for synchronous schedules."""
         return (U(stage, route),)
 
-    def peak_activations(self, worker: int) -> int | None:
-        """Return the bound on microbatches of a stage kept from F to B (or W) on `worker`; None: no claim."""
+    def activation_limit(self, worker: int) -> int | None:
+        """Return how many microbatches of its stages `worker` may hold from F to B (or W); None: no limit here.
+
+        It becomes edges: in the worker's order, the k-th F waits for the (k-limit)-th B or W. For a bound
+        that no window of one stage expresses, such as that of a V schedule.
+        """
         return None
+
+    def peak_activations(self, worker: int) -> int | None:
+        """Return the bound on microbatches of a stage kept from F to B (or W) on `worker`, at any timing.
+
+        None: no claim. The checker proves a claim.
+        """
+        return self.activation_limit(worker)
 
     # --- what follows from it
 
@@ -120,35 +144,43 @@ class Spec(_Frozen):
     def last_stage(self) -> int:
         return self.num_stages - 1
 
-    @property
-    def accumulates(self) -> Kind:
-        """The kind that adds to the gradients of the weights."""
-        return W if self.split_backward else B
+    def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]:
+        """Return what is done with a microbatch on a stage, in order of data flow."""
+        forward = (F(stage, microbatch), R(stage, microbatch)) if self.recomputes(stage) else (F(stage, microbatch),)
+        if self.splits(stage, microbatch):
+            return *forward, I(stage, microbatch), W(stage, microbatch)
+        return *forward, B(stage, microbatch)
 
-    @property
-    def kinds(self) -> tuple[Kind, ...]:
-        """The kinds that run once for every stage and microbatch."""
-        return (F, I, W) if self.split_backward else (F, B)
+    def backward(self, stage: int, microbatch: int) -> Action:
+        """Return the action that makes the gradient of the stage's inputs: `B` or `I`."""
+        return (I if self.splits(stage, microbatch) else B)(stage, microbatch)
+
+    def accumulation(self, stage: int, microbatch: int) -> Action:
+        """Return the action that adds to the gradients of the stage's weights: `B` or `W`."""
+        return (W if self.splits(stage, microbatch) else B)(stage, microbatch)
 
     def worker(self, action: Action) -> int:
         """Return the worker that runs `action`."""
-        if action.kind is U and self.synchronous:
-            return self.place(action.stage, action.microbatch)
-        return self.place(action.stage, self.route(action.microbatch))
+        stage, kind, microbatch = action
+        if kind is G or (kind is U and self.synchronous):
+            return self.place(stage, microbatch)
+        return self.place(stage, self.route(microbatch))
 
     def hosted(self, worker: int) -> list[tuple[int, int]]:
         """Return (stage, route) of every shard that `worker` holds, in stage order."""
         pairs = ((s, r) for s in range(self.num_stages) for r in range(self.num_routes))
         return [(s, r) for s, r in pairs if self.place(s, r) == worker]
 
-    def successor(self, action: Action) -> Action | None:
-        """Return the action that the payload of `action` flows to, or None if it makes none."""
+    def successors(self, action: Action) -> tuple[Action, ...]:
+        """Return the actions that the payload of `action` flows to; none if it makes none."""
         stage, kind, microbatch = action
-        if kind is F and stage < self.last_stage:
-            return F(stage + 1, microbatch)
-        if kind in (B, I) and stage > 0:
-            return kind(stage - 1, microbatch)
-        return None
+        if kind is F:
+            return (F(stage + 1, microbatch),) if stage < self.last_stage else ()
+        if kind is B or kind is I:
+            return (self.backward(stage - 1, microbatch),) if stage > 0 else ()
+        if kind is G:
+            return tuple(U(stage, route) for route in range(self.num_routes) if route != microbatch)
+        return ()
 
     def data(self, action: Action) -> Iterator[Action]:
         """Yield what `action` needs by data flow alone."""
@@ -158,22 +190,32 @@ class Spec(_Frozen):
                 yield F(stage - 1, microbatch)
         elif kind is W:
             yield I(stage, microbatch)
-        elif kind is U:
+        elif kind is R:
+            yield F(stage, microbatch)
+        elif kind is U and self.num_routes > 1:
+            yield from (G(stage, route) for route in range(self.num_routes))
+        elif kind in PER_REPLICA:
             for m in range(self.num_microbatches):
                 if self.route(m) == microbatch:
-                    yield self.accumulates(stage, m)
+                    yield self.accumulation(stage, m)
         else:
-            yield F(stage, microbatch)
+            yield (R if self.recomputes(stage) else F)(stage, microbatch)
             if stage < self.last_stage:
-                yield kind(stage + 1, microbatch)
+                yield self.backward(stage + 1, microbatch)
 
     def needs(self, action: Action) -> list[Action]:
         """Return everything that must be finished before `action`: data flow and the schedule's own."""
-        own_update = action.kind is U and self.synchronous  # follows from data flow alone
-        needs = list(self.data(action)) if own_update or action.kind is not U else []
-        if not own_update:
+        if action.kind is U and not self.synchronous:
+            needs: list[Action] = []
+        else:
+            needs = list(self.data(action))
+        if self._asks_after(action.kind):
             needs += [need for need in self.after(action) if need.microbatch >= 0]
         return needs
+
+    def _asks_after(self, kind: Kind) -> bool:
+        """Tell whether `after` and `slot` are asked about `kind`; the rest follows from data flow alone."""
+        return not self.synchronous if kind is U else kind is not G
 
     def parameters(self) -> dict[str, Any]:
         """Return the schedule's own parameters and their values."""

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 
-from .action import Action, F, U
+from .action import PER_REPLICA, Action, F
 from .draw import draw_cycle
 from .errors import ScheduleError
 from .spec import ENDLESS, Spec
@@ -23,7 +23,7 @@ def unroll(spec: Spec) -> list[list[Action]]:
         ScheduleError: the relation has a cycle, which is drawn.
     """
     _refuse_endless(spec)
-    needs = {action: [n for n in spec.needs(action) if n.kind is not U] for action in all_actions(spec)}
+    needs = {action: [n for n in spec.needs(action) if n.kind not in PER_REPLICA] for action in all_actions(spec)}
     order: list[list[Action]] = [[] for _ in range(spec.num_workers)]
     for action in _greedy(spec, needs):
         order[spec.worker(action)].append(action)
@@ -37,7 +37,7 @@ def check_acyclic(spec: Spec, programs: list[list[Action]]) -> None:
         ScheduleError: the relation and the programs together have a cycle, which is drawn.
     """
     _refuse_endless(spec)
-    needs = {a: [n for n in spec.needs(a) if n.kind is not U] for program in programs for a in program}
+    needs = {a: [n for n in spec.needs(a) if n.kind not in PER_REPLICA] for program in programs for a in program}
     for program in programs:
         for before, action in itertools.pairwise(program):
             needs[action].append(before)
@@ -46,10 +46,10 @@ def check_acyclic(spec: Spec, programs: list[list[Action]]) -> None:
 
 
 def all_actions(spec: Spec) -> Iterator[Action]:
-    """Yield every action of a step but the updates."""
+    """Yield every action of a step but those that end it."""
     for microbatch in range(spec.num_microbatches):
         for stage in range(spec.num_stages):
-            yield from (kind(stage, microbatch) for kind in spec.kinds)
+            yield from spec.actions(stage, microbatch)
 
 
 def _refuse_endless(spec: Spec) -> None:

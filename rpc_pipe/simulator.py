@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from .dependency import ENDLESS, Action, F, Kind, Order, PipeError, Spec, U, entries
+from .dependency import ACCUMULATING, ENDLESS, PER_REPLICA, Action, F, Kind, Order, PipeError, Spec, entries
 from .timeline import Span
 from .workers.state import Instruction, Pull, WorkerState
 
@@ -38,8 +38,8 @@ class Simulation:
 
     @property
     def makespan(self) -> float:
-        """Time from the first start to the last end."""
-        return max(span.end for span in self.spans)
+        """Time from the first start to the last end of what takes time."""
+        return max((span.end for span in self.spans if span.end > span.start), default=0)
 
     @property
     def span(self) -> float:
@@ -47,9 +47,10 @@ class Simulation:
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         for s in self.spans:
-            first.setdefault(s.worker, s.start)
-            last[s.worker] = max(s.end, last.get(s.worker, s.end))
-        return max(last[worker] - first[worker] for worker in first)
+            if s.end > s.start:  # an update that costs nothing may wait for a replica's gradients
+                first.setdefault(s.worker, s.start)
+                last[s.worker] = max(s.end, last.get(s.worker, s.end))
+        return max((last[worker] - first[worker] for worker in first), default=0)
 
     @property
     def bubble(self) -> float:
@@ -60,7 +61,7 @@ class Simulation:
         """Return what each worker ran, in order, without the updates."""
         orders: list[list[Action]] = [[] for _ in range(self.spec.num_workers)]
         for span in self.spans:
-            if span.action.kind is not U:
+            if span.action.kind not in PER_REPLICA:
                 orders[span.worker].append(span.action)
         return orders
 
@@ -107,7 +108,7 @@ def simulate(
             if is_arrival:
                 clock.carry(worker, states[worker].arrived(action))
             else:
-                live[worker] -= action.kind is spec.accumulates
+                live[worker] -= action.kind in ACCUMULATING
                 clock.announce(action)
                 clock.carry(worker, states[worker].finished(action))
     for worker, state in enumerate(states):

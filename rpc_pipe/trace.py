@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .dependency import Action, Kind, Spec, U
+from .dependency import Action, Kind, Spec
 from .pipeline import Pipeline
 from .timeline import Span
 from .workers.actor import WorkerActor
@@ -105,9 +105,10 @@ class Trace:
                 events.append(
                     base | {"ph": "X", "name": str(span.action), "ts": start, "dur": end - start, "args": args}
                 )
-                follower = None if span.action.kind is U else self.spec.successor(span.action)
-                if follower in at and at[follower].worker != span.worker:
-                    arrow = {"name": "payload", "cat": "payload", "id": f"{step}.{span.action}", "pid": 0}
+                for follower in self.spec.successors(span.action):
+                    if follower not in at or at[follower].worker == span.worker:
+                        continue
+                    arrow = {"name": "payload", "cat": "payload", "id": f"{step}.{span.action}.{follower}", "pid": 0}
                     events.append(arrow | {"ph": "s", "tid": span.worker, "ts": end})
                     begin = 1e3 * (at[follower].start - origin)
                     events.append(arrow | {"ph": "f", "bp": "e", "tid": at[follower].worker, "ts": begin})

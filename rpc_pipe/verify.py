@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -14,11 +14,12 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 from . import link
-from .dependency import Spec, local_order
+from .dependency import ACCUMULATING, Spec, local_order
 from .gpt import gpt_layers, next_byte_loss
 from .partition import Partition
 from .pipeline import Pipeline
 from .settings import GPTConfig, VerifyOptions
+from .workers.actor import WorkerActor
 from .workers.payload import split_rows
 from .workers.randomness import Randomness
 
@@ -43,7 +44,7 @@ def problem(name: str, dropout: float, num_stages: int) -> Problem:
         config = GPTConfig(width=32, depth=max(4, num_stages - 2), heads=2, context=16, dropout=dropout)
         return Problem(gpt_layers(config), next_byte_loss, _bytes)
     if name == "conv":
-        return Problem(_conv_layers(max(4, num_stages - 2), dropout), functional.cross_entropy, _images)
+        return Problem(_conv_layers(max(4, num_stages - 1), dropout), functional.cross_entropy, _images)
     return Problem(_mlp_layers(max(4, num_stages), dropout), functional.mse_loss, _vectors)
 
 
@@ -78,10 +79,13 @@ def _mlp_layers(count: int, dropout: float) -> Layers:
     return [layer] * (count - 1) + [partial(nn.Linear, 16, 16)]
 
 
-def unpiped(problem: Problem, spec: Spec, batches: Sequence[Batch], seed: int) -> tuple[list[float], dict[str, Tensor]]:
+def unpiped(
+    problem: Problem, spec: Spec, stages: Sequence[range], batches: Sequence[Batch], seed: int
+) -> tuple[list[float], dict[str, Tensor]]:
     """Train in this process by plain gradient accumulation; return the losses and the final weights.
 
-    Microbatches are summed in the schedule's own order (descending for GPipe as published).
+    Gradients of microbatches are summed stage by stage in the schedule's own order (descending for GPipe as
+    published), those of each route by themselves and then together.
     """
     randomness = Randomness(seed)
     model = [module for _, module in Partition(list(problem.layers), 1).build(0, randomness)]
@@ -90,15 +94,22 @@ def unpiped(problem: Problem, spec: Spec, batches: Sequence[Batch], seed: int) -
     for step, (inputs, targets) in enumerate(batches):
         count = min(spec.num_microbatches, len(inputs))
         pieces = list(zip(split_rows(inputs, count), split_rows(targets, count), strict=True))
-        loss_of = [0.0] * count
-        for m in _summing_order(replace(spec, num_microbatches=count)):
-            x, target = pieces[m]
+        loss_of: list[float] = []
+        grads: list[dict[nn.Parameter, Tensor]] = []  # by microbatch
+        for m, (x, target) in enumerate(pieces):
             for layer, module in enumerate(model):
                 with randomness.forward(step, m, layer):
                     x = module(x)
             loss = problem.loss_fn(x, target) * (len(target) / len(targets))
             loss.backward()
-            loss_of[m] = loss.item()
+            loss_of.append(loss.item())
+            grads.append({p: p.grad for module in model for p in module.parameters() if p.grad is not None})
+            optimizer.zero_grad()
+        for stage, orders in enumerate(_summing_orders(replace(spec, num_microbatches=count))):
+            for layer in stages[stage]:
+                for parameter in model[layer].parameters():
+                    parts = [_sum(grads[m].get(parameter) for m in order) for order in orders]
+                    parameter.grad = _sum(parts)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(loss_of))
@@ -106,10 +117,23 @@ def unpiped(problem: Problem, spec: Spec, batches: Sequence[Batch], seed: int) -
     return losses, named
 
 
-def _summing_order(spec: Spec) -> list[int]:
-    """Return the microbatches in the order in which the schedule adds up their gradients on stage 0."""
-    order = local_order(spec, spec.place(0, 0))
-    return [a.microbatch for a in order if a.stage == 0 and a.kind is spec.accumulates]
+def _sum(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """Add up in the order given."""
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+def _summing_orders(spec: Spec) -> list[list[list[int]]]:
+    """Return, by stage and route, the microbatches in the order in which the schedule adds up their gradients."""
+    orders: list[list[list[int]]] = [[[] for _ in range(spec.num_routes)] for _ in range(spec.num_stages)]
+    for worker in range(spec.num_workers):
+        for action in local_order(spec, worker):
+            if action.kind in ACCUMULATING:
+                orders[action.stage][spec.route(action.microbatch)].append(action.microbatch)
+    return orders
 
 
 def verify(options: VerifyOptions) -> None:
@@ -122,11 +146,19 @@ def verify(options: VerifyOptions) -> None:
     batches = [task.batch(generator, options.batch_rows) for _ in range(options.steps)]
     pipe = Pipeline(list(task.layers), task.loss_fn, optimizer=_optimizer, **options.for_pipeline())
     losses = [pipe.step(batch) for batch in batches]
-    state = pipe.state_dict()
-    if state is not None:
-        expected_losses, expected = unpiped(task, pipe.spec, batches, options.seed)
+    state, replicas = pipe.state_dict(), pipe.gather("replicas", _replicas)
+    if state is not None and replicas is not None:
+        expected_losses, expected = unpiped(task, pipe.spec, pipe.partition.ranges, batches, options.seed)
+        for route, tensors in (pair for worker in replicas for pair in worker):
+            state |= {f"{name} on route {route}": tensor for name, tensor in tensors.items()}
+            expected |= {f"{name} on route {route}": expected[name] for name in tensors}
         _tell_verdict(options, losses, expected_losses, state, expected)
     pipe.barrier()
+
+
+def _replicas(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
+    """Return what the state of the model leaves out: the shards of the other routes, which must be equal."""
+    return [(route, shard.state_dict()) for (_, route), shard in actor.shards.items() if route > 0]
 
 
 def _tell_verdict(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..dependency import Action, B, F, Kind, ScheduleError, Spec
+from ..dependency import Action, B, F, Kind, Spec
 
 
 class Interleaved(Spec):
@@ -15,19 +15,12 @@ class Interleaved(Spec):
 
     (P=2, M=2, two chunks.) Counting a worker's own forwards and backwards, forward k waits for a backward: the
     bound is on the worker, not on each of its stages. In times of a stage, v chunks: makespan
-    (v M + P-1)(t_F+t_B), bubble (P-1)/(v M + P-1), min(v M, 2(P-1-w) + (v-1)P + 1) activations on worker w.
+    (v M + P-1)(t_F+t_B), bubble (P-1)/(v M + P-1), min(v M, 2(P-1-w) + (v-1)P + 1) activations on worker w. Made for
+    M a multiple of P; otherwise the last group of P has holes.
     """
 
     source = "Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 2.2"
     chunks: int = 2
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        P, M = self.num_workers, self.num_microbatches
-        if M % P:
-            raise ScheduleError(
-                f"microbatches {M}: interleaved needs a multiple of workers {P}, such as {M + P - M % P}"
-            )
 
     @property
     def num_stages(self) -> int:
@@ -46,15 +39,21 @@ class Interleaved(Spec):
         chunk = turn if kind is F else self.chunks - 1 - turn
         return kind(chunk * self.num_workers + worker, block * self.num_workers + i)
 
+    def latest(self, kind: Kind, worker: int, ordinal: int) -> list[Action]:
+        """Return the last action of `kind` up to `ordinal`: the last group of P microbatches may not be full."""
+        ordinals = range(ordinal, max(-1, ordinal - self.num_workers), -1)
+        actions = (self.at(kind, worker, k) for k in ordinals)
+        return [a for a in actions if a.microbatch < self.num_microbatches][:1]
+
     def ahead(self, worker: int) -> int:
         """Return how many forwards a worker runs before its first backward, less one."""
         return 2 * (self.num_workers - 1 - worker) + (self.chunks - 1) * self.num_workers
 
     def after(self, a: Action) -> Iterable[Action]:
         worker, k = a.stage % self.num_workers, self.ordinal(a)
-        needs = [self.at(a.kind, worker, k - 1)] if k > 0 else []
-        if a.kind is F and k > self.ahead(worker):
-            needs.append(self.at(B, worker, k - self.ahead(worker) - 1))
+        needs = self.latest(a.kind, worker, k - 1)
+        if a.kind is F:
+            needs += self.latest(B, worker, k - self.ahead(worker) - 1)
         return needs
 
     def slot(self, a: Action) -> int:

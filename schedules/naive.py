@@ -21,7 +21,7 @@ class Naive(Spec):
     source = "common practice"
 
     def after(self, a: Action) -> Iterable[Action]:
-        return [B(0, a.microbatch - 1)] if a.kind is F and a.stage == 0 else []
+        return [B(a.stage, a.microbatch - 1)] if a.kind is F else []
 
     def slot(self, a: Action) -> int:
         start = 2 * self.num_stages * a.microbatch

@@ -68,6 +68,8 @@ class Result:
         if not self._parts:
             return None
         total = sum(self._parts[m][0] for m in sorted(self._parts))
+        if not self._summed:
+            return total  # means come weighted by shares of 1, which as floats need not add up to 1
         return total / self._weight() if self._weight() else float("nan")
 
     def _weight(self) -> float:

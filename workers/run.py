@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..dependency import Action, Entry, F, Order, Spec, U
+from ..dependency import PER_REPLICA, Action, B, Entry, F, G, Order, R, Spec, U, W
 from .device import Mark
 from .hooks import Record, StepRecord
 from .mailbox import Arrival
@@ -48,11 +48,11 @@ class Run:
         #: payloads by the action that made them: from other workers, or handed over on this one
         self._payloads: dict[Action, Payload] = {}
         self._marks: list[tuple[Action, Mark, Mark]] = []
-        hosts = {spec.place(spec.last_stage, route) for route in range(spec.num_routes)}
+        hosts = [spec.worker(F(spec.last_stage, m)) for m in range(len(work.shares))]
         self._result = Result(hosts)
         self._outputs: dict[int, Tree] = {}
         #: forwards of the last stage still to come here, after which this worker tells its part of the result
-        self._last_forwards = sum(spec.worker(F(spec.last_stage, m)) == actor.worker for m in range(len(work.shares)))
+        self._last_forwards = hosts.count(actor.worker)
 
     def complete(self) -> Result:
         """Run everything; return when this worker is done and others have taken what it made."""
@@ -117,27 +117,47 @@ class Run:
         self._carry(self._state.finished(action))
 
     def _hand_over(self, action: Action, payload: Payload | None) -> None:
-        """Give the payload to whom its successor belongs: this worker, or another through the outbox."""
-        successor = self._spec.successor(action)
-        if payload is not None and successor is not None:
-            consumer = self._spec.worker(successor)
-            if consumer == self._actor.worker:
+        """Give the payload to those its successors belong to: this worker, or others through the outbox."""
+        if payload is not None:
+            consumers = {self._spec.worker(successor) for successor in self._spec.successors(action)}
+            if self._actor.worker in consumers:
                 self._payloads[action] = payload
-            else:
-                self._mailbox.publish(action, payload, [consumer])
+            if others := consumers - {self._actor.worker}:
+                self._mailbox.publish(action, payload, others)
         self._mailbox.mark(action)
 
     def _compute(self, action: Action) -> Payload | None:
         stage, kind, microbatch = action
-        route = microbatch if kind is U else self._spec.route(microbatch)
+        route = microbatch if kind in PER_REPLICA else self._spec.route(microbatch)
         shard = self._actor.shards[stage, route]
         if kind is F:
             return self._forward(shard, action)
-        if kind is U:
-            shard.update(self._result.divisor)
-            return None
-        grads = self._payloads.pop(kind(stage + 1, microbatch), None)
-        return shard.backward(microbatch, None if grads is None else self._actor.courier.ready(grads))
+        if kind is R:
+            shard.recompute(self._actor.step, microbatch)
+        elif kind is W:
+            shard.backward_weights(microbatch)
+        elif kind is G:
+            return shard.gradients()
+        elif kind is U:
+            self._update(shard, action)
+        else:
+            grads = None
+            if stage < self._spec.last_stage:
+                grads = self._actor.courier.ready(self._payloads.pop(self._spec.backward(stage + 1, microbatch)))
+            return (shard.backward if kind is B else shard.backward_inputs)(microbatch, grads)
+        return None
+
+    def _update(self, shard: Shard, action: Action) -> None:
+        """Sum the gradients of all replicas, in the order of routes, and apply them."""
+        stage, _, route = action
+        if self._spec.num_routes > 1:
+            ready = self._actor.courier.ready
+            # Not taken out: several replicas may be on this worker.
+            shard.sum_gradients([
+                shard.gradients() if r == route else ready(self._payloads[G(stage, r)])
+                for r in range(self._spec.num_routes)
+            ])  # fmt: skip
+        shard.update(self._result.divisor)
 
     def _forward(self, shard: Shard, action: Action) -> Payload | None:
         work, courier, m = self._work, self._actor.courier, action.microbatch
@@ -145,15 +165,17 @@ class Run:
             inputs = pack(courier.load(work.inputs[m]))
         else:
             inputs = courier.ready(self._payloads.pop(F(action.stage - 1, m)))
+        step, split, again = self._actor.step, self._spec.splits(action.stage, m), self._spec.recomputes(action.stage)
         if action.stage < self._spec.last_stage:
-            return shard.forward(self._actor.step, m, inputs)
+            return shard.forward(step, m, inputs, split=split, recompute=again)
         if work.targets is None:
-            output = shard.forward(self._actor.step, m, inputs)
+            output = shard.forward(step, m, inputs)
             assert output is not None
             self._outputs[m] = unpack(output)
         else:
             target = courier.load(work.targets[m])
-            shard.forward(self._actor.step, m, inputs, target=target, share=work.shares[m])
+            share = work.shares[m]
+            shard.forward(step, m, inputs, target=target, share=share, split=split, recompute=again)
         self._last_forwards -= 1
         if self._last_forwards == 0:
             self._tell_result()

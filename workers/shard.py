@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .payload import Payload, Tree, map_tensors, pack, tensors_of, unpack
 from .randomness import Randomness
 from .result import Losses
+from .split import Deferred, Saved, backward_inputs
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
@@ -48,8 +51,14 @@ class Shard:
         # of a stage gets a copy. Layers further on write what the stage itself made.
         first = self.layers[0][1].modules() if self.layers else ()
         self._writes_inputs = any(getattr(module, "inplace", False) for module in first)
-        #: microbatch -> (tensors that owe a gradient upstream, tensors that backward starts from)
-        self._kept: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
+        #: microbatch -> (tensors that owe a gradient upstream, tensors that backward starts from, what is saved)
+        self._kept: dict[int, tuple[list[Tensor], list[Tensor], Saved | None]] = {}
+        #: microbatch -> what to recompute its activations from: inputs, target, share, split
+        self._inputs: dict[int, tuple[Payload, Tree, float | None, bool]] = {}
+        #: microbatch -> what is left of its backward
+        self._deferred: dict[int, Deferred] = {}
+        #: which buffers forward writes
+        self._written: set[int] = set()
         parameters = [p for p in self.parameters() if p.requires_grad]
         self.optimizer = optimizer(parameters) if optimizer and parameters else None
         self.lr_scheduler = lr_scheduler(self.optimizer) if lr_scheduler and self.optimizer else None
@@ -65,8 +74,8 @@ class Shard:
 
     @property
     def num_kept(self) -> int:
-        """How many microbatches' activations are held now."""
-        return len(self._kept)
+        """How many microbatches' activations, or inputs to compute them from, are held now."""
+        return len(self._kept) + len(self._inputs) + len(self._deferred)
 
     def train(self, mode: bool) -> None:
         """Set all layers to training or evaluation mode."""
@@ -74,7 +83,15 @@ class Shard:
             module.train(mode)
 
     def forward(
-        self, step: int, microbatch: int, inputs: Payload, *, target: Tree = None, share: float | None = None
+        self,
+        step: int,
+        microbatch: int,
+        inputs: Payload,
+        *,
+        target: Tree = None,
+        share: float | None = None,
+        split: bool = False,
+        recompute: bool = False,
     ) -> Payload | None:
         """Run the layers; return the payload for the next stage, or None if the loss was computed.
 
@@ -82,24 +99,51 @@ class Shard:
             target: what the loss function compares with.
             share: on the last stage, this microbatch's share of the step's rows, the weight of a mean loss;
                 None on other stages, and to get the output instead of the loss.
+            split: whether `backward_inputs` and `backward_weights` will follow instead of `backward`.
+            recompute: keep the inputs instead of the activations; `recompute` comes before backward.
         """
+        if not recompute or not torch.is_grad_enabled():
+            return self._forward(step, microbatch, inputs, target, share, Saved() if split else None)
+        versions = [buffer._version for buffer in self._buffers()]
+        # With the graph, not without: the outputs say what owes a gradient. What the graph would hold is dropped.
+        with saved_tensors_hooks(lambda tensor: None, _dropped):
+            payload = self._forward(step, microbatch, inputs, target, share, None)
+        del self._kept[microbatch]
+        self._written |= {i for i, buffer in enumerate(self._buffers()) if buffer._version != versions[i]}
+        self._inputs[microbatch] = inputs, target, share, split
+        return payload
+
+    def recompute(self, step: int, microbatch: int) -> None:
+        """Compute the activations of a microbatch again, with the same random numbers and no other effect."""
+        inputs, target, share, split = self._inputs.pop(microbatch)
+        buffers = [buffer for i, buffer in enumerate(self._buffers()) if i in self._written]
+        before = [buffer.clone() for buffer in buffers]  # such as running means, which have counted it already
+        self._forward(step, microbatch, inputs, target, share, Saved() if split else None)
+        with torch.no_grad():
+            for buffer, value in zip(buffers, before, strict=True):
+                buffer.copy_(value)
+
+    def _forward(
+        self, step: int, microbatch: int, inputs: Payload, target: Tree, share: float | None, saved: Saved | None
+    ) -> Payload | None:
         tree = unpack(inputs)
         owing = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
-        if self._writes_inputs:
-            tree = map_tensors(tree, torch.clone)
-        for index, module in self.layers:
-            with self._randomness.forward(step, microbatch, index):
-                tree = module(tree)
-        if share is None:
-            roots = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
-            payload = pack(tree)
-        else:
-            assert self.loss_fn is not None
-            roots = [self._weigh(microbatch, self.loss_fn(tree, target), share)]
-            payload = None
+        with saved.hooks() if saved is not None and torch.is_grad_enabled() else nullcontext():
+            if self._writes_inputs:
+                tree = map_tensors(tree, torch.clone)
+            for index, module in self.layers:
+                with self._randomness.forward(step, microbatch, index):
+                    tree = module(tree)
+            if share is not None:
+                assert self.loss_fn is not None
+                tree = self._weigh(microbatch, self.loss_fn(tree, target), share)
+        roots = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
         if torch.is_grad_enabled():
-            self._kept[microbatch] = owing, roots
-        return payload
+            self._kept[microbatch] = owing, roots, saved
+        return pack(tree) if share is None else None
+
+    def _buffers(self) -> list[Tensor]:
+        return [buffer for _, module in self.layers for buffer in module.buffers()]
 
     def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
         """Note the microbatch's loss; return the tensor that backward starts from.
@@ -123,14 +167,36 @@ class Shard:
         Args:
             grads: one gradient or None for each tensor that this stage's output owed; None after the loss.
         """
-        owing, roots = self._kept.pop(microbatch)
-        if grads is None:
-            pairs = [(root, None) for root in roots if root.requires_grad]
-        else:
-            pairs = [(root, grad) for root, grad in zip(roots, unpack(grads), strict=True) if grad is not None]
-        if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+        owing, roots, _ = self._kept.pop(microbatch)
+        roots, starts = _begin(roots, grads)
+        if roots:
+            torch.autograd.backward(roots, starts)
         return pack([tensor.grad for tensor in owing])
+
+    def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
+        """Return the inputs' gradients; leave the weights' to `backward_weights`. Arguments as of `backward`."""
+        owing, roots, saved = self._kept.pop(microbatch)
+        roots, starts = _begin(roots, grads)
+        assert saved is not None
+        found, self._deferred[microbatch] = backward_inputs(roots, starts, owing, saved)
+        return pack(found)
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Add to the weights' gradients what `backward_inputs` left."""
+        self._deferred.pop(microbatch).run()
+
+    def gradients(self) -> Payload:
+        """Return the summed gradients, None where there is none, for the other replicas of this shard."""
+        return pack([parameter.grad for parameter in self.parameters()])
+
+    def sum_gradients(self, replicas: Sequence[Payload]) -> None:
+        """Replace the gradients by the sum of those of all replicas, in the order given: the same on each."""
+        for parameter, *parts in zip(self.parameters(), *(unpack(replica) for replica in replicas), strict=True):
+            there = [part for part in parts if part is not None]
+            total = there[0].clone() if there else None  # others read the parts
+            for part in there[1:]:
+                total += part
+            parameter.grad = total
 
     def update(self, divisor: float) -> None:
         """Apply one optimizer step to the summed gradients divided by `divisor`, and forget them."""
@@ -143,3 +209,15 @@ class Shard:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
             self.optimizer.zero_grad(set_to_none=True)
+
+
+def _begin(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return what backward starts from, and the gradients there."""
+    if grads is None:
+        return roots, [None] * len(roots)
+    pairs = [(root, grad) for root, grad in zip(roots, unpack(grads), strict=True) if grad is not None]
+    return [root for root, _ in pairs], [grad for _, grad in pairs]
+
+
+def _dropped(_: None) -> NoReturn:
+    raise AssertionError("backward before recompute")

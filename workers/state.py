@@ -106,8 +106,7 @@ class WorkerState:
         entry = self._entries.pop(self._running_position)
         self.running = None
         instructions: list[Instruction] = []
-        if entry.consumer is not None:
-            instructions.append(Publish(action, entry.consumer))
+        instructions += [Publish(action, consumer) for consumer in entry.consumers]
         self._satisfy(action)
         self._admit(instructions)
         return instructions

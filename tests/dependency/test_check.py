@@ -82,7 +82,7 @@ class Listed(Spec):
         (SameSlot, "of worker 0 share slot", ""),
         (Beyond, "0F0. names 0F4, which does not exist", ""),
         (Elsewhere, "stage 3 .route 0. is on worker 4; workers are 0 to 3", ""),
-        (WrongKind, "only the kinds F, B", ""),
+        (WrongKind, "runs only the kinds F, B", ""),
         (Forgetful, "worker 0 keeps up to 4 microbatches", ""),
     ],
     ids=lambda value: getattr(value, "__name__", None),
@@ -91,6 +91,58 @@ def test_refuses(spec, message, drawing):
     with pytest.raises(ScheduleError, match=message) as refusal:
         check_all(spec(num_workers=4, num_microbatches=4))
     assert drawing in refusal.value.drawing
+
+
+class Unbounded(OneFOneB):
+    """The slots of 1F1B without its window: in order it holds 4, with a late gradient everything."""
+
+    claim: int | None = None
+
+    def after(self, a):
+        return []
+
+    def peak_activations(self, worker):
+        return self.claim
+
+
+@pytest.mark.parametrize("claim, says", [(None, "nothing in the relation bounds memory"), (4, "promises 4")])
+def test_memory_that_only_luck_bounds_is_refused(claim, says):
+    with pytest.raises(ScheduleError, match=says) as refusal:
+        check_all(Unbounded(num_workers=4, num_microbatches=8, claim=claim))
+    assert refusal.value.drawing.splitlines() == [
+        "runs    0F0  0F1  0F2  0F3  0F4",
+        "holds     1    2    3    4    5",
+        "0F4 is one too many: allowed are 4",
+    ]
+
+
+def test_a_bound_that_holds_only_through_other_workers_is_seen():
+    class OneAtATime(Spec):
+        """Naive: the window is on the first stage alone."""
+
+        def after(self, a):
+            return [B(0, a.microbatch - 1)] if a.kind is F and a.stage == 0 else []
+
+        def slot(self, a):
+            turn = a.stage if a.kind is F else 2 * self.num_stages - 1 - a.stage
+            return 2 * self.num_stages * a.microbatch + turn
+
+        def peak_activations(self, worker):
+            return 1
+
+    check_all(OneAtATime(num_workers=4, num_microbatches=50))
+
+
+def test_an_activation_limit_below_the_order_is_refused():
+    class Tight(Listed):
+        def program(self, worker):
+            return [*(F(worker, m) for m in range(3)), *(B(worker, m) for m in range(3))]
+
+        def activation_limit(self, worker):
+            return 2
+
+    with pytest.raises(ScheduleError, match=r"activation_limit\(0\) is 2, but in its order worker 0 holds 3"):
+        check_all(Tight(num_workers=2, num_microbatches=3))
 
 
 @pytest.mark.parametrize(
@@ -157,6 +209,9 @@ class TwoRoutes(Spec):
     def place(self, stage, route):
         return stage if route == 0 else self.num_workers - 1 - stage
 
+    def after(self, a):
+        return [B(a.stage, a.microbatch - 2)] if a.kind is F else []
+
 
 class SplitV(Spec):
     """Two stages a worker in a V, backward split in two."""
@@ -170,13 +225,16 @@ class SplitV(Spec):
     def place(self, stage, route):
         return min(stage, self.num_stages - 1 - stage)
 
+    def after(self, a):
+        return [W(a.stage, a.microbatch - 2)] if a.kind is F else []
+
 
 def test_two_routes_over_the_same_workers():
     spec = TwoRoutes(num_workers=4, num_microbatches=4)
     check_all(spec)
     assert spec.hosted(0) == [(0, 0), (3, 1)]
     actions = [str(e.action) for e in entries(spec, 0)]
-    assert sorted(actions) == sorted("0F0 0F2 0B0 0B2 3F1 3F3 3B1 3B3 0U0 3U1".split())
+    assert sorted(actions) == sorted("0F0 0F2 0B0 0B2 3F1 3F3 3B1 3B3 0G0 3G1 0U0 3U1".split())
 
 
 def test_a_v_with_split_backward_hands_over_without_a_message():
@@ -184,7 +242,7 @@ def test_a_v_with_split_backward_hands_over_without_a_message():
     check_all(spec)
     entry = {str(e.action): e for e in entries(spec, 1)}
     assert entry["2F0"].pulled == () and F(1, 0) in entry["2F0"].own
-    assert entry["1F0"].consumer is None
+    assert entry["1F0"].consumers == ()
     assert [p.action for p in entry["1F0"].pulled] == [F(0, 0)]
     assert I(1, 0) in entry["1W0"].own
     assert set(entry["1U0"].own) == {W(1, 0), W(1, 1)}

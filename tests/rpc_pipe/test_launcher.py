@@ -225,4 +225,4 @@ def test_simulate_and_schedules_print_json():
     report = json.loads(done.stdout)
     assert report["makespan"] == 33 and report["peak_activations"] == [4, 3, 2, 1] and report["actions"] == 64
     names = [row["name"] for row in json.loads(rpc_pipe("schedules", "--json").stdout)]
-    assert names[:3] == ["naive", "gpipe", "1f1b"]
+    assert {"naive", "gpipe", "1f1b", "zb-v", "dualpipe"} <= set(names)

@@ -1,0 +1,53 @@
+"""The order that DualPipe and DualPipeV share: two streams that meet on a worker."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from ..dependency import Action, B, F, I, Kind, W
+from ._vee import Listing
+
+
+def dual_order(depth: int, count: int, worker: int, down: int, up: int) -> list[Action]:
+    """Return the order of a worker on which the streams of stages `down` and `up` meet.
+
+    `worker` counts from the stream's ends, of which there are `depth`; each stream has `count` microbatches,
+    2 `depth` at least, numbered by stream. Where the published code overlaps a forward with a backward, they are
+    neighbours here, forward first.
+    """
+    near, far = worker + 1, depth - worker - 1
+    todo = Listing()
+    weights: deque[tuple[Kind, int]] = deque()
+    todo.add(*[(F, down)] * (2 * far))
+    todo.add(*[(F, down), (F, up)] * near)
+    todo.add(*[(I, up), (W, up), (F, up)] * far)
+    todo.add(*[(F, down), (B, up), (F, up), (B, down)] * (count - 2 * depth + near))
+    todo.add(*[(B, up), (F, up), (B, down)] * far)
+    for turn, stage in enumerate([up, down] * near):
+        if turn < near:
+            todo.add((B, stage))
+        else:
+            todo.add((I, stage))
+            weights.append((W, stage))
+    for _ in range(far):
+        todo.add(weights.popleft(), (I, down))
+        weights.append((W, down))
+    todo.add(*weights)
+    return _number_backwards(todo.actions)
+
+
+def _number_backwards(actions: list[Action]) -> list[Action]:
+    """Number B and I of a stage in one sequence: a microbatch has one or the other; a W follows its I."""
+    numbered: list[Action] = []
+    backwards: dict[int, int] = {}
+    deferred: dict[int, deque[int]] = {}
+    for stage, kind, microbatch in actions:
+        if kind in (B, I):
+            microbatch = backwards.setdefault(stage, 0)
+            backwards[stage] += 1
+        if kind is I:
+            deferred.setdefault(stage, deque()).append(microbatch)
+        if kind is W:
+            microbatch = deferred[stage].popleft()
+        numbered.append(kind(stage, microbatch))
+    return numbered

@@ -1,0 +1,71 @@
+"""Chimera: two pipelines in opposite directions over the same workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from ..dependency import Action, B, F, ScheduleError, Spec
+
+
+class Chimera(Spec):
+    """Chimera: microbatches go down and up the workers; half of 1F1B's bubble for a second copy of the weights.
+
+        worker 0  F0 F1 .. F2 B2 F3 B3 B0 .. B1
+        worker 1  .. F0 F2 F1 F3 B2 B0 B3 B1 ..
+        worker 2  .. F2 F0 F3 F1 B0 B2 B1 B3 ..
+        worker 3  F2 F3 .. F0 B0 F1 B1 B2 .. B3
+
+    Units of P microbatches, half in each direction (`pairs`: that many rotated pairs of directions), follow each
+    other as workers get free. t_F = t_B: makespan 2M + P/pairs - 2; min(w+1, P-w) + P/2 activations in order. The
+    gradients of the replicas of a stage are summed before the update. `scale` says how more than P microbatches
+    are arranged: units one after another, or two forwards to one backward, which suits t_B = 2 t_F and doubles the
+    activations (makespan 3M + 2(P-2)); backward-halving is that with microbatches of half the size.
+    """
+
+    source = "Li and Hoefler 2021, Chimera, arXiv:2107.06925, sections 3.1 to 3.5"
+    pairs: int = 1
+    scale: Literal["direct-concat", "forward-doubling", "backward-halving"] = "direct-concat"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        P, pairs = self.num_workers, self.pairs
+        if pairs < 1 or (pairs > 1 and P % (2 * pairs)):
+            fits = [n for n in range(1, P // 2 + 1) if P % (2 * n) == 0] or [1]
+            raise ScheduleError(f"pairs {pairs}: must be one of {', '.join(map(str, fits))} for {P} workers")
+
+    @property
+    def num_routes(self) -> int:
+        return min(2 * self.pairs, self.num_workers)  # a single worker has one direction
+
+    def place(self, stage: int, route: int) -> int:
+        turned = route // 2 * (self.num_workers // self.pairs)
+        return (turned + (stage if route % 2 == 0 else self.last_stage - stage)) % self.num_workers
+
+    @property
+    def group(self) -> int:
+        """How many microbatches go through a stage as one forward."""
+        return 1 if self.scale == "direct-concat" else 2
+
+    def locate(self, microbatch: int) -> tuple[int, int, int]:
+        """Return the unit of a microbatch, its route and its position there."""
+        unit, i = divmod(microbatch // self.group, self.num_workers)
+        share = -(-self.num_workers // self.num_routes)
+        return unit, i // share, i % share
+
+    def route(self, microbatch: int) -> int:
+        return self.locate(microbatch)[1]
+
+    def after(self, a: Action) -> Iterable[Action]:
+        earlier = a.microbatch - self.group * self.num_workers
+        return [B(a.stage, earlier // self.group * self.group + self.group - 1)] if a.kind is F else []
+
+    def slot(self, a: Action) -> int:
+        D = self.num_workers
+        unit, route, i = self.locate(a.microbatch)
+        nominal = 2 * (D * unit + i) + (a.stage if a.kind is F else 2 * D - 1 - a.stage)
+        return (nominal * self.num_routes + route) * self.group + a.microbatch % self.group
+
+    def peak_activations(self, worker: int) -> int:
+        mine = sum(self.place(s, r) == worker for s in range(self.num_stages) for r in range(self.num_routes))
+        return min(self.num_microbatches * mine, self.group * mine * -(-self.num_workers // self.num_routes))

@@ -1,0 +1,63 @@
+"""DualPipe: microbatches enter at both ends; a worker's forward of one meets its backward of the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from ..dependency import Action, I, ScheduleError, Spec
+from ._dual import dual_order
+from ._vee import existing
+
+
+class DualPipe(Spec):
+    """DualPipe: two replicas of the model over the same workers, fed from both ends, in overlapped pairs.
+
+        worker 0  F0 F1 F2 B1 F3 B0 B3 I2 W2
+        worker 1  F1 F0 F3 B0 F2 B1 B2 I3 W3
+
+    (P=2, M=4; even microbatches go down, odd ones up.) The gradients of the two replicas of a stage are summed
+    before the update. F = I = W, M of at least 2P: makespan 3M + P-2 or less, min(M, P+1) activations, two copies of
+    the weights. With fewer microbatches the same lists run without those that do not exist.
+    """
+
+    source = "DeepSeek-AI 2024, DeepSeek-V3, arXiv:2412.19437, section 3.2.1; order as deepseek-ai/DualPipe"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_workers % 2:
+            raise ScheduleError(f"workers {self.num_workers}: dualpipe needs an even number, as streams meet in pairs "
+                                f"of workers; such as {self.num_workers + 1}")  # fmt: skip
+
+    @property
+    def num_routes(self) -> int:
+        return 2
+
+    def place(self, stage: int, route: int) -> int:
+        return stage if route == 0 else self.last_stage - stage
+
+    @cached_property
+    def _orders(self) -> list[list[Action]]:
+        P, M = self.num_workers, self.num_microbatches
+        count = max(-(-M // 2), P)  # in each direction
+
+        def order(worker: int) -> Iterable[Action]:
+            near = int(worker >= P // 2)  # the route that enters on this side
+            from_end = min(worker, P - 1 - worker)
+            for stage, kind, i in dual_order(P // 2, count, from_end, from_end, P - 1 - from_end):
+                yield kind(stage, 2 * i + (near if stage == from_end else 1 - near))
+
+        return [list(existing(order(worker), M)) for worker in range(P)]
+
+    @cached_property
+    def _split(self) -> set[Action]:
+        return {action for order in self._orders for action in order if action.kind is I}
+
+    def splits(self, stage: int, microbatch: int) -> bool:
+        return I(stage, microbatch) in self._split
+
+    def program(self, worker: int) -> Iterable[Action]:
+        return self._orders[worker]
+
+    def activation_limit(self, worker: int) -> int:
+        return self.num_workers + 1

@@ -1,0 +1,40 @@
+"""V-Half: half the activations of 1F1B and half its bubble."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from ..dependency import Action
+from ._controllable import controllable_orders
+from ._vee import Vee
+
+
+class VHalf(Vee):
+    """V-Half: two stages on each worker in a V, split backward; half of 1F1B's activations and of its bubble.
+
+        worker 0  F0 F1 .. F0 I0 W0 F1 .. I0 I1 W1 W0 .. I1 W1
+        worker 1  .. F0 F0 F1 F1 I0 W0 I0 W0 .. I1 W1 I1 W1 ..
+
+    (P=2, M=2.) At most 2 floor((P+2)/2) stages' activations on a worker, at any timing. In times of a stage,
+    F = I = W: makespan 6M + 1, 5, 11, 17 for P = 2, 4, 6, 8.
+    """
+
+    source = "Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv:2405.15362; order as zbv_greedy.py"
+    split_backward = True
+
+    @property
+    def block(self) -> list[tuple[int, int, int, int]]:
+        """When a microbatch does F down, F up, I up, I down on each worker: lifetimes of half a pipeline."""
+        P, shift = self.num_workers, 3 * (self.num_workers % 2 == 0)
+        return [(2 * w, 3 * P - 2 - w, 3 * P - 1 + shift + 2 * w, 6 * P - 2 + shift - w) for w in range(P)]
+
+    @cached_property
+    def _orders(self) -> list[list[Action]]:
+        return controllable_orders(self.block, self.num_microbatches)
+
+    def program(self, worker: int) -> Iterable[Action]:
+        return self._orders[worker]
+
+    def activation_limit(self, worker: int) -> int:
+        return 2 * ((self.num_workers + 2) // 2)

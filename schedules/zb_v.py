@@ -1,0 +1,40 @@
+"""ZB-V: no bubble from step to step, with the activations of 1F1B."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..dependency import Action, F, I, W
+from ._vee import Listing, Vee, existing
+
+
+class ZBV(Vee):
+    """ZB-V: two stages on each worker in a V, split backward; zero bubble in the memory of 1F1B.
+
+        worker 0  F0 F1 .. F0 I0 W0 F1 I1 W1 I0 W0 .. I1 W1
+        worker 1  .. F0 F0 F1 F1 I0 W0 I0 W0 I1 W1 I1 W1 ..
+
+    (P=2, M=2.) In times of a stage, F = I = W, M of at least 2P: makespan 6M + P-1, and every worker's span, which
+    is a step's time, 6M: no bubble. min(2M, 2P) stages' activations on every worker. With fewer microbatches the
+    same lists run without those that do not exist.
+    """
+
+    source = "Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv:2405.15362; order as torch's ZBV"
+    split_backward = True
+
+    def program(self, worker: int) -> Iterable[Action]:
+        P, M = self.num_workers, max(self.num_microbatches, 2 * self.num_workers)
+        down, up = worker, self.last_stage - worker
+        todo = Listing()
+        todo.add(*[(F, down)] * (2 * (P - worker) - 1))
+        todo.add(*[(F, up), (F, down)] * worker)
+        todo.add(*[(F, up), (I, up), (W, up)] * (P - worker))
+        while todo.count(F, up) < M:
+            todo.add(*[(F, down)] * (todo.count(F, down) < M), (I, down), (W, down), (F, up), (I, up), (W, up))
+        todo.add(*[(I, down), (I, up)] * worker)
+        todo.add(*[(I, down), (W, down)] * (P - worker))
+        todo.add(*[(W, up)] * (M - todo.count(W, up)), *[(W, down)] * (M - todo.count(W, down)))
+        return existing(todo.actions, self.num_microbatches)
+
+    def activation_limit(self, worker: int) -> int:
+        return 2 * self.num_workers
