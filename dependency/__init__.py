@@ -4,7 +4,7 @@ from .action import ACCUMULATING, PER_REPLICA, Action, B, F, G, I, Kind, R, U, W
 from .check import check, check_all
 from .errors import ConfigError, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
 from .order import local_order
-from .program import Entry, Pulled, entries
+from .program import Entry, Pulled, entries, order_limit
 from .spec import ENDLESS, Order, Spec
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "check_all",
     "entries",
     "local_order",
+    "order_limit",
 ]

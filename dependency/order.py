@@ -7,7 +7,9 @@ endless), `program` (as listed), or the unrolled relation (`unroll.py`, a global
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from operator import itemgetter
 
 from .action import ACCUMULATING, Action, B, F, G, I, Kind, R, W
@@ -42,8 +44,12 @@ def local_order(spec: Spec, worker: int) -> Iterator[Action]:
     elif has_program(spec):
         order = iter(spec.program(worker))
     else:
-        order = iter(unroll(spec)[worker])
+        order = iter(_unrolled(spec)[worker])
     return _with_updates(spec, worker, order) if spec.synchronous else order
+
+
+#: a global pass, of which each worker in this process wants a part
+_unrolled = lru_cache(maxsize=4)(unroll)
 
 
 def _by_slot(spec: Spec, worker: int) -> Iterator[Action]:
@@ -72,6 +78,9 @@ def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
     """Return, for each shard and kind on `worker`, its actions by ascending microbatch."""
 
     def stream(kind: Kind, stage: int, route: int) -> Iterator[Action]:
+        if spec.num_routes == 1 and kind in always:
+            yield from (Action(stage, kind, m) for m in range(spec.num_microbatches))
+            return
         for m in range(spec.num_microbatches):
             if spec.route(m) == route and (kind in always or kind in (a.kind for a in spec.actions(stage, m))):
                 yield kind(stage, m)
@@ -92,17 +101,14 @@ def _with_updates(spec: Spec, worker: int, order: Iterable[Action]) -> Iterator[
     Of replicas the exchange of gradients stands there, and the updates, which wait for other workers, are last.
     """
     replicated = spec.num_routes > 1
-    left = dict.fromkeys(spec.hosted(worker), 0)
-    for m in range(spec.num_microbatches):
-        route = spec.route(m)
-        for shard in left:
-            left[shard] += shard[1] == route
+    microbatches = Counter(map(spec.route, range(spec.num_microbatches)) if replicated else {0: spec.num_microbatches})
+    left = {shard: microbatches[shard[1]] for shard in spec.hosted(worker)}
     ended = [shard for shard, count in left.items() if count == 0]
     yield from (G(*shard) for shard in ended)  # a route without microbatches
     for action in order:
         yield action
         if action.kind in ACCUMULATING:
-            shard = action.stage, spec.route(action.microbatch)
+            shard = action.stage, spec.route(action.microbatch) if replicated else 0
             left[shard] = left.get(shard, 0) - 1
             if left[shard] == 0:
                 ended.append(shard)

@@ -57,6 +57,14 @@ def entries(spec: Spec, worker: int, *, forward_only: bool = False) -> Iterator[
         yield Entry(action, tuple(own), tuple(pulled), consumers)
 
 
+def order_limit(spec: Spec, worker: int) -> int | None:
+    """Return how many activations the worker's own order lets it hold: what is listed is also what may be held."""
+    limit = spec.activation_limit(worker)
+    if limit is None and has_program(spec) and not has_slot(spec):
+        limit = peak_in_order(spec.program(worker))
+    return limit
+
+
 class _OrderEdges:
     """The edges that follow from a worker's own order, in addition to the schedule's.
 
@@ -68,9 +76,7 @@ class _OrderEdges:
     def __init__(self, spec: Spec, worker: int) -> None:
         self._spec = spec
         self._worker = worker
-        self._limit = spec.activation_limit(worker)
-        if self._limit is None and has_program(spec) and not has_slot(spec):
-            self._limit = peak_in_order(spec.program(worker))  # what is listed is also what may be held
+        self._limit = order_limit(spec, worker)
         self._num_forwards = 0
         self._releases: list[Action] = []  # only if there is a limit
         self._last_release: dict[tuple[int, int], Action] = {}

@@ -41,9 +41,10 @@ class Interleaved(Spec):
 
     def latest(self, kind: Kind, worker: int, ordinal: int) -> list[Action]:
         """Return the last action of `kind` up to `ordinal`: the last group of P microbatches may not be full."""
-        ordinals = range(ordinal, max(-1, ordinal - self.num_workers), -1)
-        actions = (self.at(kind, worker, k) for k in ordinals)
-        return [a for a in actions if a.microbatch < self.num_microbatches][:1]
+        for k in range(ordinal, max(-1, ordinal - self.num_workers), -1):
+            if (action := self.at(kind, worker, k)).microbatch < self.num_microbatches:
+                return [action]
+        return []
 
     def ahead(self, worker: int) -> int:
         """Return how many forwards a worker runs before its first backward, less one."""

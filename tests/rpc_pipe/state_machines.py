@@ -1,0 +1,105 @@
+"""The workers' own state machines, one by one, under a virtual clock: what the simulator must agree with."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterator
+
+from rpc_pipe.dependency import ACCUMULATING, ENDLESS, Action, F, Order, PipeError, Spec, entries
+from rpc_pipe.simulator import Cost
+from rpc_pipe.timeline import Span
+from rpc_pipe.workers.state import Instruction, Pull, WorkerState
+
+
+def run_state_machines(
+    spec: Spec, cost: Cost, *, comm: float = 0, order: Order | None = None, lookahead: int = ENDLESS
+) -> tuple[list[Span], list[int]]:
+    """Run one step of `spec`; return what ran, and the peaks of activations.
+
+    Raises:
+        PipeError: the run cannot finish; `dependency.check_all` says why.
+    """
+    order = order or spec.order
+    states = [WorkerState(entries(spec, w), order, lookahead) for w in range(spec.num_workers)]
+    clock = _Clock(comm)
+    spans: list[Span] = []
+    live = [0] * spec.num_workers
+    peak = [0] * spec.num_workers
+
+    for worker, state in enumerate(states):
+        clock.carry(worker, state.start())
+    touched = set(range(spec.num_workers))
+    while touched:
+        for worker in sorted(touched):
+            action = states[worker].take()
+            if action is None:
+                continue
+            duration = cost(action)
+            spans.append(Span(worker, action, clock.now, clock.now + duration))
+            if action.kind is F:
+                live[worker] += 1
+                peak[worker] = max(peak[worker], live[worker])
+            clock.finish_after(duration, worker, action)
+        touched = set()
+        for worker, action, is_arrival in clock.advance():
+            touched.add(worker)
+            if is_arrival:
+                clock.carry(worker, states[worker].arrived(action))
+            else:
+                live[worker] -= action.kind in ACCUMULATING
+                clock.announce(action)
+                clock.carry(worker, states[worker].finished(action))
+    for worker, state in enumerate(states):
+        if not state.complete:
+            blocked = state.blocked()
+            why = "its own actions wait for each other"
+            if blocked is not None:
+                names = ", ".join(str(need.action) for need in blocked[1])
+                why = f"cannot run {blocked[0]}, which waits for {names}"
+            raise PipeError(f"deadlock: worker {worker}: {why}")
+    return spans, peak
+
+
+class _Clock:
+    """Virtual time, and what is on its way to whom."""
+
+    def __init__(self, comm: float) -> None:
+        self.now: float = 0
+        self._comm = comm
+        self._events: list[tuple[float, int, int, Action, bool]] = []
+        self._number = 0
+        self._finished: dict[Action, float] = {}
+        self._asked: defaultdict[Action, list[int]] = defaultdict(list)
+
+    def _push(self, time: float, worker: int, action: Action, is_arrival: bool) -> None:
+        self._number += 1
+        heapq.heappush(self._events, (time, self._number, worker, action, is_arrival))
+
+    def finish_after(self, duration: float, worker: int, action: Action) -> None:
+        self._push(self.now + duration, worker, action, False)
+
+    def carry(self, worker: int, instructions: list[Instruction]) -> None:
+        """Send the pulls of `worker` on their way; what is already finished arrives `comm` after its end."""
+        for instruction in instructions:
+            if not isinstance(instruction, Pull):
+                continue
+            finished = self._finished.get(instruction.action)
+            if finished is None:
+                self._asked[instruction.action].append(worker)
+            else:
+                self._push(max(self.now, finished + self._comm), worker, instruction.action, True)
+
+    def announce(self, action: Action) -> None:
+        """Answer those who asked for `action`, which has just finished."""
+        self._finished[action] = self.now
+        for worker in self._asked.pop(action, ()):
+            self._push(self.now + self._comm, worker, action, True)
+
+    def advance(self) -> Iterator[tuple[int, Action, bool]]:
+        """Go to the next time at which something happens and yield all of it, with what it causes then."""
+        if self._events:
+            self.now = self._events[0][0]
+        while self._events and self._events[0][0] == self.now:
+            _, _, worker, action, is_arrival = heapq.heappop(self._events)
+            yield worker, action, is_arrival
