@@ -1,4 +1,4 @@
-"""The command line: `rpc-pipe run | verify | simulate | schedules`.
+"""The command line: `rpc-pipe run | verify | simulate | compare | schedules`.
 
 Modules that need torch are imported where they are used, so that planning answers at once. Exit codes:
 0 done, 1 the run failed or differed, 2 wrong input, 130 stopped by the user.
@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import runpy
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .dependency import ConfigError, PipeError, ScheduleError
+from . import planning
+from .dependency import ConfigError, ScheduleError
 from .job import current_job
 from .launcher import as_worker, launch
-from .options import make_spec, parameter_types, parse_assignments, parse_costs, parse_number
+from .options import schedule_options
 from .report import Reporter
-from .schedules import SCHEDULES
 from .settings import PipeOptions, TrainOptions, VerifyOptions
 from .text import find_text
 
@@ -85,15 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--dropout", type=float, default=VerifyOptions.dropout, help="dropout (0.1)")
     verify.set_defaults(command=_verify)
 
-    simulate = commands.add_parser("simulate", help="check, price and draw a schedule")
-    _add_schedule_options(simulate, defaults)
-    simulate.add_argument("--cost", default="F=1,B=2,I=1,W=1", help="time by kind (F=1,B=2,I=1,W=1)")
-    simulate.add_argument("--comm", default="0", help="time of a payload between two workers (0)")
-    simulate.set_defaults(command=_simulate)
-
-    schedules = commands.add_parser("schedules", help="list the schedules")
-    schedules.add_argument("--json", action="store_true", help="print JSON")
-    schedules.set_defaults(command=_schedules)
+    planning.add_commands(commands, _add_schedule_options)
     return parser
 
 
@@ -115,18 +106,11 @@ def _add_pipe_options(parser: argparse.ArgumentParser, defaults: PipeOptions) ->
     parser.add_argument("--threads", type=int, default=defaults.threads, help="torch threads of a worker (1)")
 
 
-def _schedule_options(parsed: argparse.Namespace) -> dict[str, str]:
-    options = parse_assignments("--set", parsed.set)
-    if parsed.window is not None:
-        options["window"] = str(parsed.window)
-    return options
-
-
 def _options(cls: type[Any], parsed: argparse.Namespace) -> Any:
     """Fill the settings dataclass `cls` from what was typed."""
     names = {field.name for field in dataclasses.fields(cls)}
     values = {name: value for name, value in vars(parsed).items() if name in names}
-    values["schedule_options"] = _schedule_options(parsed)
+    values["schedule_options"] = schedule_options(parsed.set, parsed.window)
     if parsed.split is not None:
         parts = parsed.split.split(",")
         if not all(part.strip().isdigit() for part in parts):
@@ -176,62 +160,3 @@ def _verify(parsed: argparse.Namespace, argv: list[str]) -> int:
         verify(options)
 
     return as_worker(work, Reporter(parsed.json))
-
-
-def _simulate(parsed: argparse.Namespace, argv: list[str]) -> int:
-    from .dependency import check_all
-    from .simulator import simulate, uniform
-    from .timeline import draw
-
-    spec = make_spec(parsed.schedule, parsed.workers, parsed.microbatches, _schedule_options(parsed))
-    check_all(spec)
-    cost, comm = uniform(parse_costs(parsed.cost)), parse_number("--comm", parsed.comm)
-    try:
-        result = simulate(spec, cost, comm=comm, order=parsed.order)
-    except PipeError as error:
-        Reporter().error(str(error))
-        return 1
-    orders = result.orders()
-    report = {
-        "schedule": parsed.schedule,
-        "parameters": spec.parameters(),
-        "workers": spec.num_workers,
-        "stages": spec.num_stages,
-        "microbatches": spec.num_microbatches,
-        "order": result.order,
-        "makespan": result.makespan,
-        "span": result.span,
-        "bubble": result.bubble,
-        "busy": list(result.busy),
-        "peak_activations": list(result.peak_activations),
-        "actions": sum(map(len, orders)),
-        "orders": [[str(action) for action in order] for order in orders],
-    }
-    if parsed.json:
-        print(json.dumps(report))
-        return 0
-    reporter = Reporter()
-    reporter.console.print(draw(result.spans, spec.num_workers, width=reporter.console.width))
-    reporter.console.print(
-        f"{parsed.schedule}: makespan {result.makespan:g}, span {result.span:g}, bubble {result.bubble:.1%}, "
-        f"peak activations {', '.join(map(str, result.peak_activations))}"
-    )
-    return 0
-
-
-def _schedules(parsed: argparse.Namespace, argv: list[str]) -> int:
-    rows: list[dict[str, Any]] = []
-    for name, cls in SCHEDULES.items():
-        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
-        parameters = {key: defaults[key] for key in parameter_types(cls)}
-        summary = (cls.__doc__ or "").strip().split("\n")[0]
-        rows.append({"name": name, "summary": summary, "source": cls.source, "parameters": parameters})
-    if parsed.json:
-        print(json.dumps(rows))
-        return 0
-    console = Reporter().console
-    for row in rows:
-        console.print(f"[bold]{row['name']}[/]  {row['summary']}")
-        settings = ", ".join(f"{key}={value}" for key, value in row["parameters"].items())
-        console.print(f"    {row['source']}" + (f"; --set {settings}" if settings else ""), markup=False)
-    return 0

@@ -13,6 +13,7 @@ from typing import Any
 
 from .dependency import ConfigError, Kind, Spec
 from .schedules import SCHEDULES
+from .simulator import Link
 
 #: a schedule as `Pipeline` and the command line take it
 ScheduleLike = str | type[Spec]
@@ -135,6 +136,50 @@ def parse_assignments(option: str, texts: Sequence[str]) -> dict[str, str]:
             raise ConfigError(f"{option} {text}: must be key=value")
         pairs[key.strip()] = value.strip()
     return pairs
+
+
+def schedule_options(assignments: Sequence[str], window: int | None) -> dict[str, str]:
+    """Read a schedule's parameters from `--set` and `--window`."""
+    options = parse_assignments("--set", assignments)
+    return options if window is None else {**options, "window": str(window)}
+
+
+def parse_factors(option: str, text: str | None, count: int, of: str) -> list[float]:
+    """Read one factor for each of `count` things; all 1 if nothing was typed."""
+    if text is None:
+        return [1] * count
+    parts = text.split(",")
+    if len(parts) != count:
+        raise ConfigError(f"{option} {text}: has {len(parts)} factors, but there are {count} {of}")
+    return [parse_number(option, part.strip()) for part in parts]
+
+
+def parse_links(option: str, texts: Sequence[str], num_workers: int) -> dict[tuple[int, int], Link]:
+    """Read travel times by link, `FROM-TO=TIME`.
+
+    >>> parse_links("--link", ["0-1=2.5"], 2)
+    {(0, 1): Link(latency=2.5, bandwidth=inf)}
+    """
+    links = {}
+    for key, value in parse_assignments(option, texts).items():
+        ends = key.split("-")
+        if len(ends) != 2 or not all(end.isdigit() and int(end) < num_workers for end in ends):
+            raise ConfigError(f"{option} {key}={value}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}")
+        links[int(ends[0]), int(ends[1])] = Link(parse_number(f"{option} {key}", value))
+    return links
+
+
+def parse_bytes(option: str, text: str) -> float:
+    """Read an amount of memory.
+
+    >>> parse_bytes("--memory limit", "1.5GB")
+    1500000000.0
+    """
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1}
+    for unit, size in units.items():
+        if text.upper().endswith(unit):
+            return parse_number(option, text[: -len(unit)].strip()) * size
+    return parse_number(option, text)
 
 
 def parse_costs(text: str) -> dict[Kind, float]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from .chrome import write_chrome
 from .dependency import Action, Kind, Spec
 from .pipeline import Pipeline
 from .timeline import Span
@@ -86,33 +86,8 @@ class Trace:
         return {key: sorted(values)[len(values) // 2] for key, values in times.items()}
 
     def write_chrome(self, path: str | Path, device: str = "cpu") -> None:
-        """Write Chrome's trace event format, which Perfetto reads: one lane a worker, arrows for payloads."""
-        Path(path).write_text(json.dumps({"traceEvents": self._chrome_events(device)}))
-
-    def _chrome_events(self, device: str) -> list[dict[str, object]]:
-        origin = min(span.start for span in self.spans())
-        events: list[dict[str, object]] = []
-        for worker in range(self.spec.num_workers):
-            stages = ",".join(str(stage) for stage, _ in self.spec.hosted(worker))
-            name = f"worker {worker} · stage {stages} · {device}"
-            events.append({"ph": "M", "name": "thread_name", "pid": 0, "tid": worker, "args": {"name": name}})
-        for step, spans in sorted(self.steps.items()):
-            at = {span.action: span for span in spans}
-            for span in spans:
-                start, end = 1e3 * (span.start - origin), 1e3 * (span.end - origin)
-                base = {"pid": 0, "tid": span.worker, "cat": span.action.kind.value}
-                args = {"step": step, "stage": span.action.stage, "microbatch": span.action.microbatch}
-                events.append(
-                    base | {"ph": "X", "name": str(span.action), "ts": start, "dur": end - start, "args": args}
-                )
-                for follower in self.spec.successors(span.action):
-                    if follower not in at or at[follower].worker == span.worker:
-                        continue
-                    arrow = {"name": "payload", "cat": "payload", "id": f"{step}.{span.action}.{follower}", "pid": 0}
-                    events.append(arrow | {"ph": "s", "tid": span.worker, "ts": end})
-                    begin = 1e3 * (at[follower].start - origin)
-                    events.append(arrow | {"ph": "f", "bp": "e", "tid": at[follower].worker, "ts": begin})
-        return events
+        """Write Chrome's trace event format, which Perfetto reads."""
+        write_chrome(path, self.spec, self.steps, device=device)
 
 
 def last_steps(trace: Trace, count: int) -> Sequence[Span]:

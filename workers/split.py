@@ -64,6 +64,12 @@ class Saved:
                     handle.tensor = None
             self._handles = list(kept)
 
+    def num_bytes(self, without: Iterable[int] = ()) -> int:
+        """Return the bytes of what is held, each storage once, but for storages at the addresses `without`."""
+        storages = [handle.tensor.untyped_storage() for handle in self._handles if handle.tensor is not None]
+        sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+        return sum(size for address, size in sizes.items() if address not in without)
+
     def _read_by(self, nodes: Iterable[Node]) -> set[_Handle]:
         seen: set[_Handle] = set()
         self._seen = seen

@@ -1,0 +1,157 @@
+"""What a schedule costs in time, bytes and messages, side by side."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe.cli import main
+from rpc_pipe.compare import Work, compare, complete, table, verdict
+from rpc_pipe.dependency import B, F, I, R, W
+from rpc_pipe.footprint import Size, num_messages, peak_bytes
+from rpc_pipe.measure import measure
+from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.simulator import simulate, uniform
+
+COST = {F: 1, B: 2, I: 1, W: 1, R: 1}
+
+
+def run(name, P, M, **options):
+    return simulate(SCHEDULES[name](num_workers=P, num_microbatches=M), uniform(COST), order="fixed", **options)
+
+
+def test_a_worker_holds_its_shard_and_the_activations_in_flight():
+    size = Size(weights=100, gradients=100, optimizer=200, activations=10)
+    assert peak_bytes(run("1f1b", 4, 8), [size] * 4) == (440, 430, 420, 410)
+    assert peak_bytes(run("gpipe", 4, 8), [size] * 4) == (480, 480, 480, 480)
+
+
+def test_between_i_and_w_only_a_part_is_held():
+    """ZB-H1's W lags on the later stages: what it reads is held, the rest is free."""
+    everything = peak_bytes(run("zb-h1", 4, 8), [Size(activations=10, after_inputs=10)] * 4)
+    part = peak_bytes(run("zb-h1", 4, 8), [Size(activations=10, after_inputs=4)] * 4)
+    assert everything == (40, 40, 40, 40)
+    assert part[0] == 40 and part[3] == 10 + 3 * 4
+
+
+def test_recomputing_holds_inputs_and_one_microbatch():
+    size = Size(activations=10, inputs=1)
+    assert peak_bytes(run("gpipe-recompute", 2, 8), [size] * 2)[1] == 8 + 10 - 1
+
+
+def test_payloads_are_held_by_both_sides():
+    """On worker 1 of two, with time 2 on the way: what has arrived too early; on worker 0: what is on its way."""
+    spec = SCHEDULES["gpipe"](num_workers=2, num_microbatches=3)
+    result = simulate(spec, lambda a: {F: 1 + 3 * a.stage, B: 1}.get(a.kind, 0), comm=2)
+    sender, receiver = peak_bytes(result, [Size(outputs=5), Size(inputs=5)])
+    assert sender == 10, "of three forwards one a unit of time, two are on their way at once"
+    assert receiver == 10, "while the first runs for 4, the other two wait"
+
+
+def test_messages_are_payloads_between_workers():
+    P, M = 4, 8
+    assert num_messages(run("1f1b", P, M)) == 2 * M * (P - 1)
+    assert num_messages(run("interleaved", P, M)) == 2 * M * (2 * P - 1)
+    assert num_messages(run("zb-v", P, M)) == 2 * M * (2 * P - 2), "at the turn there is none"
+    assert num_messages(run("chimera", P, M)) == 2 * M * (P - 1) + 2 * P, "and the replicas' gradients"
+
+
+def test_costs_that_are_not_given_follow_from_the_others():
+    assert complete({F: 1, B: 3}) == {F: 1, B: 3, I: 1.5, W: 1.5, R: 1}
+    assert complete({F: 1, I: 2, W: 1}) == {F: 1, I: 2, W: 1, B: 3, R: 1}
+
+
+def test_the_fastest_comes_first_and_what_cannot_be_last():
+    rows = compare(Work(3, [COST]), 6)
+    assert [row.makespan for row in rows if not row.refused] == sorted(row.makespan for row in rows if not row.refused)
+    assert {row.schedule for row in rows} == set(SCHEDULES)
+    refused = [row for row in rows if row.refused]
+    assert rows[-len(refused) :] == refused and {row.schedule for row in refused} == {"dualpipe", "chimera"}
+    by_name = {row.name: row for row in rows}
+    assert by_name["1f1b"].makespan == by_name["gpipe"].makespan == 3 * (6 + 2)
+    assert by_name["zb-h2"].step_time == 3 * 6
+    assert "zb-v, 18 a step" in verdict(rows, None)
+    assert table(rows, 3, 6).row_count == len(rows) - len(refused)
+
+
+def test_what_does_not_fit_is_left_out():
+    size = Size(weights=10, activations=10)
+    rows = compare(Work(4, [COST], [size]), 8, limit=50)
+    fits = {row.schedule for row in rows if not row.refused}
+    assert {"1f1b", "zb-h1", "v-min"} <= fits and not fits & {"gpipe", "zb-h2", "dualpipe"}
+    assert all(row.peak_memory <= 50 for row in rows if not row.refused)
+    assert "gpipe (needs 90 B)" in verdict(rows, 50)
+
+
+def test_layers_are_measured_and_cut():
+    torch.set_num_threads(1)
+    layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4)]
+    costs = measure(
+        layers,
+        torch.randn(32, 64),
+        target=torch.zeros(32, 4),
+        loss_fn=nn.functional.mse_loss,
+        optimizer=partial(torch.optim.Adam, lr=1e-3),
+        repeats=2,
+    )
+    linear = costs[0].size
+    assert linear.weights == linear.gradients == 4 * 64 * 65
+    assert linear.optimizer >= 2 * linear.gradients
+    assert (linear.activations, linear.after_inputs) == (4 * 32 * 64, 4 * 32 * 64), "the input, which W reads too"
+    assert costs[1].size.after_inputs == 0 < costs[1].size.activations, "a ReLU has no weights"
+    assert costs[-1].size.outputs == 0, "the loss goes nowhere"
+    assert all(cost.times[kind] >= 0 for cost in costs for kind in (F, B, I, W, R))
+    work = Work(2, [cost.times for cost in costs], [cost.size for cost in costs], by_layer=True)
+    halves = work.stage_sizes(2)
+    assert sum(half.weights for half in halves) == sum(cost.size.weights for cost in costs)
+    assert (halves[0].inputs, halves[0].outputs, halves[1].inputs) == (4 * 32 * 64,) * 3
+
+
+def printed(capsys, *arguments):
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def test_the_command(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    asked = ["compare", "--workers", "4", "--microbatches", "8", "--memory", "activations=64MB,limit=300MB"]
+    code, out, _ = printed(capsys, *asked)
+    assert code == 0 and "…" not in out and max(map(len, out.splitlines()[:24])) <= 80
+    code, out, _ = printed(capsys, *asked, "--json")
+    rows = {(row["schedule"], *row["parameters"].values()): row for row in json.loads(out)}
+    assert rows["zb-v",]["makespan"] == 25.5 and rows["zb-v",]["step_time"] == 24
+    assert rows["1f1b",]["peak_memory"] == 4 * 64e6 and not rows["1f1b",]["refused"]
+    assert rows["gpipe",]["refused"] == "needs 512 MB"
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("compare", "--memory", "activation=3"), "--memory activation: known are weights"),
+        (("compare", "--memory", "limit=3GB"), "add sizes to compare with"),
+        (("compare", "--memory", "activations=3XB"), "--memory activations=3X: must be a number"),
+        (("compare", "--workers", "0"), "--workers 0: must be at least 1"),
+        (("compare", "--cost", "X=3"), "--cost X=3: kinds are F, B"),
+        (("simulate", "--slow", "9=2"), "--slow 9=2: workers are 0 to 1"),
+        (("simulate", "--link", "0-5=2"), "--link 0-5=2: must be FROM-TO=TIME with workers 0 to 1"),
+        (("simulate", "--stage-cost", "1,2,3"), "--stage-cost 1,2,3: has 3 factors, but there are 2 stages"),
+        (("simulate", "--steps", "0"), "--steps 0: must be at least 1"),
+    ],
+)
+def test_wrong_input(capsys, arguments, message):
+    code, _, err = printed(capsys, *arguments)
+    assert code == 2 and message in err
+
+
+def test_pictures_are_written(capsys, tmp_path):
+    files = {kind: tmp_path / "new" / f"plan.{kind}" for kind in ("svg", "html", "chrome")}
+    options = [text for kind, path in files.items() for text in (f"--{kind}", str(path))]
+    code, out, _ = printed(capsys, "simulate", "--schedule", "zb-v", "--slow", "1=1.5", "--link", "0-1=2", *options)
+    assert code == 0 and "makespan" in out
+    assert files["svg"].read_text().startswith("<svg") and "zb-v" in files["html"].read_text()
+    events = json.loads(files["chrome"].read_text())["traceEvents"]
+    assert {"3F0", "0W7"} <= {event["name"] for event in events}
+    assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
