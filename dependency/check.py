@@ -8,12 +8,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import islice
 
 from .action import PER_REPLICA, Action, F
-from .draw import draw_edge, draw_held
+from .draw import draw_edge, draw_held, draw_listed
 from .errors import ScheduleError
 from .memory import peak_at_any_timing, peak_in_order
 from .order import has_program, has_slot, local_order
@@ -61,8 +60,8 @@ def _check_programs(spec: Spec) -> None:
     if has_slot(spec) or not has_program(spec):
         return
     programs = [list(spec.program(worker)) for worker in range(spec.num_workers)]
-    for worker, program in enumerate(programs):
-        _check_listed_once(spec, worker, program)
+    for worker in range(spec.num_workers):
+        _check_listed_once(spec, programs, worker)
     check_acyclic(spec, programs)
 
 
@@ -106,22 +105,25 @@ def _check_edges(spec: Spec, worker: int, action: Action, slotted: bool) -> None
             )
 
 
-def _check_listed_once(spec: Spec, worker: int, program: Iterable[Action]) -> None:
+def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) -> None:
     seen: set[Action] = set()
-    for action in program:
-        if spec.worker(action) != worker:
+    for action in programs[worker]:
+        if (at := spec.worker(action)) != worker:
             raise ScheduleError(
-                f"program({worker}) lists {action}, which is placed on worker {spec.worker(action)}: "
-                "an action is run by exactly one worker"
+                f"program({worker}) lists {action}, which is placed on worker {at}: "
+                "an action is run by exactly one worker",
+                draw_listed(programs, action, {worker, at}),
             )
         if action in seen:
-            raise ScheduleError(f"program({worker}) lists {action} twice")
+            raise ScheduleError(f"program({worker}) lists {action} twice", draw_listed(programs, action, {worker}))
         seen.add(action)
     for stage, route in spec.hosted(worker):
         for microbatch in range(spec.num_microbatches):
             for action in spec.actions(stage, microbatch):
                 if spec.route(microbatch) == route and action not in seen:
-                    raise ScheduleError(f"program({worker}) does not list {action}")
+                    raise ScheduleError(
+                        f"program({worker}) does not list {action}", draw_listed(programs, action, {worker})
+                    )
 
 
 def _check_memory(spec: Spec, worker: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from .action import ACCUMULATING, Action, F
 from .spec import Spec
@@ -41,6 +41,20 @@ def draw_cycle(spec: Spec, cycle: Sequence[Action]) -> str:
         lines.append(f"worker {row:<2}" + "".join(cell.rjust(width) for cell in cells))
     more = "" if len(shown) == len(cycle) else f" ... {len(cycle) - len(shown)} more"
     lines.append(f"{cycle[0]} waits for {cycle[-1]}{more}: the circle closes")
+    return "\n".join(lines)
+
+
+def draw_listed(programs: Sequence[Sequence[Action]], action: Action, workers: Iterable[int]) -> str:
+    """Draw the programs of `workers` around the places where they list `action`, or their beginnings."""
+    lines = []
+    for worker in sorted(set(workers) & set(range(len(programs)))):
+        program = list(programs[worker])
+        at = program.index(action) if action in program else 0
+        first = max(0, at - _MAX_COLUMNS // 2)
+        shown = program[first : first + _MAX_COLUMNS]
+        cells = [f"[{a}]" if a == action else str(a) for a in shown]
+        before, behind = ".. " * (first > 0), " .." * (first + len(shown) < len(program))
+        lines.append(f"worker {worker}  {before}{' '.join(cells)}{behind}")
     return "\n".join(lines)
 
 

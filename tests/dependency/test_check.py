@@ -146,17 +146,22 @@ def test_an_activation_limit_below_the_order_is_refused():
 
 
 @pytest.mark.parametrize(
-    "mistake, message",
+    "mistake, message, drawing",
     [
-        ("doubly placed", r"program\(1\) lists 0F0, which is placed on worker 0"),
-        ("twice", r"program\(1\) lists 1F0 twice"),
-        ("missing", r"program\(1\) does not list 1F0"),
-        ("order", "cycle: .*1F"),
+        (
+            "doubly placed",
+            r"program\(1\) lists 0F0, which is placed on worker 0",
+            "worker 0  [0F0] 0B0 0F1 0B1\nworker 1  1F0 1B0 1F1 1B1 [0F0]",
+        ),
+        ("twice", r"program\(1\) lists 1F0 twice", "worker 1  [1F0] 1B0 1F1 1B1 [1F0]"),
+        ("missing", r"program\(1\) does not list 1F0", "worker 1  1B0 1F1 1B1"),
+        ("order", "cycle: .*1F", "the circle closes"),
     ],
 )
-def test_refuses_programs(mistake, message):
-    with pytest.raises(ScheduleError, match=message):
+def test_refuses_programs(mistake, message, drawing):
+    with pytest.raises(ScheduleError, match=message) as refusal:
         check_all(Listed(num_workers=2, num_microbatches=2, mistake=mistake))
+    assert drawing in refusal.value.drawing
     check_all(Listed(num_workers=2, num_microbatches=2))
 
 
