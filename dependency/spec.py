@@ -54,8 +54,6 @@ class Spec(_Frozen):
 
     #: paper and section, or the code that the order was compared with
     source: ClassVar[str] = ""
-    #: the order that suits the schedule best: `fixed` waits for the next in slot order, `ready` does not
-    order: ClassVar[Order] = "ready"
     #: True if backward is done as `I` (inputs) and `W` (weights) instead of `B`; see `splits`
     split_backward: ClassVar[bool] = False
     #: True if activations are computed a second time (`R`) instead of kept; see `recomputes`
@@ -79,6 +77,11 @@ class Spec(_Frozen):
     def num_routes(self) -> int:
         """How many routes microbatches take over the workers; each has a replica of every stage."""
         return 1
+
+    @property
+    def order(self) -> Order:
+        """The order that suits the schedule best: `fixed` waits for the next in slot order, `ready` does not."""
+        return "ready"
 
     def place(self, stage: int, route: int) -> int:
         """Return the worker that hosts `stage` for the microbatches of `route`."""

@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ..dependency import Action, Kind, Spec
+from ..dependency import Action, Kind, Order, Spec
 
 
 class Vee(Spec):
-    """Two stages on each worker: forward goes down the workers and comes back up, so the loss is where it began."""
+    """Two stages on each worker: forward goes down the workers and comes back up, so the loss is where it began.
+
+    In fixed order, which was faster in every V that was measured: ready starts something else when a payload is a
+    moment late, and is then in the way.
+    """
+
+    @property
+    def order(self) -> Order:
+        return "fixed"
 
     @property
     def num_stages(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Literal
 
-from ..dependency import Action, B, F, ScheduleError, Spec
+from ..dependency import Action, B, F, Order, ScheduleError, Spec
 
 
 class Chimera(Spec):
@@ -35,6 +35,10 @@ class Chimera(Spec):
             raise ScheduleError(f"pairs {pairs}: must be one of {', '.join(map(str, fits))} for {P} workers")
 
     @property
+    def order(self) -> Order:
+        return "fixed" if self.scale == "direct-concat" else "ready"
+
+    @property
     def num_routes(self) -> int:
         return min(2 * self.pairs, self.num_workers)  # a single worker has one direction
 
@@ -43,8 +47,7 @@ class Chimera(Spec):
         return (turned + (stage if route % 2 == 0 else self.last_stage - stage)) % self.num_workers
 
     @property
-    def group(self) -> int:
-        """How many microbatches go through a stage as one forward."""
+    def group(self) -> int:  # how many microbatches go through a stage as one forward
         return 1 if self.scale == "direct-concat" else 2
 
     def locate(self, microbatch: int) -> tuple[int, int, int]:
@@ -67,5 +70,5 @@ class Chimera(Spec):
         return (nominal * self.num_routes + route) * self.group + a.microbatch % self.group
 
     def peak_activations(self, worker: int) -> int:
-        mine = sum(self.place(s, r) == worker for s in range(self.num_stages) for r in range(self.num_routes))
-        return min(self.num_microbatches * mine, self.group * mine * -(-self.num_workers // self.num_routes))
+        window = self.group * -(-self.num_workers // self.num_routes)
+        return len(self.hosted(worker)) * min(self.num_microbatches, window)

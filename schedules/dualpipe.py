@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from functools import cached_property
 
-from ..dependency import Action, I, ScheduleError, Spec
+from ..dependency import Action, I, Order, ScheduleError, Spec
 from ._dual import dual_order
 from ._vee import existing
 
@@ -28,6 +28,10 @@ class DualPipe(Spec):
         if self.num_workers % 2:
             raise ScheduleError(f"workers {self.num_workers}: dualpipe needs an even number, as streams meet in pairs "
                                 f"of workers; such as {self.num_workers + 1}")  # fmt: skip
+
+    @property
+    def order(self) -> Order:
+        return "fixed"
 
     @property
     def num_routes(self) -> int:

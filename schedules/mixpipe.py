@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..dependency import Action, B, ConfigError, F
+from ..dependency import Action, B, ConfigError, F, Order
 from .chimera import Chimera
 
 
@@ -31,6 +31,10 @@ class MixPipe(Chimera):
         if self.window is not None and self.window < least:
             raise ConfigError(f"window {self.window}: mixpipe on {self.num_workers} workers needs at least {least}")
 
+    @property
+    def order(self) -> Order:
+        return "ready"  # in fixed order it is Chimera
+
     def after(self, a: Action) -> Iterable[Action]:
         unit, route, i = self.locate(a.microbatch)
         share = -(-self.num_workers // self.num_routes)
@@ -39,5 +43,4 @@ class MixPipe(Chimera):
         return [B(a.stage, earlier * self.num_workers + route * share + j)] if a.kind is F else []
 
     def peak_activations(self, worker: int) -> int:
-        mine = sum(self.place(s, r) == worker for s in range(self.num_stages) for r in range(self.num_routes))
-        return mine * min(self.num_microbatches, self.window or self.num_workers)
+        return len(self.hosted(worker)) * min(self.num_microbatches, self.window or self.num_workers)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from ..dependency import Order
 from .v_half import VHalf
 
 
@@ -15,11 +12,8 @@ class VMin(VHalf):
         worker 1  .. F0 F0 .. .. I0 I0 F1 F1 W0 W0 I1 I1 W1 W1
 
     (P=2, M=2.) At most 2 floor((P+4)/3) stages' activations on a worker, at any timing. In times of a stage,
-    F = I = W: makespan 6M + 3, 11, 17, 27 for P = 2, 4, 6, 8. In fixed order: ready is up to a quarter slower where
-    costs differ.
+    F = I = W: makespan 6M + 3, 11, 17, 27 for P = 2, 4, 6, 8.
     """
-
-    order: ClassVar[Order] = "fixed"
 
     @property
     def block(self) -> list[tuple[int, int, int, int]]:
