@@ -16,7 +16,7 @@ from .draw import draw_edge, draw_held, draw_listed
 from .errors import ScheduleError
 from .memory import peak_at_any_timing, peak_in_order
 from .order import has_program, has_slot, local_order
-from .program import entries
+from .program import entries, order_limit
 from .spec import ENDLESS, Spec
 from .unroll import check_acyclic
 
@@ -129,6 +129,8 @@ def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) ->
 def _check_memory(spec: Spec, worker: int) -> None:
     """Check that activations are bounded by the relation, not by luck."""
     claimed = spec.peak_activations(worker)
+    if claimed is None:
+        claimed = order_limit(spec, worker)
     if claimed is None and spec.num_microbatches != ENDLESS:
         # Windows do not bind while there are few microbatches; what grows with them is seen with many.
         spec = replace(spec, num_microbatches=4 * (spec.num_microbatches + spec.num_workers))

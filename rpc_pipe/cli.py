@@ -1,4 +1,4 @@
-"""The command line: `rpc-pipe run | verify | simulate | compare | schedules`.
+"""The command line: `rpc-pipe run | verify | simulate | compare | export | schedules`.
 
 Modules that need torch are imported where they are used, so that planning answers at once. Exit codes:
 0 done, 1 the run failed or differed, 2 wrong input, 130 stopped by the user.

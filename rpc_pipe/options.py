@@ -14,13 +14,14 @@ from typing import Any
 from .dependency import ConfigError, Kind, Spec
 from .schedules import SCHEDULES
 from .simulator import Link
+from .torch_csv import import_csv
 
 #: a schedule as `Pipeline` and the command line take it
 ScheduleLike = str | type[Spec]
 
 
 def find_schedule(schedule: ScheduleLike) -> type[Spec]:
-    """Return the spec class for a name, `path/to/file.py:ClassName` or a class.
+    """Return the spec class for a name, `path/to/file.py:ClassName`, torch's `path/to/file.csv` or a class.
 
     Raises:
         ConfigError: there is none; the text offers the nearest name.
@@ -29,13 +30,16 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
         return schedule
     if schedule in SCHEDULES:
         return SCHEDULES[schedule]
+    if schedule.endswith(".csv"):
+        return import_csv(schedule)
     path, colon, name = schedule.rpartition(":")
     if colon and path.endswith(".py"):
         return _load_class(schedule, Path(path), name)
     near = difflib.get_close_matches(schedule, SCHEDULES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
-        f"schedule {schedule!r}: {hint}known are {', '.join(SCHEDULES)}; your own is path/to/file.py:ClassName"
+        f"schedule {schedule!r}: {hint}known are {', '.join(SCHEDULES)}; "
+        "your own is path/to/file.py:ClassName, or torch's path/to/file.csv"
     )
 
 

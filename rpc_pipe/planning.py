@@ -1,4 +1,4 @@
-"""Commands that plan: `simulate`, `compare`, `schedules`. No worker is started; torch is loaded only to measure."""
+"""Commands that plan: simulate, compare, export, schedules. No worker is started; only measuring loads torch."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from .settings import TrainOptions
 from .simulator import Cost, Simulation, simulate
 from .svg import draw_svg
 from .timeline import draw
+from .torch_csv import export_csv
 from .waits import waits
 
 #: more actions than this are not drawn in the terminal
@@ -71,6 +72,11 @@ def add_commands(commands: Any, add_schedule_options: Callable[[argparse.Argumen
     for name in ("width", "depth", "heads", "context", "batch"):
         side_by_side.add_argument(f"--{name}", type=int, default=getattr(defaults, name), help="of the GPT to measure")
     side_by_side.set_defaults(command=_compare)
+
+    export = commands.add_parser("export", help="write a schedule as torch.distributed.pipelining's CSV of actions")
+    add_schedule_options(export, defaults)
+    export.add_argument("file", nargs="?", help="where to; by default it is printed")
+    export.set_defaults(command=_export)
 
     schedules = commands.add_parser("schedules", help="list the schedules")
     schedules.add_argument("--json", action="store_true", help="print JSON")
@@ -218,6 +224,17 @@ def _measured(parsed: argparse.Namespace) -> Work:
     )
     layers = measure_gpt(options)
     return Work(parsed.workers, [layer.times for layer in layers], [layer.size for layer in layers], by_layer=True)
+
+
+def _export(parsed: argparse.Namespace, argv: list[str]) -> int:
+    spec = make_spec(parsed.schedule, parsed.workers, parsed.microbatches, schedule_options(parsed.set, parsed.window))
+    check_all(spec)
+    text = export_csv(spec)
+    if parsed.file:
+        _write(parsed.file, text)
+    else:
+        print(text, end="")
+    return 0
 
 
 def _schedules(parsed: argparse.Namespace, argv: list[str]) -> int:

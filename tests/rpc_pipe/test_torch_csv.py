@@ -1,0 +1,132 @@
+"""Schedules exported for torch's runtime run there; what torch has written runs here."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpc_pipe.dependency import PER_REPLICA, B, ConfigError, F, I, W, check_all, local_order
+from rpc_pipe.options import make_spec
+from rpc_pipe.simulator import simulate, uniform
+from rpc_pipe.torch_csv import export_csv
+
+COST = uniform({F: 1, B: 2, I: 1, W: 1})
+#: those that torch's CSV can say
+EXPORTED = (
+    "naive gpipe 1f1b eager-1f1b interleaved bfs hanayo zb-h1 zb-h2 zb-v v-half v-min dualpipev".split()
+)  # fmt: skip
+
+
+def order(spec, worker):
+    return [action for action in local_order(spec, worker) if action.kind not in PER_REPLICA]
+
+
+def test_torch_runs_what_is_exported(tmp_path):
+    """On two ranks over gloo, in torch's own runtime; every gradient equals one process to 1e-12 in float64."""
+    plans = [(name, {}, 4) for name in EXPORTED] + [
+        ("1f1b", {}, 5),
+        ("interleaved", {"chunks": 3}, 4),
+        ("hanayo", {"waves": 2}, 4),
+        ("zb-v", {}, 7),
+    ]
+    names = []
+    for name, parameters, M in plans:
+        names.append("-".join(map(str, [name, M, *parameters.values()])))
+        (tmp_path / f"{names[-1]}.csv").write_text(export_csv(make_spec(name, 2, M, parameters)))
+    script = Path(__file__).parent / "torch_runtime.py"
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, script, str(rank), "2", str(tmp_path / "meet"), str(tmp_path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment,
+        )
+        for rank in range(2)
+    ]
+    try:
+        printed = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for text, rank in zip(printed, ranks, strict=True):
+        assert rank.returncode == 0, text
+        assert sorted(line.split()[1] for line in text.splitlines() if line.startswith("equal")) == sorted(names)
+
+
+@settings(max_examples=60, deadline=None)
+@given(name=st.sampled_from(EXPORTED), P=st.integers(1, 5), M=st.integers(1, 9))
+def test_what_is_exported_is_imported_as_it_was(tmp_path_factory, name, P, M):
+    spec = make_spec(name, P, M)
+    path = tmp_path_factory.mktemp("csv") / "plan.csv"
+    path.write_text(export_csv(spec))
+    again = make_spec(str(path), P, M)
+    check_all(again)
+    assert [order(again, w) for w in range(P)] == [order(spec, w) for w in range(P)]
+    assert simulate(again, COST, order="fixed").makespan == simulate(spec, COST, order="fixed").makespan
+
+
+def test_what_torch_has_written_runs_here(tmp_path):
+    """Its interleaved zero-bubble schedule, and DualPipeV with overlapped pairs, which run one after the other."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for cls, stages_per_rank in ((schedules.ScheduleInterleaved1F1B, 2), (schedules.ScheduleDualPipeV, 2)):
+        rows = torch_order(schedules, cls, 2, stages_per_rank, 4)
+        path = tmp_path / f"{cls.__name__}.csv"
+        path.write_text("\n".join(",".join(str(a) if a else "" for a in row) for row in rows) + "\n")
+        spec = make_spec(str(path), 2, 4)
+        check_all(spec)
+        result = simulate(spec, COST)
+        assert sum(map(len, result.orders())) >= 2 * 4 * spec.num_stages
+        ours = {"ScheduleInterleaved1F1B": "interleaved", "ScheduleDualPipeV": "dualpipev"}[cls.__name__]
+        assert [order(spec, w) for w in range(2)] == [order(make_spec(ours, 2, 4), w) for w in range(2)]
+
+
+def torch_order(schedules, cls, ranks, stages_per_rank, microbatches):
+    """Return the rows that torch computes in the constructor, which itself needs a process group."""
+    blank = cls.__new__(cls)
+    blank.pp_group_size = blank._pp_group_size = ranks
+    blank._num_stages, blank._n_microbatches = ranks * stages_per_rank, microbatches
+    blank.n_local_stages, blank.rank = stages_per_rank, 0
+    blank.microbatches_per_round = ranks
+    blank.number_of_rounds = microbatches // ranks
+    calculate = getattr(blank, "_calculate_single_rank_operations")  # noqa: B009  private, and only here
+    return [[action for action in calculate(rank) if action is not None] for rank in range(ranks)]
+
+
+def test_transfers_are_left_out_and_pairs_taken_apart(tmp_path):
+    path = tmp_path / "comms.csv"
+    path.write_text("0UNSHARD,0F0,0SEND_F0,,0F1,0RECV_B0,0B0,0B1,0REDUCE_GRAD\n1RECV_F0,1F0,(1F1;1B0)OVERLAP_F_B,1B1\n")
+    spec = make_spec(str(path), 2, 2)
+    check_all(spec)
+    assert [str(a) for a in order(spec, 0)] == "0F0 0F1 0B0 0B1".split()
+    assert [str(a) for a in order(spec, 1)] == "1F0 1F1 1B0 1B1".split()
+
+
+@pytest.mark.parametrize(
+    "text, workers, message",
+    [
+        ("0F0,0X0\n", 1, "row 0, cell 1: '0X0' is no action"),
+        ("0F0,0B0\n0F1,0B1\n", 2, "stage 0 is in row 0 and in row 1; a stage belongs to one worker"),
+        ("0F0,0B0\n2F0,2B0\n", 2, "no row has stage 1"),
+        ("0F0,0B0\n", 2, "workers 2: .* has 1 rows, one for each worker"),
+        ("0F0,0B0\n1F0,1B0\n", 2, "microbatches 4: .* has 1; use at most those"),
+        (None, 2, "cannot be read"),
+    ],
+)
+def test_a_file_that_does_not_fit_says_where(tmp_path, text, workers, message):
+    path = tmp_path / "plan.csv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        make_spec(str(path), workers, 4)
+
+
+@pytest.mark.parametrize("name, message", [("chimera", "2 replicas"), ("varuna", "recomputes by actions of their own")])
+def test_what_the_format_cannot_say_is_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        export_csv(make_spec(name, 4, 8))
