@@ -96,12 +96,12 @@ def _check_edges(spec: Spec, worker: int, action: Action, slotted: bool) -> None
                 f"after({action}) names {need} of worker {spec.worker(need)}, which is no neighbour: "
                 f"only stages {max(0, action.stage - 1)} to {min(spec.last_stage, action.stage + 1)} "
                 f"and the stages of worker {worker} may be named",
-                draw_edge(spec, worker, need, action) if slotted else "",
+                draw_edge(spec, need, action, f", {abs(stage - action.stage)} stages away") if slotted else "",
             )
         if slotted and (need.kind not in PER_REPLICA or not spec.synchronous) and spec.slot(need) >= slot:
             raise ScheduleError(
                 f"{action} (slot {slot}) needs {need} (slot {spec.slot(need)}): the slot must grow along every edge",
-                draw_edge(spec, worker, need, action),
+                draw_edge(spec, need, action, f", so the slot of {need} must be the smaller one"),
             )
 
 

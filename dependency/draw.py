@@ -11,12 +11,12 @@ _MAX_COLUMNS = 12
 _MAX_ROWS = 10
 
 
-def draw_edge(spec: Spec, worker: int, need: Action, action: Action) -> str:
-    """Draw `need` and `action` on the nominal times around them.
+def draw_edge(spec: Spec, need: Action, action: Action, rule: str) -> str:
+    """Draw `need` and `action` on the nominal times around them, and under them the broken `rule`.
 
     Only slots are asked for, of the two workers involved: the drawing is as local as the check.
     """
-    cells = {action: (worker, spec.slot(action)), need: (spec.worker(need), spec.slot(need))}
+    cells = {a: (spec.worker(a), spec.slot(a)) for a in (action, need)}
     first = min(slot for _, slot in cells.values())
     last = max(slot for _, slot in cells.values())
     columns = range(first, last + 1)
@@ -26,7 +26,7 @@ def draw_edge(spec: Spec, worker: int, need: Action, action: Action) -> str:
     for row in sorted({row for row, _ in cells.values()}):
         names = {slot: f"[{name}]" for name, (at, slot) in cells.items() if at == row}
         lines.append(f"worker {row:<2}" + "".join(names.get(slot, ".").rjust(width) for slot in shown))
-    lines.append(f"{action} waits for {need}, so the slot of {need} must be the smaller one")
+    lines.append(f"{action} waits for {need}{rule}")
     return "\n".join(lines)
 
 

@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         ("data", str, "text to train on: a file or folder; by default Python's standard library"),
         ("save", str, "write the weights to this safetensors file"),
         ("trace", str, "write the last steps to this file for Chrome's tracing or Perfetto"),
+        ("html", str, "write the last step, planned and actual, as a page to zoom and hover in"),
     ):
         default = getattr(defaults, name)
         shown = "" if default is None else f" ({default})"

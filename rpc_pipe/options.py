@@ -51,6 +51,9 @@ def _load_class(schedule: str, path: Path, name: str) -> type[Spec]:
     assert module_spec is not None and module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_name] = module  # dataclasses look the module of a class up by name
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # what stands beside the file can be imported, as beside a script
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:

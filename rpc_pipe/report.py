@@ -101,7 +101,7 @@ class Reporter:
                     f"held-out loss {s['held_out_loss']:.4f} nats a byte; "
                     f"a byte bigram model has {s['bigram_loss']:.4f} on the same bytes"
                 ),
-                *(Text(f"{what} written to {s[what]}") for what in ("trace", "save") if s[what]),
+                *(Text(f"{what} written to {s[what]}") for what in ("trace", "html", "save") if s[what]),
             )
         )
         if self._json:

@@ -83,6 +83,7 @@ class TrainOptions(PipeOptions):
     data: str | None = None
     save: str | None = None
     trace: str | None = None
+    html: str | None = None
     beat_bigram: bool = False
 
     @property

@@ -9,8 +9,11 @@ from pathlib import Path
 
 from .chrome import write_chrome
 from .dependency import Action, Kind, Spec
+from .page import Picture, draw_page
 from .pipeline import Pipeline
+from .simulator import Simulation
 from .timeline import Span
+from .waits import waits
 from .workers.actor import WorkerActor
 from .workers.hooks import Listener, StepRecord
 from .workers.payload import Tree
@@ -93,3 +96,12 @@ class Trace:
 def last_steps(trace: Trace, count: int) -> Sequence[Span]:
     """Return what ran in the last `count` steps."""
     return [span for step in sorted(trace.steps)[-count:] for span in trace.steps[step]]
+
+
+def planned_and_actual(planned: Simulation, trace: Trace) -> str:
+    """Return a page with a step as it was planned, in milliseconds, above the last one as it ran."""
+    actual, spec = last_steps(trace, 1), trace.spec
+    return draw_page([
+        Picture("planned", planned.spans, spec.num_workers, "ms", waits(spec, planned.spans)),
+        Picture("actual", actual, spec.num_workers, "ms", waits(spec, actual, slack=trace.clock_error_ms)),
+    ])  # fmt: skip

@@ -20,7 +20,7 @@ from .pipeline import Pipeline
 from .settings import TrainOptions
 from .simulator import simulate
 from .timeline import draw
-from .trace import Recorder, Trace, last_steps
+from .trace import Recorder, Trace, last_steps, planned_and_actual
 
 _HELD_OUT_BATCHES = 16
 #: steps recorded for the timeline and the measured bubble
@@ -118,6 +118,9 @@ def _tell_summary(
     if options.trace:
         Path(options.trace).parent.mkdir(parents=True, exist_ok=True)
         trace.write_chrome(options.trace, options.device)
+    if options.html:
+        Path(options.html).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.html).write_text(planned_and_actual(planned, trace), encoding="utf-8")
     summary: dict[str, Any] = {
         **asdict(options),
         "loss": losses[-1],

@@ -14,11 +14,16 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
 
 
-def run(command, folder):
+def run(command, folder, *, refused=False):
     environment = os.environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == (2 if refused else 0), done.stdout + done.stderr
+    return done.stderr if refused else done.stdout
+
+
+def python_block(name):
+    """Return the block that says which file it is, or the one without a name."""
+    return next(text for text in blocks("python") if text.startswith(f"# {name}") or not (name or text[0] == "#"))
 
 
 def rpc_pipe(arguments):
@@ -26,7 +31,7 @@ def rpc_pipe(arguments):
 
 
 def test_the_training_script_runs_alone_and_launched(tmp_path):
-    (tmp_path / "train.py").write_text(blocks("python")[0])
+    (tmp_path / "train.py").write_text(python_block(""))
     alone = run([sys.executable, "train.py"], tmp_path)
     assert float(re.match(r"loss (\d\.\d+), held out", alone)[1]) < 0.9
     assert (tmp_path / "model.safetensors").is_file()
@@ -35,7 +40,7 @@ def test_the_training_script_runs_alone_and_launched(tmp_path):
 
 
 def test_the_users_schedule_is_legal_and_short(tmp_path):
-    source = blocks("python")[1]
+    source = python_block("mine.py")
     assert len(source.splitlines()) <= 20
     (tmp_path / "mine.py").write_text(source)
     assert "peak activations" in run(
@@ -46,10 +51,19 @@ def test_the_users_schedule_is_legal_and_short(tmp_path):
 
 
 def test_the_console_shows_what_is_printed(tmp_path):
+    for name in ("steps.py", "mistakes.py"):
+        (tmp_path / name).write_text(python_block(name))
     for block in blocks("console"):
         command, _, shown = block.partition("\n")
-        printed = run(rpc_pipe(command.removeprefix("$ rpc-pipe ")), tmp_path)
+        refused = shown.startswith("error:")
+        printed = run(rpc_pipe(command.removeprefix("$ rpc-pipe ")), tmp_path, refused=refused)
         assert [line.rstrip() for line in printed.splitlines()] == shown.splitlines()
+
+
+def test_the_picture_is_what_is_drawn(tmp_path):
+    options = "--schedule zb-v --workers 4 --microbatches 8 --svg zb_v.svg"
+    run(rpc_pipe(f"simulate {options}"), tmp_path)
+    assert (tmp_path / "zb_v.svg").read_text() == (ROOT / "schedules" / "zb_v.svg").read_text()
 
 
 def test_links_lead_somewhere():
