@@ -61,8 +61,8 @@ class Order(Listener):
         self.steps.append([a.action for a in sorted(record.actions, key=lambda a: a.start_ns)])
 
 
-def emulate(name, P, M, order, steps):
-    """Return the pipeline's spec and, by worker, the order of each step that ran."""
+def emulate(name, P, M, order):
+    """Return the pipeline's spec and an iterator: step after step, what each worker ran, in order."""
     spec = SCHEDULES[name](num_workers=P, num_microbatches=M)
     pipe = Pipeline(
         [Stage] * spec.num_stages,
@@ -77,33 +77,35 @@ def emulate(name, P, M, order, steps):
     pipe.listen(lambda worker: orders[worker])
     # The first stage's input owes a gradient too, so that its I takes time as planned.
     batch = torch.randn(M, 2, requires_grad=True), torch.randn(M, 2)
-    for _ in range(steps):
-        pipe.step(batch)
-    return spec, [own.steps for own in orders]
+
+    def steps():
+        while True:
+            pipe.step(batch)
+            yield [[a for a in own.steps[-1] if a.kind not in PER_REPLICA] for own in orders]
+
+    return spec, steps()
+
+
+def planned(spec, order):
+    cost = uniform({F: 1, B: 2, I: 1, W: 1, R: 1})
+    return simulate(spec, cost, comm=0.01, order=order).orders()
 
 
 @pytest.mark.parametrize(
-    "name, P, M, order",
-    [
-        ("1f1b", 2, 4, "ready"),
-        ("zb-h1", 2, 4, "ready"),
-        ("1f1b", 4, 8, "ready"),
-        ("gpipe", 4, 4, "ready"),
-        ("interleaved", 4, 4, "ready"),
-        ("dualpipe", 4, 8, "fixed"),
-        ("zb-v", 4, 8, "fixed"),
-        ("1f1b", 8, 8, "ready"),
-        ("chimera", 8, 8, "fixed"),
-        ("1f1b", 16, 16, "fixed"),
-    ],
+    "name, P, M",
+    [("1f1b", 16, 16), ("chimera", 8, 8), ("dualpipe", 4, 8), ("zb-v", 4, 8), ("v-half", 3, 5), ("zb-h2", 2, 4)],
 )
-def test_the_actual_order_is_the_planned_one(name, P, M, order):
-    """In one of the last steps at least: other work on the machine may delay a payload in any of them."""
-    spec, actual = emulate(name, P, M, order, steps=2)
-    plan = simulate(spec, uniform({F: 1, B: 2, I: 1, W: 1, R: 1}), comm=0.01, order=order).orders()
-    steps = [
-        [[a for a in worker[step] if a.kind not in PER_REPLICA] for worker in actual] for step in range(len(actual[0]))
-    ]
-    assert plan in steps
-    if order == "fixed":
-        assert steps == [plan] * 2
+def test_fixed_order_is_the_planned_one(name, P, M):
+    spec, steps = emulate(name, P, M, "fixed")
+    assert next(steps) == next(steps) == planned(spec, "fixed")
+
+
+@pytest.mark.parametrize(
+    "name, P, M",
+    [("1f1b", 2, 4), ("zb-h1", 2, 4), ("1f1b", 4, 8), ("gpipe", 4, 4), ("gpipe", 8, 8), ("interleaved", 4, 4)],
+)
+def test_ready_order_is_the_planned_one_where_times_are(name, P, M):
+    """Other work on the machine may hold up a payload in any step, but hardly in every one of ten."""
+    spec, steps = emulate(name, P, M, "ready")
+    plan = planned(spec, "ready")
+    assert any(next(steps) == plan for _ in range(10))
