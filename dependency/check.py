@@ -116,6 +116,13 @@ def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) ->
             )
         if action in seen:
             raise ScheduleError(f"program({worker}) lists {action} twice", draw_listed(programs, action, {worker}))
+        known = spec.actions(action.stage, action.microbatch)
+        if action.kind not in PER_REPLICA and action not in known:
+            raise ScheduleError(
+                f"program({worker}) lists {action}, but of microbatch {action.microbatch} stage {action.stage} runs "
+                f"only {', '.join(map(str, known))}",
+                draw_listed(programs, action, {worker}),
+            )
         seen.add(action)
     for stage, route in spec.hosted(worker):
         for microbatch in range(spec.num_microbatches):

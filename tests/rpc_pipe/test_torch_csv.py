@@ -4,17 +4,19 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpc_pipe.dependency import PER_REPLICA, B, ConfigError, F, I, W, check_all, local_order
+from rpc_pipe.dependency import PER_REPLICA, B, ConfigError, F, I, Spec, W, check_all, local_order
 from rpc_pipe.options import make_spec
 from rpc_pipe.simulator import simulate, uniform
 from rpc_pipe.torch_csv import export_csv
 
 COST = uniform({F: 1, B: 2, I: 1, W: 1})
+RANKS = 3
 #: those that torch's CSV can say
 EXPORTED = (
     "naive gpipe 1f1b eager-1f1b interleaved bfs hanayo zb-h1 zb-h2 zb-v v-half v-min dualpipev".split()
@@ -26,9 +28,9 @@ def order(spec, worker):
 
 
 def test_torch_runs_what_is_exported(tmp_path):
-    """On two ranks over gloo, in torch's own runtime; every gradient equals one process to 1e-12 in float64."""
+    """On three ranks over gloo, one of them in the middle, in torch's own runtime; every gradient equals one process to 1e-12 in float64."""
     plans = [(name, {}, 4) for name in EXPORTED] + [
-        ("1f1b", {}, 5),
+        ("1f1b", {}, 7),
         ("interleaved", {"chunks": 3}, 4),
         ("hanayo", {"waves": 2}, 4),
         ("zb-v", {}, 7),
@@ -36,18 +38,18 @@ def test_torch_runs_what_is_exported(tmp_path):
     names = []
     for name, parameters, M in plans:
         names.append("-".join(map(str, [name, M, *parameters.values()])))
-        (tmp_path / f"{names[-1]}.csv").write_text(export_csv(make_spec(name, 2, M, parameters)))
+        (tmp_path / f"{names[-1]}.csv").write_text(export_csv(make_spec(name, RANKS, M, parameters)))
     script = Path(__file__).parent / "torch_runtime.py"
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(rank), "2", str(tmp_path / "meet"), str(tmp_path)],
+            [sys.executable, script, str(rank), str(RANKS), str(tmp_path / "meet"), str(tmp_path)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env=environment,
         )
-        for rank in range(2)
+        for rank in range(RANKS)
     ]
     try:
         printed = [rank.communicate(timeout=120)[0] for rank in ranks]
@@ -111,6 +113,9 @@ def test_transfers_are_left_out_and_pairs_taken_apart(tmp_path):
     "text, workers, message",
     [
         ("0F0,0X0\n", 1, "row 0, cell 1: '0X0' is no action"),
+        ("0F,0B0\n", 1, "row 0, cell 0: '0F' is no action"),
+        ("0F0,0B0,0I0,0W0\n", 1, "has 0B0 and its parts"),
+        ("0F0,0B0\n\n1F0,1B0\n", 2, "workers 2: .* has 3 rows"),
         ("0F0,0B0\n0F1,0B1\n", 2, "stage 0 is in row 0 and in row 1; a stage belongs to one worker"),
         ("0F0,0B0\n2F0,2B0\n", 2, "no row has stage 1"),
         ("0F0,0B0\n", 2, "workers 2: .* has 1 rows, one for each worker"),
@@ -130,3 +135,56 @@ def test_a_file_that_does_not_fit_says_where(tmp_path, text, workers, message):
 def test_what_the_format_cannot_say_is_refused(name, message):
     with pytest.raises(ConfigError, match=message):
         export_csv(make_spec(name, 4, 8))
+
+
+class LastFirst(Spec):
+    """Runs its microbatches from the last to the first."""
+
+    def program(self, worker):
+        backwards = range(self.num_microbatches)[::-1]
+        return [F(worker, m) for m in backwards] + [B(worker, m) for m in backwards]
+
+
+class OneForAll(Spec):
+    """Leaves every worker but the first without a stage."""
+
+    @property
+    def num_stages(self):
+        return 1
+
+    def program(self, worker):
+        return [kind(0, m) for m in range(self.num_microbatches) for kind in (F, B)] if worker == 0 else []
+
+
+@pytest.mark.parametrize(
+    "cls, message", [(LastFirst, r"in the order \[1, 0\].*must ascend"), (OneForAll, "worker 1 holds no stage")]
+)
+def test_what_torch_would_fail_on_is_refused(cls, message):
+    with pytest.raises(ConfigError, match=message):
+        export_csv(cls(num_workers=2, num_microbatches=2))
+
+
+@pytest.mark.parametrize("format", ["compute_only", "compute_comms"])
+@pytest.mark.parametrize(
+    "cls, ours",
+    [
+        ("ScheduleLoopedBFS", "bfs"),
+        ("ScheduleInterleaved1F1B", "interleaved"),
+        ("ScheduleZBVZeroBubble", "zb-v"),
+        ("ScheduleDualPipeV", "dualpipev"),
+        ("ScheduleInterleavedZeroBubble", None),
+    ],
+)
+def test_what_torch_dumps_is_the_same_schedule_here(tmp_path, cls, ours, format):
+    """Without and with its transfers; where we have the schedule too, the orders are equal."""
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    for P in (2, 3, 4):
+        M, path = 2 * P, str(tmp_path / f"{P}.csv")
+        stages = [SimpleNamespace(num_stages=2 * P, group_size=P, group_rank=0, submod=None) for _ in range(2)]
+        getattr(schedules, cls)(stages, M, loss_fn=len)._dump_csv(path, format=format)
+        spec = make_spec(path, P, M)
+        check_all(spec)
+        ran = simulate(spec, COST).orders()
+        assert ran == [order(spec, w) for w in range(P)]
+        if ours:
+            assert ran == [order(make_spec(ours, P, M), w) for w in range(P)]
