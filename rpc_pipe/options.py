@@ -162,17 +162,21 @@ def parse_factors(option: str, text: str | None, count: int, of: str) -> list[fl
 
 
 def parse_links(option: str, texts: Sequence[str], num_workers: int) -> dict[tuple[int, int], Link]:
-    """Read travel times by link, `FROM-TO=TIME`.
+    """Read travel times by link, `FROM-TO=TIME` or `FROM-TO=TIME/BANDWIDTH`, in bytes a unit of time.
 
-    >>> parse_links("--link", ["0-1=2.5"], 2)
-    {(0, 1): Link(latency=2.5, bandwidth=inf)}
+    >>> parse_links("--link", ["0-1=2.5/1MB"], 2)
+    {(0, 1): Link(latency=2.5, bandwidth=1000000.0)}
     """
     links = {}
     for key, value in parse_assignments(option, texts).items():
         ends = key.split("-")
         if len(ends) != 2 or not all(end.isdigit() and int(end) < num_workers for end in ends):
             raise ConfigError(f"{option} {key}={value}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}")
-        links[int(ends[0]), int(ends[1])] = Link(parse_number(f"{option} {key}", value))
+        latency, slash, bandwidth = value.partition("/")
+        width = parse_bytes(f"{option} {key}", bandwidth) if slash else float("inf")
+        if width == 0:
+            raise ConfigError(f"{option} {key}={value}: a bandwidth must be above 0")
+        links[int(ends[0]), int(ends[1])] = Link(parse_number(f"{option} {key}", latency), width)
     return links
 
 

@@ -47,8 +47,10 @@ def add_commands(commands: Any, add_schedule_options: Callable[[argparse.Argumen
     plan.add_argument("--stage-cost", metavar="FACTORS", help="times the cost, by stage, such as 1,1,2,1")
     plan.add_argument("--slow", action="append", default=[], metavar="WORKER=FACTOR", help="a slower worker")
     plan.add_argument(
-        "--link", action="append", default=[], metavar="FROM-TO=TIME", help="travel time of one link, such as 0-1=2.5"
-    )
+        "--link", action="append", default=[], metavar="FROM-TO=TIME[/BANDWIDTH]",
+        help="travel time of one link, and its bytes a unit of time, such as 0-1=2.5/1MB",
+    )  # fmt: skip
+    plan.add_argument("--payload", default="0", metavar="BYTES", help="of what a stage sends, for --link (0)")
     plan.add_argument("--steps", type=int, default=1, help="steps in sequence (1)")
     plan.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
     plan.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and hover in")
@@ -113,12 +115,15 @@ def _simulate(parsed: argparse.Namespace, argv: list[str]) -> int:
     spec = make_spec(parsed.schedule, parsed.workers, parsed.microbatches, schedule_options(parsed.set, parsed.window))
     cost, comm = _cost(spec, parsed), parse_number("--comm", parsed.comm)
     links = parse_links("--link", parsed.link, spec.num_workers)
+    size = parse_bytes("--payload", parsed.payload)
     if parsed.steps < 1:
         raise ConfigError(f"--steps {parsed.steps}: must be at least 1")
     check_all(spec)
     reporter = Reporter()
     try:
-        result = simulate(spec, cost, comm=comm, order=parsed.order, steps=parsed.steps, links=links)
+        result = simulate(
+            spec, cost, comm=comm, order=parsed.order, steps=parsed.steps, links=links, payload=lambda _: size
+        )
     except PipeError as error:
         reporter.error(str(error))
         return 1

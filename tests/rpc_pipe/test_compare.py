@@ -1,6 +1,8 @@
 """What a schedule costs in time, bytes and messages, side by side."""
 
 import json
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -137,6 +139,7 @@ def test_the_command(capsys, monkeypatch):
         (("compare", "--cost", "X=3"), "--cost X=3: kinds are F, B"),
         (("simulate", "--slow", "9=2"), "--slow 9=2: workers are 0 to 1"),
         (("simulate", "--link", "0-5=2"), "--link 0-5=2: must be FROM-TO=TIME with workers 0 to 1"),
+        (("simulate", "--link", "0-1=1/0"), "--link 0-1=1/0: a bandwidth must be above 0"),
         (("simulate", "--stage-cost", "1,2,3"), "--stage-cost 1,2,3: has 3 factors, but there are 2 stages"),
         (("simulate", "--steps", "0"), "--steps 0: must be at least 1"),
     ],
@@ -144,6 +147,29 @@ def test_the_command(capsys, monkeypatch):
 def test_wrong_input(capsys, arguments, message):
     code, _, err = printed(capsys, *arguments)
     assert code == 2 and message in err
+
+
+def test_a_narrow_link_is_paid_for(capsys):
+    options = [
+        "simulate",
+        "--cost",
+        "F=1,B=1",
+        "--microbatches",
+        "3",
+        "--link",
+        "0-1=0/10B",
+        "--payload",
+        "50B",
+        "--json",
+    ]
+    code, out, _ = printed(capsys, *options)
+    assert code == 0 and json.loads(out)["makespan"] == 1 + 3 * 5 + 1 + 2
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    command = f"{sys.executable} -m rpc_pipe simulate --workers 16 --microbatches 256 --json | head -c 10"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == '{"schedule' and done.stderr == ""
 
 
 def test_pictures_are_written(capsys, tmp_path):

@@ -28,7 +28,7 @@ def order(spec, worker):
 
 
 def test_torch_runs_what_is_exported(tmp_path):
-    """On three ranks over gloo, one of them in the middle, in torch's own runtime; every gradient equals one process to 1e-12 in float64."""
+    """Three ranks on gloo, one in the middle, in torch's own runtime: every gradient as in one process, to 1e-12."""
     plans = [(name, {}, 4) for name in EXPORTED] + [
         ("1f1b", {}, 7),
         ("interleaved", {"chunks": 3}, 4),
