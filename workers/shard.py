@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -57,8 +57,6 @@ class Shard:
         self._inputs: dict[int, tuple[Payload, Tree, float | None, bool]] = {}
         #: microbatch -> what is left of its backward
         self._deferred: dict[int, Deferred] = {}
-        #: which buffers forward writes
-        self._written: set[int] = set()
         parameters = [p for p in self.parameters() if p.requires_grad]
         self.optimizer = optimizer(parameters) if optimizer and parameters else None
         self.lr_scheduler = lr_scheduler(self.optimizer) if lr_scheduler and self.optimizer else None
@@ -104,24 +102,18 @@ class Shard:
         """
         if not recompute or not torch.is_grad_enabled():
             return self._forward(step, microbatch, inputs, target, share, Saved() if split else None)
-        versions = [buffer._version for buffer in self._buffers()]
         # With the graph, not without: the outputs say what owes a gradient. What the graph would hold is dropped.
         with saved_tensors_hooks(lambda tensor: None, _dropped):
             payload = self._forward(step, microbatch, inputs, target, share, None)
         del self._kept[microbatch]
-        self._written |= {i for i, buffer in enumerate(self._buffers()) if buffer._version != versions[i]}
         self._inputs[microbatch] = inputs, target, share, split
         return payload
 
     def recompute(self, step: int, microbatch: int) -> None:
         """Compute the activations of a microbatch again, with the same random numbers and no other effect."""
         inputs, target, share, split = self._inputs.pop(microbatch)
-        buffers = [buffer for i, buffer in enumerate(self._buffers()) if i in self._written]
-        before = [buffer.clone() for buffer in buffers]  # such as running means, which have counted it already
-        self._forward(step, microbatch, inputs, target, share, Saved() if split else None)
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+        with _on_copies_of_buffers(module for _, module in self.layers):
+            self._forward(step, microbatch, inputs, target, share, Saved() if split else None)
 
     def _forward(
         self, step: int, microbatch: int, inputs: Payload, target: Tree, share: float | None, saved: Saved | None
@@ -141,9 +133,6 @@ class Shard:
         if torch.is_grad_enabled():
             self._kept[microbatch] = owing, roots, saved
         return pack(tree) if share is None else None
-
-    def _buffers(self) -> list[Tensor]:
-        return [buffer for _, module in self.layers for buffer in module.buffers()]
 
     def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
         """Note the microbatch's loss; return the tensor that backward starts from.
@@ -217,6 +206,30 @@ def _begin(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], li
         return roots, [None] * len(roots)
     pairs = [(root, grad) for root, grad in zip(roots, unpack(grads), strict=True) if grad is not None]
     return [root for root, _ in pairs], [grad for _, grad in pairs]
+
+
+@contextmanager
+def _on_copies_of_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Let modules write copies of their buffers, such as running means, which have counted the microbatch already.
+
+    Not by putting the values back afterwards: that would be a change in place of what backward needs, and which
+    buffers a forward writes cannot be seen from their versions (batch normalisation does not raise them).
+    """
+    places = [
+        (module._buffers, name, buffer)
+        for whole in modules
+        for module in whole.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    copies = {buffer: buffer.clone() for _, _, buffer in places}
+    for buffers, name, buffer in places:
+        buffers[name] = copies[buffer]
+    try:
+        yield
+    finally:
+        for buffers, name, buffer in places:
+            buffers[name] = buffer
 
 
 def _dropped(_: None) -> NoReturn:

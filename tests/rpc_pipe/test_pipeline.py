@@ -290,3 +290,42 @@ def test_save_writes_the_unsplit_models_names(tmp_path):
     unsplit.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert torch.equal(unsplit.eval()(X), pipe.predict(X)) or torch.allclose(unsplit(X), pipe.predict(X))
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe", "zb-v", "varuna", "gpipe-recompute"])
+def test_evaluation_between_steps_of_any_schedule(schedule):
+    """Forward only, without recomputation or split, on whichever replica a microbatch meets."""
+
+    def run(schedule):
+        pipe = pipeline(schedule=schedule, num_workers=2, num_microbatches=3)
+        before = pipe.evaluate((X, Y))
+        losses = [pipe.step((X, Y)) for _ in range(2)]
+        kept = [shard.num_kept for actor in pipe.actors for shard in actor.shards.values()]
+        assert not any(kept), "nothing outlives a step"
+        return before, losses[0], pipe.predict(X)
+
+    found, expected = run(schedule), run("1f1b")
+    assert found[:2] == expected[:2] and found[0] == found[1]
+    torch.testing.assert_close(found[2], expected[2])  # replicas sum in another order
+
+
+def test_running_statistics_count_a_recomputed_microbatch_once():
+    """Batch normalisation sees each microbatch twice where activations are recomputed."""
+
+    def statistics(schedule):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
+        torch.manual_seed(0)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter)
+        pipe = Pipeline(
+            model, nn.functional.mse_loss, optimizer=SGD, num_workers=2, num_microbatches=4,
+            schedule=schedule, schedule_options={"b_order": "ascending"},
+        )  # fmt: skip
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(2):
+            pipe.step((torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)))
+        return pipe.state_dict()
+
+    found, expected = statistics("gpipe-recompute"), statistics("gpipe")
+    assert found["1.num_batches_tracked"] == 8
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
