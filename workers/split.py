@@ -176,14 +176,19 @@ class Deferred:
             weights = [leaf.variable for leaf in leaves]  # type: ignore[attr-defined]
             found = torch.autograd.grad([GradientEdge(*edge) for edge in edges], weights, grads, allow_unused=True)
             for weight, grad in zip(weights, found, strict=True):
-                if grad is None:
-                    continue
-                if weight.grad is None:
-                    # A copy: what autograd returns may be shared, with another weight or with what was received.
-                    weight.grad = torch.empty_like(weight).copy_(grad)
-                else:
-                    weight.grad += grad
+                if grad is not None:
+                    _accumulate(weight, grad)
         self._runs.clear()
+
+
+def _accumulate(weight: Tensor, grad: Tensor) -> None:
+    if weight.grad is None:
+        # A copy: what autograd returns may be shared, with another weight or with what was received.
+        weight.grad = grad.clone() if grad.is_sparse else torch.empty_like(weight).copy_(grad)
+    elif weight.grad.is_sparse and not grad.is_sparse:
+        weight.grad = grad + weight.grad
+    else:
+        weight.grad += grad
 
 
 class _Graph:
