@@ -41,9 +41,11 @@ class Interleaved(Spec):
 
     def latest(self, kind: Kind, worker: int, ordinal: int) -> list[Action]:
         """Return the last action of `kind` up to `ordinal`: the last group of P microbatches may not be full."""
-        for k in range(ordinal, max(-1, ordinal - self.num_workers), -1):
-            if (action := self.at(kind, worker, k)).microbatch < self.num_microbatches:
+        while ordinal >= 0:
+            action = self.at(kind, worker, ordinal)
+            if action.microbatch < self.num_microbatches:
                 return [action]
+            ordinal -= 1
         return []
 
     def ahead(self, worker: int) -> int:
