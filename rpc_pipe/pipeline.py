@@ -78,7 +78,7 @@ class Pipeline:
         order: Order | None = None,
         device: str = "cpu",
         seed: int = 0,
-        lookahead: int = 32,
+        lookahead: int = 64,
         stall_s: float = 300.0,
     ) -> None:
         job = current_job()

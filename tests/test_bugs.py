@@ -1,5 +1,6 @@
 """Bugs that were found, each with its story."""
 
+import pickle
 from functools import partial
 
 import torch
@@ -9,28 +10,40 @@ from torch.futures import Future
 from rpc_pipe.pipeline import Pipeline
 
 
-def test_a_worker_does_not_leave_with_an_acknowledgement_unsent(monkeypatch):
+def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
     """`verify` with 3 workers hung in about one run of twenty, in the last barrier.
 
     The transport's thread delivered the last payload and then sent the acknowledgement. In between the
     compute thread could finish, leave and end the process; the peer waited for the acknowledgement for ever.
-    It is now counted before the delivery, and close() waits until what is counted has been read.
+    Later an acknowledgement could also be the answer to a request, which nobody confirms. So who leaves tells
+    every peer what is still to be said, and that it takes nothing more, and waits until that has been read.
     """
     from rpc_pipe.workers import rpc as module
+    from rpc_pipe.workers.line import Message
+    from rpc_pipe.workers.payload import Payload
 
-    read = Future()
+    sent, shut_down, read = [], [], Future()
+
+    def invoke(info, pickled, tensors, timeout_s, is_async):
+        sent.append(pickle.loads(pickled))
+        return read
+
     monkeypatch.setattr(module.rpc, "init_rpc", lambda *args, **kwargs: None)
-    monkeypatch.setattr(module.rpc, "rpc_async", lambda *args, **kwargs: read)
-    shut_down = []
-    monkeypatch.setattr(module.rpc, "shutdown", lambda graceful: shut_down.append(transport._acks_due))
+    monkeypatch.setattr(module.rpc, "get_worker_info", lambda name: name)
+    monkeypatch.setattr(module, "_invoke_rpc_python_udf", invoke)
+    monkeypatch.setattr(module.rpc, "shutdown", lambda graceful: shut_down.append(read.done()))
     monkeypatch.setattr(module.time, "sleep", lambda seconds: read.done() or read.set_result(None))
     transport = module.RpcTransport(0, 2, "file:///nowhere")
-    transport._open[1] = 1
-    due_at_delivery = []
-    transport._arrived(1, (1, "barrier"), lambda answer: due_at_delivery.append(transport._acks_due), None)
-    assert due_at_delivery == [1]
+    held = Future()
+    transport.line(1).hold(held)
+    transport.line(1).ask({(1, "barrier"): lambda answer: None})
+    transport.received(1, Message([], [], [((1, "barrier"), Payload([], None))]), own=False)
     transport.close()
-    assert shut_down == [0], "closed before the acknowledgement was read"
+    call = sent[-1]
+    assert call.func is module._leave
+    assert module._from_wire(*call.args[1:]).taken == [(1, "barrier")]
+    assert held.done(), "the peer's request would break, and be reported"
+    assert shut_down == [True], "left before its last words were read"
 
 
 def test_workers_in_threads_compute_like_their_caller():

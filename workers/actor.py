@@ -45,7 +45,7 @@ class WorkerActor:
         courier: Courier,
         shards: dict[tuple[int, int], Shard],
         *,
-        lookahead: int = 32,
+        lookahead: int = 64,
         stall_s: float = 300.0,
     ) -> None:
         self.transport = transport
@@ -82,7 +82,7 @@ class WorkerActor:
             self.mailbox.begin()
             if self.worker != 0:
                 self.mailbox.publish(name, pack(value), [0])
-                self.mailbox.end()
+                self.mailbox.dispatch(busy=False)
                 return None
             arrived = self.mailbox.collect(name, range(1, self.transport.num_workers))
             return [value, *(unpack(arrived[worker]) for worker in sorted(arrived))]
@@ -94,7 +94,7 @@ class WorkerActor:
             others = set(range(self.transport.num_workers)) - {self.worker}
             self.mailbox.publish("barrier", Payload([], None), others)
             self.mailbox.collect("barrier", others)
-            self.mailbox.end()
+            self.mailbox.drain()
 
     @contextmanager
     def _telling_failures(self) -> Iterator[None]:
@@ -106,6 +106,7 @@ class WorkerActor:
             known = error.cause if isinstance(error, PeerLost) else error
             failure = known if isinstance(known, WorkerFailure) else self._describe(error)
             self.transport.outbox.fail(failure)
+            self.transport.dispatch(busy=False)
             if isinstance(error, Exception) and not isinstance(error, (PeerLost, Stalled, WorkerFailure)):
                 raise failure from error
             raise

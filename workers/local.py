@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
+
 from .outbox import Answer, Key, Outbox
 from .transport import Deliver
 
@@ -15,14 +18,19 @@ class LocalTransport:
         self.outbox = outboxes[worker]
         self._outboxes = outboxes
 
-    def pull(self, peer: int, key: Key, deliver: Deliver) -> None:
-        outbox = self._outboxes[peer]
+    def pull(self, peer: int, questions: Mapping[Key, Deliver]) -> None:
+        for key, deliver in questions.items():
+            self._outboxes[peer].ask(key, self.worker, partial(self._arrived, self._outboxes[peer], key, deliver))
 
-        def reply(answer: Answer) -> None:
-            deliver(answer)
-            outbox.taken([key], self.worker)
+    def _arrived(self, outbox: Outbox, key: Key, deliver: Deliver, answer: Answer) -> None:
+        deliver(answer)
+        outbox.taken([key], self.worker)
 
-        outbox.ask(key, self.worker, reply)
+    def flush(self) -> None:
+        pass
+
+    def dispatch(self, busy: bool) -> None:
+        pass
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         return 0, 0

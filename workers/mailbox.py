@@ -13,7 +13,7 @@ from ..dependency import Action, PeerLost, Stalled, WorkerFailure
 from .device import Courier
 from .outbox import Answer, Key
 from .payload import Payload
-from .transport import Transport
+from .transport import Deliver, Transport
 
 
 class Arrival(NamedTuple):
@@ -42,13 +42,28 @@ class Mailbox:
         return self._transport.outbox.run
 
     def begin(self) -> None:
-        """Start another run; all workers do so in the same order."""
-        self._transport.outbox.run += 1
-        self._transport.outbox.forget_marks(before=self._run - 1)
+        """Start another run; all workers do so in the same order.
 
-    def end(self) -> None:
+        Waits until all of the run before the last has been taken, so that what is kept for others is bounded. What
+        has arrived here since is told together with the first questions of this run.
+        """
+        outbox = self._transport.outbox
+        outbox.run += 1
+        outbox.forget_marks(before=self._run - 1)
+        self._transport.flush()
+        if outbox.holds(before=self._run - 1):
+            self.dispatch(busy=False)
+            outbox.wait_taken(before=self._run - 1, timeout_s=self._stall_s)
+
+    def drain(self) -> None:
         """Wait until the others have taken everything."""
-        self._transport.outbox.wait_empty(self._stall_s)
+        self._transport.flush()
+        self.dispatch(busy=False)
+        self._transport.outbox.wait_taken(before=self._run + 1, timeout_s=self._stall_s)
+
+    def dispatch(self, busy: bool) -> None:
+        """Send what has been published and asked for; `busy`: while this thread computes."""
+        self._transport.dispatch(busy)
 
     def _key(self, what: Action | str) -> Key:
         return self._run, str(what)
@@ -56,8 +71,17 @@ class Mailbox:
     def _done_key(self, what: Action | str) -> Key:
         return self._run, f"{what} done"
 
-    def pull(self, peer: int, what: Action | str, carries: bool = True) -> None:
-        """Ask `peer` for `what`, ahead of need; without `carries`, only for the news that it is finished."""
+    def pull(self, peer: int, wanted: Iterable[tuple[Action | str, bool]]) -> None:
+        """Ask `peer` for all of `wanted`, ahead of need: (what, whether its payload or just that it is finished)."""
+        self._transport.pull(
+            peer,
+            {
+                self._key(what) if carries else self._done_key(what): self._deliver(peer, what)
+                for what, carries in wanted
+            },
+        )
+
+    def _deliver(self, peer: int, what: Action | str) -> Deliver:
         run, enter, put = self._run, self._courier.enter, self._queue.put
         for_compute = isinstance(what, Action)  # the rest is read on the CPU
 
@@ -66,7 +90,7 @@ class Mailbox:
                 answer = enter(answer)
             put((run, what, peer, answer))
 
-        self._transport.pull(peer, self._key(what) if carries else self._done_key(what), deliver)
+        return deliver
 
     def publish(self, what: Action | str, payload: Payload, consumers: Iterable[int]) -> None:
         """Make `payload` pullable once it has left the device; consumers may include this worker."""
@@ -102,6 +126,7 @@ class Mailbox:
             PeerLost: a peer failed or is gone.
             Stalled: nothing came in time; `describe` says what was waited for.
         """
+        self.dispatch(busy=False)
         try:
             return self._checked(*self._queue.get(timeout=self._stall_s))
         except queue.Empty:
@@ -113,7 +138,7 @@ class Mailbox:
         """Pull `what` from each of `peers` and wait for all."""
         missing = set(peers)
         for peer in sorted(missing):
-            self.pull(peer, what)
+            self.pull(peer, [(what, True)])
         arrived: dict[int, Payload] = {}
         while missing:
             arrival = self.next_arrival(lambda: f"{what} of workers {sorted(missing)}")

@@ -1,7 +1,7 @@
 """What a worker has finished and others have not taken yet.
 
 A consumer asks by key, before or after the payload is there; the answer comes when it is. A payload stays
-until every consumer has said that it arrived, so an answer lost on the way can be asked for again. Handlers
+until every consumer has said that it arrived: no worker leaves with what another still needs. Handlers
 call `ask` and `taken` from any thread; they neither block nor compute.
 """
 
@@ -80,8 +80,7 @@ class Outbox:
                 waiting.discard(consumer)
                 if not waiting and key in self._payloads:
                     del self._payloads[key]
-            if not self._payloads:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def fail(self, failure: WorkerFailure) -> None:
         """Answer every question, now and from now on, with the reason why there is no payload."""
@@ -97,15 +96,26 @@ class Outbox:
         with self._changed:
             self._marks = {key for key in self._marks if key[0] >= before}
 
-    def wait_empty(self, timeout_s: float) -> None:
-        """Wait until everything has been taken.
+    def leaves(self, consumer: int) -> None:
+        """`consumer` takes nothing more."""
+        with self._changed:
+            waited = [key for key, (_, waiting) in self._payloads.items() if consumer in waiting]
+        self.taken(waited, consumer)
+
+    def holds(self, before: int) -> bool:
+        """Tell whether a payload of a run before `before` has not been taken."""
+        with self._changed:
+            return any(run < before for run, _ in self._payloads)
+
+    def wait_taken(self, before: int, timeout_s: float) -> None:
+        """Wait until every payload of the runs before `before` has been taken.
 
         Raises:
             PipeError: it was not, in time.
         """
         deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._payloads:
+            while left := [item for item in self._payloads.items() if item[0][0] < before]:
                 if not self._changed.wait(deadline - time.monotonic()):
-                    left = ", ".join(f"{what} by {sorted(who)}" for (_, what), (_, who) in self._payloads.items())
-                    raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {left}")
+                    names = ", ".join(f"{what} by {sorted(who)}" for (_, what), (_, who) in left)
+                    raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {names}")

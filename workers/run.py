@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from .actor import WorkerActor
 
 
+#: a worker that has waited within so many actions has time to send by itself
+_RECENTLY = 4
+
+
 @dataclass(frozen=True)
 class Work:
     """What a worker is asked to do once: a training step, an evaluation or a prediction."""
@@ -45,6 +49,8 @@ class Run:
         self._spec = spec = work.spec
         self._mailbox = actor.mailbox
         self._state = WorkerState(work.program, work.order, lookahead)
+        #: actions for which it still counts as recent that this worker had to wait
+        self._slack = 0
         #: payloads by the action that made them: from other workers, or handed over on this one
         self._payloads: dict[Action, Payload] = {}
         self._marks: list[tuple[Action, Mark, Mark]] = []
@@ -55,13 +61,13 @@ class Run:
         self._last_forwards = hosts.count(actor.worker)
 
     def complete(self) -> Result:
-        """Run everything; return when this worker is done and others have taken what it made."""
+        """Run everything; return when this worker is done."""
         start_ns = time.perf_counter_ns()
         for shard in self._actor.shards.values():
             shard.train(self._work.train)
             shard.losses = Losses()
         for host in self._result.missing - {self._actor.worker}:
-            self._mailbox.pull(host, "result")
+            self._mailbox.pull(host, [("result", True)])
         self._carry(self._state.start())
         while not self._state.complete:
             for arrival in self._mailbox.arrivals():
@@ -73,14 +79,17 @@ class Run:
                 self._execute(action)
         while self._result.missing:
             self._wait()
-        self._mailbox.end()
+        self._mailbox.dispatch(busy=False)
         self._report(start_ns)
         return self._result
 
     def _carry(self, instructions: list[Instruction]) -> None:
+        wanted: dict[int, list[tuple[Action | str, bool]]] = {}
         for instruction in instructions:
             if isinstance(instruction, Pull):
-                self._mailbox.pull(instruction.worker, instruction.action, instruction.carries)
+                wanted.setdefault(instruction.worker, []).append((instruction.action, instruction.carries))
+        for peer, questions in wanted.items():
+            self._mailbox.pull(peer, questions)
 
     def _take_in(self, arrival: Arrival) -> None:
         if isinstance(arrival.what, str):
@@ -92,6 +101,8 @@ class Run:
         self._carry(self._state.arrived(arrival.what))
 
     def _wait(self) -> None:
+        self._mailbox.dispatch(busy=False)
+        self._slack = _RECENTLY
         self._actor.listeners.waiting(self._actor.step, self._blocked)
         self._take_in(self._mailbox.next_arrival(self._blocked))
 
@@ -107,6 +118,8 @@ class Run:
             while self._result.missing:  # the divisor; known long before, unless the last stage is late
                 self._wait()
         actor = self._actor
+        self._mailbox.dispatch(busy=self._slack <= 0)
+        self._slack -= 1
         actor.running = str(action)
         actor.listeners.action_started(actor.step, action)
         begin = actor.courier.mark()

@@ -71,7 +71,8 @@ class WorkerState:
             unfinished one, so it may be endless.
         order: `fixed` runs the head of the program and waits for it; `ready` runs the first entry of the
             program whose needs have all been met.
-        lookahead: how many entries may be known, and so pulled for, ahead of the oldest unfinished one.
+        lookahead: how many entries may be known, and so pulled for, ahead of the oldest unfinished one; at
+            least half as many always are.
     """
 
     def __init__(self, program: Iterable[Entry], order: Order, lookahead: int = 64) -> None:
@@ -146,9 +147,9 @@ class WorkerState:
                 heapq.heappush(self._ready, position)
 
     def _admit(self, instructions: list[Instruction]) -> None:
-        if self._exhausted:
-            return
         oldest = next(iter(self._entries), self._admitted)
+        if self._exhausted or self._admitted > oldest + self._lookahead // 2:
+            return  # many at once, so that many questions go in one message
         while self._admitted < oldest + self._lookahead:
             entry = next(self._program, None)
             if entry is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from .outbox import Answer, Key, Outbox
@@ -18,11 +18,14 @@ class Transport(Protocol):
     num_workers: int
     outbox: Outbox
 
-    def pull(self, peer: int, key: Key, deliver: Deliver) -> None:
-        """Ask `peer` for `key`; return at once. `deliver` is called when the answer is there.
+    def pull(self, peer: int, questions: Mapping[Key, Deliver]) -> None:
+        """Ask `peer` for every key of `questions`; return at once. Each is delivered once, when it is there."""
 
-        It is asked again under the hood where an answer may have been lost; there is one delivery.
-        """
+    def flush(self) -> None:
+        """Tell the peers now what has arrived from them, rather than with the next message."""
+
+    def dispatch(self, busy: bool) -> None:
+        """Send what the compute thread, which calls this, has gathered; `busy`: it has something else to do."""
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it)."""

@@ -38,6 +38,7 @@ pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimiz
 x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
 for _ in range(int(sys.argv[1])):
     loss = pipe.step((x, y))
+pipe.barrier()
 assert len(pipe.actors[0].transport.outbox) == 0
 print(f"{loss:.6f}", pipe.predict(x).shape[0])
 """

@@ -20,7 +20,7 @@ def test_asked_before_or_after_it_is_there():
     assert answers == [PAYLOAD, PAYLOAD]
 
 
-def test_kept_until_every_consumer_has_it_so_a_lost_answer_can_be_asked_for_again():
+def test_kept_until_every_consumer_has_it_and_given_again_to_who_asks_again():
     outbox, answers = Outbox(), []
     outbox.promise(KEY, [1, 2])
     outbox.put(KEY, PAYLOAD)
@@ -31,7 +31,7 @@ def test_kept_until_every_consumer_has_it_so_a_lost_answer_can_be_asked_for_agai
     outbox.taken([KEY], 1)
     assert len(outbox) == 1
     outbox.taken([KEY], 2)
-    outbox.wait_empty(0)
+    outbox.wait_taken(before=2, timeout_s=0)
     assert len(outbox) == 0
 
 
@@ -69,4 +69,4 @@ def test_what_nobody_takes_is_named():
     outbox = Outbox()
     outbox.promise(KEY, [2])
     with pytest.raises(PipeError, match=r"0F0 by \[2\]"):
-        outbox.wait_empty(0.01)
+        outbox.wait_taken(before=2, timeout_s=0.01)

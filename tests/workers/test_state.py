@@ -55,12 +55,15 @@ def test_fixed_waits_for_the_head_where_ready_goes_on():
         assert state.take() == second, order  # the head is 0B0, whose gradient has not arrived
 
 
-def test_pulls_are_asked_only_so_far_ahead():
+def test_pulls_are_asked_only_so_far_ahead_and_several_at_once():
     state = state_of(GPipe(num_workers=2, num_microbatches=100), 1, lookahead=4)
     assert len(state.start()) == 4
-    state.arrived(F(0, 0))
-    state.take()
-    assert [i for i in state.finished(F(1, 0)) if isinstance(i, Pull)] == [Pull(F(0, 4), 0, True)]
+    asked = []
+    for m in range(3):
+        state.arrived(F(0, m))
+        state.take()
+        asked.append([i.action.microbatch for i in state.finished(F(1, m)) if isinstance(i, Pull)])
+    assert asked == [[], [4, 5], []]
 
 
 @pytest.mark.parametrize("lookahead", [1, 2, 3, 64])
