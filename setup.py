@@ -16,6 +16,7 @@ setup(
     install_requires=["torch>=2.6", "rich>=13", "safetensors>=0.4", "numpy"],  # safetensors.torch imports numpy
     extras_require={
         "test": ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "mypy", "ruff"],
+        "bench": ["torchpippy==0.1.1", "transformers"],
     },
     entry_points={"console_scripts": ["rpc-pipe = rpc_pipe.cli:main"]},
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,10 @@ from torch import Tensor
 Tree = Any
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Stands in the skeleton where the tensor `index` was."""
 
-    index: int
+    number: int
     #: whether the consumer owes a gradient for it
     owes_grad: bool
 
@@ -55,7 +54,7 @@ def unpack(payload: Payload) -> Tree:
 
     def leaf(place: Place) -> Tensor:
         # A new tensor on the same storage: the outbox, or another worker's thread, may hold the original.
-        return payload.tensors[place.index].detach().requires_grad_(place.owes_grad)
+        return payload.tensors[place.number].detach().requires_grad_(place.owes_grad)
 
     return _map(payload.skeleton, Place, leaf, "payload")
 

@@ -137,6 +137,8 @@ class Run:
                 self._payloads[action] = payload
             if others := consumers - {self._actor.worker}:
                 self._mailbox.publish(action, payload, others)
+                if self._slack > 0:
+                    self._mailbox.dispatch(busy=False)
         self._mailbox.mark(action)
 
     def _compute(self, action: Action) -> Payload | None:

@@ -1,0 +1,276 @@
+"""Models whose compute is real: layers to cut, their data, and what they cost on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from importlib.util import find_spec
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rpc_pipe.dependency import Action, B, F, I, Kind, R, W
+from rpc_pipe.gpt import gpt_layers
+from rpc_pipe.measure import measure
+from rpc_pipe.settings import GPTConfig
+from rpc_pipe.text import default_text
+
+from .systems import Microbatch, Workload
+
+#: ms by kind, of each layer
+Costs = list[dict[Kind, float]]
+
+#: targets that no loss counts
+_IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Model:
+    """Layers, data and loss."""
+
+    name: str
+    layers: Sequence[Callable[[], nn.Module]]
+    loss: Callable[[Any, Any], Any]
+    batch: Callable[[int], list[Microbatch]]
+    padded: Callable[[int], list[Microbatch]] | None = None
+    summed: bool = False
+
+    def workload(self, cut: Callable[[int], Sequence[int]]) -> Workload:
+        """Cut the layers into as many stages as asked; `cut(count)` says how many layers each has."""
+
+        def stage(index: int, count: int) -> nn.Module:
+            sizes = cut(count)
+            start = sum(sizes[:index])
+            return nn.Sequential(*(self._build(i) for i in range(start, start + sizes[index])))
+
+        return Workload(stage, self.loss, self.batch, self.padded, self.summed)
+
+    def _build(self, index: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(index)
+            return self.layers[index]()
+
+    def costs(self, padded: bool = False) -> list[Costs]:
+        """Measure each layer alone, on one thread, for each microbatch of the first batch: ms by kind."""
+        torch.set_num_threads(1)
+        modules = [self._build(i) for i in range(len(self.layers))]
+        batch = self.padded(0) if padded and self.padded else self.batch(0)
+        found: dict[torch.Size, Costs] = {}
+        for x, y in batch:
+            if x.shape not in found:
+                measured = measure(modules, x, target=y, loss_fn=self.loss, repeats=5)
+                found[x.shape] = [cost.times for cost in measured]
+        return [found[x.shape] for x, _ in batch]
+
+    def num_parameters(self) -> list[int]:
+        """Count each layer's parameters."""
+        return [sum(p.numel() for p in self._build(i).parameters()) for i in range(len(self.layers))]
+
+
+def balanced(weights: Sequence[float], count: int) -> list[int]:
+    """Cut into `count` runs of layers so that the heaviest is as light as can be."""
+    sums = [0.0, *accumulate(weights)]
+
+    @lru_cache(None)
+    def best(end: int, parts: int) -> tuple[float, tuple[int, ...]]:
+        if parts == 1:
+            return sums[end], (end,)
+        found = []
+        for start in range(parts - 1, end):
+            heaviest, sizes = best(start, parts - 1)
+            found.append((max(heaviest, sums[end] - sums[start]), (*sizes, end - start)))
+        return min(found)
+
+    return list(best(len(weights), count)[1])
+
+
+def stage_cost(costs: Sequence[Costs], sizes: Sequence[int]) -> Callable[[Action], float]:
+    """Return what an action costs, given each microbatch's costs, when the stages have `sizes` layers."""
+    ends = list(accumulate(sizes))
+
+    def cost(action: Action) -> float:
+        kind = F if action.kind is R else action.kind
+        if kind not in (F, B, I, W):
+            return 0
+        end = ends[action.stage]
+        return sum(layer[kind] for layer in costs[action.microbatch][end - sizes[action.stage] : end])
+
+    return cost
+
+
+# --- BERT
+
+
+class _Embeddings(nn.Module):
+    def __init__(self, vocabulary: int, width: int, positions: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(positions, width)
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        out: Tensor = self.norm(self.words(tokens) + self.positions(places))
+        return out
+
+
+def _encoder_layer(width: int, heads: int) -> nn.Module:
+    if find_spec("transformers") is None:
+        return nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True)
+    from transformers import BertConfig
+    from transformers.models.bert.modeling_bert import BertLayer
+
+    config = BertConfig(
+        hidden_size=width,
+        num_attention_heads=heads,
+        intermediate_size=4 * width,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    config._attn_implementation = "sdpa"
+    layer: nn.Module = BertLayer(config)
+    return layer
+
+
+class _MaskedLanguageHead(nn.Module):
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.transform = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.LayerNorm(width))
+        self.decoder = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.decoder(self.transform(x))
+        return out
+
+
+def bert(microbatches: int) -> Model:
+    """BERT-base's shape at a third of its width and half its depth, sequences of 128, two rows a microbatch."""
+    width, heads, depth, vocabulary, length, rows = 256, 4, 6, 8192, 128, 2
+    layers: list[Callable[[], nn.Module]] = [partial(_Embeddings, vocabulary, width, length)]
+    layers += [partial(_encoder_layer, width, heads)] * depth
+    layers += [partial(_MaskedLanguageHead, width, vocabulary)]
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    @lru_cache(1)
+    def batch(_: int) -> list[Microbatch]:
+        draw = torch.Generator().manual_seed(0)
+
+        def tokens() -> Tensor:
+            return torch.randint(vocabulary, (rows, length), generator=draw)
+
+        return [(tokens(), tokens()) for _ in range(microbatches)]
+
+    return Model("bert", layers, loss, lambda _: batch(0))
+
+
+# --- ResNet
+
+
+class _Bottleneck(nn.Module):
+    """He et al. 2016, with batch normalisation."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        inner = after // 4
+        self.body = nn.Sequential(
+            nn.Conv2d(before, inner, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(),
+            nn.Conv2d(inner, inner, 3, stride, 1, bias=False), nn.BatchNorm2d(inner), nn.ReLU(),
+            nn.Conv2d(inner, after, 1, bias=False), nn.BatchNorm2d(after),
+        )  # fmt: skip
+        self.shortcut: nn.Module = nn.Identity()
+        if before != after or stride != 1:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return functional.relu(self.body(x) + self.shortcut(x))
+
+
+def _bottleneck(before: int, after: int, stride: int) -> nn.Module:
+    if find_spec("transformers") is None:
+        return _Bottleneck(before, after, stride)
+    from transformers.models.resnet.modeling_resnet import ResNetBottleNeckLayer
+
+    layer: nn.Module = ResNetBottleNeckLayer(before, after, stride=stride)
+    return layer
+
+
+def resnet(microbatches: int) -> Model:
+    """ResNet-50's stack of bottlenecks (3, 4, 6, 3) at half its width, four images of 64 x 64 a microbatch."""
+    widths, depths, rows, classes = (128, 256, 512, 1024), (3, 4, 6, 3), 4, 100
+    layers: list[Callable[[], nn.Module]] = [
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 32, 7, 2, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(3, 2, 1)
+        )
+    ]
+    before = 32
+    for width, depth in zip(widths, depths, strict=True):
+        for i in range(depth):
+            layers.append(partial(_bottleneck, before, width, 2 if i == 0 and width > 128 else 1))
+            before = width
+    layers.append(lambda: nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], classes)))
+
+    @lru_cache(1)
+    def batch(_: int) -> list[Microbatch]:
+        draw = torch.Generator().manual_seed(0)
+        return [
+            (torch.randn(rows, 3, 64, 64, generator=draw), torch.randint(classes, (rows,), generator=draw))
+            for _ in range(microbatches)
+        ]
+
+    return Model("resnet", layers, functional.cross_entropy, lambda _: batch(0))
+
+
+# --- ragged text
+
+
+def ragged(microbatches: int) -> Model:
+    """A byte-level GPT on lines of real text, four lines a microbatch, of at most 256 bytes.
+
+    Microbatches are made of lines of like length and padded only to their own longest.
+    """
+    rows, longest, num_batches = 4, 256, 8
+    config = GPTConfig(width=192, depth=6, heads=4, context=longest)
+
+    @lru_cache(1)
+    def batches() -> list[list[list[bytes]]]:
+        text = b"".join(path.read_bytes() for path in default_text()[:40])
+        lines = [line[: longest + 1] for line in text.splitlines() if len(line.strip()) > 1]
+        draw = torch.Generator().manual_seed(0)
+        chosen = torch.randperm(len(lines), generator=draw)[: num_batches * microbatches * rows].tolist()
+        size = microbatches * rows
+        found = []
+        for b in range(num_batches):
+            own = sorted((lines[i] for i in chosen[b * size : (b + 1) * size]), key=len)
+            found.append([own[m * rows : (m + 1) * rows] for m in range(microbatches)])
+        return found
+
+    def tensors(lines: list[bytes], length: int) -> Microbatch:
+        x = torch.zeros(len(lines), length, dtype=torch.long)
+        y = torch.full((len(lines), length), _IGNORED)
+        for row, line in enumerate(lines):
+            ids = torch.frombuffer(bytearray(line), dtype=torch.uint8).long()
+            x[row, : len(ids) - 1], y[row, : len(ids) - 1] = ids[:-1], ids[1:]
+        return x, y
+
+    @lru_cache(None)
+    def own_length(b: int) -> list[Microbatch]:
+        return [tensors(lines, max(map(len, lines)) - 1) for lines in batches()[b % num_batches]]
+
+    @lru_cache(None)
+    def one_length(b: int) -> list[Microbatch]:
+        length = max(len(line) for batch in batches() for lines in batch for line in lines) - 1
+        return [tensors(lines, length) for lines in batches()[b % num_batches]]
+
+    def loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        total = functional.cross_entropy(
+            logits.flatten(0, 1), targets.flatten(), ignore_index=_IGNORED, reduction="sum"
+        )
+        return total, (targets != _IGNORED).sum()
+
+    return Model("ragged", gpt_layers(config), loss, own_length, one_length, summed=True)

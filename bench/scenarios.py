@@ -1,0 +1,248 @@
+"""What is measured: for each scenario the jobs of all systems, and the limit of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any
+
+from torch import nn
+
+from rpc_pipe.dependency import Action, B, F, I, R, W
+from rpc_pipe.options import make_spec
+from rpc_pipe.simulator import simulate
+
+from .devices import WIDTH, Device, Times, batch
+from .models import Model, balanced, bert, ragged, resnet, stage_cost
+from .systems import Job, Workload, absent
+
+#: the peers' schedules by our names
+PLANS = {
+    "1F1B": "1f1b",
+    "GPipe": "gpipe",
+    "FillDrain": "gpipe",
+    "Interleaved1F1B": "interleaved",
+    "InterleavedZeroBubble": "zb-h1",
+    "ZBVZeroBubble": "zb-v",
+    "DualPipeV": "dualpipev",
+}
+
+Cost = Callable[[Action], float]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Jobs that are run in turn, and compared."""
+
+    scenario: str
+    jobs: list[Job]
+    #: what an action of a job costs, ms
+    cost: Callable[[Job], Cost]
+    #: one-way travel time between two hosts that share the workers, ms
+    travel_ms: float = 0
+    #: rows (lines, images) of a batch
+    rows: int = 0
+
+    def turns(self, rounds: int) -> list[Job]:
+        """Return the jobs of the systems that are present, A B C A B C."""
+        return [job for job in self.jobs if absent(job.system) is None] * rounds
+
+
+def plan_of(job: Job) -> str:
+    """Return our name for the job's schedule."""
+    return PLANS.get(job.schedule, job.schedule)
+
+
+def limit_ms(job: Job, cost: Cost) -> tuple[float, float]:
+    """Return (time of a step in a run of steps with free communication, peak activations of a worker)."""
+    spec = make_spec(plan_of(job), job.workers, job.microbatches, job.options)
+    alone = simulate(spec, cost)
+    return min(alone.makespan, simulate(spec, cost, steps=4).step_time), max(alone.peak_activations)
+
+
+def job(
+    system: str, schedule: str, workers: int, microbatches: int, workload: Workload, steps: int, **options: Any
+) -> Job:
+    """Make a job of a system and its schedule."""
+    stages = make_spec(PLANS.get(schedule, schedule), workers, microbatches, options).num_stages
+    return Job(system, schedule, workers, microbatches, workload, 2, steps, stages, options)
+
+
+# --- emulated devices
+
+
+def emulated(
+    workers: int,
+    microbatches: int,
+    t: Mapping[str, float],
+    steps: int,
+    schedules: list[tuple[str, str]],
+    *,
+    jitter: float = 0,
+    slow: float = 1,
+    scenario: str,
+    width: int = WIDTH,
+    travel_ms: float = 0,
+) -> Contest:
+    """Devices with times `t` in ms for a worker's whole share: F and B, or F, I and W where B is split.
+
+    Args:
+        slow: the worker in the middle takes so many times as long.
+    """
+    times = partial(_times, workers, microbatches, jitter=jitter, slow=slow)
+
+    def stage(index: int, count: int) -> nn.Module:
+        kinds = "FIW" if "I" in t else "FB"
+        return Device(*(times(t[kind], kind, index, count) for kind in kinds), width=width)
+
+    workload = Workload(stage, nn.functional.mse_loss, lru_cache(1)(lambda _: batch(microbatches, width)))
+
+    def cost(job: Job) -> Cost:
+        count = job.num_stages
+        split = "I" in t
+        table = {kind: t.get(kind.name, 0.0) for kind in (F, B, I, W)}
+        if split:
+            table[B] = t["I"] + t["W"]
+        drawn = {(kind, s): times(table[kind], kind.name, s, count) for kind in (F, B, I, W) for s in range(count)}
+        return lambda a: 1e3 * drawn[F if a.kind is R else a.kind, a.stage].of[a.microbatch] if a.kind in _TIMED else 0
+
+    jobs = [job(system, schedule, workers, microbatches, workload, steps) for system, schedule in schedules]
+    return Contest(scenario, jobs, cost, travel_ms=travel_ms)
+
+
+_TIMED = (F, B, I, W, R)
+
+
+def _times(
+    workers: int, microbatches: int, ms: float, kind: str, stage: int, count: int, *, jitter: float, slow: float
+) -> Times:
+    share = workers / count
+    worker = stage if stage < workers else 2 * workers - 1 - stage  # of V shapes; round-robin is not slowed
+    seconds = ms / 1e3 * share * (slow if worker == workers // 2 else 1)
+    return Times(seconds, microbatches, jitter, (kind, stage))
+
+
+def on_devices(quick: bool) -> Iterator[Contest]:
+    """Same schedule, and each system's others, on even devices."""
+    for workers in (4, 8):
+        for t_f in (10, 2):
+            schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B"), ("pippy", "1F1B")]
+            if not quick:
+                schedules += [("rpc-pipe", "eager-1f1b"), ("rpc-pipe", "interleaved"), ("torch", "Interleaved1F1B")]
+                schedules += [("rpc-pipe", "gpipe"), ("torch", "GPipe"), ("pippy", "FillDrain")]
+            name = f"emulated {t_f}/{2 * t_f} ms"
+            yield emulated(workers, 2 * workers, {"F": t_f, "B": 2 * t_f}, 8, schedules, scenario=name)
+
+
+def with_jitter(quick: bool) -> Iterator[Contest]:
+    """Every action takes up to twice as long, at random."""
+    schedules = [("rpc-pipe", "1f1b"), ("rpc-pipe", "eager-1f1b"), ("torch", "1F1B"), ("pippy", "1F1B")]
+    for workers in (4,) if quick else (4, 8):
+        t = {"F": 10.0, "B": 20.0}
+        yield emulated(workers, 2 * workers, t, 6, schedules, jitter=1, scenario="jitter 10/20 ms x (1 + U(0,1))")
+
+
+def with_slow_worker(quick: bool) -> Iterator[Contest]:
+    """One worker takes 1.5 times as long."""
+    schedules = [("rpc-pipe", "1f1b"), ("rpc-pipe", "eager-1f1b"), ("torch", "1F1B"), ("pippy", "1F1B")]
+    for workers in (4,) if quick else (4, 8):
+        t = {"F": 10.0, "B": 20.0}
+        yield emulated(workers, 2 * workers, t, 6, schedules, slow=1.5, scenario="one worker x 1.5, 10/20 ms")
+
+
+def with_travel(quick: bool) -> Iterator[Contest]:
+    """Two hosts, each with half of the workers."""
+    schedules = [("rpc-pipe", "1f1b"), ("rpc-pipe", "eager-1f1b"), ("torch", "1F1B"), ("pippy", "1F1B")]
+    for share in (1.0,) if quick else (0.5, 1.0):
+        name = f"travel {share:g} t_F one way, 10/20 ms"
+        yield emulated(4, 16, {"F": 10, "B": 20}, 5, schedules, scenario=name, travel_ms=10 * share)
+
+
+def with_split_backward(quick: bool) -> Iterator[Contest]:
+    """Backward in two halves: each system's best."""
+    for t in (10, 2):
+        schedules = [("rpc-pipe", "zb-h1"), ("rpc-pipe", "zb-v"), ("torch", "ZBVZeroBubble")]
+        schedules += [("torch", "InterleavedZeroBubble"), ("pippy", "1F1B")]
+        if not quick:
+            schedules += [("rpc-pipe", "zb-h2"), ("rpc-pipe", "v-half"), ("rpc-pipe", "dualpipev")]
+            schedules += [("torch", "Interleaved1F1B"), ("torch", "DualPipeV"), ("torch", "1F1B")]
+            schedules += [("rpc-pipe", "1f1b"), ("pippy", "FillDrain")]
+        yield emulated(8, 16, {"F": t, "I": t, "W": t}, 8, schedules, scenario=f"split backward {t} ms")
+
+
+def real(model: Model, microbatches: int, steps: int, rows: int, quick: bool) -> Contest:
+    """Two workers, one thread each. Same cut, from measured layers, for all; and PiPPy with its own."""
+    costs, padded = model.costs(), model.costs(padded=True)
+    times = [cost[F] + cost[B] for cost in padded[0]]
+    by_time = model.workload(lambda count: balanced(times, count))
+    by_size = model.workload(lambda count: balanced(model.num_parameters(), count))
+    schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B"), ("pippy", "1F1B"), ("rpc-pipe", "zb-h1")]
+    if not quick:
+        schedules += [("rpc-pipe", "zb-h2"), ("rpc-pipe", "zb-v"), ("torch", "ZBVZeroBubble"), ("pippy", "FillDrain")]
+    jobs = [job(system, schedule, 2, microbatches, by_time, steps) for system, schedule in schedules]
+    jobs.append(replace(job("pippy", "1F1B", 2, microbatches, by_size, steps), label="1F1B, its own cut"))
+
+    def cost(job: Job) -> Cost:
+        weights = times if job.workload is by_time else list(map(float, model.num_parameters()))
+        return stage_cost(costs if job.system == "rpc-pipe" else padded, balanced(weights, job.num_stages))
+
+    return Contest(model.name, jobs, cost, rows=rows)
+
+
+def with_bert(quick: bool) -> Iterator[Contest]:
+    """An encoder like BERT's."""
+    yield real(bert(8), 8, 5, 16, quick)
+
+
+def with_resnet(quick: bool) -> Iterator[Contest]:
+    """Bottlenecks like ResNet-50's."""
+    yield real(resnet(8), 8, 5, 32, quick)
+
+
+def with_ragged_text(quick: bool) -> Iterator[Contest]:
+    """Lines of text: microbatches of their own length, where the system can."""
+    yield real(ragged(8), 8, 8, 32, quick)
+
+
+def by_message_size(quick: bool) -> Iterator[Contest]:
+    """No compute, so a step's time is that of its payloads; and short stages."""
+    schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B"), ("pippy", "1F1B")]
+    for width in (64, 2**18) if quick else (64, 2**12, 2**14, 2**16, 2**18, 2**20):
+        name = f"message {4 * width / 1024:g} KiB"
+        yield emulated(2, 16, {"F": 0, "B": 0}, 8, schedules, scenario=name, width=width)
+    for t in (4.0,) if quick else (0.5, 1.0, 2.0, 4.0, 8.0):
+        yield emulated(4, 8, {"F": t, "B": 2 * t}, 8, schedules, scenario=f"short stages {t:g}/{2 * t:g} ms")
+
+
+def by_size(quick: bool) -> Iterator[Contest]:
+    """More workers, more microbatches."""
+    schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B")]
+    sizes = [(2, 8), (16, 32)] if quick else [(2, 8), (4, 8), (8, 8), (16, 16), (4, 32), (4, 128), (4, 256), (16, 64)]
+    for workers, microbatches in sizes:
+        steps = max(2, 128 // microbatches)
+        yield emulated(workers, microbatches, {"F": 4, "B": 8}, steps, schedules, scenario="growth 4/8 ms")
+
+
+def of_ours(quick: bool) -> Iterator[Contest]:
+    """What the runtime adds to what the simulator plans, for every schedule."""
+    names = "gpipe 1f1b eager-1f1b interleaved hanayo chimera zb-h1 zb-h2 zb-v v-half v-min dualpipe dualpipev".split()
+    for workers in (4,) if quick else (4, 8):
+        t = {"F": 10, "I": 10, "W": 10}
+        schedules = [("rpc-pipe", name) for name in names]
+        yield emulated(workers, 2 * workers, t, 6, schedules, scenario="every schedule, 10 ms")
+
+
+SCENARIOS: dict[str, Callable[[bool], Iterator[Contest]]] = {
+    "emulated": on_devices,
+    "jitter": with_jitter,
+    "slow": with_slow_worker,
+    "travel": with_travel,
+    "split": with_split_backward,
+    "bert": with_bert,
+    "resnet": with_resnet,
+    "ragged": with_ragged_text,
+    "message": by_message_size,
+    "growth": by_size,
+    "schedules": of_ours,
+}
