@@ -2,14 +2,14 @@
 
     python -m bench.group SCENARIO CONTEST ROUNDS FOLDER --ranks 0-3        one host's share of the workers
 
-Rank r writes FOLDER/job-r.pickle. A job that fails or outlasts its deadline is ended, said why, and the next begins.
+Rank r writes FOLDER/NUMBER-r.json. A job that fails or outlasts its deadline is ended, said why, and the next begins.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-import pickle
 import resource
 import signal
 import sys
@@ -36,6 +36,8 @@ class Outcome(NamedTuple):
     #: the largest difference of a gradient to one process's, relative to the largest gradient
     error: float
     peak_rss_mb: float
+    #: processor time of a step, all threads, ms
+    cpu_ms: float = 0
     failure: str | None = None
 
 
@@ -57,9 +59,9 @@ def outcomes(job: Job, number: int, folder: Path) -> list[Outcome]:
     """Read what the ranks of a job wrote; a rank that wrote nothing was killed."""
     found = []
     for rank in range(job.workers):
-        path = folder / f"{number}-{rank}.pickle"
-        lost = Outcome([], 0, 0, f"worker {rank} did not end within {_DEADLINE_S:g} s")
-        found.append(pickle.loads(path.read_bytes()) if path.exists() else lost)
+        path = folder / f"{number}-{rank}.json"
+        lost = Outcome([], 0, 0, 0, f"worker {rank} did not end within {_DEADLINE_S:g} s")
+        found.append(Outcome(*json.loads(path.read_text())) if path.exists() else lost)
     return found
 
 
@@ -89,15 +91,15 @@ def _be(job: Job, rank: int, folder: Path, number: int) -> None:
         outcome = _measure(job, rank)
         status = 0
     except BaseException as error:
-        outcome = Outcome([], 0, 0, "".join(traceback.format_exception(error)))
-    (folder / f"{number}-{rank}.pickle").write_bytes(pickle.dumps(outcome))
+        outcome = Outcome([], 0, 0, 0, "".join(traceback.format_exception(error)))
+    (folder / f"{number}-{rank}.json").write_text(json.dumps(outcome))
     sys.stdout.flush()
     os._exit(status)
 
 
 def _environment(job: Job, rank: int, folder: Path, number: int) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.workers), "OMP_NUM_THREADS": "1"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.workers)}
     host = os.environ.get("HOST_ADDR_0")
     if host is None:
         meeting = f"file://{folder}/meet-{number}"
@@ -115,14 +117,15 @@ def _measure(job: Job, rank: int) -> Outcome:
     error = _difference(system.gradients(), job)
     for _ in range(job.warm_up - 1):
         system.step()
-    ends = [time.perf_counter()]
+    cpu, ends = time.process_time(), [time.perf_counter()]
     for _ in range(job.steps):
         system.step()
         ends.append(time.perf_counter())
     steps = [1e3 * (b - a) for a, b in pairwise(ends)]
+    cpu_ms = 1e3 * (time.process_time() - cpu) / job.steps
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     system.close()
-    return Outcome(steps, error, peak)
+    return Outcome(steps, error, peak, cpu_ms)
 
 
 def _difference(own: dict[int, Any], job: Job) -> float:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.util import find_spec
@@ -103,9 +104,9 @@ class Ours(System):
         self.done += 1
 
     def gradients(self) -> dict[int, list[Tensor]]:
-        (actor,) = self._pipe.actors
         return {
             stage: [p.grad for p in shard.parameters() if p.grad is not None]
+            for actor in self._pipe.actors
             for (stage, route), shard in actor.shards.items()
             if route == 0
         }
@@ -215,7 +216,8 @@ class Pippy(System):
     def close(self) -> None:
         from torch.distributed import rpc
 
-        rpc.shutdown()
+        with suppress(RuntimeError):  # its workers wait for each other at the store of the one that left first
+            rpc.shutdown()
 
 
 class _Leaf(nn.Module):

@@ -92,6 +92,7 @@ def _row(contest: Contest, job: Job, turns: list[list[group.Outcome]]) -> dict[s
         "quartiles_ms": [low, high],
         "of_limit": limit / median,
         "peak_rss_mb": max(sum(outcome.peak_rss_mb for outcome in turn) for turn in turns),
+        "cpu_ms": statistics.median(sum(outcome.cpu_ms for outcome in turn) for turn in turns),
         "gradient_error": max(outcome.error for turn in turns for outcome in turn),
     }
     if contest.rows:
@@ -117,7 +118,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     title = f"{first['scenario']}, {first['workers']} workers, {first['microbatches']} microbatches"
     table = Table(title=title, title_justify="left")
-    peers = sorted({row["system"] for row in rows} - {"rpc-pipe"}, reverse=True)
+    peers = [peer for peer in ("torch", "pippy") if any(row["system"] == peer for row in rows)]
     for column in ("system", "schedule"):
         table.add_column(column)
     for column in (
@@ -125,6 +126,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         "quartiles",
         "of limit",
         *(f"vs {peer}'s best" for peer in peers),
+        "CPU ms",
         "activations",
         "RSS MB",
     ):
@@ -133,7 +135,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if "failure" in row:
             reason = row["failure"].strip().splitlines()[-1]
-            table.add_row(row["system"], row["schedule"], "failed", reason, *[""] * (3 + len(peers)))
+            table.add_row(row["system"], row["schedule"], "failed", reason, *[""] * (4 + len(peers)))
             continue
         low, high = row["quartiles_ms"]
         ratios = [f"{min(best[p]) / row['median_ms']:.2f}" if best[p] and p != row["system"] else "" for p in peers]
@@ -144,6 +146,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{low:.1f} - {high:.1f}",
             f"{row['of_limit']:.3f}" if row["limit_ms"] else "",
             *ratios,
+            f"{row['cpu_ms']:.0f}",
             f"{row['peak_activations']:g}",
             f"{row['peak_rss_mb']:.0f}",
         )

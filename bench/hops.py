@@ -1,0 +1,159 @@
+"""Where the time of a hop goes: from the end of an action to the start of the next worker's that waited for it.
+
+    python bench/hops.py [--workers 8] [--ms 2]
+
+Only hops whose receiver had nothing else to do count. Times are medians, us, of the clock that all processes of a host
+share. Taking them costs some 10 us a hop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+if __package__ is None or __package__ == "":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench import group
+from bench.scenarios import emulated
+from bench.systems import SYSTEMS, Job, Ours
+from rpc_pipe.workers import rpc
+from rpc_pipe.workers.line import Line
+from rpc_pipe.workers.mailbox import Mailbox
+from rpc_pipe.workers.run import Run
+
+#: what happens on the way, in order, and what the time before it is spent on
+STEPS = {
+    "computed": "",
+    "published": "result packed, outbox",
+    "gathered": "decided to send now, by this thread or another",
+    "sent": "serialised and handed to TensorPipe",
+    "received": "TensorPipe, the network, the receiver's RPC thread",
+    "delivered": "unpickled, into the mailbox",
+    "taken in": "the compute thread woke up",
+    "started": "chosen and begun",
+}
+#: a receiver that took a payload in so late was busy, ns
+_BUSY_NS = 400_000
+
+
+class Observed(Ours):
+    """rpc-pipe that notes when what happens to each payload."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._events: list[tuple[str, str, int]] = []
+        self._sending = threading.local()
+        self._observe()
+        super().__init__(job, rank)
+
+    def _note(self, event: str, key: object) -> None:
+        self._events.append((event, str(key), time.perf_counter_ns()))
+
+    def _observe(self) -> None:
+        """Wrap the places where something happens."""
+
+        def before(cls: type, name: str, event: str, key: Callable[..., object]) -> None:
+            original = getattr(cls, name)
+
+            def noted(*args: Any, **kwargs: Any) -> Any:
+                self._note(event, key(*args, **kwargs))
+                return original(*args, **kwargs)
+
+            setattr(cls, name, noted)
+
+        before(Run, "_hand_over", "computed", lambda run, action, _: (run._mailbox._run, str(action)))
+        before(rpc.RpcTransport, "_answer", "published", lambda _, peer, key, answer: key)
+        before(Run, "_take_in", "taken in", lambda run, arrival: (run._mailbox._run, str(arrival.what)))
+        before(Run, "_execute", "started", lambda run, action: "")
+        outgoing, send, from_wire, deliver = Line.outgoing, rpc.RpcTransport._send, rpc._from_wire, Mailbox._deliver
+
+        def noted_outgoing(line: Line) -> Any:
+            found = outgoing(line)
+            keys = [key for key, _ in found.message.answers] if found else []
+            self._sending.keys = keys
+            for key in keys:
+                self._note("gathered", key)
+            return found
+
+        def noted_send(transport: rpc.RpcTransport, peer: int) -> None:
+            send(transport, peer)
+            for key in self._sending.keys:
+                self._note("sent", key)
+
+        def noted_from_wire(*wire: Any) -> Any:
+            now = time.perf_counter_ns()
+            message = from_wire(*wire)
+            self._events += [("received", str(key), now) for key, _ in message.answers]
+            return message
+
+        def noted_deliver(mailbox: Mailbox, peer: int, what: Any) -> Any:
+            original, key = deliver(mailbox, peer, what), (mailbox._run, str(what))
+
+            def noted(answer: Any) -> None:
+                self._note("delivered", key)
+                original(answer)
+
+            return noted
+
+        wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
+            (Line, "outgoing", noted_outgoing),
+            (rpc.RpcTransport, "_send", noted_send),
+        ]
+        wrapped += [(rpc, "_from_wire", noted_from_wire), (Mailbox, "_deliver", noted_deliver)]
+        for place, name, function in wrapped:
+            setattr(place, name, function)
+
+    def close(self) -> None:
+        (Path(os.environ["BENCH_HOPS"]) / f"{self.rank}.events").write_text(json.dumps(self._events))
+        super().close()
+
+
+def hops(folder: Path, workers: int) -> list[dict[str, int]]:
+    """Return of each payload when what happened to it, ns, if its receiver waited for it."""
+    found: dict[str, dict[str, int]] = defaultdict(dict)
+    for rank in range(workers):
+        last = ""
+        for event, key, ns in json.loads((folder / f"{rank}.events").read_text()):
+            if event == "started":
+                if last:
+                    found[last].setdefault("started", ns)
+                last = ""
+                continue
+            last = key if event == "taken in" else last
+            found[key].setdefault(event, ns)
+    whole = [times for times in found.values() if set(times) == set(STEPS)]
+    return [times for times in whole if times["taken in"] - times["delivered"] < _BUSY_NS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="where the time of a hop goes")
+    parser.add_argument("--workers", type=int, default=8, help="(8)")
+    parser.add_argument("--ms", type=float, default=2, help="t_F; t_B is twice that (2)")
+    options = parser.parse_args()
+    SYSTEMS["observed"] = Observed
+    times = {"F": options.ms, "B": 2 * options.ms}
+    contest = emulated(options.workers, 2 * options.workers, times, 12, [("observed", "1f1b")], scenario="hops")
+    with tempfile.TemporaryDirectory() as name:
+        os.environ["BENCH_HOPS"] = name
+        group.run(contest.jobs, Path(name), range(options.workers))
+        found = hops(Path(name), options.workers)
+    print(f"{len(found)} hops, {options.workers} workers, {options.ms:g}/{2 * options.ms:g} ms; median us")
+    names = list(STEPS)
+    for a, b in pairwise(names):
+        print(f"{statistics.median((t[b] - t[a]) / 1e3 for t in found):8.0f}  {b:10} {STEPS[b]}")
+    print(f"{statistics.median((t['started'] - t['computed']) / 1e3 for t in found):8.0f}  in all")
+
+
+if __name__ == "__main__":
+    main()
