@@ -55,10 +55,11 @@ def plan_of(job: Job) -> str:
 
 
 def limit_ms(job: Job, cost: Cost) -> tuple[float, float]:
-    """Return (time of a step in a run of steps with free communication, peak activations of a worker)."""
+    """Return (time of a step in a run of steps with free communication, peak activations in shares of the model)."""
     spec = make_spec(plan_of(job), job.workers, job.microbatches, job.options)
     alone = simulate(spec, cost)
-    return min(alone.makespan, simulate(spec, cost, steps=4).step_time), max(alone.peak_activations)
+    share = spec.num_workers / spec.num_stages
+    return min(alone.makespan, simulate(spec, cost, steps=4).step_time), share * max(alone.peak_activations)
 
 
 def job(
