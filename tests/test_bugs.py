@@ -1,6 +1,8 @@
 """Bugs that were found, each with its story."""
 
 import pickle
+import subprocess
+import sys
 from functools import partial
 
 import torch
@@ -19,7 +21,7 @@ def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
     every peer what is still to be said, and that it takes nothing more, and waits until that has been read.
     """
     from rpc_pipe.workers import rpc as module
-    from rpc_pipe.workers.line import Message
+    from rpc_pipe.workers.line import NOTHING, Message
     from rpc_pipe.workers.payload import Payload
 
     sent, shut_down, read = [], [], Future()
@@ -32,18 +34,45 @@ def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
     monkeypatch.setattr(module.rpc, "get_worker_info", lambda name: name)
     monkeypatch.setattr(module, "_invoke_rpc_python_udf", invoke)
     monkeypatch.setattr(module.rpc, "shutdown", lambda graceful: shut_down.append(read.done()))
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: read.done() or read.set_result(None))
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: read.done() or read.set_result(module._to_wire(NOTHING)))
     transport = module.RpcTransport(0, 2, "file:///nowhere")
     held = Future()
     transport.line(1).hold(held)
     transport.line(1).ask({(1, "barrier"): lambda answer: None})
     transport.received(1, Message([], [], [((1, "barrier"), Payload([], None))]), own=False)
     transport.close()
-    call = sent[-1]
-    assert call.func is module._leave
-    assert module._from_wire(*call.args[1:]).taken == [(1, "barrier")]
+    assert sent[-1].func is module._leave
+    assert [key for call in sent for key in module._from_wire(*call.args[1:]).taken] == [(1, "barrier")]
     assert held.done(), "the peer's request would break, and be reported"
     assert shut_down == [True], "left before its last words were read"
+
+
+def test_a_worker_does_not_leave_with_what_others_have_not_taken(tmp_path):
+    """The README's script failed in two runs of three: worker 1 had handed over its weights and left.
+
+    Runs no longer wait at their end for what they made to be taken, so leaving has to.
+    """
+    script = tmp_path / "leave.py"
+    script.write_text(LEAVING)
+    command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "3"]
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "worker 0 | True" in done.stdout
+
+
+LEAVING = """
+import time
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+pipe = Pipeline([nn.Linear(2, 2) for _ in range(3)], nn.functional.mse_loss, num_microbatches=2)
+if pipe.worker == 0:
+    time.sleep(1)  # the others are done long before this one asks
+state = pipe.state_dict()
+if pipe.worker == 0:
+    print(len(state) == 6)
+"""
 
 
 def test_workers_in_threads_compute_like_their_caller():

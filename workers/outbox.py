@@ -102,6 +102,13 @@ class Outbox:
             waited = [key for key, (_, waiting) in self._payloads.items() if consumer in waiting]
         self.taken(waited, consumer)
 
+    def waiting(self) -> set[int]:
+        """Return who has not taken something yet; nobody once this worker has failed."""
+        with self._changed:
+            if self._failure is not None:
+                return set()
+            return {consumer for _, consumers in self._payloads.values() for consumer in consumers}
+
     def holds(self, before: int) -> bool:
         """Tell whether a payload of a run before `before` has not been taken."""
         with self._changed:

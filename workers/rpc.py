@@ -22,6 +22,7 @@ import time
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -46,6 +47,8 @@ _RPC_THREADS = 2
 _INLINE_BYTES = 2**15
 _NO_TIMEOUT = 0.0
 _PING_S = 30.0
+#: how long a leaving worker waits for the others to take what it has made
+_DRAIN_S = 300.0
 #: how long a leaving worker waits for the others to read its last message
 _LEAVE_S = 5.0
 
@@ -81,6 +84,13 @@ def _leave(peer: int, *wire: Any) -> None:
         _endpoint.received(peer, _from_wire(*wire), own=False)
         _endpoint.outbox.leaves(peer)
         _answer_all(_endpoint.line(peer).close())
+
+
+def _hurry(peer: int, *_: Any) -> None:
+    """Runs at who is to tell `peer` now what has arrived from it."""
+    if _endpoint is not None:
+        _endpoint.line(peer).flush()
+        _endpoint.post(peer)
 
 
 def _answer_all(held: list[Future[Any]]) -> None:
@@ -144,12 +154,12 @@ class RpcTransport:
 
     def pull(self, peer: int, questions: Mapping[Key, Deliver]) -> None:
         self.line(peer).ask(questions)
-        self._post(peer)
+        self.post(peer)
 
     def flush(self) -> None:
         for peer, line in list(self._lines.items()):
             line.flush()
-            self._post(peer)
+            self.post(peer)
 
     def dispatch(self, busy: bool) -> None:
         self._compute_thread = threading.get_ident()
@@ -167,13 +177,13 @@ class RpcTransport:
         self.outbox.taken(message.taken, peer)
         for key in message.asks:
             self.outbox.ask(key, peer, partial(self._answer, peer, key))
-        self._post(peer)
+        self.post(peer)
 
     def _answer(self, peer: int, key: Key, answer: Answer) -> None:
         self.line(peer).answer(key, answer)
-        self._post(peer)
+        self.post(peer)
 
-    def _post(self, peer: int) -> None:
+    def post(self, peer: int) -> None:
         """Have said what there is to say to `peer`."""
         if not self.line(peer).urgent:
             return
@@ -248,8 +258,9 @@ class RpcTransport:
 
     def close(self) -> None:
         # Not graceful: that is a barrier over all workers, which hangs if one is gone (pytorch#63247).
-        # Whoever calls this has made sure that nobody needs this worker any more; but its last words may
-        # have been an answer that is still under way, and the peers wait for them. So it says goodbye.
+        # First the others take what this worker has made. Its last words may then have been an answer that is
+        # still under way, and the peers wait for them; so it says goodbye.
+        self._drain()
         self._closed = True
         self._to_send.put(None)
         self._sender.join(_LEAVE_S)
@@ -258,6 +269,17 @@ class RpcTransport:
         while not all(future.done() for future in goodbyes if future) and time.monotonic() < deadline:
             time.sleep(0.005)
         rpc.shutdown(graceful=False)
+
+    def _drain(self) -> None:
+        """Wait until all has been taken. A peer may have no other reason to say so soon, so it is asked."""
+        self.dispatch(busy=False)
+        deadline, pause = time.monotonic() + _DRAIN_S, 0.01
+        while (waiting := self.outbox.waiting()) and time.monotonic() < deadline:
+            for peer in waiting:
+                with suppress(RuntimeError):  # gone; its broken requests tell so
+                    self._request(peer, _hurry, _to_wire(NOTHING), _PING_S)
+            time.sleep(pause)
+            pause = min(2 * pause, 1.0)
 
     def _say_goodbye(self, peer: int, line: Line) -> Future[Any] | None:
         wire = _to_wire(line.last_words())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 #: a worker that has waited within so many actions has time to send by itself
 _RECENTLY = 4
+_RESULT = "result of worker "
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Run:
             shard.train(self._work.train)
             shard.losses = Losses()
         for host in self._result.missing - {self._actor.worker}:
-            self._mailbox.pull(host, [("result", True)])
+            self._mailbox.pull(self._towards(host), [(f"{_RESULT}{host}", True)])
         self._carry(self._state.start())
         while not self._state.complete:
             for arrival in self._mailbox.arrivals():
@@ -94,7 +95,10 @@ class Run:
     def _take_in(self, arrival: Arrival) -> None:
         if isinstance(arrival.what, str):
             assert arrival.payload is not None
-            self._result.add(arrival.peer, arrival.payload)
+            host = int(arrival.what.removeprefix(_RESULT))
+            self._result.add(host, arrival.payload)
+            if host != self._actor.worker:
+                self._tell(host, arrival.payload, [2 * self._actor.worker - self._towards(host)])
             return
         if arrival.payload is not None:
             self._payloads[arrival.what] = arrival.payload
@@ -109,7 +113,7 @@ class Run:
     def _blocked(self) -> str:
         blocked = self._state.blocked()
         if blocked is None:
-            return f"the result of worker {min(self._result.missing)}"
+            return f"the {_RESULT}{min(self._result.missing)}"
         action, missing = blocked
         return ", ".join(f"{need.action} of worker {need.worker}" for need in missing) + f" to run {action}"
 
@@ -207,7 +211,17 @@ class Run:
                 losses.parts |= shard.losses.parts
                 losses.summed |= shard.losses.summed
             part = losses.pack(stop)
-        self._mailbox.publish("result", part, range(self._actor.transport.num_workers))
+        me = self._actor.worker
+        self._tell(me, part, [me - 1, me, me + 1])
+
+    def _tell(self, host: int, part: Payload, workers: Iterable[int]) -> None:
+        there = [worker for worker in workers if 0 <= worker < self._actor.transport.num_workers]
+        if there:
+            self._mailbox.publish(f"{_RESULT}{host}", part, there)
+
+    def _towards(self, host: int) -> int:
+        """The neighbour on the way to `host`: results go from worker to worker, as payloads mostly do."""
+        return self._actor.worker + (1 if host > self._actor.worker else -1)
 
     def _report(self, start_ns: int) -> None:
         if not self._work.train:
