@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from rpc_pipe.dependency import Action, B, F, I, R, W
+from rpc_pipe.dependency import Action, B, F, I, R, Spec, W
 from rpc_pipe.options import make_spec
 from rpc_pipe.simulator import simulate
 
@@ -49,24 +49,24 @@ class Contest:
         return [job for job in self.jobs if absent(job.system) is None] * rounds
 
 
-def plan_of(job: Job) -> str:
-    """Return our name for the job's schedule."""
-    return PLANS.get(job.schedule, job.schedule)
+def spec_of(schedule: str, workers: int, microbatches: int, options: Mapping[str, Any]) -> Spec:
+    """Return the spec of a schedule of ours or a peer's."""
+    return make_spec(PLANS.get(schedule, schedule), workers, microbatches, options)
 
 
 def limit_ms(job: Job, cost: Cost) -> tuple[float, float]:
     """Return (time of a step in a run of steps with free communication, peak activations in shares of the model)."""
-    spec = make_spec(plan_of(job), job.workers, job.microbatches, job.options)
+    spec = spec_of(job.schedule, job.workers, job.microbatches, job.options)
     alone = simulate(spec, cost)
     share = spec.num_workers / spec.num_stages
     return min(alone.makespan, simulate(spec, cost, steps=4).step_time), share * max(alone.peak_activations)
 
 
-def job(
+def make_job(
     system: str, schedule: str, workers: int, microbatches: int, workload: Workload, steps: int, **options: Any
 ) -> Job:
     """Make a job of a system and its schedule."""
-    stages = make_spec(PLANS.get(schedule, schedule), workers, microbatches, options).num_stages
+    stages = spec_of(schedule, workers, microbatches, options).num_stages
     return Job(system, schedule, workers, microbatches, workload, 2, steps, stages, options)
 
 
@@ -108,7 +108,7 @@ def emulated(
         drawn = {(kind, s): times(table[kind], kind.name, s, count) for kind in (F, B, I, W) for s in range(count)}
         return lambda a: 1e3 * drawn[F if a.kind is R else a.kind, a.stage].of[a.microbatch] if a.kind in _TIMED else 0
 
-    jobs = [job(system, schedule, workers, microbatches, workload, steps) for system, schedule in schedules]
+    jobs = [make_job(system, schedule, workers, microbatches, workload, steps) for system, schedule in schedules]
     return Contest(scenario, jobs, cost, travel_ms=travel_ms)
 
 
@@ -177,12 +177,12 @@ def real(model: Model, microbatches: int, steps: int, rows: int, quick: bool) ->
     costs, padded = model.costs(), model.costs(padded=True)
     times = [cost[F] + cost[B] for cost in padded[0]]
     by_time = model.workload(lambda count: balanced(times, count))
-    by_size = model.workload(lambda count: balanced(model.num_parameters(), count))
+    by_parameters = model.workload(lambda count: balanced(model.num_parameters(), count))
     schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B"), ("pippy", "1F1B"), ("rpc-pipe", "zb-h1")]
     if not quick:
         schedules += [("rpc-pipe", "zb-h2"), ("rpc-pipe", "zb-v"), ("torch", "ZBVZeroBubble"), ("pippy", "FillDrain")]
-    jobs = [job(system, schedule, 2, microbatches, by_time, steps) for system, schedule in schedules]
-    jobs.append(replace(job("pippy", "1F1B", 2, microbatches, by_size, steps), label="1F1B, its own cut"))
+    jobs = [make_job(system, schedule, 2, microbatches, by_time, steps) for system, schedule in schedules]
+    jobs.append(replace(make_job("pippy", "1F1B", 2, microbatches, by_parameters, steps), label="1F1B, its own cut"))
 
     def cost(job: Job) -> Cost:
         weights = times if job.workload is by_time else list(map(float, model.num_parameters()))

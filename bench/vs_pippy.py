@@ -32,7 +32,7 @@ if __package__ is None or __package__ == "":
 
 from bench import group
 from bench.scenarios import SCENARIOS, Contest, limit_ms
-from bench.systems import Job, absent
+from bench.systems import SYSTEMS, Job, absent
 
 #: gradients may differ from one process's by so much, relatively, where sums are taken in another order
 _TOLERANCE = 1e-4
@@ -171,7 +171,7 @@ def main() -> None:
     unknown = [name for name in chosen if name not in SCENARIOS]
     if unknown:
         parser.error(f"--only {unknown[0]}: must be some of {', '.join(SCENARIOS)}")
-    for system in ("pippy",):
+    for system in SYSTEMS:
         if why := absent(system):
             console.print(f"{system} is left out: {why}")
     everything: list[dict[str, Any]] = []

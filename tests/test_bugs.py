@@ -3,6 +3,8 @@
 import pickle
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -73,6 +75,28 @@ state = pipe.state_dict()
 if pipe.worker == 0:
     print(len(state) == 6)
 """
+
+
+def test_two_threads_that_come_first_share_one_line(monkeypatch):
+    """Read, not met: a handler and the compute thread could each make a line to the same peer.
+
+    One of the two was lost with the questions in it, and nobody would ever have answered them.
+    """
+    from rpc_pipe.workers import rpc as module
+
+    together = threading.Barrier(2)
+
+    class SlowLine(module.Line):
+        def __init__(self):
+            super().__init__()
+            together.wait(10)
+
+    monkeypatch.setattr(module.rpc, "init_rpc", lambda *args, **kwargs: None)
+    monkeypatch.setattr(module, "Line", SlowLine)
+    transport = module.RpcTransport(0, 2, "file:///nowhere")
+    with ThreadPoolExecutor(2) as pool:
+        lines = list(pool.map(transport.line, [1, 1]))
+    assert lines[0] is lines[1] is transport.line(1)
 
 
 def test_workers_in_threads_compute_like_their_caller():

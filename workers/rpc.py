@@ -20,7 +20,7 @@ import queue
 import threading
 import time
 import warnings
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -121,7 +121,7 @@ class RpcTransport:
         self.worker = worker
         self.num_workers = num_workers
         self.outbox = Outbox()
-        self._lines: defaultdict[int, Line] = defaultdict(Line)
+        self._lines: dict[int, Line] = {}
         self._posted: deque[int] = deque()  # peers that the compute thread has something to say to
         self._compute_thread = threading.get_ident()
         self._to_send: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # peers; None: no more
@@ -150,7 +150,9 @@ class RpcTransport:
 
     def line(self, peer: int) -> Line:
         """This worker's end of its exchange with `peer`."""
-        return self._lines[peer]
+        line = self._lines.get(peer)
+        # setdefault, in one step of the interpreter: handlers and the compute thread may both come first
+        return self._lines.setdefault(peer, Line()) if line is None else line
 
     def pull(self, peer: int, questions: Mapping[Key, Deliver]) -> None:
         self.line(peer).ask(questions)
