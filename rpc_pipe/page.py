@@ -1,6 +1,7 @@
 """Draw planned and actual runs as one HTML page, to zoom into in any browser, without a network.
 
-The page is `page.html` with the data put in as JSON; what is drawn follows from the data alone. Loads without torch.
+The page is `page.html` with the script, the style and the data (as JSON) put in; what is drawn follows from the data
+alone. Loads without torch.
 """
 
 from __future__ import annotations
@@ -36,12 +37,22 @@ def draw_page(pictures: Sequence[Picture]) -> str:
     Raises:
         ValueError: a time is not a finite number.
     """
-    data = {"palette": PALETTE, "pictures": [_encode(picture) for picture in pictures]}
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    text = json.dumps(encode(pictures), separators=(",", ":"), allow_nan=False)
     # In a script element only `<` can end the element or begin a comment; JSON may write it as an escape.
     text = text.replace("<", "\\u003c")
-    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace(_MARKER, text)
+    return with_parts(files(__package__).joinpath("page.html").read_text(encoding="utf-8")).replace(_MARKER, text)
+
+
+def with_parts(template: str) -> str:
+    """Put the timelines' style and script into a page."""
+    for marker, name in (("@STYLE@", "timeline.css"), ("@SCRIPT@", "timeline.js")):
+        template = template.replace(marker, files(__package__).joinpath(name).read_text(encoding="utf-8"))
+    return template
+
+
+def encode(pictures: Sequence[Picture]) -> dict[str, object]:
+    """Return what the script's `load` takes, for JSON."""
+    return {"palette": PALETTE, "pictures": [_encode(picture) for picture in pictures]}
 
 
 def _encode(picture: Picture) -> dict[str, object]:
