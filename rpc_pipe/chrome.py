@@ -12,15 +12,24 @@ from .timeline import Span
 
 
 def write_chrome(
-    path: str | Path, spec: Spec, steps: Mapping[int, Sequence[Span]], *, device: str = "cpu", unit_us: float = 1e3
+    path: str | Path,
+    spec: Spec,
+    steps: Mapping[int, Sequence[Span]],
+    *,
+    device: str = "cpu",
+    unit_us: float = 1e3,
+    clock_error_ms: float = 0.0,
 ) -> None:
     """Write what ran in `steps` to a file.
 
     Args:
         steps: step -> its spans.
         unit_us: microseconds in a unit of the spans' time; milliseconds by default.
+        clock_error_ms: by how much the clocks of two workers may differ; stands in the file's `otherData`.
     """
-    Path(path).write_text(json.dumps({"traceEvents": _events(spec, steps, device, unit_us)}), encoding="utf-8")
+    events = _events(spec, steps, device, unit_us)
+    whole = {"traceEvents": events, "otherData": {"clock_error_ms": clock_error_ms}}
+    Path(path).write_text(json.dumps(whole), encoding="utf-8")
 
 
 def _events(spec: Spec, steps: Mapping[int, Sequence[Span]], device: str, unit_us: float) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The command line: `rpc-pipe run | verify | simulate | compare | export | schedules`.
+"""The command line: `rpc-pipe run | verify | watch | simulate | compare | export | schedules`.
 
 Modules that need torch are imported where they are used, so that planning answers at once. Exit codes:
 0 done, 1 the run failed or differed, 2 wrong input, 130 stopped by the user.
@@ -17,6 +17,7 @@ from typing import Any
 
 from . import planning
 from .dependency import ConfigError, ScheduleError
+from .dispatch import command as watching
 from .job import current_job
 from .launcher import as_worker, launch
 from .options import schedule_options
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--dropout", type=float, default=VerifyOptions.dropout, help="dropout (0.1)")
     verify.set_defaults(command=_verify)
 
+    watching.add_command(commands)
     planning.add_commands(commands, _add_schedule_options)
     return parser
 

@@ -2,7 +2,7 @@
 
     launcher ──leash──> worker     its end, however it comes, ends the worker; a byte means "finish and stop"
     launcher <──tell─── worker     progress, summary, failure: one JSON object a line
-    launcher <──board── worker     what each worker does now; readable after its death
+    launcher <──board── worker     what each worker does and did; readable after its death, also by `rpc-pipe watch`
 
 The first cause of a failure wins; what other workers report after it are consequences.
 """
@@ -18,21 +18,25 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from . import link
 from .dependency import ConfigError, PeerLost, PipeError, ScheduleError
+from .dispatch import jobs
+from .dispatch.board import Live
+from .dispatch.source import Boards
+from .dispatch.view import View
 from .job import INIT
 from .report import Reporter
 
 #: how long consequences wait for their cause
 _GRACE_S = 3.0
+#: how often the boards are looked at
+_LOOK_EVERY_S = 1.0
 
 _FAILED, _WRONG_INPUT, _INTERRUPTED = 1, 2, 130
 
@@ -95,12 +99,17 @@ class Launcher:
         self._cause: tuple[str, str, int] | None = None
         self._consequences: dict[int, str] = {}
         self._failed_at = 0.0
+        self._view = View()
+        self._looked_at = 0.0
+        self._told_stall = False
 
     def run(self) -> int:
         """Return the exit code: 0 all done, 1 failed, 2 wrong input, 130 stopped by the user."""
-        folder = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
-        self._board = str(folder / "board")
-        Path(self._board).write_bytes(bytes(link.BOARD_ENTRY * self._num_workers))
+        jobs.sweep()
+        self._folder = folder = jobs.root() / f"run-{os.getpid()}"
+        folder.mkdir()
+        (folder / "launcher").write_text(str(os.getpid()))
+        self._boards = Boards(folder)
         handlers = {name: signal.signal(name, self._on_signal) for name in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._start(self._init or f"file://{folder}/rendezvous")
@@ -119,7 +128,7 @@ class Launcher:
         environment = os.environ | {
             "WORLD_SIZE": str(self._num_workers),
             INIT: init_method,
-            link.BOARD: self._board,
+            jobs.FOLDER: os.environ.get(jobs.FOLDER, str(self._folder)),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads)),
             # A peer's death makes TensorPipe print warnings; we report the cause instead.
@@ -166,12 +175,16 @@ class Launcher:
             elif what == "ended":
                 ended[rank] = detail
                 self._ended(rank, detail)
+            if time.monotonic() > self._looked_at + _LOOK_EVERY_S:
+                self._look()
             if self._cause is not None:
                 return self._give_up(*self._cause)
             if self._consequences and time.monotonic() > self._failed_at + _GRACE_S:
                 return self._give_up("no worker named a cause", "\n".join(self._consequences.values()), _FAILED)
         if self._consequences:
             return self._give_up("no worker named a cause", "\n".join(self._consequences.values()), _FAILED)
+        self._look()
+        self._reporter.finish(self._view)
         return _INTERRUPTED if _INTERRUPTED in ended.values() else self._reporter.exit_code
 
     def _told(self, rank: int, message: dict[str, Any]) -> None:
@@ -184,7 +197,7 @@ class Launcher:
         elif kind == "wrong input":
             self._cause = self._cause or ("", message["text"], _WRONG_INPUT)
         else:
-            self._reporter.handle(message, self._bubble())
+            self._reporter.handle(message, self._view.bubble() if kind == "progress" else None)
 
     def _ended(self, rank: int, code: int) -> None:
         if code in (0, _INTERRUPTED) or rank in self._consequences or self._cause is not None:
@@ -193,7 +206,8 @@ class Launcher:
             how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
         else:
             how = f"ended with exit code {code}"
-        state = link.read_board(self._board, self._num_workers)[rank][0]
+        self._look()
+        state = self._view.lives.get(rank, Live())
         self._cause = f"worker {rank} died", f"worker {rank} {how} while {state}", _FAILED
 
     def _follow_up(self, rank: int, text: str) -> None:
@@ -209,10 +223,15 @@ class Launcher:
             self._reporter.failure(title, text, consequences)
         return code
 
-    def _bubble(self) -> float | None:
-        board = link.read_board(self._board, self._num_workers)
-        total = sum(step_ns for _, _, step_ns in board)
-        return 1 - sum(busy_ns for _, busy_ns, _ in board) / total if total else None
+    def _look(self) -> None:
+        """See what the workers do, and hold a roll-call if nothing finishes."""
+        self._looked_at = time.monotonic()
+        self._view.take(self._boards.look())
+        if self._view.stalled and not self._told_stall:
+            culprit = self._view.culprit()
+            stacks = "" if culprit is None else self._boards.stacks(culprit)
+            self._reporter.roll_call(self._view.roll_call(), f"worker {culprit}", stacks)
+        self._told_stall = self._view.stalled
 
 
 def _check_port(port: int) -> None:

@@ -1,33 +1,47 @@
-"""A worker's side of the launcher: what it tells, and the leash that ends it when the launcher is gone.
+"""A worker's side towards those who started it and those who watch it.
 
-Without a launcher there is no leash and no board.
+The launcher's leash ends the worker when the launcher is gone; what the worker tells goes to the launcher. Its board
+is for whoever looks.
 """
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import json
-import mmap
+import logging
 import os
-import struct
+import signal
+import socket
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
-from .dependency import Action
+from .dependency import ConfigError
+from .dispatch import jobs
+from .dispatch.board import BoardWriter
+from .dispatch.plan import list_program
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
 
-#: environment variables: descriptor to write messages to, descriptor to read orders from, the board's path
-TELL, LEASH, BOARD = "RPC_PIPE_TELL", "RPC_PIPE_LEASH", "RPC_PIPE_BOARD"
-#: bytes a worker has on the board: ns computing and ns in all of the last step, length of text, text
-BOARD_ENTRY = 160
-_TEXT_AT = 18
+logger = logging.getLogger(__name__)
+
+#: environment variables: descriptor to write messages to, descriptor to read orders from
+TELL, LEASH = "RPC_PIPE_TELL", "RPC_PIPE_LEASH"
 #: an order of the launcher: finish the step and stop
 STOP = b"s"
+#: on this signal a worker writes the stacks of its threads to `stacks-<process>`; users have others for their own
+_STACKS = signal.SIGRTMIN + 7
 
 _lock = threading.Lock()
-_pipelines: list[Pipeline] = []
+_pipelines: WeakSet[Pipeline] = WeakSet()
+_writers: WeakSet[BoardWriter] = WeakSet()
 _stop_requested = False
 _instead: Callable[[dict[str, Any]], None] | None = None
 
@@ -63,55 +77,76 @@ def _follow(descriptor: int) -> None:
     while order := os.read(descriptor, 1):
         if order == STOP:
             _stop_requested = True
-            for pipeline in _pipelines:
+            for pipeline in list(_pipelines):
                 pipeline.request_stop()
     os._exit(1)  # the launcher is gone, however it went
 
 
 def attach(pipeline: Pipeline) -> None:
-    """Pass the launcher's orders on to `pipeline` and write its workers' state on the board."""
-    from .workers.hooks import Listener, StepRecord  # here, so that the launcher loads without torch
-
-    _pipelines.append(pipeline)
+    """Pass the launcher's orders on to `pipeline` and let watchers see what its workers do."""
+    _pipelines.add(pipeline)
     if _stop_requested:
         pipeline.request_stop()
-    path = os.environ.get(BOARD)
-    if path is None:
-        return
-    with open(path, "r+b") as file:
-        board = mmap.mmap(file.fileno(), 0)
-
-    class Board(Listener):
-        """Keeps what each worker does where the launcher can read it after the worker's death."""
-
-        def __init__(self, worker: int) -> None:
-            self._at = worker * BOARD_ENTRY
-
-        def action_started(self, step: int, action: Action) -> None:
-            self._write(f"running {action}, step {step}")
-
-        def waiting(self, step: int, what: Callable[[], str]) -> None:
-            self._write(f"waiting for {what()}, step {step}")
-
-        def step_finished(self, record: StepRecord) -> None:
-            struct.pack_into("<QQ", board, self._at, record.busy_ns, record.end_ns - record.start_ns)
-            self._write(f"between steps, after step {record.step}")
-
-        def _write(self, text: str) -> None:
-            encoded = text.encode()[: BOARD_ENTRY - _TEXT_AT]
-            struct.pack_into(f"<H{len(encoded)}s", board, self._at + 16, len(encoded), encoded)
-
-    pipeline.listen(Board)
+    try:
+        folder = jobs.folder(os.environ)
+        if folder is not None:
+            _keep_boards(pipeline, folder)
+    except (OSError, ValueError, ConfigError) as error:  # nothing depends on being watched
+        logger.warning("this run cannot be watched: %s", error)
 
 
-def read_board(path: str, num_workers: int) -> list[tuple[str, int, int]]:
-    """Return of each worker what it did last, and the ns computing and in all of its last step."""
-    with open(path, "rb") as file:
-        board = file.read()
-    found = []
-    for worker in range(num_workers):
-        busy_ns, step_ns, length = struct.unpack_from("<QQH", board, worker * BOARD_ENTRY)
-        start = worker * BOARD_ENTRY + _TEXT_AT
-        text = board[start : start + length].decode(errors="replace")
-        found.append((text or "starting up", busy_ns, step_ns))
-    return found
+def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
+    spec = pipeline.spec
+    _offer_stacks(folder)
+
+    def board(worker: int) -> BoardWriter:
+        program, shards = pipeline.program(worker), pipeline.shards(worker)
+        listed = list_program(spec, worker, pipeline.order, program)
+        plan = folder / f"plan-{worker}"
+        plan.with_suffix(".new").write_text(json.dumps(listed))
+        plan.with_suffix(".new").replace(plan)
+        header = {
+            "worker": worker,
+            "num_workers": spec.num_workers,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "device": str(pipeline.actors[0].courier.device),
+            "schedule": listed["schedule"],
+            "microbatches": spec.num_microbatches,
+            "shards": shards,
+            "cores": len(os.sched_getaffinity(0)),
+            "started": time.time(),
+            "clock_ns": time.perf_counter_ns(),
+            "stacks_signal": _STACKS,
+        }
+        writer = BoardWriter(
+            folder / f"worker-{worker}",
+            header,
+            num_actions=len(program),
+            num_arrivals=sum(need.carries for entry in program for need in entry.pulled),
+            num_layers=sum(number for _, _, number in shards),
+        )
+        _writers.add(writer)
+        if jobs.FOLDER not in os.environ:  # else the launcher clears up
+            atexit.register(_clear_up, folder, worker)
+        return writer
+
+    pipeline.listen(board)
+
+
+@cache
+def _offer_stacks(folder: Path) -> None:
+    """Write the stacks of all threads when asked: from C, without the interpreter, so also while one is stuck."""
+    file = (folder / f"stacks-{os.getpid()}").open("w")
+    faulthandler.register(_STACKS, file)
+    if jobs.FOLDER not in os.environ:
+        atexit.register(Path(file.name).unlink, missing_ok=True)
+
+
+def _clear_up(folder: Path, worker: int) -> None:
+    for writer in _writers:
+        writer.close()
+    for name in (f"worker-{worker}", f"plan-{worker}"):
+        (folder / name).unlink(missing_ok=True)
+    with suppress(OSError):  # others are still there
+        folder.rmdir()

@@ -27,7 +27,7 @@ from .workers.device import courier_for
 from .workers.hooks import Listener
 from .workers.local import LocalTransport
 from .workers.outbox import Outbox
-from .workers.payload import Tree, num_rows, split_rows
+from .workers.payload import Tree, num_rows, num_tokens, split_rows
 from .workers.randomness import Randomness, preserved
 from .workers.result import Result
 from .workers.run import Work
@@ -211,6 +211,19 @@ class Pipeline:
         """The workers of this process."""
         return self._actors
 
+    @property
+    def order(self) -> Order:
+        """In what order workers run what is ready."""
+        return self._order
+
+    def program(self, worker: int) -> list[Entry]:
+        """Return what `worker` runs in a training step of the full number of microbatches."""
+        return self._program(self.spec, worker, train=True)
+
+    def shards(self, worker: int) -> list[tuple[int, int, int]]:
+        """Return (stage, route, number of layers) of every shard that `worker` holds."""
+        return [(stage, route, len(self.partition.ranges[stage])) for stage, route in self.spec.hosted(worker)]
+
     def listen(self, listener: Callable[[int], Listener]) -> None:
         """Add `listener(worker)` to every worker of this process."""
         for actor in self._actors:
@@ -254,6 +267,8 @@ class Pipeline:
                     [targets for _, targets in pieces] if want_loss else None,
                     [count / total for count in rows],
                     train,
+                    total,
+                    sum(num_tokens(inputs) for inputs, _ in pieces),
                 )
             )
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
+
+if TYPE_CHECKING:
+    from .dispatch.view import View
 
 #: how often a progress line is written where it cannot be overwritten
 _LINE_EVERY_S = 5.0
@@ -23,6 +27,7 @@ class Reporter:
         #: what the results shown so far ask for
         self.exit_code = 0
         self._json = as_json
+        self._summarized = False
         self._live: Live | None = None
         self._last_line = 0.0
 
@@ -63,6 +68,39 @@ class Reporter:
         self.close()
         Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {text}", markup=False)
 
+    def roll_call(self, lines: Sequence[str], whose: str, stacks: str) -> None:
+        """Show who does what when nothing finishes."""
+        self.close()
+        for line in ["nothing has finished for a while:", *(f"  {line}" for line in lines)]:
+            self.console.print(line, markup=False)
+        if stacks:
+            self.console.print(f"stacks of {whose}, most recent call first:", markup=False)
+            for line in stacks.splitlines():
+                self.console.print(f"  {line}", markup=False)
+
+    def finish(self, view: View) -> None:
+        """Show where the time went, unless the run has had a summary of its own."""
+        lost = None if self._summarized else view.lost(fresh=True)
+        if lost is None:
+            return
+        self.close()
+        step, throughput, steps = view.complete_steps(1)[0], view.throughput(), view.losses
+        rate = f", {throughput[0]:,.0f} {throughput[1]}/s" if throughput else ""
+        loss = f", loss {steps[-1][1]:.4f}" if steps else ""
+        self.console.print(f"{step + 1} steps on {view.num_workers} workers: {lost.step_ms:.0f} ms a step{rate}{loss}")
+        self._lost(lost.line(), lost.sentence)
+        if self._json:
+            summary: dict[str, Any] = {"steps": step + 1, "workers": view.num_workers, "step_ms": lost.step_ms}
+            if steps:
+                summary["loss"] = steps[-1][1]
+            if throughput:
+                summary[f"{throughput[1]}_per_s"] = throughput[0]
+            print(json.dumps({**summary, "lost": lost.as_json()}))
+
+    def _lost(self, line: str, sentence: str) -> None:
+        self.console.print(f"a step's time: {line}", markup=False)
+        self.console.print(f"worst: {sentence}", markup=False)
+
     def close(self) -> None:
         """End the progress line."""
         if self._live is not None:
@@ -88,6 +126,7 @@ class Reporter:
 
     def _summary(self, message: dict[str, Any]) -> None:
         self.close()
+        self._summarized = True
         s = message["summary"]
         self.console.print(
             Group(
@@ -104,11 +143,13 @@ class Reporter:
                 *(Text(f"{what} written to {s[what]}") for what in ("trace", "html", "save") if s[what]),
             )
         )
+        self._lost(s["lost"]["line"], s["lost"]["sentence"])
         if self._json:
             print(json.dumps(s))
 
     def _result(self, message: dict[str, Any]) -> None:
         self.close()
+        self._summarized = True
         if self._json:
             print(json.dumps(message["json"]))
         self.console.print(message["text"], markup=False)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -15,12 +17,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from . import link
 from .data import Corpus
+from .dispatch.lost import attribute
 from .gpt import gpt_layers, next_byte_loss
 from .pipeline import Pipeline
+from .recorder import Recorder
 from .settings import TrainOptions
 from .simulator import simulate
 from .timeline import draw
-from .trace import Recorder, Trace, last_steps, planned_and_actual
+from .trace import Trace, planned_and_actual
 
 _HELD_OUT_BATCHES = 16
 #: steps recorded for the timeline and the measured bubble
@@ -48,7 +52,8 @@ def train(options: TrainOptions) -> None:
         Path(options.save).parent.mkdir(parents=True, exist_ok=True)
         pipe.save(options.save)
     if trace is not None:
-        _tell_summary(options, corpus, trace, losses, times, held_out)
+        shards = [pipe.shards(worker) for worker in range(pipe.num_workers)]
+        _tell_summary(options, corpus, trace, shards, losses, times, held_out)
     pipe.barrier()
     if pipe.stopped:
         raise SystemExit(130)
@@ -107,14 +112,18 @@ def _tell_summary(
     options: TrainOptions,
     corpus: Corpus,
     trace: Trace,
+    shards: Sequence[Sequence[Sequence[int]]],
     losses: list[float],
     times: list[float],
     held_out: float,
 ) -> None:
     batches = corpus.held_out_batches(options.batch, _HELD_OUT_BATCHES)
     costs = trace.costs()
-    planned = simulate(trace.spec, lambda action: costs.get((action.stage, action.kind), 0.0))
+    planned = simulate(trace.spec, lambda a: costs.get((trace.spec.worker(a), a.stage, a.kind), 0.0))
     middle = sorted(times)[len(times) // 2]
+    one_machine = link.present()  # a launcher starts local workers
+    cores = len(os.sched_getaffinity(0)) if one_machine and options.device == "cpu" else None
+    lost = attribute(trace, shards, cores)
     if options.trace:
         Path(options.trace).parent.mkdir(parents=True, exist_ok=True)
         trace.write_chrome(options.trace, options.device)
@@ -133,7 +142,8 @@ def _tell_summary(
         "bigram_loss": corpus.bigram_loss(batches),
         "peak_activations": list(planned.peak_activations),
         "clock_error_ms": trace.clock_error_ms,
+        "lost": lost.as_json(),
     }
-    picture = draw(last_steps(trace, 1), trace.spec.num_workers, width=100)
+    picture = draw(trace.last_steps(1), trace.spec.num_workers, width=100)
     exit_code = int(options.beat_bigram and held_out >= summary["bigram_loss"])
     link.tell(kind="summary", summary=summary, timeline=picture.markup, exit_code=exit_code)

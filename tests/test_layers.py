@@ -13,7 +13,7 @@ ROOMS = {
     "schedules": {"schedules", "dependency"},
     "workers": {"workers", "dependency"},
 }
-SOURCES = [path for room in (*ROOMS, "rpc_pipe") for path in sorted((ROOT / room).glob("*.py"))]
+SOURCES = [path for room in (*ROOMS, "rpc_pipe", "rpc_pipe/dispatch") for path in sorted((ROOT / room).glob("*.py"))]
 
 
 def imported(path: Path) -> list[tuple[int, str]]:

@@ -9,6 +9,7 @@ for the device before the end of a step.
 from __future__ import annotations
 
 import queue
+import resource
 import threading
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ class Courier(Protocol):
     """Moves payloads between device and outbox, batches to the device, and tells the device's time."""
 
     device: torch.device
+    #: True if an action has been computed when its call returns
+    in_step: bool
 
     def leave(self, payload: Payload, publish: Callable[[Payload], None]) -> None:
         """Call `publish` with the payload in CPU memory, when it is there; return at once."""
@@ -46,6 +49,9 @@ class Courier(Protocol):
 
     def resolve(self, marks: list[Mark]) -> list[int]:
         """Return marks as `perf_counter_ns` of this worker; may wait for the device."""
+
+    def peak_bytes(self) -> int:
+        """Return the most memory held so far: by the process on a CPU, by torch on the device on a GPU."""
 
 
 def courier_for(device: str) -> Courier:
@@ -71,6 +77,8 @@ def courier_for(device: str) -> Courier:
 class CpuCourier:
     """Compute and outbox share one memory."""
 
+    in_step = True
+
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
@@ -92,9 +100,14 @@ class CpuCourier:
     def resolve(self, marks: list[Mark]) -> list[int]:
         return marks
 
+    def peak_bytes(self) -> int:
+        return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux
+
 
 class CudaCourier:
     """Pinned buffers and side streams; see asks R13 to R15 of TensorPipe's users (pytorch#100784, #44169)."""
+
+    in_step = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -160,3 +173,6 @@ class CudaCourier:
         if marks:
             marks[-1].synchronize()
         return [self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6) for mark in marks]
+
+    def peak_bytes(self) -> int:
+        return torch.cuda.max_memory_allocated(self.device)

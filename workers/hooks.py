@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ..dependency import Action
+from ..dependency import Action, Pulled
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +21,37 @@ class Record:
     end_ns: int
 
 
+class Arrived(NamedTuple):
+    """A payload that another worker had made for an action of this one."""
+
+    action: Action
+    #: who made it
+    peer: int
+    num_bytes: int
+    at_ns: int
+
+
+class LayerTime(NamedTuple):
+    """How long one layer's forward of one microbatch took."""
+
+    #: equal for layers that say the same of themselves and get inputs of the same shapes: they should take as long
+    kind: int
+    ns: int
+
+
+class Blocked(NamedTuple):
+    """What a worker cannot run yet, and what that waits for."""
+
+    #: None: all has run, and the step's result is missing
+    action: Action | None
+    missing: list[Pulled]
+
+    def __str__(self) -> str:
+        if self.action is None:
+            return "the result of the step"
+        return ", ".join(f"{n.action} of worker {n.worker}" for n in self.missing) + f" to run {self.action}"
+
+
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step of one worker as it ran."""
@@ -29,6 +61,18 @@ class StepRecord:
     start_ns: int
     end_ns: int
     actions: list[Record] = field(default_factory=list)
+    #: by time
+    arrivals: list[Arrived] = field(default_factory=list)
+    #: by layer of the worker's shards in order; empty where the device runs behind the host
+    layers: list[LayerTime] = field(default_factory=list)
+    loss: float = float("nan")
+    #: rows of the batch, and tokens if its inputs are whole numbers
+    rows: int = 0
+    tokens: int = 0
+    #: most memory ever held: of the process, or of the GPU
+    peak_bytes: int = 0
+    #: payloads that others have not taken yet
+    outbox: int = 0
 
     @property
     def busy_ns(self) -> int:
@@ -42,7 +86,7 @@ class Listener:
     def action_started(self, step: int, action: Action) -> None:
         """An action is about to run."""
 
-    def waiting(self, step: int, what: Callable[[], str]) -> None:
+    def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
         """There is nothing to run until something arrives; `what()` says what is missing."""
 
     def step_finished(self, record: StepRecord) -> None:
@@ -61,7 +105,7 @@ class Listeners(Listener):
     def action_started(self, step: int, action: Action) -> None:
         self._tell("action_started", step, action)
 
-    def waiting(self, step: int, what: Callable[[], str]) -> None:
+    def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
         self._tell("waiting", step, what)
 
     def step_finished(self, record: StepRecord) -> None:

@@ -6,6 +6,7 @@ The transport's threads only put arrivals into a queue; the compute thread alone
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -22,6 +23,8 @@ class Arrival(NamedTuple):
     what: Action | str
     peer: int
     payload: Payload | None
+    #: when the transport had it, which may be long before it is read here
+    at_ns: int
 
 
 class Mailbox:
@@ -35,7 +38,7 @@ class Mailbox:
         self._transport = transport
         self._courier = courier
         self._stall_s = stall_s
-        self._queue: queue.SimpleQueue[tuple[int, Action | str, int, Answer | str]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, Action | str, int, Answer | str, int]] = queue.SimpleQueue()
 
     @property
     def _run(self) -> int:
@@ -84,11 +87,12 @@ class Mailbox:
     def _deliver(self, peer: int, what: Action | str) -> Deliver:
         run, enter, put = self._run, self._courier.enter, self._queue.put
         for_compute = isinstance(what, Action)  # the rest is read on the CPU
+        now = time.perf_counter_ns
 
         def deliver(answer: Answer | str) -> None:
             if for_compute and isinstance(answer, Payload):
                 answer = enter(answer)
-            put((run, what, peer, answer))
+            put((run, what, peer, answer, now()))
 
         return deliver
 
@@ -104,7 +108,7 @@ class Mailbox:
             if others:
                 outbox.put(key, payload)
             if me in everyone:
-                self._queue.put((run, what, me, payload))
+                self._queue.put((run, what, me, payload, time.perf_counter_ns()))
 
         self._courier.leave(payload, publish)
 
@@ -147,11 +151,11 @@ class Mailbox:
             missing.remove(arrival.peer)
         return arrived
 
-    def _checked(self, run: int, what: Action | str, peer: int, answer: Answer | str) -> Arrival:
+    def _checked(self, run: int, what: Action | str, peer: int, answer: Answer | str, at_ns: int) -> Arrival:
         if isinstance(answer, WorkerFailure):
             detail = f"worker {answer.worker} failed: {answer.summary}"
             raise PeerLost(self._transport.worker, peer, detail, answer)
         if isinstance(answer, str):
             raise PeerLost(self._transport.worker, peer, answer)
         assert run == self._run, f"{what} of run {run} arrived in run {self._run}"
-        return Arrival(what, peer, answer)
+        return Arrival(what, peer, answer, at_ns)

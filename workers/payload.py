@@ -127,3 +127,9 @@ def num_rows(tree: Tree) -> int:
         found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree)) or "no tensor"
         raise ValueError(f"a batch needs tensors that agree in dimension 0; found {found}")
     return int(sizes.pop() or 0)
+
+
+def num_tokens(inputs: Tree) -> int:
+    """Return how many whole numbers the first of the inputs has, such as bytes or words; 0 if they are not whole."""
+    first = next(iter(tensors_of(inputs)), None)
+    return 0 if first is None or first.is_floating_point() or first.is_complex() else first.numel()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..dependency import PER_REPLICA, Action, B, Entry, F, G, Order, R, Spec, U, W
 from .device import Mark
-from .hooks import Record, StepRecord
+from .hooks import Arrived, Blocked, Record, StepRecord
 from .mailbox import Arrival
 from .payload import Payload, Tree, pack, unpack
 from .result import Losses, Result, pack_outputs
@@ -39,6 +39,9 @@ class Work:
     #: each microbatch's share of the rows
     shares: Sequence[float]
     train: bool = True
+    #: of the whole batch; tokens are counted if the inputs are whole numbers
+    rows: int = 0
+    tokens: int = 0
 
 
 class Run:
@@ -55,6 +58,7 @@ class Run:
         #: payloads by the action that made them: from other workers, or handed over on this one
         self._payloads: dict[Action, Payload] = {}
         self._marks: list[tuple[Action, Mark, Mark]] = []
+        self._arrived: list[Arrived] = []
         hosts = [spec.worker(F(spec.last_stage, m)) for m in range(len(work.shares))]
         self._result = Result(hosts)
         self._outputs: dict[int, Tree] = {}
@@ -67,6 +71,7 @@ class Run:
         for shard in self._actor.shards.values():
             shard.train(self._work.train)
             shard.losses = Losses()
+            shard.layer_times = [] if self._work.train and self._actor.courier.in_step else None
         for host in self._result.missing - {self._actor.worker}:
             self._mailbox.pull(self._towards(host), [(f"{_RESULT}{host}", True)])
         self._carry(self._state.start())
@@ -102,20 +107,19 @@ class Run:
             return
         if arrival.payload is not None:
             self._payloads[arrival.what] = arrival.payload
+            num_bytes = sum([tensor.nbytes for tensor in arrival.payload.tensors])
+            self._arrived.append(Arrived(arrival.what, arrival.peer, num_bytes, arrival.at_ns))
         self._carry(self._state.arrived(arrival.what))
 
     def _wait(self) -> None:
         self._mailbox.dispatch(busy=False)
         self._slack = _RECENTLY
         self._actor.listeners.waiting(self._actor.step, self._blocked)
-        self._take_in(self._mailbox.next_arrival(self._blocked))
+        self._take_in(self._mailbox.next_arrival(lambda: str(self._blocked())))
 
-    def _blocked(self) -> str:
+    def _blocked(self) -> Blocked:
         blocked = self._state.blocked()
-        if blocked is None:
-            return f"the {_RESULT}{min(self._result.missing)}"
-        action, missing = blocked
-        return ", ".join(f"{need.action} of worker {need.worker}" for need in missing) + f" to run {action}"
+        return Blocked(None, []) if blocked is None else Blocked(*blocked)
 
     def _execute(self, action: Action) -> None:
         if action.kind is U:
@@ -230,5 +234,20 @@ class Run:
         begins = actor.courier.resolve([begin for _, begin, _ in self._marks])
         ends = actor.courier.resolve([end for _, _, end in self._marks])
         records = [Record(a, b, e) for (a, _, _), b, e in zip(self._marks, begins, ends, strict=True)]
-        record = StepRecord(actor.worker, actor.step, start_ns, time.perf_counter_ns(), records)
-        actor.listeners.step_finished(record)
+        loss = self._result.loss
+        actor.listeners.step_finished(
+            StepRecord(
+                actor.worker,
+                actor.step,
+                start_ns,
+                time.perf_counter_ns(),
+                records,
+                self._arrived,
+                [time for shard in actor.shards.values() for time in shard.layer_times or ()],
+                float("nan") if loss is None else loss,
+                self._work.rows,
+                self._work.tokens,
+                actor.courier.peak_bytes(),
+                len(actor.transport.outbox),
+            )
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NoReturn
@@ -12,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .hooks import LayerTime
 from .payload import Payload, Tree, map_tensors, pack, tensors_of, unpack
 from .randomness import Randomness
 from .result import Losses
@@ -46,6 +49,9 @@ class Shard:
         self.layers = list(layers)
         self.loss_fn = loss_fn
         self.losses = Losses()
+        #: filled by the next forward if empty; None: not wanted
+        self.layer_times: list[LayerTime] | None = None
+        self._layer_kinds: dict[tuple[Any, ...], int] = {}
         self._randomness = randomness
         # What arrives is a leaf, and others may hold its storage: a layer such as ReLU(inplace=True) at the start
         # of a stage gets a copy. Layers further on write what the stage itself made.
@@ -123,9 +129,10 @@ class Shard:
         with saved.hooks() if saved is not None and torch.is_grad_enabled() else nullcontext():
             if self._writes_inputs:
                 tree = map_tensors(tree, torch.clone)
+            times: list[LayerTime] | None = None if self.layer_times else self.layer_times
             for index, module in self.layers:
                 with self._randomness.forward(step, microbatch, index):
-                    tree = module(tree)
+                    tree = module(tree) if times is None else self._timed(index, module, tree, times)
             if share is not None:
                 assert self.loss_fn is not None
                 tree = self._weigh(microbatch, self.loss_fn(tree, target), share)
@@ -133,6 +140,17 @@ class Shard:
         if torch.is_grad_enabled():
             self._kept[microbatch] = owing, roots, saved
         return pack(tree) if share is None else None
+
+    def _timed(self, index: int, module: nn.Module, tree: Tree, times: list[LayerTime]) -> Tree:
+        """Call a layer and note how long it took."""
+        key = index, *(tensor.shape for tensor in tensors_of(tree))
+        kind = self._layer_kinds.get(key)
+        if kind is None:
+            kind = self._layer_kinds[key] = zlib.crc32(repr((module, key[1:])).encode())
+        begin = time.perf_counter_ns()
+        output = module(tree)
+        times.append(LayerTime(kind, time.perf_counter_ns() - begin))
+        return output
 
     def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
         """Note the microbatch's loss; return the tensor that backward starts from.

@@ -126,7 +126,9 @@ def test_one_script_alone_launched_and_under_torchrun_gives_one_loss(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
     expected = alone.stdout.strip()
     assert re.fullmatch(r"\d\.\d{6} 8", expected)
-    assert sorted(launched.stdout.splitlines()) == [f"worker {w} | {expected}" for w in range(3)]
+    printed = launched.stdout.splitlines()
+    assert sorted(printed[:3]) == [f"worker {w} | {expected}" for w in range(3)]
+    assert printed[3].startswith("3 steps on 3 workers: ") and printed[5].startswith("worst: ")
     assert torchrun.stdout.splitlines() == [expected] * 2
 
 

@@ -1,0 +1,256 @@
+"""What a worker lets others see: a file in memory that it writes, and that any number of watchers map and read.
+
+    worker ──writes──> header   what does not change: JSON
+                       live     what it does now
+                       slots    its last steps, the next one over the oldest
+           watchers <──read──
+
+No message, no lock, no thread: a worker neither knows nor feels who reads, a reader can do nothing but read, and one
+that is slow misses steps. The file outlives its worker, so the launcher can tell what a dead worker was doing.
+
+Live and slots begin with a version, which is 0 while they are written; a reader that finds it changed after copying
+has torn data and copies again. All numbers are 64-bit.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ..dependency import Action, Kind
+from ..workers.hooks import Arrived, Blocked, LayerTime, Listener, Record, StepRecord
+
+_MAGIC = b"rpc-pipe board 1"
+#: magic, length of the header, number of slots, bytes of a slot
+_START = struct.Struct("<16s3q")
+_HEADER_BYTES = 8192
+_VERSION = struct.Struct("<q")
+#: state, step, action, what is waited for, of whom, since when
+_LIVE = struct.Struct("<6q")
+_SLOTS_AT = _HEADER_BYTES + 64
+#: of a record: worker, step, start, end, rows, tokens, peak bytes, outbox, loss, how many actions, arrivals, layers
+_FIXED = struct.Struct("<8qd3q")
+#: a worker's slots take about so much memory, but are at least so many
+_SLOT_BYTES, _LEAST_SLOTS = 2**20, 4
+_TRIES = 20
+
+_KINDS = list(Kind)
+_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
+_NONE = -1
+
+
+class State(IntEnum):
+    """What a worker is doing."""
+
+    STARTING = 0
+    RUNNING = 1
+    WAITING = 2
+    #: its last step has been done, the next has not been asked for
+    BETWEEN = 3
+    LEFT = 4
+
+
+class Live(NamedTuple):
+    """What a worker does now."""
+
+    state: State = State.STARTING
+    step: int = 0
+    #: what runs, or what cannot run yet
+    action: Action | None = None
+    #: what is waited for, and of whom
+    missing: Action | None = None
+    peer: int | None = None
+    #: `perf_counter_ns` of the worker's machine
+    since_ns: int = 0
+
+    def __str__(self) -> str:
+        if self.state is State.RUNNING:
+            return f"running {self.action}, step {self.step}"
+        if self.state is State.WAITING and self.missing is None:
+            return f"waiting for the result of step {self.step}"
+        if self.state is State.WAITING:
+            return f"waiting for {self.missing} of worker {self.peer} to run {self.action}, step {self.step}"
+        if self.state is State.BETWEEN:
+            return f"between steps, after step {self.step}"
+        return "gone" if self.state is State.LEFT else "starting up"
+
+
+class BoardWriter(Listener):
+    """Keeps a worker's board.
+
+    Args:
+        header: what does not change, for JSON; 8 kB at most.
+        num_actions, num_arrivals, num_layers: the most that a step has.
+    """
+
+    def __init__(
+        self, path: Path, header: dict[str, Any], num_actions: int, num_arrivals: int, num_layers: int
+    ) -> None:
+        encoded = json.dumps(header).encode()
+        self._slot_bytes = 8 + _FIXED.size + 8 * (3 * num_actions + 4 * num_arrivals + 2 * num_layers)
+        self._num_slots = max(_LEAST_SLOTS, min(64, _SLOT_BYTES // self._slot_bytes))
+        temporary = path.with_name(path.name + ".new")
+        with temporary.open("w+b") as file:
+            os.ftruncate(file.fileno(), _SLOTS_AT + self._num_slots * self._slot_bytes)
+            self._map = mmap.mmap(file.fileno(), 0)
+        _START.pack_into(self._map, 0, _MAGIC, len(encoded), self._num_slots, self._slot_bytes)
+        if _START.size + len(encoded) > _HEADER_BYTES:
+            raise ValueError(f"header of {len(encoded)} bytes: at most {_HEADER_BYTES - _START.size}")
+        self._map[_START.size : _START.size + len(encoded)] = encoded
+        self._version = 0
+        self._written = 0
+        self._write(State.STARTING, 0)
+        temporary.replace(path)  # readers see it whole or not at all
+
+    def action_started(self, step: int, action: Action) -> None:
+        self._write(State.RUNNING, step, _code(action))
+
+    def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
+        blocked = what()
+        if blocked.action is None or not blocked.missing:
+            self._write(State.WAITING, step)
+        else:
+            need = blocked.missing[0]
+            self._write(State.WAITING, step, _code(blocked.action), _code(need.action), need.worker)
+
+    def step_finished(self, record: StepRecord) -> None:
+        words = pack_record(record)
+        if len(words) + 8 <= self._slot_bytes:
+            at = _SLOTS_AT + (self._written % self._num_slots) * self._slot_bytes
+            self._written += 1
+            _VERSION.pack_into(self._map, at, 0)
+            self._map[at + 8 : at + 8 + len(words)] = words
+            _VERSION.pack_into(self._map, at, self._written)
+        self._write(State.BETWEEN, record.step)
+
+    def close(self) -> None:
+        """Say that the worker has left."""
+        self._write(State.LEFT, 0)
+
+    def _write(self, state: State, step: int, action: int = _NONE, missing: int = _NONE, peer: int = _NONE) -> None:
+        self._version += 1
+        _VERSION.pack_into(self._map, _HEADER_BYTES, 0)
+        _LIVE.pack_into(self._map, _HEADER_BYTES + 8, state, step, action, missing, peer, time.perf_counter_ns())
+        _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
+
+
+class Board:
+    """A reader of a worker's board.
+
+    Raises:
+        ValueError: the file is no board.
+        OSError: it cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < _SLOTS_AT:
+                raise ValueError(f"{path} is no board")
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        magic, length, self._num_slots, self._slot_bytes = _START.unpack_from(self._map, 0)
+        if magic != _MAGIC:
+            raise ValueError(f"{path} is no board")
+        #: what does not change
+        self.header: dict[str, Any] = json.loads(self._map[_START.size : _START.size + length])
+        self._seen = 0
+        #: steps that were overwritten before they were read
+        self.dropped = 0
+
+    def live(self) -> Live:
+        """Return what the worker does now, or did last."""
+        data = self._stable(_HEADER_BYTES, lambda: _LIVE.size)
+        if data is None:
+            return Live()
+        state, step, action, missing, peer, since_ns = _LIVE.unpack(data[1])
+        return Live(
+            State(state), step, _action(action), _action(missing), None if peer == _NONE else peer, since_ns
+        )  # fmt: skip
+
+    def records(self) -> list[StepRecord]:
+        """Return the steps that have been finished since the last call, as far as they are still there."""
+        found: list[tuple[int, StepRecord]] = []
+        for slot in range(self._num_slots):
+            at = _SLOTS_AT + slot * self._slot_bytes
+            if _VERSION.unpack_from(self._map, at)[0] <= self._seen:
+                continue
+            data = self._stable(at, lambda at=at: packed_size(self._map, at + 8))  # type: ignore[misc]
+            if data is not None and data[0] > self._seen:
+                found.append((data[0], unpack_record(data[1])))
+        found.sort(key=lambda pair: pair[0])
+        if found:
+            self.dropped += found[-1][0] - self._seen - len(found)
+            self._seen = found[-1][0]
+        return [record for _, record in found]
+
+    def _stable(self, at: int, size: Callable[[], int]) -> tuple[int, bytes] | None:
+        """Return a version and what it covers, or None if it keeps being written."""
+        for _ in range(_TRIES):
+            version = _VERSION.unpack_from(self._map, at)[0]
+            data = self._map[at + 8 : at + 8 + size()] if version else b""
+            if version and _VERSION.unpack_from(self._map, at)[0] == version:
+                return version, data
+            time.sleep(1e-5)
+        return None
+
+
+def pack_record(record: StepRecord) -> bytes:
+    """Encode a step of a worker; `unpack_record` reads it."""
+    words: list[int] = []
+    for action, start_ns, end_ns in ((r.action, r.start_ns, r.end_ns) for r in record.actions):
+        words += (_code(action), start_ns, end_ns)
+    for arrived in record.arrivals:
+        words += (_code(arrived.action), arrived.peer, arrived.num_bytes, arrived.at_ns)
+    for layer in record.layers:
+        words += layer
+    return _FIXED.pack(
+        record.worker, record.step, record.start_ns, record.end_ns, record.rows, record.tokens, record.peak_bytes,
+        record.outbox, record.loss, len(record.actions), len(record.arrivals), len(record.layers),
+    ) + struct.pack(f"<{len(words)}q", *words)  # fmt: skip
+
+
+def packed_size(data: bytes | mmap.mmap, at: int) -> int:
+    """Return how many bytes the record takes that begins at `at`."""
+    *_, actions, arrivals, layers = _FIXED.unpack_from(data, at)
+    return int(_FIXED.size + 8 * (3 * actions + 4 * arrivals + 2 * layers))
+
+
+def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
+    """Decode what `pack_record` made, its times put off by `offset_ns`."""
+    worker, step, start_ns, end_ns, rows, tokens, peak, outbox, loss, actions, arrivals, layers = _FIXED.unpack_from(
+        data, 0
+    )
+    words = iter(struct.unpack_from(f"<{3 * actions + 4 * arrivals + 2 * layers}q", data, _FIXED.size))
+    return StepRecord(
+        worker,
+        step,
+        start_ns + offset_ns,
+        end_ns + offset_ns,
+        [Record(_named(next(words)), next(words) + offset_ns, next(words) + offset_ns) for _ in range(actions)],
+        [Arrived(_named(next(words)), next(words), next(words), next(words) + offset_ns) for _ in range(arrivals)],
+        [LayerTime(next(words), next(words)) for _ in range(layers)],
+        loss,
+        rows,
+        tokens,
+        peak,
+        outbox,
+    )
+
+
+def _code(action: Action) -> int:
+    stage, kind, microbatch = action
+    return _NUMBERS[kind] << 48 | stage << 32 | microbatch
+
+
+def _named(code: int) -> Action:
+    return Action(code >> 32 & 0xFFFF, _KINDS[code >> 48], code & 0xFFFFFFFF)
+
+
+def _action(code: int) -> Action | None:
+    return None if code == _NONE else _named(code)

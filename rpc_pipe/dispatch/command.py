@@ -1,0 +1,207 @@
+"""`rpc-pipe watch`: look at a run, live or recorded, until it ends or the user has seen enough."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import re
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live as Display
+from rich.text import Text
+
+from ..dependency import ConfigError
+from .recording import Recording, Replay
+from .rollcall import newest_frames
+from .source import Boards, Source, open_source
+from .terminal import Screen
+from .view import View
+
+#: between two looks; workers keep more steps than pass meanwhile, unless they are very short
+_LOOK_EVERY_S = 0.5
+#: how long `--once` waits for a first step
+_ONCE_S = 10.0
+#: how often a line is written where the screen cannot be redrawn
+_LINE_EVERY_S = 5.0
+
+
+def add_command(commands: Any) -> None:
+    """Add `watch` to the command line."""
+    watch = commands.add_parser(
+        "watch", help="look at a running job, or at a recording; it goes on as if nobody did"
+    )  # fmt: skip
+    watch.add_argument(
+        "address", nargs="?", help="process or folder of the run, if there are several, or a recording: run.jsonl"
+    )
+    watch.add_argument("--web", nargs="?", const="8800", metavar="PORT", help="show it in a browser: PORT or HOST:PORT")
+    watch.add_argument("--metrics", metavar="PORT", help="serve OpenMetrics for Prometheus: PORT or HOST:PORT")
+    watch.add_argument("--record", metavar="FILE", help="write every step to this file of JSON lines")
+    watch.add_argument("--tensorboard", metavar="FOLDER", help="write scalars for TensorBoard")
+    watch.add_argument("--trace", metavar="FILE", help="write --steps for Chrome's tracing or Perfetto, then end")
+    watch.add_argument("--steps", metavar="A-B", help="the steps for --trace; by default those that are there now")
+    watch.add_argument("--speed", type=float, default=1.0, help="of a recording: how many times as fast as it ran (1)")
+    watch.add_argument("--once", action="store_true", help="show what there is, then end")
+    watch.add_argument("--json", action="store_true", help="with --once: as JSON")
+    watch.set_defaults(command=_watch)
+
+
+def _watch(parsed: argparse.Namespace, argv: list[str]) -> int:
+    if parsed.json and not parsed.once:
+        raise ConfigError("--json: needs --once; --record writes every step as JSON")
+    if parsed.steps and not parsed.trace:
+        raise ConfigError(f"--steps {parsed.steps}: needs --trace FILE")
+    if not parsed.speed > 0:
+        raise ConfigError(f"--speed {parsed.speed:g}: must be more than 0")
+    with contextlib.suppress(OSError):
+        os.nice(19)  # whatever the machine has is for the workers
+    source = open_source(parsed.address)
+    watcher = _Watcher(source, parsed)
+    try:
+        asyncio.run(watcher.run())
+    except KeyboardInterrupt:
+        watcher.console.print(f"no longer watching {source.name}")
+    return 0
+
+
+class _Watcher:
+    def __init__(self, source: Source, parsed: argparse.Namespace) -> None:
+        self._source = source
+        self._parsed = parsed
+        self._view = View()
+        self.console = Console(highlight=False)
+        at_once = parsed.once or parsed.trace
+        if isinstance(source, Replay):
+            source.speed = None if at_once or parsed.record or parsed.web else parsed.speed
+        self._steps = _parse_steps(parsed.steps)
+
+    async def run(self) -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            sinks = self._sinks(stack)
+            await self._serve(stack)
+            if self._parsed.trace:
+                await self._trace()
+            elif self._parsed.once:
+                await self._once(sinks)
+            else:
+                await self._follow(stack, sinks)
+
+    def _sinks(self, stack: contextlib.AsyncExitStack) -> list[Any]:
+        sinks: list[Any] = []
+        if self._parsed.record:
+            sinks.append(Recording(self._parsed.record))
+        if self._parsed.tensorboard:
+            from .tensorboard import Scalars
+
+            sinks.append(Scalars(self._parsed.tensorboard))
+        for sink in sinks:
+            stack.callback(sink.close)
+        return sinks
+
+    async def _serve(self, stack: contextlib.AsyncExitStack) -> None:
+        for option, text in (("--web", self._parsed.web), ("--metrics", self._parsed.metrics)):
+            if text is None:
+                continue
+            try:
+                from .web import Server, parse_address
+            except ImportError as error:
+                raise ConfigError(f"{option}: needs {error.name}; pip install 'rpc-pipe[dispatch]'") from error
+            server = Server(self._view, self._source, option, *parse_address(option, text), page=option == "--web")
+            address = await server.start()
+            stack.push_async_callback(server.stop)
+            self.console.print(f"{option[2:]} at {address}", markup=False, soft_wrap=True)
+
+    def _look(self, sinks: list[Any]) -> None:
+        stalled = self._view.stalled
+        self._view.take(self._source.look())
+        if self._view.stalled and not stalled and isinstance(self._source, Boards):
+            culprit = self._view.culprit()
+            if culprit is not None and (where := newest_frames(self._source.stacks(culprit))):
+                self._view.note(f"worker {culprit} is in {where}", warning=True)
+        for sink in sinks:
+            sink.write(self._view)
+
+    async def _follow(self, stack: contextlib.AsyncExitStack, sinks: list[Any]) -> None:
+        screen = Screen(self._view, self._source.name)
+        display = None
+        if self.console.is_terminal and not self._parsed.web:
+            display = stack.enter_context(
+                Display(screen, console=self.console, screen=True, auto_refresh=False, vertical_overflow="crop")
+            )
+        said = 0.0
+        while True:
+            over = self._source.over
+            self._look(sinks)
+            if display is not None:
+                display.update(screen, refresh=True)
+            elif time.monotonic() > said + _LINE_EVERY_S and self._view.complete_steps(1):
+                said = time.monotonic()
+                self.console.print(screen.title(), soft_wrap=True)
+            if over and not self._parsed.web:
+                break
+            await asyncio.sleep(_LOOK_EVERY_S)
+        if display is not None:
+            display.stop()
+        self._say_the_end()
+
+    def _say_the_end(self) -> None:
+        self.console.print(f"{self._source.name} has ended", markup=False)
+        lost = self._view.lost(fresh=True)
+        if lost is not None:
+            self.console.print(Text(f"a step's time: {lost.line()}"))
+            self.console.print(Text(f"worst: {lost.sentence}"))
+
+    async def _once(self, sinks: list[Any]) -> None:
+        deadline = time.monotonic() + _ONCE_S
+        self._look(sinks)
+        # Two steps, so that the time from one to the next can be told.
+        while len(self._view.complete_steps(2)) < 2 and time.monotonic() < deadline and not self._source.over:
+            await asyncio.sleep(_LOOK_EVERY_S / 5)
+            self._look(sinks)
+        if self._parsed.json:
+            from .summary import describe
+
+            print(json.dumps({"name": self._source.name, **describe(self._view)}))
+        else:
+            self.console.print(Screen(self._view, self._source.name))
+
+    async def _trace(self) -> None:
+        """Wait until the wanted steps have been done, then write them."""
+        self._look([])
+        deadline = time.monotonic() + _ONCE_S
+        while not self._view.complete_steps(1) and time.monotonic() < deadline and not self._source.over:
+            await asyncio.sleep(_LOOK_EVERY_S / 5)
+            self._look([])
+        there = self._view.complete_steps(0)
+        first, last = self._steps or ((there[0], there[-1]) if there else (0, 0))
+        if there and first < there[0]:
+            raise ConfigError(f"--steps {first}-{last}: step {first} is over; the earliest still there is {there[0]}")
+        while not self._source.over and (self._view.complete_steps(1) or [-1])[0] < last:
+            await asyncio.sleep(_LOOK_EVERY_S / 5)
+            self._look([])
+        trace = self._view.trace(0)
+        steps = {} if trace is None else {s: records for s, records in trace.steps.items() if first <= s <= last}
+        if trace is None or not steps:
+            known = self._view.complete_steps(0)
+            seen = f"it has steps {known[0]} to {known[-1]}" if known else "it has no complete step"
+            raise ConfigError(f"--steps {first}-{last}: {self._source.name} has none of them; {seen}")
+        type(trace)(trace.spec, steps, trace.clock_error_ms).write_chrome(self._parsed.trace)
+        self.console.print(
+            f"steps {min(steps)} to {max(steps)} written to {self._parsed.trace}; clocks of workers agree within "
+            f"{trace.clock_error_ms:.3f} ms",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+
+
+def _parse_steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if first > last:
+        raise ConfigError(f"--steps {text}: must be a step or a range of steps, such as 100-110")
+    return first, last

@@ -1,0 +1,179 @@
+"""A run as a file: JSON lines, one for each step, to look at again and for other programs.
+
+    {"kind": "run", "workers": [...], "programs": [...]}          first, and again if the workers start another pipeline
+    {"kind": "step", "step": 7, "loss": 2.3, "step_ms": 140.1, "tokens_per_s": ..., "bubble": 0.31, "lost": {...},
+     "at": seconds since the epoch, "records": [...]}             a complete step; times in ns of the workers' clock
+    {"kind": "event", "at": ..., "text": ..., "warning": true}
+
+`lost` stands at steps where it was worked out, for the steps since it was the last time.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from ..dependency import Action, ConfigError
+from ..workers.hooks import Arrived, LayerTime, Record, StepRecord
+from .board import Live, State
+from .source import News
+from .view import View
+
+
+class Recording:
+    """Writes what a view learns, as it learns it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        try:
+            self._file: TextIO = Path(path).open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--record {path}: {error.strerror}") from error
+        self._run: dict[int, float] = {}
+        self._last_step = -1
+        self._last_event = 0.0
+        self._last_lost: object = None
+
+    def write(self, view: View) -> None:
+        """Write what is new since the last call."""
+        run = {worker: header["clock_ns"] for worker, header in view.headers.items()}
+        if run != self._run and view.spec is not None:
+            self._run, self._last_step = run, -1
+            self._line(
+                kind="run",
+                workers=[view.headers[worker] for worker in sorted(view.headers)],
+                programs=[view.programs[worker] for worker in sorted(view.programs)],
+                clock_error_ms=view.clock_error_ms,
+            )
+        steps = [step for step in view.complete_steps(0) if step > self._last_step] if self._run else []
+        for step in steps:
+            self._line(**self._step(view, step, last=step == steps[-1]))
+            self._last_step = step
+        for at, text, warning in view.events:
+            if at > self._last_event:
+                self._line(kind="event", at=at, text=text, warning=warning)
+                self._last_event = at
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _step(self, view: View, step: int, *, last: bool) -> dict[str, Any]:
+        records = view.records(step)
+        length = max(r.end_ns for r in records) - min(r.start_ns for r in records)
+        found: dict[str, Any] = {
+            "kind": "step",
+            "step": step,
+            "loss": None if math.isnan(records[0].loss) else records[0].loss,
+            "step_ms": length / 1e6,
+            "tokens_per_s": 1e9 * records[0].tokens / length if records[0].tokens else None,
+            "rows_per_s": 1e9 * records[0].rows / length,
+            "bubble": 1 - sum(r.busy_ns for r in records) / (len(records) * length),
+            "at": time.time(),
+        }
+        lost = view.lost() if last else None
+        if lost is not None and lost is not self._last_lost:
+            self._last_lost = lost
+            found["lost"] = lost.as_json()
+        return {**found, "records": [_encode(record) for record in records]}
+
+    def _line(self, **content: Any) -> None:
+        self._file.write(json.dumps(content, separators=(",", ":")) + "\n")
+
+
+class Replay:
+    """A recording, step after step at the pace at which it ran, or as fast as it is read.
+
+    Args:
+        speed: how many times as fast as it ran; None: everything at the first look.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no recording.
+    """
+
+    def __init__(self, path: Path, speed: float | None = None) -> None:
+        self.name = str(path)
+        self.speed = speed
+        try:
+            self._lines = list(_read(path))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"watch {path}: cannot be read: {error}") from error
+        steps = [line for line in self._lines if line["kind"] == "step"]
+        if not steps or self._lines[0]["kind"] != "run":
+            raise ConfigError(f"watch {path}: is no recording with steps in it; rpc-pipe watch --record writes one")
+        self._first_ns = min(record["start_ns"] for record in steps[0]["records"])
+        self._began = time.monotonic()
+        self._at = 0
+        self._news = News()
+
+    def look(self) -> News:
+        now = self._first_ns + 1e9 * (time.monotonic() - self._began) * (self.speed or math.inf)
+        news = News(self._news.headers, self._news.programs, self._news.lives, clock_error_ms=self._news.clock_error_ms)
+        while self._at < len(self._lines):
+            line = self._lines[self._at]
+            if line["kind"] == "run":
+                news.headers = {header["worker"]: header for header in line["workers"]}
+                news.programs = dict(enumerate(line["programs"]))
+                news.clock_error_ms = line["clock_error_ms"]
+            elif line["kind"] == "step":
+                records = [_decode(record) for record in line["records"]]
+                if max(record.end_ns for record in records) > now:
+                    break
+                news.records += records
+            self._at += 1
+        if news.records:
+            news.lives = {
+                record.worker: Live(State.BETWEEN, record.step, since_ns=record.end_ns)
+                for record in news.records
+            }  # fmt: skip
+        news.now_ns = max((live.since_ns for live in news.lives.values()), default=0)
+        self._news = news
+        return news
+
+    @property
+    def over(self) -> bool:
+        return self._at == len(self._lines)
+
+
+def _read(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, text in enumerate(file, 1):
+            try:
+                line = json.loads(text)
+                line["kind"]
+            except (ValueError, KeyError, TypeError):
+                if text.endswith("\n"):
+                    raise ConfigError(f"watch {path}: line {number} is not of a recording") from None
+                return  # the last line of a recording that was cut off
+            yield line
+
+
+def _encode(record: StepRecord) -> dict[str, Any]:
+    return {
+        "worker": record.worker, "step": record.step, "start_ns": record.start_ns, "end_ns": record.end_ns,
+        "actions": [[str(r.action), r.start_ns, r.end_ns] for r in record.actions],
+        "arrivals": [[str(a.action), a.peer, a.num_bytes, a.at_ns] for a in record.arrivals],
+        "layers": record.layers, "rows": record.rows, "tokens": record.tokens,
+        "loss": None if math.isnan(record.loss) else record.loss,
+        "peak_bytes": record.peak_bytes, "outbox": record.outbox,
+    }  # fmt: skip
+
+
+def _decode(line: dict[str, Any]) -> StepRecord:
+    loss = line.pop("loss")
+    return StepRecord(
+        **{
+            **line,
+            "actions": [Record(Action.parse(name), start, end) for name, start, end in line["actions"]],
+            "arrivals": [Arrived(Action.parse(name), *rest) for name, *rest in line["arrivals"]],
+            "layers": [LayerTime(*layer) for layer in line["layers"]],
+        },
+        loss=math.nan if loss is None else loss,
+    )

@@ -1,0 +1,67 @@
+"""Who does what on a stall: a line a worker, and the worker that the others wait for in the end."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .board import Live, State
+
+
+def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[str]:
+    """Return a line for each worker, and one with the chain of waits.
+
+    Args:
+        last_host: the worker that has the last stage, and so the result.
+        now_ns: the workers' clock.
+    """
+    lines = [f"worker {worker} {live} for {duration(now_ns - live.since_ns)}" for worker, live in lives.items()]
+    chain = blame(lives, last_host)
+    if len(chain) > 1:
+        names = " -> ".join(f"worker {worker}" for worker in chain)
+        end = lives[chain[-1]]
+        if end.state is State.WAITING:
+            lines.append(f"the waits form a circle: {names}")
+        else:
+            lines.append(f"{names}: everybody waits for worker {chain[-1]}, which is {end}")
+    return lines
+
+
+def blame(lives: Mapping[int, Live], last_host: int) -> Sequence[int]:
+    """Return a chain of workers, each waiting for the next, to the one that most waits end at."""
+    chains = [_chain(lives, worker, last_host) for worker in lives]
+    ends = Counter(chain[-1] for chain in chains)
+    most = max(ends, key=lambda worker: (ends[worker], worker))
+    return max((chain for chain in chains if chain[-1] == most), key=len)
+
+
+def _chain(lives: Mapping[int, Live], worker: int, last_host: int) -> list[int]:
+    chain = [worker]
+    while lives[chain[-1]].state is State.WAITING:
+        live = lives[chain[-1]]
+        following = last_host if live.peer is None else live.peer
+        if following == chain[-1] or following not in lives:
+            break
+        if following in chain:
+            return [*chain, following]
+        chain.append(following)
+    return chain
+
+
+def newest_frames(stacks: str, count: int = 3) -> str:
+    """Say in a line where the computing thread of a worker is, from the stacks that faulthandler wrote."""
+    current = stacks[stacks.rfind("Current thread") :] if "Current thread" in stacks else stacks
+    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', current)[:count]
+    return ", called from ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames)
+
+
+def duration(ns: float) -> str:
+    """Write a time as a reader wants it: 3 s, 2 min."""
+    seconds = max(0.0, ns / 1e9)
+    if seconds < 0.1:
+        return f"{1e3 * seconds:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

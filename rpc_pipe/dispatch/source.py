@@ -1,0 +1,142 @@
+"""Where a watcher's news come from: the boards of a run on this machine, or a recording."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from ..dependency import ConfigError
+from ..workers.hooks import StepRecord
+from . import jobs
+from .board import Board, Live, State
+
+#: how long a stuck worker has to write its stacks
+_STACKS_S = 2.0
+#: what the newest frame of our own helper threads is
+_HELPERS = ("in _send_all", "in _follow")
+
+
+@dataclass
+class News:
+    """What a look at the workers has brought."""
+
+    #: by worker, what does not change
+    headers: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    programs: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    lives: Mapping[int, Live] = field(default_factory=dict)
+    records: list[StepRecord] = field(default_factory=list)
+    #: workers whose process has ended
+    gone: frozenset[int] = frozenset()
+    #: the workers' clock, `perf_counter_ns`
+    now_ns: int = 0
+    #: by how much the clocks of two workers may differ
+    clock_error_ms: float = 0.0
+    #: records that were overwritten before they were read
+    dropped: int = 0
+
+
+class Source(Protocol):
+    """What a watcher looks at."""
+
+    #: where it comes from, for people
+    name: str
+
+    def look(self) -> News:
+        """Return what is new; never waits."""
+
+    @property
+    def over(self) -> bool:
+        """True if there will be no more news."""
+
+
+class Boards:
+    """The boards of a run on this machine, wherever its workers are in their lives."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = folder.name
+        self._boards: dict[int, tuple[int, Board]] = {}
+        self._programs: dict[int, dict[str, Any]] = {}
+        self._gone: set[int] = set()
+
+    def look(self) -> News:
+        self._open_new()
+        boards = {worker: board for worker, (_, board) in sorted(self._boards.items())}
+        news = News(
+            headers={worker: board.header for worker, board in boards.items()},
+            programs=self._programs,
+            now_ns=time.perf_counter_ns(),
+        )
+        lives = {}
+        for worker, board in boards.items():
+            news.records += board.records()
+            lives[worker] = board.live()
+            if lives[worker].state is State.LEFT or not jobs.alive(board.header["pid"]):
+                self._gone.add(worker)
+        news.lives = lives
+        news.gone = frozenset(self._gone)
+        news.dropped = sum(board.dropped for board in boards.values())
+        return news
+
+    @property
+    def over(self) -> bool:
+        return bool(self._boards) and self._gone.issuperset(self._boards)
+
+    def stacks(self, worker: int) -> str:
+        """Return the Python stacks of a worker that is stuck, as its process writes them on a signal; or nothing.
+
+        The signal's handler touches nothing else, and what it interrupts goes on.
+        """
+        header = self._boards[worker][1].header
+        file = self.folder / f"stacks-{header['pid']}"
+        try:
+            before = file.stat().st_size  # it is there, so the handler is too
+            os.kill(header["pid"], header["stacks_signal"])
+            deadline = time.monotonic() + _STACKS_S
+            while file.stat().st_size == before and time.monotonic() < deadline:
+                time.sleep(0.02)
+            time.sleep(0.05)  # the rest of it
+            blocks = file.read_text(errors="replace")[before:].split("\n\n")
+        except OSError:
+            return ""
+        return "\n\n".join(block.strip() for block in blocks if _tells(block))
+
+    def _open_new(self) -> None:
+        """Open boards that are new, or that a process has replaced by those of its next pipeline."""
+        for file in self.folder.glob("worker-*"):
+            if not file.name[7:].isdigit():
+                continue
+            worker = int(file.name[7:])
+            try:
+                inode = file.stat().st_ino
+                if worker not in self._boards or self._boards[worker][0] != inode:
+                    self._boards[worker] = inode, Board(file)
+                    self._gone.discard(worker)
+                    self._programs = {**self._programs, **jobs.programs(self.folder)}
+            except (OSError, ValueError):  # just removed
+                continue
+
+
+def _tells(stack: str) -> bool:
+    """Tell whether a thread's stack says what a worker is doing: not our own helpers', nor those without Python."""
+    lines = stack.strip().splitlines()[1:2]
+    return bool(lines) and "File" in lines[0] and not any(name in lines[0] for name in _HELPERS)
+
+
+def open_source(address: str | None) -> Source:
+    """Return the recording, or the run on this machine, that `address` names.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    if address is not None and Path(address).is_file():
+        from .recording import Replay
+
+        return Replay(Path(address))
+    if address is not None and address.endswith(".jsonl"):
+        raise ConfigError(f"watch {address}: there is no such file")
+    return Boards(jobs.find(address))

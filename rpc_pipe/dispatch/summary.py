@@ -1,0 +1,57 @@
+"""What a view knows, as data for programs and for the page."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from ..page import Picture
+from ..waits import waits
+from .view import View
+
+#: more spans than these are not shown, but fewer steps; and for more the causes of waits are not looked for
+_MOST_SPANS, _MOST_EXPLAINED = 60_000, 6_000
+
+
+def pictures(view: View, count: int) -> list[Picture]:
+    """Return the last `count` steps, planned and actual; fewer steps if they are very large."""
+    trace = view.trace(count)
+    if trace is None:
+        return [Picture("planned", [], view.num_workers), Picture("actual", [], view.num_workers)]
+    largest = max(sum(len(record.actions) for record in records) for records in trace.steps.values())
+    trace = view.trace(max(1, min(count, _MOST_SPANS // max(1, largest)))) or trace
+    workers, spec, found = view.num_workers, trace.spec, []
+    planned = view.planned(trace, len(trace.steps))
+    for name, spans in (("planned, transfers free", planned), (f"actual, to step {max(trace.steps)}", trace.spans())):
+        causes = waits(spec, spans, slack=trace.clock_error_ms) if len(spans) <= _MOST_EXPLAINED else {}
+        found.append(Picture(name.partition(",")[0], spans, workers, "ms", causes))
+    return found
+
+
+def describe(view: View) -> dict[str, Any]:
+    """Return what is known of the run now, for JSON; unknown numbers are null."""
+    lost, steps, rate = view.lost(), view.complete_steps(1), view.throughput()
+    header = next(iter(view.headers.values()), {})
+    shown = max(1, len(view.complete_steps(8)))
+    return {
+        "schedule": header.get("schedule"),
+        "num_workers": view.num_workers,
+        "step": steps[0] if steps else None,
+        "loss": view.losses[-1][1] if view.losses else None,
+        "step_ms": view.step_ms(),
+        "rate": rate[0] if rate else None,
+        "unit": rate[1] if rate else None,
+        "bubble": view.bubble(),
+        "stalled": view.stalled,
+        "clock_error_ms": view.clock_error_ms,
+        "dropped": view.dropped,
+        "workers": [_finite(asdict(row)) for row in view.rows()],
+        "links": [{**asdict(link), "per_step": link.payloads / shown} for link in view.links()],
+        "events": list(view.events)[-100:],
+        "lost": lost.as_json() if lost else None,
+    }
+
+
+def _finite(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}

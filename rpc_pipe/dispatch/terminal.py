@@ -1,0 +1,129 @@
+"""A run in the terminal: a line a worker, the last step, where the time goes, what happened. 80 columns will do."""
+
+from __future__ import annotations
+
+import math
+import time
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.table import Table
+from rich.text import Text
+
+from ..timeline import draw
+from .rollcall import duration
+from .view import View, WorkerRow
+
+#: a worker that has waited for so long is worth a colour
+_LONG_WAIT_S = 1.0
+_COLOURS = {"runs": "green", "waits": "yellow", "gone": "bold red", "left": "dim", "between": "cyan", "starts": "dim"}
+#: columns of a worker's cell where there are too many workers for a line each
+_CELL = 19
+_LEAST_ROWS = 24
+
+
+class Screen:
+    """Draws a view into the room that there is."""
+
+    def __init__(self, view: View, name: str) -> None:
+        self._view = view
+        self._name = name
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        width, height = options.max_width, options.height or max(_LEAST_ROWS, console.height)
+        yield self._whole(width, height)
+
+    def _whole(self, width: int, height: int) -> RenderableType:
+        view = self._view
+        if not view.headers:
+            return Text(f"{self._name}: no worker can be seen yet", style="dim")
+        parts: list[Text | Table] = [self.title()]
+        rows = view.rows()
+        free = height - 7
+        parts.append(self._table(rows, width) if len(rows) <= free - 1 else self._cells(rows, width))
+        taken = len(rows) + 1 if len(rows) <= free - 1 else math.ceil(len(rows) / max(1, width // _CELL)) + 2
+        trace = view.trace(1)
+        if trace is not None and taken + len(rows) <= free:
+            parts.append(_cropped(f"step {max(trace.steps)} as it ran", width, "bold"))
+            parts.append(draw(trace.last_steps(1), trace.spec.num_workers, width=width))
+            taken += len(rows) + 1
+        lost = view.lost()
+        if lost is not None:
+            parts.append(_cropped(lost.line(), width, "bold"))
+            parts.append(Text(lost.sentence, overflow="fold"))
+            taken += 1 + math.ceil(len(lost.sentence) / width)
+        parts += self._events(max(1, height - taken - 3), width)
+        return Group(*parts)
+
+    def title(self) -> Text:
+        """Return how the run goes, in a line."""
+        view = self._view
+        header = next(iter(view.headers.values()))
+        seen = f"{len(view.headers)} of " * (len(view.headers) < view.num_workers) + f"{view.num_workers} workers"
+        parts = [f"{self._name}: {header['schedule']} on {seen}"]
+        if steps := view.complete_steps(1):
+            parts.append(f"step {steps[0]}")
+        if view.losses:
+            parts.append(f"loss {view.losses[-1][1]:.4f}")
+        if (step_ms := view.step_ms()) is not None:
+            parts.append(f"{step_ms:.0f} ms/step")
+        if throughput := view.throughput():
+            parts.append(f"{throughput[0]:,.0f} {throughput[1]}/s")
+        return _folded("  ".join(parts), "bold")
+
+    def _table(self, rows: list[WorkerRow], width: int) -> Table:
+        table = Table(box=None, padding=(0, 1, 0, 0), width=width, header_style="dim", show_edge=False)
+        for name in ("worker", "state", "stage", "step", "ms/act", "bubble", "waits for", "since", "peak MB", "out"):
+            right = name not in ("state", "waits for")
+            table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
+        for row in rows:
+            colour = _COLOURS.get(row.state, "")
+            table.add_row(
+                str(row.worker),
+                Text(f"{row.state} {row.action}".strip(), style=colour),
+                row.stages,
+                str(row.step),
+                _number(row.action_ms, ".1f"),
+                _number(100 * row.bubble, ".0f", " %"),
+                row.waits_for,
+                Text(duration(1e9 * row.for_s), style="bold red" if self._late(row) else ""),
+                _number(row.peak_mb, ".0f"),
+                str(row.outbox),
+            )
+        return table
+
+    def _cells(self, rows: list[WorkerRow], width: int) -> Text:
+        """Draw many workers, a few to a line: number, action or whom it waits for, bubble."""
+        columns = max(1, width // _CELL)
+        text = _cropped("worker, what it does or waits for, bubble", width, "dim")
+        for i, row in enumerate(rows):
+            if i % columns == 0:
+                text.append("\n")
+            does = row.action or (f"<{row.waits_for.replace(' of ', '@')}" if row.waits_for else row.state)
+            cell = f"{row.worker:>3} {does[:9]:<9} {_number(100 * row.bubble, '.0f', '%'):>4}"
+            text.append(cell.ljust(_CELL), style="bold red" if self._late(row) else _COLOURS.get(row.state, ""))
+        text.append("\n")
+        return text
+
+    def _late(self, row: WorkerRow) -> bool:
+        return row.state == "waits" and row.for_s > _LONG_WAIT_S
+
+    def _events(self, room: int, width: int) -> list[Text]:
+        lines: list[Text] = []
+        for at, text, warning in list(self._view.events)[-room:]:
+            clock = time.strftime("%H:%M:%S", time.localtime(at))
+            lines.append(_cropped(f"{clock} {text}", width, "yellow" if warning else "dim"))
+        return lines
+
+
+def _number(value: float, form: str, unit: str = "") -> str:
+    return "" if math.isnan(value) else f"{value:{form}}{unit}"
+
+
+def _cropped(text: str, width: int, style: str = "") -> Text:
+    line = Text(text, style=style, no_wrap=True, overflow="ellipsis", end="\n")
+    line.truncate(width, overflow="ellipsis")
+    return line
+
+
+def _folded(text: str, style: str = "") -> Text:
+    return Text(text, style=style, overflow="fold")

@@ -1,0 +1,294 @@
+"""What is known of a run: the last steps of all workers, what each does now, what it means."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+from ..dependency import ConfigError, Spec
+from ..simulator import simulate
+from ..timeline import Span
+from ..trace import Trace
+from ..workers.hooks import StepRecord
+from .board import Live, State
+from .lost import Lost, attribute
+from .plan import spec_of_programs
+from .rollcall import duration, roll_call
+from .source import News
+
+#: steps kept in full, and points of the loss curve
+_KEPT_STEPS, _KEPT_LOSSES = 64, 20_000
+#: steps that say how it goes now
+_RECENT = 8
+#: how often, at most, the lost time is attributed: it simulates the schedule
+_ATTRIBUTE_EVERY_S = 2.0
+#: nothing has finished for so long, and for so many times a usual step: a stall
+_STALL_S, _STALL_STEPS = 10.0, 10
+#: a step that takes so many times as long as usual is told
+_SLOW_STEP = 2.0
+
+
+@dataclass(frozen=True)
+class WorkerRow:
+    """What is said of a worker in a line."""
+
+    worker: int
+    state: str
+    action: str
+    stages: str
+    step: int
+    #: mean time of an action that takes time, over the recent steps
+    action_ms: float
+    #: share of the recent steps in which it did not compute, 0 to 1
+    bubble: float
+    #: what it waits for, and of whom
+    waits_for: str
+    for_s: float
+    peak_mb: float
+    outbox: int
+
+
+@dataclass(frozen=True)
+class LinkRow:
+    """How payloads fare from one worker to another, over the recent steps."""
+
+    source: int
+    target: int
+    #: median time from the end of the action to the arrival of what it made
+    ms: float
+    mb_per_s: float
+    payloads: int
+
+
+class View:
+    """Takes in news and answers questions; knows neither where they come from nor who asks."""
+
+    def __init__(self) -> None:
+        self.headers: dict[int, dict[str, Any]] = {}
+        self.programs: dict[int, dict[str, Any]] = {}
+        self.lives: dict[int, Live] = {}
+        self.gone: frozenset[int] = frozenset()
+        self.now_ns = 0
+        self.clock_error_ms = 0.0
+        self.dropped = 0
+        #: step -> the loss of its batch
+        self.losses: deque[tuple[int, float]] = deque(maxlen=_KEPT_LOSSES)
+        #: (seconds since the epoch, what happened, whether it is a warning)
+        self.events: deque[tuple[float, str, bool]] = deque(maxlen=200)
+        #: workers of which a roll-call was held because nothing finished
+        self.stalled = False
+        self._steps: dict[int, dict[int, StepRecord]] = {}
+        self._spec: Spec | None = None
+        self._lost: tuple[float, int, Lost | None] = (0.0, -1, None)
+        self._progress_ns = 0
+        self._longest_ns = 0
+
+    # --- news
+
+    def take(self, news: News) -> None:
+        """Take in what a look has brought."""
+        if news.headers.keys() - self.headers.keys() or news.programs.keys() - self.programs.keys():
+            self._spec = None
+        started = [
+            w for w, header in news.headers.items() if self.headers.get(w, {}).get("clock_ns") != header["clock_ns"]
+        ]
+        if any(worker in self.headers for worker in started):  # another pipeline in the same processes
+            self._steps.clear()
+            self._spec = None
+        self.headers, self.programs = dict(news.headers), dict(news.programs)
+        self.lives, self.now_ns = dict(news.lives), news.now_ns
+        self.clock_error_ms = news.clock_error_ms
+        for worker in sorted(news.gone - self.gone):
+            self.note(f"worker {worker} has gone", warning=not self._left(worker))
+        self.gone = news.gone
+        for record in news.records:
+            self._steps.setdefault(record.step, {})[record.worker] = record
+            self._longest_ns = max(self._longest_ns, record.end_ns - record.start_ns)
+            if len(self._steps[record.step]) == self.num_workers:
+                self._completed(record.step)
+        if news.dropped > self.dropped:
+            self.note(f"{news.dropped - self.dropped} records came too fast to be read and are left out", warning=True)
+            self.dropped = news.dropped
+        while len(self._steps) > _KEPT_STEPS:
+            del self._steps[min(self._steps)]
+        self._watch_for_stall()
+
+    def note(self, text: str, *, warning: bool = False) -> None:
+        """Enter something into the log."""
+        self.events.append((time.time(), text, warning))
+
+    def _left(self, worker: int) -> bool:
+        return self.lives[worker].state is State.LEFT
+
+    def _completed(self, step: int) -> None:
+        records = self._steps[step]
+        loss = next(iter(records.values())).loss
+        if not math.isnan(loss):
+            self.losses.append((step, loss))
+        times = [self._step_ms(s) for s in self.complete_steps(_RECENT)]
+        if len(times) >= _RECENT and times[-1] > _SLOW_STEP * median(times):
+            self.note(f"step {step} took {times[-1]:.0f} ms, usually {median(times):.0f} ms", warning=True)
+
+    def _step_ms(self, step: int) -> float:
+        records = self._steps[step].values()
+        return (max(r.end_ns for r in records) - min(r.start_ns for r in records)) / 1e6
+
+    def _watch_for_stall(self) -> None:
+        latest = max((live.since_ns for live in self.lives.values()), default=0)
+        idle = all(live.state in (State.STARTING, State.LEFT) for live in self.lives.values())
+        patience = max(_STALL_S * 1e9, _STALL_STEPS * self._longest_ns)
+        if latest > self._progress_ns or idle or self.gone.issuperset(self.lives):
+            self._progress_ns = max(latest, self._progress_ns)
+            self.stalled = False
+        elif not self.stalled and self.now_ns - latest > patience:
+            self.stalled = True
+            self.note(f"nothing has finished for {duration(self.now_ns - latest)}", warning=True)
+            for line in self.roll_call():
+                self.note(line, warning=True)
+
+    # --- questions
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers the run has, whether they can be seen or not."""
+        return next((header["num_workers"] for header in self.headers.values()), 0)
+
+    @property
+    def spec(self) -> Spec | None:
+        """The schedule that runs, put together from the programs of all workers; None until they are there."""
+        if self._spec is None and self.programs and len(self.programs) == self.num_workers:
+            try:
+                self._spec = spec_of_programs([self.programs[worker] for worker in sorted(self.programs)])
+            except ConfigError as error:
+                self.note(str(error), warning=True)
+                self.programs = {}
+        return self._spec
+
+    def complete_steps(self, count: int) -> list[int]:
+        """Return the last `count` steps that all workers have finished."""
+        complete = [step for step in sorted(self._steps) if len(self._steps[step]) == self.num_workers]
+        return complete[-count:] if count else complete
+
+    def records(self, step: int) -> list[StepRecord]:
+        """Return what every worker did in a complete step, in order of workers."""
+        return [record for _, record in sorted(self._steps[step].items())]
+
+    def trace(self, count: int = _RECENT) -> Trace | None:
+        """Return the last complete steps; None if there is none, or the schedule is not known."""
+        steps = self.complete_steps(count)
+        if not steps or self.spec is None:
+            return None
+        return Trace(self.spec, {step: self.records(step) for step in steps}, self.clock_error_ms)
+
+    def planned(self, trace: Trace, steps: int = 1) -> list[Span]:
+        """Return what the schedule would do in the times that actions took, with free transfers."""
+        spec, costs = trace.spec, trace.costs()
+        return list(simulate(spec, lambda a: costs.get((spec.worker(a), a.stage, a.kind), 0.0), steps=steps).spans)
+
+    def lost(self, *, fresh: bool = False) -> Lost | None:
+        """Return where the time of the recent steps went; at most two seconds old, or `fresh`."""
+        at, step, lost = self._lost
+        complete = self.complete_steps(1)
+        if complete and complete[0] != step and (fresh or time.monotonic() > at + _ATTRIBUTE_EVERY_S):
+            trace = self.trace(_RECENT + 1)
+            if trace is not None:
+                headers = [header for _, header in sorted(self.headers.items())]
+                one_machine = len({header["host"] for header in headers}) == 1
+                cores = headers[0]["cores"] if one_machine and headers[0]["device"] == "cpu" else None
+                lost = attribute(trace, [header["shards"] for header in headers], cores)
+                self._lost = time.monotonic(), complete[0], lost
+        return lost
+
+    def step_ms(self) -> float | None:
+        """Return the median time from the end of a step to the end of the next, over the recent steps."""
+        steps = self.complete_steps(_RECENT + 1)
+        ends = [max(record.end_ns for record in self._steps[step].values()) for step in steps]
+        if len(ends) < 2:
+            return self._step_ms(steps[0]) if steps else None
+        return median(after - before for before, after in pairwise(ends)) / 1e6
+
+    def throughput(self) -> tuple[float, str] | None:
+        """Return tokens, or else rows, a second over the recent steps, and which of them."""
+        step_ms, steps = self.step_ms(), self.complete_steps(_RECENT)
+        if not steps or not step_ms:
+            return None
+        records = [self.records(step)[0] for step in steps]
+        tokens = sum(record.tokens for record in records)
+        count = tokens or sum(record.rows for record in records)
+        return 1e3 * count / (len(records) * step_ms), "tokens" if tokens else "rows"
+
+    def bubble(self) -> float | None:
+        """Return the share of the workers' time in the recent steps that was not spent computing."""
+        rows = self.rows() if self.complete_steps(1) else []
+        return sum(row.bubble for row in rows) / len(rows) if rows else None
+
+    def rows(self) -> list[WorkerRow]:
+        """Return a row for each worker that can be seen."""
+        steps = self.complete_steps(_RECENT)
+        return [self._row(worker, steps) for worker in sorted(self.headers)]
+
+    def _row(self, worker: int, steps: list[int]) -> WorkerRow:
+        live, header = self.lives.get(worker, Live()), self.headers[worker]
+        records = [self._steps[step][worker] for step in steps]
+        busy = sum(record.busy_ns for record in records)
+        # From the start of the first to the end of the last step: what lies between steps is not computing either.
+        length = records[-1].end_ns - records[0].start_ns if records else 0
+        timed = [r.end_ns - r.start_ns for record in records for r in record.actions]
+        waits_for = ""
+        if live.state is State.WAITING:
+            waits_for = "the result" if live.missing is None else f"{live.missing} of {live.peer}"
+        return WorkerRow(
+            worker=worker,
+            state=self._state(worker, live),
+            action=str(live.action) if live.state is State.RUNNING else "",
+            stages=",".join(str(stage) for stage in sorted({stage for stage, _, _ in header["shards"]})),
+            step=live.step,
+            action_ms=sum(timed) / len(timed) / 1e6 if timed else math.nan,
+            bubble=1 - busy / length if length else math.nan,
+            waits_for=waits_for,
+            for_s=max(0.0, (self.now_ns - live.since_ns) / 1e9) if live.since_ns else 0.0,
+            peak_mb=records[-1].peak_bytes / 1e6 if records else math.nan,
+            outbox=records[-1].outbox if records else 0,
+        )
+
+    def _state(self, worker: int, live: Live) -> str:
+        if worker in self.gone:
+            return "left" if live.state is State.LEFT else "gone"
+        words = {State.RUNNING: "runs", State.WAITING: "waits", State.BETWEEN: "between", State.STARTING: "starts"}
+        return words.get(live.state, "left")
+
+    def links(self) -> list[LinkRow]:
+        """Return how payloads fare between workers."""
+        steps = self.complete_steps(_RECENT)
+        found: dict[tuple[int, int], list[tuple[float, int]]] = {}
+        for step in steps:
+            records = self.records(step)
+            ends = {(r.worker, a.action): a.end_ns for r in records for a in r.actions}
+            for record in records:
+                for arrived in record.arrivals:
+                    made = ends.get((arrived.peer, arrived.action), arrived.at_ns)
+                    way = max(0, arrived.at_ns - made) / 1e6
+                    found.setdefault((arrived.peer, record.worker), []).append((way, arrived.num_bytes))
+        seconds = len(steps) * (self.step_ms() or 0.0) / 1e3
+        return [
+            LinkRow(*pair, median(ms for ms, _ in ways), sum(b for _, b in ways) / 1e6 / seconds, len(ways))
+            for pair, ways in sorted(found.items())
+            if seconds
+        ]
+
+    def roll_call(self) -> list[str]:
+        """Return who does what, and the worker that everybody waits for."""
+        last = max(self.headers, key=lambda w: max(s for s, _, _ in self.headers[w]["shards"]), default=0)
+        return roll_call(self.lives, last, self.now_ns)
+
+    def culprit(self) -> int | None:
+        """Return the worker that the others wait for in the end."""
+        from .rollcall import blame
+
+        last = max(self.headers, key=lambda w: max(s for s, _, _ in self.headers[w]["shards"]), default=0)
+        return blame(self.lives, last)[-1] if self.lives else None

@@ -1,0 +1,174 @@
+"""A run in the browser, and for Prometheus: read-only, for this machine alone unless told otherwise.
+
+Needs the extra `rpc-pipe[dispatch]`. Requests must name an address that we serve in Host (against DNS rebinding, as in
+CVE-2025-62593), and come from our own page if they tell where they come from. On any other address than loopback they
+also need the token that is printed at the start.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from importlib.resources import files
+
+from aiohttp import web
+
+from ..dependency import ConfigError
+from ..page import encode, with_parts
+from .metrics import render
+from .source import Source
+from .summary import describe, pictures
+from .view import View
+
+_COOKIE = "rpc-pipe-token"
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def parse_address(option: str, text: str) -> tuple[str, int]:
+    """Read `PORT`, `HOST:PORT` or `[IPv6]:PORT`; without a host it is loopback, port 0 is any that is free.
+
+    Raises:
+        ConfigError: it is none of them.
+    """
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
+    if not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"{option} {text}: must be PORT or HOST:PORT, such as 8800 or 0.0.0.0:8800")
+    return host, int(port)
+
+
+class Server:
+    """Serves a view at one address.
+
+    Args:
+        option: as the user typed it, for errors.
+        page: whether the page is served, besides the metrics.
+    """
+
+    def __init__(self, view: View, source: Source, option: str, host: str, port: int, *, page: bool) -> None:
+        self._view = view
+        self._source = source
+        self._option = option
+        self._host, self._port, self._page = host, port, page
+        self._token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
+        self._runner: web.AppRunner | None = None
+        self._pictures: dict[str, dict[str, object]] = {}
+
+    async def start(self) -> str:
+        """Begin to serve; return the address to open.
+
+        Raises:
+            ConfigError: the address cannot be had.
+        """
+        app = web.Application(middlewares=[self._guard])
+        app.router.add_get("/metrics", self._metrics)
+        if self._page:
+            app.router.add_get("/", self._index)
+            app.router.add_get("/state", self._state)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as error:
+            raise ConfigError(
+                f"{self._option} {self._host}:{self._port}: {error.strerror or error}; port 0 takes any that is free"
+            ) from error
+        self._port = self._runner.addresses[0][1]
+        shown = f"[{self._host}]" if ":" in self._host else self._host
+        token = f"?token={self._token}" if self._token else ""
+        return f"http://{shown}:{self._port}/{'' if self._page else 'metrics'}{token}"
+
+    async def stop(self) -> None:
+        """End at once, whoever is connected."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    # --- who may ask
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not self._knows(request.headers.get("Host", "")):
+            raise web.HTTPForbidden(text=f"this page is served for {self._host}:{self._port} only\n")
+        origin = request.headers.get("Origin")
+        if origin is not None and not (origin.startswith("http://") and self._knows(origin[7:])):
+            raise web.HTTPForbidden(text="requests from other pages are refused\n")
+        if self._token and not self._has_token(request):
+            raise web.HTTPUnauthorized(text="add ?token=... as rpc-pipe watch has printed it\n")
+        response = await handler(request)
+        if self._token and "token" in request.query:
+            response.set_cookie(_COOKIE, self._token, httponly=True, samesite="Strict")
+        response.headers["X-Content-Type-Options"] = "nosniff"
+        response.headers["Cache-Control"] = "no-store"
+        response.headers["Referrer-Policy"] = "no-referrer"
+        return response
+
+    def _knows(self, host: str) -> bool:
+        name, _, port = host.rpartition(":") if not host.endswith("]") and ":" in host else (host, "", "80")
+        if port != str(self._port):
+            return False
+        name = name.removeprefix("[").removesuffix("]")
+        if _is_loopback(self._host):
+            return _is_loopback(name)
+        # Bound to the world, or to a name: any address will do, as the token guards; a name must be the one given.
+        return name == self._host or _is_address(name)
+
+    def _has_token(self, request: web.Request) -> bool:
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        given = (request.query.get("token", ""), request.cookies.get(_COOKIE, ""), bearer)
+        return any([hmac.compare_digest(token.encode(), self._token.encode()) for token in given])
+
+    # --- what is answered
+
+    async def _index(self, request: web.Request) -> web.Response:
+        nonce = secrets.token_urlsafe(16)
+        page = files(__package__).joinpath("live.html").read_text(encoding="utf-8")
+        # style-src allows what the script sets on elements; scripts run only with this page's own nonce.
+        policy = (
+            f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'unsafe-inline'; connect-src 'self'; "
+            "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        text = with_parts(page).replace("@NONCE@", nonce)
+        return web.Response(text=text, content_type="text/html", headers={"Content-Security-Policy": policy})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        body, content_type = render(self._view)
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    async def _state(self, request: web.Request) -> web.Response:
+        try:
+            steps, after = int(request.query.get("steps", "1")), int(request.query.get("after", "-1"))
+        except ValueError:
+            raise web.HTTPBadRequest(text="steps and after must be whole numbers\n") from None
+        view = self._view
+        state = describe(view)
+        state |= {
+            "name": self._source.name,
+            "over": self._source.over,
+            "losses": [point for point in view.losses if point[0] > after],
+            "fresh": bool(view.losses) and view.losses[-1][0] < after,
+        }
+        version = f"{state['step']}/{steps}/{len(view.headers)}"
+        if version != request.query.get("have"):
+            state |= {"version": version, "pictures": self._drawn(version, min(max(1, steps), 10))}
+        return web.Response(text=json.dumps(state, separators=(",", ":")), content_type="application/json")
+
+    def _drawn(self, version: str, count: int) -> dict[str, object]:
+        if version not in self._pictures:
+            self._pictures = {key: drawn for key, drawn in self._pictures.items() if key.partition("/")[0] == version}
+            self._pictures[version] = encode(pictures(self._view, count))
+        return self._pictures[version]
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or (_is_address(host) and ipaddress.ip_address(host).is_loopback)
