@@ -148,31 +148,39 @@ function drawAxis(picture, context) {
   }
 }
 
-function drawRow(picture, context, worker) {
-  const row = picture.rows[worker], y = worker * picture.pitch, ticks = [];
+/* Notes what is to be drawn of a row: boxes by colour, as a change of colour costs more than a box. */
+function layRow(picture, worker, boxes, stripes, labels) {
+  const row = picture.rows[worker], y = worker * picture.pitch;
   const from = view.from * picture.scale, to = view.to * picture.scale;
   let reached = -1;
   for (let i = firstAfter(row, from); i < row.length && row[i].start <= to; i++) {
     const span = row[i], x = place(picture, span.start), end = place(picture, span.end);
-    if (span.end <= span.start) { ticks.push(span); continue; }
+    if (span.end <= span.start) { boxes[`${span.kind} tick`].push(x - 1, y, 2); continue; }
     if (end < reached + 0.25 && end - x < 0.25) continue;  // nobody could see it
     reached = Math.max(reached, end);
     const wide = end - x, seam = wide > 4 ? 1 : wide > 2 ? 0.5 : 0;
-    context.fillStyle = palette[span.kind][0];
-    context.fillRect(x, y, Math.max(wide - seam, 0.4), picture.cell);
+    boxes[span.kind].push(x, y, Math.max(wide - seam, 0.4));
     picture.shown++;
-    if (span.level > 0) {
-      const high = STRIPE * picture.cell * span.level / picture.levels;
-      context.fillStyle = "#0000008c";
-      context.fillRect(x, y + picture.cell - high, Math.max(wide - seam, 0.4), high);
-    }
-    label(picture, context, span, Math.max(x, picture.left), Math.min(end, picture.width), y);
+    if (span.level > 0) stripes.push(x, y, Math.max(wide - seam, 0.4), span.level);
+    if (wide > picture.digit) labels.push(span, Math.max(x, picture.left), Math.min(end, picture.width), y);
   }
+}
+
+function drawRows(picture, context) {
+  const kinds = Object.keys(palette), boxes = {}, stripes = [], labels = [];
   // What takes no time is drawn last, because a neighbour would cover it.
-  for (const span of ticks) {
-    context.fillStyle = palette[span.kind][0];
-    context.fillRect(place(picture, span.start) - 1, y, 2, picture.cell);
+  for (const name of [...kinds, ...kinds.map(kind => `${kind} tick`)]) boxes[name] = [];
+  for (let worker = 0; worker < picture.workers; worker++) layRow(picture, worker, boxes, stripes, labels);
+  for (const [name, found] of Object.entries(boxes)) {
+    context.fillStyle = palette[name[0]][0];
+    for (let i = 0; i < found.length; i += 3) context.fillRect(found[i], found[i + 1], found[i + 2], picture.cell);
   }
+  context.fillStyle = "#0000008c";
+  for (let i = 0; i < stripes.length; i += 4) {
+    const high = STRIPE * picture.cell * stripes[i + 3] / picture.levels;
+    context.fillRect(stripes[i], stripes[i + 1] + picture.cell - high, stripes[i + 2], high);
+  }
+  for (let i = 0; i < labels.length; i += 4) label(picture, context, ...labels.slice(i, i + 4));
 }
 
 /* The whole name, the microbatch alone, or nothing. All names count as long as the longest, so that of equal
@@ -203,7 +211,7 @@ function drawPicture(picture) {
   context.textAlign = "center";
   context.textBaseline = "middle";
   picture.size = 0;
-  for (let worker = 0; worker < picture.workers; worker++) drawRow(picture, context, worker);
+  drawRows(picture, context);
   context.restore();
   drawAxis(picture, context);
   context.fillStyle = colours.ink;

@@ -139,10 +139,13 @@ class _Case:
         late: dict[int, list[float]] = defaultdict(list)
         for before, after in pairwise(self._records):
             ended = {record.worker: record.end_ns for record in before}
+            made = {run.action: run.end_ns for record in after for run in record.actions}
             for record in after:
                 ready = ended[record.worker]
-                if record.actions and record.actions[0].action.stage > 0 and record.arrivals:
-                    ready = max(ready, record.arrivals[0].at_ns)
+                if record.actions:
+                    needs = [need for need in self._spec.data(record.actions[0].action) if need in made]
+                    there = {arrived.action: arrived.at_ns for arrived in record.arrivals}
+                    ready = max([ready, *(there.get(need, made[need]) for need in needs)])
                 late[record.worker].append(max(0.0, (record.start_ns - ready) / 1e6))
         return [median(late[worker]) for worker in range(self._spec.num_workers) if worker in late]
 

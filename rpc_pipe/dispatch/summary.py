@@ -11,10 +11,10 @@ from ..waits import waits
 from .view import View
 
 #: more spans than these are not shown, but fewer steps; and for more the causes of waits are not looked for
-_MOST_SPANS, _MOST_EXPLAINED = 60_000, 6_000
+_MOST_SPANS, _MOST_EXPLAINED = 100_000, 6_000
 
 
-def pictures(view: View, count: int) -> list[Picture]:
+def draw_steps(view: View, count: int) -> list[Picture]:
     """Return the last `count` steps, planned and actual; fewer steps if they are very large."""
     trace = view.trace(count)
     if trace is None:

@@ -11,8 +11,10 @@ import hmac
 import ipaddress
 import json
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
+from typing import NamedTuple
 
 from aiohttp import web
 
@@ -20,9 +22,11 @@ from ..dependency import ConfigError
 from ..page import encode, with_parts
 from .metrics import render
 from .source import Source
-from .summary import describe, pictures
+from .summary import describe, draw_steps
 from .view import View
 
+#: drawing may take one part in so many of a core
+_REST = 5
 _COOKIE = "rpc-pipe-token"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -40,6 +44,13 @@ def parse_address(option: str, text: str) -> tuple[str, int]:
     return host, int(port)
 
 
+class _Drawn(NamedTuple):
+    version: str
+    pictures: dict[str, object]
+    #: not to be drawn again before this `time.monotonic`
+    until: float
+
+
 class Server:
     """Serves a view at one address.
 
@@ -55,7 +66,7 @@ class Server:
         self._host, self._port, self._page = host, port, page
         self._token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
         self._runner: web.AppRunner | None = None
-        self._pictures: dict[str, dict[str, object]] = {}
+        self._pictures: dict[int, _Drawn] = {}
 
     async def start(self) -> str:
         """Begin to serve; return the address to open.
@@ -151,15 +162,19 @@ class Server:
             "fresh": bool(view.losses) and view.losses[-1][0] < after,
         }
         version = f"{state['step']}/{steps}/{len(view.headers)}"
-        if version != request.query.get("have"):
-            state |= {"version": version, "pictures": self._drawn(version, min(max(1, steps), 10))}
+        drawn = self._drawn(version, min(max(1, steps), 10))
+        if drawn.version != request.query.get("have"):
+            state |= {"version": drawn.version, "pictures": drawn.pictures}
         return web.Response(text=json.dumps(state, separators=(",", ":")), content_type="application/json")
 
-    def _drawn(self, version: str, count: int) -> dict[str, object]:
-        if version not in self._pictures:
-            self._pictures = {key: drawn for key, drawn in self._pictures.items() if key.partition("/")[0] == version}
-            self._pictures[version] = encode(pictures(self._view, count))
-        return self._pictures[version]
+    def _drawn(self, version: str, count: int) -> _Drawn:
+        """Return the pictures of so many steps; those drawn before if they are large and would be drawn too often."""
+        before, now = self._pictures.get(count), time.monotonic()
+        if before is None or (before.version != version and now > before.until):
+            pictures = encode(draw_steps(self._view, count))
+            took = time.monotonic() - now
+            self._pictures[count] = before = _Drawn(version, pictures, now + _REST * took)
+        return before
 
 
 def _is_address(host: str) -> bool:
