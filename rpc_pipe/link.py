@@ -42,6 +42,8 @@ _STACKS = signal.SIGRTMIN + 7
 _lock = threading.Lock()
 _pipelines: WeakSet[Pipeline] = WeakSet()
 _writers: WeakSet[BoardWriter] = WeakSet()
+#: what this process has for watchers
+_files: set[Path] = set()
 _stop_requested = False
 _instead: Callable[[dict[str, Any]], None] | None = None
 
@@ -127,8 +129,7 @@ def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
             num_layers=sum(number for _, _, number in shards),
         )
         _writers.add(writer)
-        if jobs.FOLDER not in os.environ:  # else the launcher clears up
-            atexit.register(_clear_up, folder, worker)
+        _files.update((plan, folder / f"worker-{worker}"))
         return writer
 
     pipeline.listen(board)
@@ -137,16 +138,18 @@ def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
 @cache
 def _offer_stacks(folder: Path) -> None:
     """Write the stacks of all threads when asked: from C, without the interpreter, so also while one is stuck."""
-    file = (folder / f"stacks-{os.getpid()}").open("w")
-    faulthandler.register(_STACKS, file)
-    if jobs.FOLDER not in os.environ:
-        atexit.register(Path(file.name).unlink, missing_ok=True)
+    path = folder / f"stacks-{os.getpid()}"
+    faulthandler.register(_STACKS, path.open("w"))
+    _files.add(path)
 
 
-def _clear_up(folder: Path, worker: int) -> None:
-    for writer in _writers:
+@atexit.register
+def _leave_boards() -> None:
+    """Say that the workers have left; clear up, unless a launcher does, which still wants to read."""
+    for writer in list(_writers):
         writer.close()
-    for name in (f"worker-{worker}", f"plan-{worker}"):
-        (folder / name).unlink(missing_ok=True)
-    with suppress(OSError):  # others are still there
-        folder.rmdir()
+    if jobs.FOLDER not in os.environ:
+        for file in _files:
+            file.unlink(missing_ok=True)
+            with suppress(OSError):  # others are still there
+                file.parent.rmdir()

@@ -64,7 +64,7 @@ def _watch(parsed: argparse.Namespace, argv: list[str]) -> int:
     try:
         asyncio.run(watcher.run())
     except KeyboardInterrupt:
-        watcher.console.print(f"no longer watching {source.name}")
+        watcher.console.print(f"no longer watching {source.name}", markup=False, soft_wrap=True)
     return 0
 
 
@@ -149,11 +149,11 @@ class _Watcher:
         self._say_the_end()
 
     def _say_the_end(self) -> None:
-        self.console.print(f"{self._source.name} has ended", markup=False)
+        self.console.print(f"{self._source.name} has ended", markup=False, soft_wrap=True)
         lost = self._view.lost(fresh=True)
         if lost is not None:
-            self.console.print(Text(f"a step's time: {lost.line()}"))
-            self.console.print(Text(f"worst: {lost.sentence}"))
+            self.console.print(Text(f"a step's time: {lost.line()}"), soft_wrap=True)
+            self.console.print(Text(f"worst: {lost.sentence}"), soft_wrap=True)
 
     async def _once(self, sinks: list[Any]) -> None:
         deadline = time.monotonic() + _ONCE_S

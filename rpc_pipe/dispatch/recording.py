@@ -123,10 +123,9 @@ class Replay:
                 news.programs = dict(enumerate(line["programs"]))
                 news.clock_error_ms = line["clock_error_ms"]
             elif line["kind"] == "step":
-                records = [_decode(record) for record in line["records"]]
-                if max(record.end_ns for record in records) > now:
+                if max(record["end_ns"] for record in line["records"]) > now:
                     break
-                news.records += records
+                news.records += [_decode(record) for record in line["records"]]
             self._at += 1
         if news.records:
             news.lives = {
@@ -167,13 +166,13 @@ def _encode(record: StepRecord) -> dict[str, Any]:
 
 
 def _decode(line: dict[str, Any]) -> StepRecord:
-    loss = line.pop("loss")
+    loss = line["loss"]
     return StepRecord(
         **{
             **line,
+            "loss": math.nan if loss is None else loss,
             "actions": [Record(Action.parse(name), start, end) for name, start, end in line["actions"]],
             "arrivals": [Arrived(Action.parse(name), *rest) for name, *rest in line["arrivals"]],
             "layers": [LayerTime(*layer) for layer in line["layers"]],
-        },
-        loss=math.nan if loss is None else loss,
+        }
     )

@@ -29,8 +29,8 @@ _RECENT = 8
 _ATTRIBUTE_EVERY_S = 2.0
 #: nothing has finished for so long, and for so many times a usual step: a stall
 _STALL_S, _STALL_STEPS = 10.0, 10
-#: a step that takes so many times as long as usual is told
-_SLOW_STEP = 2.0
+#: a step that takes so many times as long as usual, and so many ms longer, is told
+_SLOW_STEP, _SLOWER_MS = 2.0, 50.0
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class View:
         if not math.isnan(loss):
             self.losses.append((step, loss))
         times = [self._step_ms(s) for s in self.complete_steps(_RECENT)]
-        if len(times) >= _RECENT and times[-1] > _SLOW_STEP * median(times):
+        if len(times) >= _RECENT and times[-1] > max(_SLOW_STEP * median(times), median(times) + _SLOWER_MS):
             self.note(f"step {step} took {times[-1]:.0f} ms, usually {median(times):.0f} ms", warning=True)
 
     def _step_ms(self, step: int) -> float:

@@ -1,0 +1,84 @@
+"""Runs that never ran: the simulator's times written down as workers would."""
+
+from collections import Counter, defaultdict
+
+from rpc_pipe.dependency import B, F, U, entries
+from rpc_pipe.dispatch.board import Live, State
+from rpc_pipe.dispatch.plan import list_program
+from rpc_pipe.dispatch.source import News
+from rpc_pipe.dispatch.view import View
+from rpc_pipe.options import make_spec
+from rpc_pipe.simulator import simulate, uniform
+from rpc_pipe.trace import Trace
+from rpc_pipe.workers.hooks import Arrived, LayerTime, Record, StepRecord
+
+COST = uniform({F: 10, B: 20, U: 1})
+
+
+def records_of(spec, cost=COST, *, steps=4, links=None, layers=None, pause_ms=0.0, hop_ms=0.5):
+    """Return {step: records} of a simulated run; `layers[worker]` is [(kind, ms), ...]."""
+    result = simulate(spec, cost, comm=hop_ms, steps=steps, links=links)
+    there = {(what, target): at for what, _, target, at in result.carried if spec.worker(what) != target}
+    seen, by_step, arrivals = Counter(), defaultdict(lambda: defaultdict(list)), defaultdict(list)
+    for span in result.spans:
+        step = seen[span.worker, span.action]
+        seen[span.worker, span.action] += 1
+        by_step[step][span.worker].append(span)
+    for (what, target), _ in there.items():
+        arrivals[target].append(what)
+    found, ends = {}, defaultdict(int)
+    for step in sorted(by_step):
+        late, found[step] = round(step * pause_ms * 1e6), []
+        made = {s.action: s.end for spans in by_step[step].values() for s in spans}
+        for worker in range(spec.num_workers):
+            ran = [
+                Record(s.action, round(s.start * 1e6) + late, round(s.end * 1e6) + late)
+                for s in by_step[step][worker]
+            ]  # fmt: skip
+            link = links or {}
+            came = [
+                Arrived(
+                    what, spec.worker(what), 1000,
+                    round((made[what] + (link[spec.worker(what), worker].latency
+                                         if (spec.worker(what), worker) in link else hop_ms)) * 1e6) + late,
+                )
+                for what in arrivals[worker]
+            ]  # fmt: skip
+            start = ends[worker] + (late > 0) * round(pause_ms * 1e6)
+            times = [LayerTime(kind, round(ms * 1e6)) for kind, ms in (layers or {}).get(worker, [])]
+            found[step].append(
+                StepRecord(
+                    worker, step, min(start, ran[0].start_ns), ran[-1].end_ns, ran,
+                    sorted(came, key=lambda a: a.at_ns), times, 3 - 0.1 * step, 8, 1024, 10**9, 2,
+                )
+            )  # fmt: skip
+            ends[worker] = ran[-1].end_ns
+    return found
+
+
+def trace_of(schedule="1f1b", workers=4, microbatches=8, **options):
+    spec = make_spec(schedule, workers, microbatches, {})
+    return Trace(spec, records_of(spec, **options))
+
+
+def news_of(spec, records, lives=None):
+    """Return what a look at such a run would bring."""
+    headers = {
+        worker: {
+            "worker": worker, "num_workers": spec.num_workers, "pid": 1, "host": "here", "device": "cpu",
+            "schedule": "1f1b", "cores": 64, "shards": [(s, r, 2) for s, r in spec.hosted(worker)],
+            "clock_ns": 7 + worker,
+        }
+        for worker in range(spec.num_workers)
+    }  # fmt: skip
+    programs = {w: list_program(spec, w, "ready", list(entries(spec, w))) for w in range(spec.num_workers)}
+    now = max(record.end_ns for found in records.values() for record in found)
+    lives = lives or {w: Live(State.BETWEEN, max(records), since_ns=now) for w in range(spec.num_workers)}
+    return News(headers, programs, lives, [r for step in sorted(records) for r in records[step]], now_ns=now)
+
+
+def view_of(workers=4, microbatches=8, schedule="1f1b", lives=None, **options):
+    spec = make_spec(schedule, workers, microbatches, {})
+    view = View()
+    view.take(news_of(spec, records_of(spec, **options), lives))
+    return view

@@ -1,0 +1,113 @@
+"""Boards: what is written is read, torn and late reads are noticed."""
+
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpc_pipe.dependency import Action, B, F, Kind, Pulled
+from rpc_pipe.dispatch.board import Board, BoardWriter, Live, State, pack_record, unpack_record
+from rpc_pipe.workers.hooks import Arrived, Blocked, LayerTime, Record, StepRecord
+
+times = st.integers(0, 2**62)
+actions = st.builds(Action, st.integers(0, 2**16 - 1), st.sampled_from(list(Kind)), st.integers(0, 2**32 - 1))
+records = st.builds(
+    StepRecord,
+    worker=st.integers(0, 1000),
+    step=times,
+    start_ns=times,
+    end_ns=times,
+    actions=st.lists(st.builds(Record, actions, times, times), max_size=5),
+    arrivals=st.lists(st.builds(Arrived, actions, st.integers(0, 1000), times, times), max_size=5),
+    layers=st.lists(st.builds(LayerTime, st.integers(0, 2**32 - 1), times), max_size=5),
+    loss=st.floats(allow_nan=False),
+    rows=times,
+    tokens=times,
+    peak_bytes=times,
+    outbox=times,
+)
+
+
+def record(step, worker=0):
+    return StepRecord(worker, step, 10, 20, [Record(F(0, 1), 11, 19)], [Arrived(F(0, 1), 1, 64, 11)])
+
+
+@pytest.fixture
+def writer(tmp_path):
+    return BoardWriter(tmp_path / "worker-0", {"pid": 1, "name": "ä"}, num_actions=3, num_arrivals=2, num_layers=1)
+
+
+@given(records)
+def test_a_record_is_read_as_it_was_written(record):
+    assert unpack_record(pack_record(record)) == record
+
+
+def test_clocks_are_put_right_when_read():
+    read = unpack_record(pack_record(record(1)), offset_ns=1000)
+    assert (read.start_ns, read.end_ns) == (1010, 1020)
+    assert read.actions == [Record(F(0, 1), 1011, 1019)] and read.arrivals[0].at_ns == 1011
+
+
+def test_what_a_worker_does_is_read_live(writer, tmp_path):
+    board = Board(tmp_path / "worker-0")
+    assert board.header == {"pid": 1, "name": "ä"} and board.live().state is State.STARTING
+    writer.action_started(3, F(1, 2))
+    assert str(board.live()) == "running 1F2, step 3"
+    writer.waiting(3, lambda: Blocked(B(1, 0), [Pulled(B(2, 0), 4, True), Pulled(F(0, 9), 5, True)]))
+    live = board.live()
+    assert str(live) == "waiting for 2B0 of worker 4 to run 1B0, step 3" and live.peer == 4
+    writer.waiting(3, lambda: Blocked(None, []))
+    assert str(board.live()) == "waiting for the result of step 3"
+    writer.step_finished(record(3))
+    assert str(board.live()) == "between steps, after step 3"
+    writer.close()
+    assert board.live().state is State.LEFT
+
+
+def test_a_slow_reader_misses_steps_and_knows_how_many(writer, tmp_path):
+    board = Board(tmp_path / "worker-0")
+    for step in range(3):
+        writer.step_finished(record(step))
+    assert [r.step for r in board.records()] == [0, 1, 2] and board.dropped == 0
+    for step in range(3, 203):
+        writer.step_finished(record(step))
+    assert [r.step for r in board.records()] == list(range(139, 203))  # 64 slots
+    assert board.dropped == 136
+    assert board.records() == []
+
+
+def test_many_readers_do_not_disturb_each_other(writer, tmp_path):
+    boards = [Board(tmp_path / "worker-0") for _ in range(3)]
+    writer.step_finished(record(0))
+    assert [[r.step for r in board.records()] for board in boards] == [[0]] * 3
+
+
+def test_a_record_that_is_being_written_is_left_for_later(writer, tmp_path):
+    board = Board(tmp_path / "worker-0")
+    writer.step_finished(record(0))
+    at = next(i for i in range(8192 + 64, len(writer._map), 8) if writer._map[i : i + 8] == struct.pack("<q", 1))
+    struct.pack_into("<q", writer._map, at, 0)  # as if the worker stood still in the middle of it
+    assert board.records() == []
+    struct.pack_into("<q", writer._map, at, 1)
+    assert [r.step for r in board.records()] == [0]
+
+
+def test_a_step_that_is_too_large_is_left_out_and_the_run_goes_on(writer, tmp_path):
+    many = StepRecord(0, 0, 0, 1, [Record(F(0, m), 0, 1) for m in range(50)])
+    writer.step_finished(many)
+    writer.step_finished(record(1))
+    assert [r.step for r in Board(tmp_path / "worker-0").records()] == [1]
+
+
+def test_what_is_no_board_is_refused(tmp_path):
+    for content in (b"", b"x" * 10_000):
+        (tmp_path / "worker-1").write_bytes(content)
+        with pytest.raises(ValueError, match="no board"):
+            Board(tmp_path / "worker-1")
+
+
+def test_a_loss_that_is_none_stays_none():
+    assert math.isnan(unpack_record(pack_record(record(0))).loss)
+    assert str(Live()) == "starting up"

@@ -1,0 +1,97 @@
+"""Where the time went: the right culprit, and parts that add up."""
+
+import pytest
+from synthetic import trace_of
+
+from rpc_pipe.dependency import B, F, U
+from rpc_pipe.dispatch.lost import attribute
+from rpc_pipe.simulator import Link
+
+SHARDS = [[(stage, 0, 2)] for stage in range(4)]
+EVEN = {worker: [(1, 5), (1, 5)] for worker in range(4)}
+
+
+def heavier(worker, times):
+    def cost(action):
+        return {F: 10, B: 20, U: 1}.get(action.kind, 0) * (times if action.stage == worker else 1)
+
+    return cost
+
+
+def parts(lost):
+    shares = {cause: ms / lost.step_ms for cause, ms in lost.parts().items()}
+    assert lost.limit_ms / lost.step_ms + sum(shares.values()) == pytest.approx(1)
+    assert all(share >= 0 for share in shares.values())
+    return shares
+
+
+def worst(lost):
+    return max((cause for cause in parts(lost) if cause != "bubble"), key=parts(lost).get)
+
+
+def test_a_calm_run_is_told_how_close_it_is():
+    lost = attribute(trace_of(layers=EVEN), SHARDS)
+    assert parts(lost)["bubble"] == pytest.approx(3 / 11, abs=0.02)
+    assert lost.sentence.startswith("the run reaches 9") and "of what 1f1b allows" in lost.sentence
+    assert "more microbatches" in lost.sentence
+
+
+def test_a_slow_worker_is_named():
+    layers = EVEN | {2: [(1, 7.5), (1, 7.5)]}
+    lost = attribute(trace_of(cost=heavier(2, 1.5), layers=layers), SHARDS)
+    assert worst(lost) == "slow worker"
+    assert lost.sentence.startswith("worker 2 is 1.5 x the median (layers of the same kind take 1.5 x as long there")
+
+
+def test_uneven_stages_are_named_with_a_better_cut():
+    layers = {0: [(1, 5)], 1: [(1, 5)] * 3, 2: [(1, 5)] * 2, 3: [(1, 5)] * 2}
+
+    def cost(action):
+        return {F: 5, B: 10, U: 1}[action.kind] * (1, 3, 2, 2)[action.stage]
+
+    shards = [[(0, 0, 1)], [(1, 0, 3)], [(2, 0, 2)], [(3, 0, 2)]]
+    lost = attribute(trace_of(cost=cost, layers=layers), shards)
+    assert worst(lost) == "imbalance"
+    assert lost.sentence.startswith("worker 1 is 1.5 x the median (it has more to compute (3 of 8 layers)")
+    assert "moving 1 layer to worker 0 (--split 2,2,2,2) would save about" in lost.sentence
+
+
+def test_a_slow_worker_gets_fewer_layers_proposed():
+    layers = {w: [(1, 2.5)] * 4 for w in range(4)} | {2: [(1, 5.0)] * 4}
+    shards = [[(stage, 0, 4)] for stage in range(4)]
+    lost = attribute(trace_of(cost=heavier(2, 2.0), layers=layers), shards)
+    assert "worker 2 is 2.0 x the median" in lost.sentence and "--split 5,5,2,4" in lost.sentence
+
+
+def test_a_slow_link_is_named():
+    links = {(a, b): Link(20.0 if (a, b) == (1, 2) else 0.4) for a in range(4) for b in range(4) if abs(a - b) == 1}
+    lost = attribute(trace_of(links=links, layers=EVEN), SHARDS)
+    assert worst(lost) == "link"
+    assert "from worker 1 to worker 2, 50 x the median of all links: a slow link" in lost.sentence
+
+
+def test_a_slow_data_loader_is_named():
+    lost = attribute(trace_of(pause_ms=150.0, layers=EVEN), SHARDS)
+    assert parts(lost)["data"] == pytest.approx(150 / (150 + 33 * 10 + 5), abs=0.05)
+    assert lost.sentence.startswith("workers wait 150.0 ms for data between steps")
+
+
+def test_without_layer_times_the_heavy_worker_is_still_named():
+    lost = attribute(trace_of(cost=heavier(1, 1.8)))
+    assert lost.sentence.startswith("worker 1 is 1.8 x the median") and "--split" not in lost.sentence
+
+
+def test_crowded_machines_are_told_so():
+    trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1), layers=EVEN)
+    assert attribute(trace, SHARDS, cores=2).sentence.endswith("4 workers share 2 cores of one machine")
+    assert "are short or vary" in attribute(trace, SHARDS, cores=8).sentence
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "chimera", "gpipe", "dualpipe"])
+def test_every_kind_of_schedule_can_be_looked_at(schedule):
+    lost = attribute(trace_of(schedule))
+    assert parts(lost)["overhead"] < 0.3 and lost.sentence
+
+
+def test_a_single_step_is_enough():
+    assert attribute(trace_of(steps=1)).step_ms == pytest.approx(33 * 10 + 6 * 0.5 + 1, rel=0.02)

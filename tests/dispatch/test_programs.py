@@ -1,0 +1,36 @@
+"""The relation that the workers wrote down is the relation."""
+
+import json
+
+import pytest
+
+from rpc_pipe.dependency import B, ConfigError, F, G, I, R, U, W, entries
+from rpc_pipe.dispatch.plan import list_program, spec_of_programs
+from rpc_pipe.options import make_spec
+from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.simulator import simulate, uniform
+
+COST = uniform({F: 1.5, B: 3.1, I: 1.6, W: 1.3, R: 1.4, G: 0.3, U: 0.2})
+
+
+def written(spec):
+    programs = [list_program(spec, w, spec.order, list(entries(spec, w))) for w in range(spec.num_workers)]
+    return json.loads(json.dumps(programs))
+
+
+@pytest.mark.parametrize("name", [name for name, cls in SCHEDULES.items() if cls.synchronous])
+def test_every_schedule_runs_alike_from_what_its_workers_wrote(name):
+    spec = make_spec(name, 4, 8, {})
+    read = spec_of_programs(written(spec))
+    for steps in (1, 3):
+        for comm in (0, 0.7):
+            ours, theirs = (simulate(s, COST, comm=comm, steps=steps) for s in (spec, read))
+            assert theirs.spans == ours.spans
+    assert type(read).__name__ == name
+
+
+def test_what_does_not_fit_together_is_refused():
+    programs = written(make_spec("1f1b", 2, 2, {}))
+    programs[1]["program"][0][0] = "nonsense"
+    with pytest.raises(ConfigError, match="plan: cannot be read: not an action: 'nonsense'"):
+        spec_of_programs(programs)

@@ -1,0 +1,54 @@
+"""Who waits for whom."""
+
+from rpc_pipe.dependency import B, F
+from rpc_pipe.dispatch.board import Live, State
+from rpc_pipe.dispatch.rollcall import blame, duration, newest_frames, roll_call
+
+S = 10**9
+
+
+def waits(action, missing, peer, since=0):
+    return Live(State.WAITING, 4, action, missing, peer, since)
+
+
+def test_the_chain_of_waits_ends_at_who_waits_for_nobody():
+    lives = {
+        0: waits(B(0, 1), B(1, 1), 1),
+        1: waits(B(1, 1), B(2, 1), 2),
+        2: Live(State.RUNNING, 4, F(2, 3), since_ns=5 * S),
+        3: Live(State.WAITING, 4, since_ns=1 * S),
+    }
+    assert blame(lives, last_host=3) == [0, 1, 2]
+    assert roll_call(lives, 3, 31 * S) == [
+        "worker 0 waiting for 1B1 of worker 1 to run 0B1, step 4 for 31 s",
+        "worker 1 waiting for 2B1 of worker 2 to run 1B1, step 4 for 31 s",
+        "worker 2 running 2F3, step 4 for 26 s",
+        "worker 3 waiting for the result of step 4 for 30 s",
+        "worker 0 -> worker 1 -> worker 2: everybody waits for worker 2, which is running 2F3, step 4",
+    ]
+
+
+def test_who_waits_for_the_result_waits_for_the_last_stage():
+    lives = {0: Live(State.WAITING, 1), 1: Live(State.RUNNING, 1, F(1, 0))}
+    assert blame(lives, last_host=1) == [0, 1]
+
+
+def test_a_circle_is_named():
+    lives = {0: waits(F(0, 1), F(1, 1), 1), 1: waits(F(1, 1), F(0, 1), 0)}
+    assert roll_call(lives, 1, S)[-1] == "the waits form a circle: worker 1 -> worker 0 -> worker 1"
+
+
+def test_who_waits_for_a_worker_that_cannot_be_seen_is_the_end():
+    assert blame({0: waits(F(0, 1), F(1, 1), 1)}, last_host=1) == [0]
+
+
+def test_stacks_are_told_in_a_line():
+    stacks = 'Thread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in other\n\nCurrent thread 0x2:\n' + (
+        '  File "/x/train.py", line 15 in forward\n  File "/x/module.py", line 9 in call\n'
+    )
+    assert newest_frames(stacks) == "forward (train.py:15), called from call (module.py:9)"
+    assert newest_frames("") == ""
+
+
+def test_durations_are_told_as_readers_want_them():
+    assert [duration(s * S) for s in (0.02, 3.14, 31, 600)] == ["20 ms", "3.1 s", "31 s", "10 min"]

@@ -1,0 +1,180 @@
+"""What a view makes of news: rows, the terminal's screen, stalls, recordings."""
+
+import io
+import json
+import time
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from synthetic import COST, news_of, records_of, view_of
+
+from rpc_pipe.dependency import B, ConfigError, F
+from rpc_pipe.dispatch.board import Live, State
+from rpc_pipe.dispatch.recording import Recording, Replay
+from rpc_pipe.dispatch.source import News
+from rpc_pipe.dispatch.terminal import Screen
+from rpc_pipe.dispatch.view import View
+from rpc_pipe.options import make_spec
+from rpc_pipe.schedules import SCHEDULES
+
+SPEC = make_spec("1f1b", 4, 8, {})
+
+
+def shown(view, width=80, height=24):
+    console = Console(file=io.StringIO(), width=width, height=height, force_terminal=False)
+    console.print(Screen(view, "run-1"))
+    return console.file.getvalue().splitlines()
+
+
+def test_rows_say_what_each_worker_does():
+    lives = {
+        0: Live(State.RUNNING, 4, F(0, 3), since_ns=1),
+        1: Live(State.WAITING, 4, F(1, 3), F(0, 3), 0, since_ns=1),
+        2: Live(State.WAITING, 4, since_ns=1),
+        3: Live(State.BETWEEN, 3, since_ns=1),
+    }
+    rows = view_of(lives=lives).rows()
+    assert [(r.state, r.action, r.waits_for) for r in rows] == [
+        ("runs", "0F3", ""), ("waits", "", "0F3 of 0"), ("waits", "", "the result"), ("between", "", ""),
+    ]  # fmt: skip
+    assert [r.stages for r in rows] == ["0", "1", "2", "3"]
+    assert rows[0].action_ms == pytest.approx((8 * 10 + 8 * 20 + 1) / 17)
+    assert 0.2 < rows[0].bubble < 0.35 and rows[0].peak_mb == 1000 and rows[0].outbox == 2
+
+
+def test_figures_of_the_run():
+    view = view_of()
+    assert view.complete_steps(2) == [2, 3] and view.losses[-1] == (3, pytest.approx(2.7))
+    assert view.step_ms() == pytest.approx(33 * 10 + 6 * 0.5 + 1, rel=0.02)
+    assert view.throughput() == (pytest.approx(1e3 * 1024 / view.step_ms()), "tokens")
+    (first, *_) = view.links()
+    assert (first.source, first.target, first.payloads) == (0, 1, 32) and first.ms == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("workers", [2, 4, 16, 64])
+@pytest.mark.parametrize("height", [24, 60])
+def test_nothing_wraps_at_80_columns(workers, height):
+    view = view_of(workers, 8)
+    view.note("a long warning that goes on and on " * 5, warning=True)
+    lines = shown(view, 80, height)
+    assert max(map(len, lines)) <= 80 and len(lines) <= height
+    text = "\n".join(lines)
+    assert "1f1b on" in text and "work " in text and "long warning" in text
+    assert all(f"{worker} " in text for worker in range(workers))
+
+
+def test_a_screen_without_workers_says_so():
+    assert shown(View()) == ["run-1: no worker can be seen yet"]
+
+
+def test_a_run_of_which_only_some_workers_can_be_seen_says_so():
+    news, view = news_of(SPEC, records_of(SPEC)), View()
+    news.headers = {w: news.headers[w] for w in (0, 1)}
+    news.records = [r for r in news.records if r.worker < 2]
+    view.take(news)
+    assert "1f1b on 2 of 4 workers" in shown(view)[0] and view.complete_steps(5) == []
+
+
+def test_a_stall_is_told_once_with_a_roll_call_and_ends():
+    spec, records = SPEC, records_of(SPEC)
+    start = max(r.end_ns for found in records.values() for r in found)
+    lives = {w: Live(State.WAITING, 4, F(w, 0), F(w - 1, 0), w - 1, start) for w in (1, 2, 3)}
+    lives[0] = Live(State.RUNNING, 4, F(0, 0), since_ns=start)
+    view = View()
+    for seconds in (0, 9, 11, 13):
+        news = news_of(spec, records, lives)
+        news.records = [] if seconds else news.records
+        news.now_ns = start + seconds * 10**9
+        view.take(news)
+        assert view.stalled == (seconds > 10)
+    texts = [text for _, text, _ in view.events]
+    assert texts[0] == "nothing has finished for 11 s" and len(texts) == 6
+    assert texts[-1].endswith("everybody waits for worker 0, which is running 0F0, step 4")
+    assert view.culprit() == 0
+    lives[0] = Live(State.RUNNING, 4, B(0, 0), since_ns=start + 14 * 10**9)
+    view.take(News(news.headers, news.programs, lives, now_ns=start + 14 * 10**9))
+    assert not view.stalled
+
+
+def test_a_worker_that_dies_is_told():
+    view = view_of()
+    news = News(view.headers, view.programs, view.lives, gone=frozenset({2}))
+    view.take(news)
+    assert view.rows()[2].state == "gone"
+    assert view.events[-1][1:] == ("worker 2 has gone", True)
+
+
+def test_a_slow_step_is_told():
+    steps = {**records_of(SPEC, steps=10)}
+    late = records_of(SPEC, lambda a: 5 * COST(a), steps=1)[0]
+    view = View()
+    view.take(news_of(SPEC, steps))
+    offset = max(r.end_ns for r in steps[9])
+    view.take(
+        News(
+            view.headers, view.programs, view.lives,
+            [replace(r, step=10, start_ns=r.start_ns + offset, end_ns=r.end_ns + offset) for r in late],
+        )
+    )  # fmt: skip
+    assert "step 10 took" in view.events[-1][1] and view.events[-1][2]
+
+
+def test_a_recording_is_read_as_it_was_written(tmp_path):
+    view, path = view_of(layers={w: [(1, 5.0)] for w in range(4)}), tmp_path / "run.jsonl"
+    view.note("something happened")
+    recording = Recording(path)
+    recording.write(view)
+    recording.write(view)  # nothing is new
+    recording.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["run", "step", "step", "step", "step", "event"]
+    assert lines[4]["step"] == 3 and lines[4]["loss"] == pytest.approx(2.7) and lines[4]["lost"]["step_ms"] > 300
+    replay, read = Replay(path), View()
+    assert not replay.over
+    read.take(replay.look())
+    assert replay.over
+    assert read.complete_steps(0) == view.complete_steps(0)
+    assert [read.records(s) for s in range(4)] == [view.records(s) for s in range(4)]
+    assert read.lost().sentence == view.lost().sentence
+
+
+def test_a_recording_runs_at_the_pace_at_which_it_ran(tmp_path, monkeypatch):
+    view, path, clock = view_of(), tmp_path / "run.jsonl", [100.0]
+    recording = Recording(path)
+    recording.write(view)
+    recording.close()
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    replay, read = Replay(path, speed=2.0), View()
+    seen = []
+    for seconds in (0, 0.2, 0.4, 2):
+        clock[0] = 100.0 + seconds
+        read.take(replay.look())
+        seen.append(len(read.complete_steps(0)))
+    assert seen == [0, 1, 2, 4] and replay.over
+
+
+def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
+    path = tmp_path / "run.jsonl"
+    recording = Recording(path)
+    recording.write(view_of())
+    recording.close()
+    whole = path.read_text()
+    path.write_text(whole[:-200])
+    read = View()
+    read.take(Replay(path).look())
+    assert read.complete_steps(0) == [0, 1, 2]
+    path.write_text("nonsense\n" + whole)
+    with pytest.raises(ConfigError, match="line 1 is not of a recording"):
+        Replay(path)
+    path.write_text("")
+    with pytest.raises(ConfigError, match="no recording with steps"):
+        Replay(path)
+
+
+def test_every_schedule_can_be_drawn_as_planned():
+    for name, cls in SCHEDULES.items():
+        if cls.synchronous:
+            view = view_of(4, 8, name)
+            trace = view.trace(2)
+            assert len(view.planned(trace, 2)) == len(trace.spans())

@@ -1,0 +1,190 @@
+"""Real runs, really watched: found by itself, killed, stopped, recorded, stalled. Outcomes and order only."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rpc_pipe.dispatch import jobs
+from rpc_pipe.dispatch.board import Board
+
+ROOT = Path(__file__).parent.parent.parent
+SMALL = "--workers 2 --width 16 --heads 2 --depth 2 --context 16 --batch 8 --microbatches 4".split()
+TEXT = ["--data", str(ROOT / "rpc_pipe" / "launcher.py")]
+
+SCRIPT = """
+import os, sys, time
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+class Layer(nn.Linear):
+    calls = 0
+    def forward(self, x):
+        Layer.calls += 1
+        if os.environ.get("RANK", "1") == "1" and Layer.calls == 30 and "stall" in sys.argv:
+            time.sleep(13)
+        return super().forward(x)
+
+layers = [partial(Layer, 4, 4) for _ in range(2)]
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1))
+x = torch.ones(8, 4)
+for _ in range(int(sys.argv[1])):
+    pipe.step((x, x))
+    time.sleep(0.02)
+pipe.barrier()
+"""
+
+
+def environment():
+    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+
+
+def start(*arguments):
+    command = [sys.executable, "-m", "rpc_pipe", *map(str, arguments)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
+    )
+
+
+def watch(*arguments, timeout=60):
+    done = start("watch", *arguments)
+    out, err = done.communicate(timeout=timeout)
+    return done.returncode, out, err
+
+
+@contextlib.contextmanager
+def training(*arguments):
+    """A run, its workers' boards in sight."""
+    with start("run", *arguments) as run:
+        folder = jobs.root() / f"run-{run.pid}"
+        try:
+            deadline = time.monotonic() + 60
+            while len(jobs.boards(folder)) < 2 and time.monotonic() < deadline and run.poll() is None:
+                time.sleep(0.05)
+            yield run, folder
+        finally:
+            run.kill()
+
+
+def until_step(folder, step):
+    board = Board(folder / "worker-0")
+    deadline = time.monotonic() + 60
+    while board.live().step < step:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_watchers_that_are_killed_or_stopped_change_nothing():
+    arguments = [*SMALL, *TEXT, "--json", "--steps", 500]
+    with start("run", *arguments) as alone:
+        expected = json.loads(alone.communicate(timeout=120)[0])
+    with training(*arguments) as (run, _):
+        name, stopped = f"run-{run.pid}", start("watch", f"run-{run.pid}")
+        time.sleep(0.7)
+        stopped.send_signal(signal.SIGSTOP)
+        for i in range(4):
+            watcher = start("watch", name)
+            time.sleep(0.1 + 0.2 * i)
+            watcher.kill()
+            watcher.communicate()
+        out, _ = run.communicate(timeout=120)
+        stopped.kill()
+        stopped.communicate()
+    assert run.returncode == 0
+    watched = json.loads(out)
+    for key in ("loss", "held_out_loss", "steps"):
+        assert watched[key] == expected[key]
+    assert not (jobs.root() / name).exists()
+
+
+def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
+    with training(*SMALL, *TEXT, "--steps", 100000) as (run, folder):
+        name = folder.name
+        until_step(folder, 3)
+        code, out, err = watch(name, "--once")
+        assert code == 0 and "1f1b on 2 workers" in out and "worker" in out, out + err
+        assert watch(str(run.pid), "--once", "--json")[0] == 0
+        state = json.loads(watch(str(folder), "--once", "--json")[1])
+        assert state["num_workers"] == 2 and state["lost"]["sentence"]
+        now = Board(folder / "worker-0").live().step
+        code, out, err = watch(name, "--trace", tmp_path / "t.json", "--steps", f"{now + 200}-{now + 202}")
+        assert code == 0 and "clocks of workers agree within" in out, out + err
+        trace = json.loads((tmp_path / "t.json").read_text())
+        assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {now + s for s in (200, 201, 202)}
+        assert trace["otherData"] == {"clock_error_ms": 0.0}
+        code, _, err = watch(name, "--trace", tmp_path / "t.json", "--steps", "0-1")
+        assert code == 2 and "--steps 0-1: step 0 is over; the earliest still there is" in err
+        watcher = start("watch", name, "--record", tmp_path / "run.jsonl")
+        time.sleep(2)
+        watcher.send_signal(signal.SIGINT)
+        out, err = watcher.communicate(timeout=30)
+        assert watcher.returncode == 0 and f"no longer watching {name}" in out, out + err
+        run.send_signal(signal.SIGINT)
+        run.communicate(timeout=60)
+    assert not folder.exists()
+    code, out, err = watch(tmp_path / "run.jsonl", "--once")
+    assert code == 0 and "2 workers" in out and "as it ran" in out, out + err
+    code, out, err = watch(tmp_path / "run.jsonl", "--speed", "1000")
+    assert code == 0 and "has ended" in out and "worst: " in out, out + err
+
+
+def test_a_stall_is_told_with_the_culprit_and_its_stacks(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with start("run", tmp_path / "train.py", "--workers", 2, "--", 20, "stall") as run:
+        out, err = run.communicate(timeout=120)
+    assert run.returncode == 0, out + err
+    told = out[out.index("nothing has finished") :]
+    assert "worker 0 waiting for 1B" in told
+    assert "worker 0 -> worker 1: everybody waits for worker 1, which is running 1F" in told
+    assert re.search(r'train.py", line \d+ in forward', told) and "_send_all" not in told
+    assert "20 steps on 2 workers" in told and "worst: " in told
+
+
+def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    before = set(jobs.root().iterdir())
+    with subprocess.Popen([sys.executable, tmp_path / "train.py", "300"], env=environment(), cwd=ROOT) as run:
+        folder = jobs.root() / f"run-{run.pid}"
+        deadline = time.monotonic() + 60
+        while len(jobs.boards(folder)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        code, out, err = watch(folder.name, "--once")
+        assert code == 0 and "1f1b on 2 workers" in out, out + err
+        assert run.wait(60) == 0
+    assert not folder.exists() and not set(jobs.root().iterdir()) - before
+
+
+def test_what_a_killed_run_left_is_swept(tmp_path):
+    with training(*SMALL, *TEXT, "--steps", 100000) as (run, folder):
+        workers = [board.header["pid"] for board in jobs.boards(folder).values()]
+        run.kill()
+        deadline = time.monotonic() + 20
+        while any(map(jobs.alive, workers)) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        run.communicate()
+        assert folder.exists()
+        jobs.sweep()
+        assert not folder.exists()
+
+
+@pytest.mark.parametrize("arguments, text", [
+    (["no-such-run"], "watch no-such-run: there is no such run; "),
+    (["missing.jsonl"], "watch missing.jsonl: there is no such file"),
+    (["--json"], "--json: needs --once"),
+    (["--steps", "3-1", "--trace", "x"], "--steps 3-1: must be a step or a range of steps"),
+    (["--steps", "3"], "--steps 3: needs --trace FILE"),
+    (["--speed", "0"], "--speed 0: must be more than 0"),
+])  # fmt: skip
+def test_wrong_input_is_told(arguments, text):
+    with training(*SMALL, *TEXT, "--steps", 100000) if arguments[:1] == ["--steps"] else contextlib.nullcontext():
+        code, _, err = watch(*arguments)
+    assert code == 2 and text in err

@@ -1,0 +1,178 @@
+"""The page and the metrics: who may ask, what is answered, what a real browser shows."""
+
+import asyncio
+import json
+import shutil
+import subprocess
+import urllib.error
+import urllib.request
+
+import pytest
+from synthetic import view_of
+
+web = pytest.importorskip("rpc_pipe.dispatch.web")
+
+from rpc_pipe.dependency import ConfigError  # noqa: E402
+from rpc_pipe.dispatch.view import View  # noqa: E402
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+class Source:
+    name, over = "run-1", False
+
+
+def ask(address, **headers):
+    """Return (status, text, headers)."""
+    try:
+        with urllib.request.urlopen(urllib.request.Request(address, headers=headers), timeout=10) as answer:
+            return answer.status, answer.read().decode(), dict(answer.headers)
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode(), dict(error.headers)
+
+
+def served(view, use, host="127.0.0.1", page=True):
+    """Return `use(address)`, called in a thread while the view is served."""
+
+    async def main():
+        server = web.Server(view, Source(), "--web", host, 0, page=page)
+        address = await server.start()
+        try:
+            return await asyncio.to_thread(use, address)
+        finally:
+            await server.stop()
+
+    return asyncio.run(main())
+
+
+def test_the_state_is_everything_that_is_known():
+    status, text, _ = served(view_of(), lambda at: ask(f"{at}state?steps=2"))
+    state = json.loads(text)
+    assert status == 200 and state["step"] == 3 and len(state["workers"]) == 4 and len(state["links"]) == 6
+    assert state["lost"]["sentence"] and state["losses"][-1] == [3, pytest.approx(2.7)]
+    planned, actual = state["pictures"]["pictures"]
+    assert len(planned["spans"]) == len(actual["spans"]) == 2 * 4 * 17
+
+    def again(at):
+        return json.loads(ask(f"{at}state?steps=2&have=3/2/4&after=2")[1])
+
+    state = served(view_of(), again)
+    assert "pictures" not in state and [point[0] for point in state["losses"]] == [3]
+
+
+def test_an_empty_run_is_answered_too():
+    state = json.loads(served(View(), lambda at: ask(f"{at}state"))[1])
+    assert state["workers"] == [] and state["step"] is None and state["lost"] is None
+
+
+def test_only_our_own_page_on_our_own_address_may_ask():
+    def use(at):
+        port = at.split(":")[-1].strip("/")
+        return [
+            ask(f"{at}state", Host=f"evil.example:{port}")[0],
+            ask(f"{at}state", Host="127.0.0.1:1")[0],
+            ask(f"{at}state", Origin="http://evil.example")[0],
+            ask(f"{at}state", Origin="null")[0],
+            ask(f"{at}state", Origin=f"http://localhost:{port}", Host=f"localhost:{port}")[0],
+            ask(f"{at}state?steps=x")[0],
+            ask(f"{at}../../etc/passwd")[0],
+        ]
+
+    assert served(view_of(), use) == [403, 403, 403, 403, 200, 400, 404]
+
+
+def test_nothing_can_be_changed_and_nothing_loaded_from_elsewhere():
+    def use(at):
+        for method in ("POST", "PUT", "DELETE"):
+            request = urllib.request.Request(f"{at}state", method=method, data=b"")
+            with pytest.raises(urllib.error.HTTPError, match="405"):
+                urllib.request.urlopen(request, timeout=10)
+        return ask(at)
+
+    status, text, headers = served(view_of(), use)
+    assert status == 200 and "default-src 'none'" in headers["Content-Security-Policy"]
+    assert headers["X-Content-Type-Options"] == "nosniff"
+    assert "http://" not in text.replace("http-equiv", "") and "https://" not in text
+
+
+def test_beyond_this_machine_a_token_is_asked_for():
+    def use(at):
+        bare, token = at.split("?token=")
+        bare = bare.replace("0.0.0.0", "127.0.0.1")
+        first = ask(f"{bare}?token={token}")
+        return [
+            ask(f"{bare}state")[0],
+            ask(f"{bare}state?token=wrong")[0],
+            first[0],
+            ask(f"{bare}state", Cookie=first[2]["Set-Cookie"].split(";")[0])[0],
+            ask(f"{bare}metrics", Authorization=f"Bearer {token}")[0],
+            "HttpOnly" in first[2]["Set-Cookie"],
+        ]
+
+    assert served(view_of(), use, host="0.0.0.0") == [401, 401, 200, 200, 200, True]
+
+
+def test_metrics_are_openmetrics_with_units():
+    from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+    status, text, headers = served(view_of(), lambda at: ask(at), page=False)
+    assert status == 200 and headers["Content-Type"].startswith("application/openmetrics-text")
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert families["rpc_pipe_step_seconds"].unit == "seconds"
+    assert families["rpc_pipe_steps"].samples[0].value == 4
+    assert {s.labels["worker"] for s in families["rpc_pipe_worker_bubble_ratio"].samples} == set("0123")
+    assert len(families["rpc_pipe_link_latency_seconds"].samples) == 6
+    assert ask_metrics_only()
+
+
+def ask_metrics_only():
+    """Where only metrics were asked for there is no page."""
+    return served(View(), lambda at: ask(at.replace("metrics", ""))[0], page=False) == 404
+
+
+@pytest.mark.parametrize("text", ["", "x", "70000", "host:", "1.2.3.4:x", ":-1"])
+def test_addresses_that_are_none(text):
+    with pytest.raises(ConfigError, match=r"--web .*must be PORT or HOST:PORT"):
+        web.parse_address("--web", text)
+
+
+def test_addresses():
+    assert web.parse_address("--web", "8800") == ("127.0.0.1", 8800)
+    assert web.parse_address("--web", "[::1]:80") == ("::1", 80)
+    assert web.parse_address("--web", "0.0.0.0:80") == ("0.0.0.0", 80)
+
+
+def test_a_port_that_is_taken_is_told():
+    def use(at):
+        port = int(at.split(":")[-1].strip("/"))
+
+        async def second():
+            await web.Server(View(), Source(), "--web", "127.0.0.1", port, page=True).start()
+
+        with pytest.raises(ConfigError, match=rf"--web 127.0.0.1:{port}: .*port 0 takes any"):
+            asyncio.run(second())
+        return True
+
+    assert served(view_of(), use)
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@pytest.mark.parametrize("view, expected", [
+    (lambda: view_of(), ["run-1: 1f1b", "step 3", "planned", "actual", "worker", "0 → 1", "bubble", "loss 2.7000"]),
+    (View, ["connected to 0 of ? workers of run-1; waiting for them to start"]),
+], ids=["running", "empty"])  # fmt: skip
+def test_a_browser_shows_it(view, expected, tmp_path):
+    def use(at):
+        done = subprocess.run(
+            [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
+             "--no-first-run", "--disable-component-update", "--disable-sync", "--window-size=1200,900",
+             f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=4000", "--dump-dom", at],
+            capture_output=True, text=True, timeout=90, check=True,
+        )  # fmt: skip
+        return done.stdout
+
+    page = served(view(), use)
+    for text in expected:
+        assert text in page.replace("<b>", "").replace("</b>", ""), (text, page[-3000:])
+    if len(expected) > 1:
+        assert 'data-shown="136"' not in page and page.count("data-shown=") == 2
