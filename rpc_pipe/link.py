@@ -25,10 +25,12 @@ from weakref import WeakSet
 from .dependency import ConfigError
 from .dispatch import jobs
 from .dispatch.board import BoardWriter
+from .dispatch.mirror import WATCHED, Mirror, exhibit
 from .dispatch.plan import list_program
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
+    from .workers.rpc import RpcTransport
 
 logger = logging.getLogger(__name__)
 
@@ -98,6 +100,8 @@ def attach(pipeline: Pipeline) -> None:
 
 
 def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
+    from .workers.rpc import RpcTransport  # here, so that the launcher loads without torch
+
     spec = pipeline.spec
     _offer_stacks(folder)
 
@@ -129,10 +133,25 @@ def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
             num_layers=sum(number for _, _, number in shards),
         )
         _writers.add(writer)
-        _files.update((plan, folder / f"worker-{worker}"))
+        _files.update((plan, folder / f"worker-{worker}", folder / WATCHED))
         return writer
 
     pipeline.listen(board)
+    for actor in pipeline.actors:
+        if isinstance(actor.transport, RpcTransport):
+            actor.transport.exhibit = exhibit(folder, actor.worker)
+            _keep_mirror(actor.transport, folder)
+
+
+@cache
+def _keep_mirror(transport: RpcTransport, folder: Path) -> None:
+    """Let the first worker of a machine show those of the others too. torchrun starts ranks machine by machine."""
+    size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+    if local == "0" and size.isdigit() and int(size) < transport.num_workers:
+        own = range(transport.worker, transport.worker + int(size))
+        remote = [worker for worker in range(transport.num_workers) if worker not in own]
+        Mirror(transport, folder, remote).start()
+        _files.update(folder / f"{kind}-{worker}" for kind in ("worker", "plan") for worker in remote)
 
 
 @cache

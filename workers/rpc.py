@@ -103,6 +103,11 @@ def _clock() -> int:
     return time.perf_counter_ns()
 
 
+def _look(seen: int) -> bytes:
+    """Runs at a worker that is watched from another machine."""
+    return b"" if _endpoint is None or _endpoint.exhibit is None else _endpoint.exhibit(seen)
+
+
 class RpcTransport:
     """Joins the group of workers and carries pulls over RPC. One for the life of a process.
 
@@ -127,6 +132,8 @@ class RpcTransport:
         self._to_send: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # peers; None: no more
         self._infos: dict[int, Any] = {}
         self._closed = False
+        #: what is shown to those who watch from other machines; see rpc_pipe/dispatch/mirror.py
+        self.exhibit: Callable[[int], bytes] | None = None
         _endpoint = self
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_RPC_THREADS,
@@ -257,6 +264,11 @@ class RpcTransport:
             if error < best[1]:
                 best = there - (sent + error), error
         return best
+
+    def look(self, peer: int, seen: int) -> Future[bytes]:
+        """Ask for what `peer` exhibits."""
+        answer: Future[bytes] = rpc.rpc_async(_name(peer), _look, args=(seen,), timeout=_PING_S)
+        return answer
 
     def close(self) -> None:
         # Not graceful: that is a barrier over all workers, which hangs if one is gone (pytorch#63247).

@@ -93,12 +93,13 @@ class BoardWriter(Listener):
     def __init__(
         self, path: Path, header: dict[str, Any], num_actions: int, num_arrivals: int, num_layers: int
     ) -> None:
-        encoded = json.dumps(header).encode()
+        encoded = json.dumps({**header, "sizes": [num_actions, num_arrivals, num_layers]}).encode()
         self._slot_bytes = 8 + _FIXED.size + 8 * (3 * num_actions + 4 * num_arrivals + 2 * num_layers)
         self._num_slots = max(_LEAST_SLOTS, min(64, _SLOT_BYTES // self._slot_bytes))
         temporary = path.with_name(path.name + ".new")
         with temporary.open("w+b") as file:
-            os.ftruncate(file.fileno(), _SLOTS_AT + self._num_slots * self._slot_bytes)
+            # Reserved, not just sized: writing to a mapped file for which there is no room left kills the process.
+            os.posix_fallocate(file.fileno(), 0, _SLOTS_AT + self._num_slots * self._slot_bytes)
             self._map = mmap.mmap(file.fileno(), 0)
         _START.pack_into(self._map, 0, _MAGIC, len(encoded), self._num_slots, self._slot_bytes)
         if _START.size + len(encoded) > _HEADER_BYTES:
@@ -134,10 +135,17 @@ class BoardWriter(Listener):
         """Say that the worker has left."""
         self._write(State.LEFT, 0)
 
+    def show(self, live: Live) -> None:
+        """Write what another board says."""
+        self._put(pack_live(live))
+
     def _write(self, state: State, step: int, action: int = _NONE, missing: int = _NONE, peer: int = _NONE) -> None:
+        self._put(_LIVE.pack(state, step, action, missing, peer, time.perf_counter_ns()))
+
+    def _put(self, live: bytes) -> None:
         self._version += 1
         _VERSION.pack_into(self._map, _HEADER_BYTES, 0)
-        _LIVE.pack_into(self._map, _HEADER_BYTES + 8, state, step, action, missing, peer, time.perf_counter_ns())
+        self._map[_HEADER_BYTES + 8 : _HEADER_BYTES + 8 + _LIVE.size] = live
         _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
 
 
@@ -159,6 +167,8 @@ class Board:
             raise ValueError(f"{path} is no board")
         #: what does not change
         self.header: dict[str, Any] = json.loads(self._map[_START.size : _START.size + length])
+        #: how many actions, arrivals and layers a step may have
+        self.sizes: tuple[int, int, int] = tuple(self.header.pop("sizes"))
         self._seen = 0
         #: steps that were overwritten before they were read
         self.dropped = 0
@@ -166,28 +176,27 @@ class Board:
     def live(self) -> Live:
         """Return what the worker does now, or did last."""
         data = self._stable(_HEADER_BYTES, lambda: _LIVE.size)
-        if data is None:
-            return Live()
-        state, step, action, missing, peer, since_ns = _LIVE.unpack(data[1])
-        return Live(
-            State(state), step, _action(action), _action(missing), None if peer == _NONE else peer, since_ns
-        )  # fmt: skip
+        return Live() if data is None else unpack_live(data[1], 0)[0]
 
     def records(self) -> list[StepRecord]:
         """Return the steps that have been finished since the last call, as far as they are still there."""
-        found: list[tuple[int, StepRecord]] = []
-        for slot in range(self._num_slots):
-            at = _SLOTS_AT + slot * self._slot_bytes
-            if _VERSION.unpack_from(self._map, at)[0] <= self._seen:
-                continue
-            data = self._stable(at, lambda at=at: packed_size(self._map, at + 8))  # type: ignore[misc]
-            if data is not None and data[0] > self._seen:
-                found.append((data[0], unpack_record(data[1])))
-        found.sort(key=lambda pair: pair[0])
+        found = self.since(self._seen)
         if found:
             self.dropped += found[-1][0] - self._seen - len(found)
             self._seen = found[-1][0]
         return [record for _, record in found]
+
+    def since(self, seen: int) -> list[tuple[int, StepRecord]]:
+        """Return the steps after version `seen` that are still there, each with its version, in order."""
+        found: list[tuple[int, StepRecord]] = []
+        for slot in range(self._num_slots):
+            at = _SLOTS_AT + slot * self._slot_bytes
+            if _VERSION.unpack_from(self._map, at)[0] <= seen:
+                continue
+            data = self._stable(at, lambda at=at: packed_size(self._map, at + 8))  # type: ignore[misc]
+            if data is not None and data[0] > seen:
+                found.append((data[0], unpack_record(data[1])))
+        return sorted(found, key=lambda pair: pair[0])
 
     def _stable(self, at: int, size: Callable[[], int]) -> tuple[int, bytes] | None:
         """Return a version and what it covers, or None if it keeps being written."""
@@ -198,6 +207,19 @@ class Board:
                 return version, data
             time.sleep(1e-5)
         return None
+
+
+def pack_live(live: Live) -> bytes:
+    """Encode what a worker does; `unpack_live` reads it."""
+    codes = [_NONE if action is None else _code(action) for action in (live.action, live.missing)]
+    return _LIVE.pack(live.state, live.step, *codes, _NONE if live.peer is None else live.peer, live.since_ns)
+
+
+def unpack_live(data: bytes, at: int) -> tuple[Live, int]:
+    """Decode what `pack_live` made, at `at`; return it and where it ends."""
+    state, step, action, missing, peer, since_ns = _LIVE.unpack_from(data, at)
+    live = Live(State(state), step, _action(action), _action(missing), None if peer == _NONE else peer, since_ns)
+    return live, at + _LIVE.size
 
 
 def pack_record(record: StepRecord) -> bytes:

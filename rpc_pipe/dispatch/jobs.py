@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import socket
 import stat
 import tempfile
 import time
@@ -49,7 +50,8 @@ def folder(environ: Mapping[str, str]) -> Path | None:
     sweep()
     if "MASTER_PORT" in environ and "RANK" in environ:  # torchrun: the workers of a machine agree on a name
         run = re.sub(r"[^\w.-]", "_", environ.get("TORCHELASTIC_RUN_ID", "run"))
-        name = f"torchrun-{run}-{environ['MASTER_PORT']}"
+        # With the host's name, as containers may share memory but not clocks or processes.
+        name = f"torchrun-{run}-{environ['MASTER_PORT']}-{socket.gethostname()}"
     else:
         name = f"run-{os.getpid()}"
     path = root() / name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from ..dependency import ConfigError
 from ..workers.hooks import StepRecord
 from . import jobs
 from .board import Board, Live, State
+from .mirror import WATCHED
 
 #: how long a stuck worker has to write its stacks
 _STACKS_S = 2.0
@@ -64,6 +66,8 @@ class Boards:
         self._gone: set[int] = set()
 
     def look(self) -> News:
+        with contextlib.suppress(OSError):  # the run has ended
+            (self.folder / WATCHED).touch()
         self._open_new()
         boards = {worker: board for worker, (_, board) in sorted(self._boards.items())}
         news = News(
@@ -79,6 +83,7 @@ class Boards:
                 self._gone.add(worker)
         news.lives = lives
         news.gone = frozenset(self._gone)
+        news.clock_error_ms = max((board.header.get("clock_error_ms", 0.0) for board in boards.values()), default=0.0)
         news.dropped = sum(board.dropped for board in boards.values())
         return news
 
@@ -101,7 +106,7 @@ class Boards:
                 time.sleep(0.02)
             time.sleep(0.05)  # the rest of it
             blocks = file.read_text(errors="replace")[before:].split("\n\n")
-        except OSError:
+        except (OSError, KeyError):  # gone, or on another machine
             return ""
         return "\n\n".join(block.strip() for block in blocks if _tells(block))
 

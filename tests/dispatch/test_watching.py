@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +15,8 @@ import pytest
 
 from rpc_pipe.dispatch import jobs
 from rpc_pipe.dispatch.board import Board
+from rpc_pipe.dispatch.source import Boards
+from rpc_pipe.dispatch.view import View
 
 ROOT = Path(__file__).parent.parent.parent
 SMALL = "--workers 2 --width 16 --heads 2 --depth 2 --context 16 --batch 8 --microbatches 4".split()
@@ -161,6 +164,38 @@ def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
         assert code == 0 and "1f1b on 2 workers" in out, out + err
         assert run.wait(60) == 0
     assert not folder.exists() and not set(jobs.root().iterdir()) - before
+
+
+def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
+    """Two machines that share nothing but the network: a folder each, a worker each."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    runs = []
+    for rank in range(2):
+        folder = tmp_path / f"machine-{rank}"
+        folder.mkdir()
+        variables = {
+            "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port, jobs.FOLDER: folder,
+        }  # fmt: skip
+        command = [sys.executable, tmp_path / "train.py", "600"]
+        runs.append(subprocess.Popen(command, env=environment() | {k: str(v) for k, v in variables.items()}, cwd=ROOT))
+    try:
+        view, boards = View(), Boards(tmp_path / "machine-0")
+        deadline = time.monotonic() + 60
+        while len(view.complete_steps(0)) < 5 and time.monotonic() < deadline:
+            view.take(boards.look())
+            time.sleep(0.2)
+        assert len(view.rows()) == 2 and len(view.complete_steps(0)) >= 5 and view.lost() is not None
+        assert view.rows()[1].state in ("runs", "waits", "between") and 0 < view.clock_error_ms < 1000
+        assert len(jobs.boards(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
+        assert [run.wait(60) for run in runs] == [0, 0]
+    finally:
+        for run in runs:
+            run.kill()
+            run.wait()
 
 
 def test_what_a_killed_run_left_is_swept(tmp_path):
