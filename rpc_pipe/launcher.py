@@ -18,10 +18,12 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from . import link
@@ -105,11 +107,8 @@ class Launcher:
 
     def run(self) -> int:
         """Return the exit code: 0 all done, 1 failed, 2 wrong input, 130 stopped by the user."""
-        jobs.sweep()
-        self._folder = folder = jobs.root() / f"run-{os.getpid()}"
-        folder.mkdir()
-        (folder / "launcher").write_text(str(os.getpid()))
-        self._boards = Boards(folder)
+        folder = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
+        self._boards = self._make_boards()
         handlers = {name: signal.signal(name, self._on_signal) for name in (signal.SIGINT, signal.SIGTERM)}
         try:
             self._start(self._init or f"file://{folder}/rendezvous")
@@ -123,12 +122,26 @@ class Launcher:
                 signal.signal(name, handler)
             self._reporter.close()
             shutil.rmtree(folder, ignore_errors=True)
+            if self._boards is not None:
+                shutil.rmtree(self._boards.folder, ignore_errors=True)
+
+    def _make_boards(self) -> Boards | None:
+        """Make the folder for the workers' boards; without it the run cannot be watched, and goes on all the same."""
+        if os.environ.get(jobs.FOLDER) == jobs.OFF:
+            return None
+        try:
+            folder = jobs.new_folder()
+            (folder / jobs.LAUNCHER).write_text(jobs.identity())
+        except (OSError, ConfigError) as error:
+            self._reporter.console.print(f"this run cannot be watched: {error}", markup=False)
+            return None
+        return Boards(folder)
 
     def _start(self, init_method: str) -> None:
         environment = os.environ | {
             "WORLD_SIZE": str(self._num_workers),
             INIT: init_method,
-            jobs.FOLDER: os.environ.get(jobs.FOLDER, str(self._folder)),
+            jobs.FOLDER: jobs.OFF if self._boards is None else str(self._boards.folder),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads)),
             # A peer's death makes TensorPipe print warnings; we report the cause instead.
@@ -226,6 +239,8 @@ class Launcher:
     def _look(self) -> None:
         """See what the workers do, and hold a roll-call if nothing finishes."""
         self._looked_at = time.monotonic()
+        if self._boards is None:
+            return
         self._view.take(self._boards.look())
         if self._view.stalled and not self._told_stall:
             culprit = self._view.culprit()

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from .dependency import ConfigError
 from .dispatch import jobs
 from .dispatch.board import BoardWriter
 from .dispatch.mirror import WATCHED, Mirror, exhibit
@@ -43,7 +42,7 @@ _STACKS = signal.SIGRTMIN + 7
 
 _lock = threading.Lock()
 _pipelines: WeakSet[Pipeline] = WeakSet()
-_writers: WeakSet[BoardWriter] = WeakSet()
+_writers: dict[Path, BoardWriter] = {}
 #: what this process has for watchers
 _files: set[Path] = set()
 _stop_requested = False
@@ -92,11 +91,17 @@ def attach(pipeline: Pipeline) -> None:
     if _stop_requested:
         pipeline.request_stop()
     try:
-        folder = jobs.folder(os.environ)
+        folder = _folder()
         if folder is not None:
             _keep_boards(pipeline, folder)
-    except (OSError, ValueError, ConfigError) as error:  # nothing depends on being watched
-        logger.warning("this run cannot be watched: %s", error)
+    except Exception as error:  # nothing depends on being watched
+        logger.warning("this run cannot be watched: %s: %s", type(error).__name__, error)
+
+
+@cache
+def _folder() -> Path | None:
+    """One for the life of the process: the boards of its next pipeline replace those of the last."""
+    return jobs.folder(os.environ)
 
 
 def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
@@ -114,7 +119,7 @@ def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
         header = {
             "worker": worker,
             "num_workers": spec.num_workers,
-            "pid": os.getpid(),
+            "process": jobs.identity(),
             "host": socket.gethostname(),
             "device": str(pipeline.actors[0].courier.device),
             "schedule": listed["schedule"],
@@ -132,7 +137,7 @@ def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
             num_arrivals=sum(need.carries for entry in program for need in entry.pulled),
             num_layers=sum(number for _, _, number in shards),
         )
-        _writers.add(writer)
+        _writers[folder / f"worker-{worker}"] = writer  # kept until the end, which it must tell
         _files.update((plan, folder / f"worker-{worker}", folder / WATCHED))
         return writer
 
@@ -165,7 +170,7 @@ def _offer_stacks(folder: Path) -> None:
 @atexit.register
 def _leave_boards() -> None:
     """Say that the workers have left; clear up, unless a launcher does, which still wants to read."""
-    for writer in list(_writers):
+    for writer in _writers.values():
         writer.close()
     if jobs.FOLDER not in os.environ:
         for file in _files:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import replace
 
+from .dependency import F, Spec
 from .dispatch.board import pack_record, unpack_record
 from .pipeline import Pipeline
 from .trace import Trace
@@ -45,4 +47,11 @@ class Recorder:
             for packed in part["steps"]:
                 record = unpack_record(packed, part["offset"])
                 steps[record.step].append(record)
-        return Trace(self._pipeline.spec, dict(steps), max(part["error"] for part in parts) / 1e6)
+        return Trace(self._spec_of(steps), dict(steps), max(part["error"] for part in parts) / 1e6)
+
+    def _spec_of(self, steps: dict[int, list[StepRecord]]) -> Spec:
+        """Return the spec of what ran: a batch of few rows makes fewer microbatches."""
+        if not steps:
+            return self._pipeline.spec
+        ran = {run.action.microbatch for record in steps[max(steps)] for run in record.actions if run.action.kind is F}
+        return replace(self._pipeline.spec, num_microbatches=len(ran))

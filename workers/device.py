@@ -48,7 +48,7 @@ class Courier(Protocol):
         """Return the point in time that the compute issued so far ends."""
 
     def resolve(self, marks: list[Mark]) -> list[int]:
-        """Return marks as `perf_counter_ns` of this worker; may wait for the device."""
+        """Return marks, in the order in which they were made, as `perf_counter_ns`; may wait for the device."""
 
     def peak_bytes(self) -> int:
         """Return the most memory held so far: by the process on a CPU, by torch on the device on a GPU."""
@@ -170,9 +170,13 @@ class CudaCourier:
         return event
 
     def resolve(self, marks: list[Mark]) -> list[int]:
-        if marks:
-            marks[-1].synchronize()
-        return [self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6) for mark in marks]
+        if not marks:
+            return []
+        marks[-1].synchronize()
+        times = [self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6) for mark in marks]
+        # The device tells a difference as a 32-bit float of ms, which is coarse after hours: measure from here next.
+        self._origin, self._origin_ns = marks[-1], times[-1]
+        return times
 
     def peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self.device)

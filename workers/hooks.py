@@ -92,6 +92,9 @@ class Listener:
     def step_finished(self, record: StepRecord) -> None:
         """A step is complete on this worker."""
 
+    def idle(self, step: int) -> None:
+        """What the worker was asked to do is done, be it a training step, an evaluation or a prediction."""
+
 
 class Listeners(Listener):
     """Tells several listeners; one that raises is reported once and removed, and the run goes on."""
@@ -110,6 +113,9 @@ class Listeners(Listener):
 
     def step_finished(self, record: StepRecord) -> None:
         self._tell("step_finished", record)
+
+    def idle(self, step: int) -> None:
+        self._tell("idle", step)
 
     def _tell(self, hook: str, *args: object) -> None:
         for listener in tuple(self._listeners):

@@ -87,6 +87,8 @@ class Run:
             self._wait()
         self._mailbox.dispatch(busy=False)
         self._report(start_ns)
+        # The count goes up only after a training step, which this may not have been.
+        self._actor.listeners.idle(self._actor.step if self._work.train else self._actor.step - 1)
         return self._result
 
     def _carry(self, instructions: list[Instruction]) -> None:
@@ -231,9 +233,8 @@ class Run:
         if not self._work.train:
             return
         actor = self._actor
-        begins = actor.courier.resolve([begin for _, begin, _ in self._marks])
-        ends = actor.courier.resolve([end for _, _, end in self._marks])
-        records = [Record(a, b, e) for (a, _, _), b, e in zip(self._marks, begins, ends, strict=True)]
+        times = actor.courier.resolve([mark for _, begin, end in self._marks for mark in (begin, end)])
+        records = [Record(a, b, e) for (a, _, _), b, e in zip(self._marks, times[::2], times[1::2], strict=True)]
         loss = self._result.loss
         actor.listeners.step_finished(
             StepRecord(

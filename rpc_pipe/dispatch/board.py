@@ -18,6 +18,7 @@ import json
 import mmap
 import os
 import struct
+import threading
 import time
 from collections.abc import Callable
 from enum import IntEnum
@@ -27,13 +28,13 @@ from typing import Any, NamedTuple
 from ..dependency import Action, Kind
 from ..workers.hooks import Arrived, Blocked, LayerTime, Listener, Record, StepRecord
 
-_MAGIC = b"rpc-pipe board 1"
+_MAGIC = b"rpc-pipe board 2"
 #: magic, length of the header, number of slots, bytes of a slot
 _START = struct.Struct("<16s3q")
 _HEADER_BYTES = 8192
 _VERSION = struct.Struct("<q")
-#: state, step, action, what is waited for, of whom, since when
-_LIVE = struct.Struct("<6q")
+#: state, step, action, what is waited for, of whom, since when, thread that computes
+_LIVE = struct.Struct("<6qQ")
 _SLOTS_AT = _HEADER_BYTES + 64
 #: of a record: worker, step, start, end, rows, tokens, peak bytes, outbox, loss, how many actions, arrivals, layers
 _FIXED = struct.Struct("<8qd3q")
@@ -55,6 +56,8 @@ class State(IntEnum):
     #: its last step has been done, the next has not been asked for
     BETWEEN = 3
     LEFT = 4
+    #: by a signal, as Ctrl-Z sends it; readers find out
+    STOPPED = 5
 
 
 class Live(NamedTuple):
@@ -69,6 +72,8 @@ class Live(NamedTuple):
     peer: int | None = None
     #: `perf_counter_ns` of the worker's machine
     since_ns: int = 0
+    #: `threading.get_ident` of the thread that computes
+    thread: int = 0
 
     def __str__(self) -> str:
         if self.state is State.RUNNING:
@@ -79,7 +84,9 @@ class Live(NamedTuple):
             return f"waiting for {self.missing} of worker {self.peer} to run {self.action}, step {self.step}"
         if self.state is State.BETWEEN:
             return f"between steps, after step {self.step}"
-        return "gone" if self.state is State.LEFT else "starting up"
+        if self.state is State.STOPPED:
+            return f"stopped by a signal, step {self.step}"
+        return "leaving" if self.state is State.LEFT else "starting up"
 
 
 class BoardWriter(Listener):
@@ -123,13 +130,15 @@ class BoardWriter(Listener):
 
     def step_finished(self, record: StepRecord) -> None:
         words = pack_record(record)
+        self._written += 1  # also for a step that is too large, so that readers know that one is missing
         if len(words) + 8 <= self._slot_bytes:
             at = _SLOTS_AT + (self._written % self._num_slots) * self._slot_bytes
-            self._written += 1
             _VERSION.pack_into(self._map, at, 0)
             self._map[at + 8 : at + 8 + len(words)] = words
             _VERSION.pack_into(self._map, at, self._written)
-        self._write(State.BETWEEN, record.step)
+
+    def idle(self, step: int) -> None:
+        self._write(State.BETWEEN, step)
 
     def close(self) -> None:
         """Say that the worker has left."""
@@ -140,7 +149,7 @@ class BoardWriter(Listener):
         self._put(pack_live(live))
 
     def _write(self, state: State, step: int, action: int = _NONE, missing: int = _NONE, peer: int = _NONE) -> None:
-        self._put(_LIVE.pack(state, step, action, missing, peer, time.perf_counter_ns()))
+        self._put(_LIVE.pack(state, step, action, missing, peer, time.perf_counter_ns(), threading.get_ident()))
 
     def _put(self, live: bytes) -> None:
         self._version += 1
@@ -169,7 +178,7 @@ class Board:
         self.header: dict[str, Any] = json.loads(self._map[_START.size : _START.size + length])
         #: how many actions, arrivals and layers a step may have
         self.sizes: tuple[int, int, int] = tuple(self.header.pop("sizes"))
-        self._seen = 0
+        self._seen = -1
         #: steps that were overwritten before they were read
         self.dropped = 0
 
@@ -182,13 +191,15 @@ class Board:
         """Return the steps that have been finished since the last call, as far as they are still there."""
         found = self.since(self._seen)
         if found:
-            self.dropped += found[-1][0] - self._seen - len(found)
+            if self._seen >= 0:  # what was before the first look has not been missed
+                self.dropped += found[-1][0] - self._seen - len(found)
             self._seen = found[-1][0]
         return [record for _, record in found]
 
     def since(self, seen: int) -> list[tuple[int, StepRecord]]:
         """Return the steps after version `seen` that are still there, each with its version, in order."""
         found: list[tuple[int, StepRecord]] = []
+        seen = max(0, seen)
         for slot in range(self._num_slots):
             at = _SLOTS_AT + slot * self._slot_bytes
             if _VERSION.unpack_from(self._map, at)[0] <= seen:
@@ -212,13 +223,15 @@ class Board:
 def pack_live(live: Live) -> bytes:
     """Encode what a worker does; `unpack_live` reads it."""
     codes = [_NONE if action is None else _code(action) for action in (live.action, live.missing)]
-    return _LIVE.pack(live.state, live.step, *codes, _NONE if live.peer is None else live.peer, live.since_ns)
+    peer = _NONE if live.peer is None else live.peer
+    return _LIVE.pack(live.state, live.step, *codes, peer, live.since_ns, live.thread)
 
 
 def unpack_live(data: bytes, at: int) -> tuple[Live, int]:
     """Decode what `pack_live` made, at `at`; return it and where it ends."""
-    state, step, action, missing, peer, since_ns = _LIVE.unpack_from(data, at)
-    live = Live(State(state), step, _action(action), _action(missing), None if peer == _NONE else peer, since_ns)
+    state, step, action, missing, peer, since_ns, thread = _LIVE.unpack_from(data, at)
+    whom = None if peer == _NONE else peer
+    live = Live(State(state), step, _action(action), _action(missing), whom, since_ns, thread)
     return live, at + _LIVE.size
 
 

@@ -16,6 +16,7 @@ from rich.live import Live as Display
 from rich.text import Text
 
 from ..dependency import ConfigError
+from ..trace import Trace
 from .recording import Recording, Replay
 from .rollcall import newest_frames
 from .source import Boards, Source, open_source
@@ -74,9 +75,10 @@ class _Watcher:
         self._parsed = parsed
         self._view = View()
         self.console = Console(highlight=False)
-        at_once = parsed.once or parsed.trace
+        #: a recording that is not shown is read as fast as it can be
+        self._hurry = isinstance(source, Replay) and bool(parsed.once or parsed.trace or parsed.record)
         if isinstance(source, Replay):
-            source.speed = None if at_once or parsed.record or parsed.web else parsed.speed
+            source.speed = None if self._hurry else parsed.speed
         self._steps = _parse_steps(parsed.steps)
 
     async def run(self) -> None:
@@ -120,10 +122,14 @@ class _Watcher:
         self._view.take(self._source.look())
         if self._view.stalled and not stalled and isinstance(self._source, Boards):
             culprit = self._view.culprit()
-            if culprit is not None and (where := newest_frames(self._source.stacks(culprit))):
+            if culprit is not None and (where := self._frames(culprit)):
                 self._view.note(f"worker {culprit} is in {where}", warning=True)
         for sink in sinks:
             sink.write(self._view)
+
+    def _frames(self, worker: int) -> str:
+        assert isinstance(self._source, Boards)
+        return newest_frames(self._source.stacks(worker), self._view.lives[worker].thread)
 
     async def _follow(self, stack: contextlib.AsyncExitStack, sinks: list[Any]) -> None:
         screen = Screen(self._view, self._source.name)
@@ -143,7 +149,7 @@ class _Watcher:
                 self.console.print(screen.title(), soft_wrap=True)
             if over and not self._parsed.web:
                 break
-            await asyncio.sleep(_LOOK_EVERY_S)
+            await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S)
         if display is not None:
             display.stop()
         self._say_the_end()
@@ -158,9 +164,11 @@ class _Watcher:
     async def _once(self, sinks: list[Any]) -> None:
         deadline = time.monotonic() + _ONCE_S
         self._look(sinks)
-        # Two steps, so that the time from one to the next can be told.
-        while len(self._view.complete_steps(2)) < 2 and time.monotonic() < deadline and not self._source.over:
-            await asyncio.sleep(_LOOK_EVERY_S / 5)
+        # Two steps, so that the time from one to the next can be told; of a recording all.
+        while not self._source.over and (
+            self._hurry or (len(self._view.complete_steps(2)) < 2 and time.monotonic() < deadline)
+        ):
+            await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
             self._look(sinks)
         if self._parsed.json:
             from .summary import describe
@@ -170,29 +178,39 @@ class _Watcher:
             self.console.print(Screen(self._view, self._source.name))
 
     async def _trace(self) -> None:
-        """Wait until the wanted steps have been done, then write them."""
-        self._look([])
+        """Gather the wanted steps until the last has been done, then write them."""
         deadline = time.monotonic() + _ONCE_S
-        while not self._view.complete_steps(1) and time.monotonic() < deadline and not self._source.over:
-            await asyncio.sleep(_LOOK_EVERY_S / 5)
+        found: dict[int, Trace] = {}
+        while True:
+            over = self._source.over
             self._look([])
-        there = self._view.complete_steps(0)
-        first, last = self._steps or ((there[0], there[-1]) if there else (0, 0))
-        if there and first < there[0]:
-            raise ConfigError(f"--steps {first}-{last}: step {first} is over; the earliest still there is {there[0]}")
-        while not self._source.over and (self._view.complete_steps(1) or [-1])[0] < last:
-            await asyncio.sleep(_LOOK_EVERY_S / 5)
-            self._look([])
-        trace = self._view.trace(0)
-        steps = {} if trace is None else {s: records for s, records in trace.steps.items() if first <= s <= last}
-        if trace is None or not steps:
-            known = self._view.complete_steps(0)
-            seen = f"it has steps {known[0]} to {known[-1]}" if known else "it has no complete step"
-            raise ConfigError(f"--steps {first}-{last}: {self._source.name} has none of them; {seen}")
-        type(trace)(trace.spec, steps, trace.clock_error_ms).write_chrome(self._parsed.trace)
+            there = self._view.complete_steps(0)
+            first, last = self._steps or ((there[0], there[-1]) if there else (0, -1))
+            if there and not self._hurry and first < there[0] and first not in found:
+                raise ConfigError(
+                    f"--steps {first}-{last}: step {first} is over; the earliest still there is {there[0]}"
+                )
+            for step in there:
+                if first <= step <= last and step not in found and (trace := self._view.trace_of([step])):
+                    found[step] = trace
+            if over or (there and there[-1] >= last and not (self._hurry and self._steps is None)):
+                break
+            if not there and time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
+        missing = [step for step in range(first, last + 1) if step not in found] if self._steps else []
+        if not found or missing:
+            what = f"step {missing[0]} is not there" if missing else "it has no complete step"
+            raise ConfigError(f"--steps {first}-{last}: {self._source.name}: {what}")
+        self._write_trace(found)
+
+    def _write_trace(self, found: dict[int, Trace]) -> None:
+        *_, newest = found.values()
+        whole = Trace(newest.spec, {step: trace.steps[step] for step, trace in found.items()}, newest.clock_error_ms)
+        whole.write_chrome(self._parsed.trace)
         self.console.print(
-            f"steps {min(steps)} to {max(steps)} written to {self._parsed.trace}; clocks of workers agree within "
-            f"{trace.clock_error_ms:.3f} ms",
+            f"steps {min(found)} to {max(found)} written to {self._parsed.trace}; clocks of workers agree within "
+            f"{whole.clock_error_ms:.3f} ms",
             markup=False, soft_wrap=True,
         )  # fmt: skip
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shutil
 import socket
 import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from .board import Board
 
 #: environment variable: this run's folder; `off`: keep no boards
 FOLDER = "RPC_PIPE_BOARDS"
-_OFF = "off"
+OFF = "off"
+#: file in a run's folder: the launcher's identity
+LAUNCHER = "launcher"
 #: an empty folder may be of a run that is just starting
 _YOUNG_S = 600
 
@@ -41,50 +45,87 @@ def root() -> Path:
 
 
 def folder(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the run that this process belongs to, made if there is none; None if it keeps no boards."""
+    """Return the folder of the run that this process belongs to, made if there is none; None if it keeps no boards.
+
+    Raises:
+        ConfigError, OSError: there can be none.
+    """
     given = environ.get(FOLDER)
-    if given == _OFF:
+    if given == OFF:
         return None
     if given:
         return Path(given)
+    if "MASTER_PORT" not in environ or "RANK" not in environ:
+        return new_folder()
     sweep()
-    if "MASTER_PORT" in environ and "RANK" in environ:  # torchrun: the workers of a machine agree on a name
-        run = re.sub(r"[^\w.-]", "_", environ.get("TORCHELASTIC_RUN_ID", "run"))
-        # With the host's name, as containers may share memory but not clocks or processes.
-        name = f"torchrun-{run}-{environ['MASTER_PORT']}-{socket.gethostname()}"
-    else:
-        name = f"run-{os.getpid()}"
-    path = root() / name
+    # torchrun: the workers of a machine agree on a name; with the host's, as containers may share memory
+    run = re.sub(r"[^\w.-]", "_", environ.get("TORCHELASTIC_RUN_ID", "run"))
+    path = root() / f"torchrun-{run}-{environ['MASTER_PORT']}-{socket.gethostname()}"
     path.mkdir(exist_ok=True)
+    return path
+
+
+def new_folder() -> Path:
+    """Make a folder for a run that this process starts.
+
+    Raises:
+        ConfigError, OSError: it cannot be made.
+    """
+    sweep()
+    path = root() / f"run-{os.getpid()}"
+    try:
+        path.mkdir()
+    except FileExistsError:  # of a process that had our number before, perhaps in another container
+        path = root() / f"run-{os.getpid()}-{secrets.token_hex(3)}"
+        path.mkdir()
     return path
 
 
 def sweep() -> None:
     """Remove what runs that were killed have left."""
     for path in root().iterdir():
-        headers = [board.header for board in boards(path).values()]
-        processes = {header["pid"] for header in headers} | launcher_of(path)
-        if not processes and time.time() < path.stat().st_mtime + _YOUNG_S:
-            continue
-        if not any(map(alive, processes)):
-            shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):  # another process was faster
+            processes = _processes(path)
+            if not processes and time.time() < path.stat().st_mtime + _YOUNG_S:
+                continue
+            if not any(map(alive, processes)):
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def launcher_of(path: Path) -> set[int]:
-    """Return the launcher's process, if the run in the folder `path` has one."""
+def _processes(path: Path) -> set[str]:
+    """Return the processes of the run in the folder `path`: workers and launcher."""
+    found = {board.header["process"] for board in boards(path).values()}
+    with suppress(OSError):
+        found.add((path / LAUNCHER).read_text())
+    return found
+
+
+def identity(process: int | None = None) -> str:
+    """Return what tells a process from all others: number, when it started, namespace of its number."""
+    process = os.getpid() if process is None else process
+    return f"{process}/{_stat(process)[19]}/{os.readlink('/proc/self/ns/pid')}"
+
+
+def alive(process: str) -> bool:
+    """Tell whether the process of this identity runs; of a process in another container that cannot be known: True."""
+    return state_of(process) not in ("", "Z", "X")
+
+
+def state_of(process: str) -> str:
+    """Return the letter of proc(5) for the state of a process, such as T: stopped; none if it has gone."""
+    number, started, namespace = process.split("/")
+    if namespace != os.readlink("/proc/self/ns/pid"):
+        return "?"
     try:
-        return {int((path / "launcher").read_text())}
-    except (OSError, ValueError):
-        return set()
-
-
-def alive(process: int) -> bool:
-    """Tell whether a process of this machine runs."""
-    try:
-        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = _stat(int(number))
     except OSError:
-        return False
-    return state not in "ZX"
+        return ""
+    return fields[0] if fields[19] == started else ""
+
+
+def _stat(process: int) -> list[str]:
+    """Return the fields of proc(5)'s stat from the third, the state, on."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
 def boards(path: Path) -> dict[int, Board]:
@@ -94,7 +135,7 @@ def boards(path: Path) -> dict[int, Board]:
         if file.name[7:].isdigit():
             try:
                 found[int(file.name[7:])] = Board(file)
-            except (OSError, ValueError):  # just removed
+            except (OSError, ValueError):  # just removed, or of another version
                 continue
     return dict(sorted(found.items()))
 
@@ -112,10 +153,9 @@ def programs(path: Path) -> dict[int, dict[str, Any]]:
 
 
 def running() -> Iterator[Path]:
-    """Yield the folders of the runs on this machine, the latest first."""
-    paths = sorted(root().iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in paths:
-        if any(alive(board.header["pid"]) for board in boards(path).values()):
+    """Yield the folders of the runs on this machine."""
+    for path in sorted(root().iterdir()):
+        if any(map(alive, _processes(path))):
             yield path
 
 
@@ -136,8 +176,8 @@ def find(address: str | None) -> Path:
             raise ConfigError(f"watch: {len(there)} runs are going on; name one of {', '.join(map(_shown, there))}")
         return there[0]
     for path in there:
-        processes = {str(board.header["pid"]) for board in boards(path).values()} | set(map(str, launcher_of(path)))
-        if address in processes or address == path.name or Path(address) == path:
+        numbers = {process.partition("/")[0] for process in _processes(path)}
+        if address in numbers or address == path.name or Path(address) == path:
             return path
     known = f"running are {', '.join(map(_shown, there))}" if there else "none is running on this machine"
     raise ConfigError(f"watch {address}: there is no such run; {known}")
@@ -145,4 +185,4 @@ def find(address: str | None) -> Path:
 
 def _shown(path: Path) -> str:
     headers = [board.header for board in boards(path).values()]
-    return f"{path.name} ({headers[0].get('schedule', '?')} on {len(headers)} workers)" if headers else path.name
+    return f"{path.name} ({headers[0]['schedule']} on {len(headers)} workers)" if headers else f"{path.name} (starting)"

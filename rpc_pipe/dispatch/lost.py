@@ -89,7 +89,7 @@ class _Case:
         self._layers = layers
         self._cores = cores
         #: worker -> how many times as long as elsewhere the same layers take there
-        self._slowness = _slowness(self._records, spec.num_workers)
+        self._slowness, self._compared = _slowness(self._records, spec.num_workers)
         self._delays = _delays(self._records)
         self._actions = [r.action for records in self._records[-1:] for record in records for r in record.actions]
 
@@ -143,9 +143,9 @@ class _Case:
             for record in after:
                 ready = ended[record.worker]
                 if record.actions:
-                    needs = [need for need in self._spec.data(record.actions[0].action) if need in made]
-                    there = {arrived.action: arrived.at_ns for arrived in record.arrivals}
-                    ready = max([ready, *(there.get(need, made[need]) for need in needs)])
+                    needs = self._spec.data(record.actions[0].action)
+                    # When they were made, not when they arrived: a worker that is late has not asked for them either.
+                    ready = max([ready, *(made[need] for need in needs if need in made)])
                 late[record.worker].append(max(0.0, (record.start_ns - ready) / 1e6))
         return [median(late[worker]) for worker in range(self._spec.num_workers) if worker in late]
 
@@ -209,6 +209,8 @@ class _Case:
             "unless they are heavier"
             if slow
             else f"it has more to compute{self._held(worker)}, so the cut is uneven"
+            if self._compared
+            else "it has more to compute or is slower; its layers cannot be compared with others"
         )
         advice = self._better_cut(step_ms, now_ms)
         return f"worker {worker} is {times:.1f} x the median ({reason}), which {costs}{advice}"
@@ -225,7 +227,7 @@ class _Case:
         compared = f", {slowest / typical:.0f} x the median of all links" if slowest > 2 * typical else ""
         return (
             f"payloads take {slowest:.1f} ms from worker {source} to worker {target}{compared}: a slow link, which "
-            f"{costs}; eager-1f1b or a wider --window hides it for more activations"
+            f"{costs}; eager-1f1b or a wider window hides it for more activations"
         )
 
     def _better_cut(self, step_ms: float, now_ms: float) -> str:
@@ -248,12 +250,12 @@ class _Case:
 
     def _moves(self, old: Sequence[int], new: Sequence[int]) -> str:
         changed = [stage for stage, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
-        cut = f"--split {','.join(map(str, new))}"
+        cut = f"split {','.join(map(str, new))}"
         if len(changed) == 2 and changed[1] == changed[0] + 1:
             giver, taker = changed if old[changed[0]] > new[changed[0]] else changed[::-1]
             count = old[giver] - new[giver]
             return f"moving {count} layer{'s' * (count > 1)} to worker {self._spec.place(taker, 0)} ({cut})"
-        return cut
+        return f"the {cut}"
 
     def _layer_times(self) -> list[list[float]] | None:
         """Return the time of every layer at its proper speed, by stage; None if it is not known."""
@@ -275,8 +277,11 @@ class _Case:
         return [found[stage] for stage in sorted(found)]
 
 
-def _slowness(steps: Sequence[Sequence[StepRecord]], num_workers: int) -> list[float]:
-    """Return of each worker how many times as long as elsewhere the layers take that others have too; 1: unknown."""
+def _slowness(steps: Sequence[Sequence[StepRecord]], num_workers: int) -> tuple[list[float], bool]:
+    """Return of each worker how many times as long as elsewhere the layers take that others have too.
+
+    1 where that is not known; the flag tells whether it is known of anyone.
+    """
     times: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for records in steps:
         for record in records:
@@ -290,7 +295,8 @@ def _slowness(steps: Sequence[Sequence[StepRecord]], num_workers: int) -> list[f
             for worker, own in medians.items():
                 # Heavy layers tell more about a worker's speed than light ones, whose times are mostly noise.
                 ratios[worker] += [own / usual] * max(1, round(own * len(by_worker[worker]) / 1e6))
-    return [max(1.0, median(ratios[worker])) if worker in ratios else 1.0 for worker in range(num_workers)]
+    found = [max(1.0, median(ratios[worker])) if worker in ratios else 1.0 for worker in range(num_workers)]
+    return found, bool(ratios)
 
 
 def _delays(steps: Sequence[Sequence[StepRecord]]) -> dict[tuple[int, int], float]:
@@ -302,7 +308,8 @@ def _delays(steps: Sequence[Sequence[StepRecord]]) -> dict[tuple[int, int], floa
             for arrived in record.arrivals:
                 made = ends.get((arrived.peer, arrived.action))
                 if made is not None:
-                    delays[arrived.peer, record.worker].append(max(0, arrived.at_ns - made) / 1e6)
+                    asked = max(made, record.start_ns)
+                    delays[arrived.peer, record.worker].append(max(0, arrived.at_ns - asked) / 1e6)
     return {pair: median(found) for pair, found in delays.items()}
 
 

@@ -11,7 +11,7 @@ from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST, genera
 
 from .view import View, WorkerRow
 
-_STATES = ("runs", "waits", "between", "starts", "left", "gone")
+_STATES = ("runs", "waits", "between", "starts", "stopped", "left", "gone")
 
 
 def render(view: View) -> tuple[bytes, str]:

@@ -12,14 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
+import logging
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from . import jobs
 from .board import Board, BoardWriter, Live, pack_live, pack_record, packed_size, unpack_live, unpack_record
+
+logger = logging.getLogger(__name__)
 
 #: touched by whoever looks; older than so many seconds: nobody does
 WATCHED, _FRESH_S = "watched", 5.0
@@ -58,7 +61,10 @@ def exhibit(folder: Path, worker: int) -> Callable[[int], bytes]:
 
     def answer(seen: int) -> bytes:
         versions = board.since(max(0, seen))[-_MOST_STEPS:]
-        head: dict[str, Any] = {"seen": versions[-1][0] if versions else max(0, seen)}
+        head: dict[str, Any] = {
+            "seen": versions[-1][0] if versions else max(0, seen),
+            "clock_ns": board.header["clock_ns"],
+        }
         if seen < 0:
             plan = json.loads((folder / f"plan-{worker}").read_text())
             head |= {"header": board.header, "sizes": board.sizes, "plan": plan}
@@ -82,7 +88,11 @@ class Mirror(threading.Thread):
             time.sleep(_PULL_EVERY_S)
             if _is_watched(self._folder):
                 for image in self._images:
-                    image.refresh()
+                    try:
+                        image.refresh()
+                    except Exception as error:  # the others can still be shown
+                        logger.warning("worker %d cannot be shown here: %s", image.peer, error)
+                        self._images = [other for other in self._images if other is not image]
 
 
 def _is_watched(folder: Path) -> bool:
@@ -98,9 +108,10 @@ class _Image:
     def __init__(self, window: Window, folder: Path, peer: int) -> None:
         self._window = window
         self._folder = folder
-        self._peer = peer
+        self.peer = peer
         self._asked: _Answer | None = None
         self._seen = -1
+        self._clock_ns = -1
         self._writer: BoardWriter | None = None
         self._offset_ns, self._error_ns = 0, 0
         self._compared = 0.0
@@ -110,24 +121,28 @@ class _Image:
         if self._asked is not None:
             if not self._asked.done():
                 return
+            asked, self._asked = self._asked, None
             with contextlib.suppress(RuntimeError):  # the peer has left, or does not show itself yet
-                self._take(self._asked.value())
-            self._asked = None
+                self._take(asked.value())
         with contextlib.suppress(RuntimeError):
             if time.monotonic() > self._compared + _COMPARE_EVERY_S or not self._compared:
-                offset, self._error_ns = self._window.clock_offset(self._peer)
+                offset, self._error_ns = self._window.clock_offset(self.peer)
                 self._offset_ns, self._compared = -offset, time.monotonic()
-            self._asked = self._window.look(self._peer, self._seen)
+            self._asked = self._window.look(self.peer, self._seen)
 
     def _take(self, answer: bytes) -> None:
         if not answer:
             return
         at = 8 + int.from_bytes(answer[:8], "little")
         head = json.loads(answer[8:at])
+        if "header" not in head and head["clock_ns"] != self._clock_ns:  # the peer has made another pipeline
+            self._seen = -1
+            return
         if "header" in head:
-            (self._folder / f"plan-{self._peer}").write_text(json.dumps(head["plan"]))
+            self._clock_ns = head["clock_ns"]
+            (self._folder / f"plan-{self.peer}").write_text(json.dumps(head["plan"]))
             self._writer = BoardWriter(
-                self._folder / f"worker-{self._peer}", self._header(head["header"]), *head["sizes"]
+                self._folder / f"worker-{self.peer}", self._header(head["header"]), *head["sizes"]
             )
         assert self._writer is not None
         live, at = unpack_live(answer, at)
@@ -141,7 +156,7 @@ class _Image:
     def _header(self, header: dict[str, Any]) -> dict[str, Any]:
         # The process that keeps the copy is the one that a watcher here can see; its stacks are not the worker's.
         own = {key: value for key, value in header.items() if key != "stacks_signal"}
-        return {**own, "pid": os.getpid(), "clock_error_ms": self._error_ns / 1e6}
+        return {**own, "process": jobs.identity(), "clock_error_ms": self._error_ns / 1e6}
 
 
 def _put_off(live: Live, offset_ns: int) -> Live:

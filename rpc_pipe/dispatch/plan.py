@@ -37,14 +37,17 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
     }  # fmt: skip
 
 
-def spec_of_programs(programs: Sequence[Mapping[str, Any]]) -> Spec:
+def spec_of_programs(programs: Sequence[Mapping[str, Any]], num_microbatches: int | None = None) -> Spec:
     """Return the spec that the programs of all workers, in order, are of.
+
+    Args:
+        num_microbatches: leave out all microbatches from this one on, as a batch of fewer rows does.
 
     Raises:
         ConfigError: they do not fit together.
     """
     try:
-        relation = _Relation(programs)
+        relation = _Relation(programs, num_microbatches)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"plan: cannot be read: {error}") from error
     cls: type[Listed] = type(programs[0]["schedule"], (Listed,), {"relation": relation})
@@ -52,9 +55,9 @@ def spec_of_programs(programs: Sequence[Mapping[str, Any]]) -> Spec:
 
 
 class _Relation:
-    def __init__(self, programs: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, programs: Sequence[Mapping[str, Any]], num_microbatches: int | None) -> None:
         self.order: Order = programs[0]["order"]
-        self.num_microbatches: int = programs[0]["microbatches"]
+        self.num_microbatches: int = num_microbatches or programs[0]["microbatches"]
         self.routes: list[int] = programs[0]["routes"]
         self.place: dict[tuple[int, int], int] = {
             (stage, route): worker for worker, own in enumerate(programs) for stage, route in own["shards"]
@@ -64,8 +67,10 @@ class _Relation:
         for program in programs:
             for slot, (name, *needs) in enumerate(program["program"]):
                 action = Action.parse(name)
-                self.slots[action] = slot
-                self.needs[action] = [Action.parse(need) for need in needs]
+                if action.microbatch < self.num_microbatches:
+                    self.slots[action] = slot
+                    parsed = map(Action.parse, needs)
+                    self.needs[action] = [need for need in parsed if need.microbatch < self.num_microbatches]
         self.num_stages: int = 1 + max(stage for stage, _ in self.place)
         self.num_routes: int = 1 + max(route for _, route in self.place)
 

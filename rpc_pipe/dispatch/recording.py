@@ -23,6 +23,9 @@ from .board import Live, State
 from .source import News
 from .view import View
 
+#: a look brings so many at most, fewer than a view keeps
+_MOST_STEPS = 32
+
 
 class Recording:
     """Writes what a view learns, as it learns it.
@@ -71,7 +74,7 @@ class Recording:
         found: dict[str, Any] = {
             "kind": "step",
             "step": step,
-            "loss": None if math.isnan(records[0].loss) else records[0].loss,
+            "loss": _number(records[0].loss),
             "step_ms": length / 1e6,
             "tokens_per_s": 1e9 * records[0].tokens / length if records[0].tokens else None,
             "rows_per_s": 1e9 * records[0].rows / length,
@@ -116,7 +119,7 @@ class Replay:
     def look(self) -> News:
         now = self._first_ns + 1e9 * (time.monotonic() - self._began) * (self.speed or math.inf)
         news = News(self._news.headers, self._news.programs, self._news.lives, clock_error_ms=self._news.clock_error_ms)
-        while self._at < len(self._lines):
+        while self._at < len(self._lines) and len(news.records) < _MOST_STEPS * len(news.headers or "1"):
             line = self._lines[self._at]
             if line["kind"] == "run":
                 news.headers = {header["worker"]: header for header in line["workers"]}
@@ -126,6 +129,8 @@ class Replay:
                 if max(record["end_ns"] for record in line["records"]) > now:
                     break
                 news.records += [_decode(record) for record in line["records"]]
+            elif line["kind"] == "event":
+                news.events.append((line["at"], line["text"], line["warning"]))
             self._at += 1
         if news.records:
             news.lives = {
@@ -160,17 +165,21 @@ def _encode(record: StepRecord) -> dict[str, Any]:
         "actions": [[str(r.action), r.start_ns, r.end_ns] for r in record.actions],
         "arrivals": [[str(a.action), a.peer, a.num_bytes, a.at_ns] for a in record.arrivals],
         "layers": record.layers, "rows": record.rows, "tokens": record.tokens,
-        "loss": None if math.isnan(record.loss) else record.loss,
+        "loss": _number(record.loss),
         "peak_bytes": record.peak_bytes, "outbox": record.outbox,
     }  # fmt: skip
 
 
+def _number(value: float) -> float | str:
+    """JSON has no word for what is not finite: "nan", "inf"."""
+    return value if math.isfinite(value) else str(value)
+
+
 def _decode(line: dict[str, Any]) -> StepRecord:
-    loss = line["loss"]
     return StepRecord(
         **{
             **line,
-            "loss": math.nan if loss is None else loss,
+            "loss": float(line["loss"]),
             "actions": [Record(Action.parse(name), start, end) for name, start, end in line["actions"]],
             "arrivals": [Arrived(Action.parse(name), *rest) for name, *rest in line["arrivals"]],
             "layers": [LayerTime(*layer) for layer in line["layers"]],

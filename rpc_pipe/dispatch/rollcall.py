@@ -23,7 +23,8 @@ def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[st
         names = " -> ".join(f"worker {worker}" for worker in chain)
         end = lives[chain[-1]]
         if end.state is State.WAITING:
-            lines.append(f"the waits form a circle: {names}")
+            # The checker has ruled out circles of a schedule's own.
+            lines.append(f"{names}: each waits for the other, so a message has been lost")
         else:
             lines.append(f"{names}: everybody waits for worker {chain[-1]}, which is {end}")
     return lines
@@ -50,9 +51,9 @@ def _chain(lives: Mapping[int, Live], worker: int, last_host: int) -> list[int]:
     return chain
 
 
-def newest_frames(stacks: str, count: int = 3) -> str:
-    """Say in a line where the computing thread of a worker is, from the stacks that faulthandler wrote."""
-    current = stacks[stacks.rfind("Current thread") :] if "Current thread" in stacks else stacks
+def newest_frames(stacks: str, thread: int, count: int = 3) -> str:
+    """Say in a line where a thread is, from the stacks that faulthandler wrote."""
+    current = next((block for block in stacks.split("\n\n") if f"{thread:#018x}" in block), "")
     frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', current)[:count]
     return ", called from ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames)
 

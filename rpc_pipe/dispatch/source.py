@@ -39,6 +39,8 @@ class News:
     clock_error_ms: float = 0.0
     #: records that were overwritten before they were read
     dropped: int = 0
+    #: (seconds since the epoch, what happened, whether it is a warning), of a recording
+    events: list[tuple[float, str, bool]] = field(default_factory=list)
 
 
 class Source(Protocol):
@@ -79,8 +81,11 @@ class Boards:
         for worker, board in boards.items():
             news.records += board.records()
             lives[worker] = board.live()
-            if lives[worker].state is State.LEFT or not jobs.alive(board.header["pid"]):
+            process = jobs.state_of(board.header["process"])
+            if lives[worker].state is State.LEFT or process in ("", "Z", "X"):
                 self._gone.add(worker)
+            elif process == "T" and "stacks_signal" in board.header:  # not of a mirror's process
+                lives[worker] = lives[worker]._replace(state=State.STOPPED)
         news.lives = lives
         news.gone = frozenset(self._gone)
         news.clock_error_ms = max((board.header.get("clock_error_ms", 0.0) for board in boards.values()), default=0.0)
@@ -89,7 +94,9 @@ class Boards:
 
     @property
     def over(self) -> bool:
-        return bool(self._boards) and self._gone.issuperset(self._boards)
+        if not self._boards:
+            return self.folder not in jobs.running()
+        return self._gone.issuperset(self._boards)
 
     def stacks(self, worker: int) -> str:
         """Return the Python stacks of a worker that is stuck, as its process writes them on a signal; or nothing.
@@ -97,10 +104,13 @@ class Boards:
         The signal's handler touches nothing else, and what it interrupts goes on.
         """
         header = self._boards[worker][1].header
-        file = self.folder / f"stacks-{header['pid']}"
+        number = header["process"].partition("/")[0]
+        file = self.folder / f"stacks-{number}"
         try:
             before = file.stat().st_size  # it is there, so the handler is too
-            os.kill(header["pid"], header["stacks_signal"])
+            if not jobs.alive(header["process"]) or jobs.state_of(header["process"]) == "?":
+                return ""  # another process may have its number now
+            os.kill(int(number), header["stacks_signal"])
             deadline = time.monotonic() + _STACKS_S
             while file.stat().st_size == before and time.monotonic() < deadline:
                 time.sleep(0.02)

@@ -38,7 +38,7 @@ def describe(view: View) -> dict[str, Any]:
         "schedule": header.get("schedule"),
         "num_workers": view.num_workers,
         "step": steps[0] if steps else None,
-        "loss": view.losses[-1][1] if view.losses else None,
+        "loss": finite(view.losses[-1][1]) if view.losses else None,
         "step_ms": view.step_ms(),
         "rate": rate[0] if rate else None,
         "unit": rate[1] if rate else None,
@@ -46,12 +46,13 @@ def describe(view: View) -> dict[str, Any]:
         "stalled": view.stalled,
         "clock_error_ms": view.clock_error_ms,
         "dropped": view.dropped,
-        "workers": [_finite(asdict(row)) for row in view.rows()],
+        "workers": [{key: finite(value) for key, value in asdict(row).items()} for row in view.rows()],
         "links": [{**asdict(link), "per_step": link.payloads / shown} for link in view.links()],
         "events": list(view.events)[-100:],
         "lost": lost.as_json() if lost else None,
     }
 
 
-def _finite(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: None if isinstance(value, float) and not math.isfinite(value) else value for key, value in row.items()}
+def finite(value: Any) -> Any:
+    """Return a number as it is, and what JSON has no word for as null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -23,9 +23,15 @@ class Scalars:
             raise ConfigError(f"--tensorboard: needs {error.name}; pip install 'rpc-pipe[tensorboard]'") from error
         self._writer = SummaryWriter(str(folder))
         self._last_step = -1
+        self._run: dict[int, float] = {}
+        self._last_lost: object = None
 
     def write(self, view: View) -> None:
         """Write the steps that are new since the last call."""
+        run = {worker: header["clock_ns"] for worker, header in view.headers.items()}
+        if run.keys() == self._run.keys() and run != self._run:  # another pipeline: its steps count from 0
+            self._last_step = -1
+        self._run = run
         for step in view.complete_steps(0):
             if step <= self._last_step:
                 continue
@@ -40,7 +46,8 @@ class Scalars:
                 if not math.isnan(value):
                     self._writer.add_scalar(name, value, step)
         lost = view.lost()
-        if lost is not None:
+        if lost is not None and lost is not self._last_lost:
+            self._last_lost = lost
             for cause, ms in lost.parts().items():
                 self._writer.add_scalar(f"lost ms/{cause}", ms, self._last_step)
         self._writer.flush()

@@ -15,7 +15,10 @@ from .view import View, WorkerRow
 
 #: a worker that has waited for so long is worth a colour
 _LONG_WAIT_S = 1.0
-_COLOURS = {"runs": "green", "waits": "yellow", "gone": "bold red", "left": "dim", "between": "cyan", "starts": "dim"}
+_COLOURS = {
+    "runs": "green", "waits": "yellow", "between": "cyan", "starts": "dim", "left": "dim",
+    "gone": "bold red", "stopped": "bold red",
+}  # fmt: skip
 #: columns of a worker's cell where there are too many workers for a line each
 _CELL = 19
 _LEAST_ROWS = 24

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from ..dependency import ConfigError, Spec
+from ..dependency import ConfigError, F, Spec
 from ..simulator import simulate
 from ..timeline import Span
 from ..trace import Trace
@@ -18,7 +19,7 @@ from ..workers.hooks import StepRecord
 from .board import Live, State
 from .lost import Lost, attribute
 from .plan import spec_of_programs
-from .rollcall import duration, roll_call
+from .rollcall import blame, duration, roll_call
 from .source import News
 
 #: steps kept in full, and points of the loss curve
@@ -29,6 +30,10 @@ _RECENT = 8
 _ATTRIBUTE_EVERY_S = 2.0
 #: nothing has finished for so long, and for so many times a usual step: a stall
 _STALL_S, _STALL_STEPS = 10.0, 10
+#: so many times as long if no worker has been asked for anything
+_MORE_BETWEEN = 6
+#: how often it is told that records are left out
+_TELL_DROPPED_S = 10.0
 #: a step that takes so many times as long as usual, and so many ms longer, is told
 _SLOW_STEP, _SLOWER_MS = 2.0, 50.0
 
@@ -84,8 +89,10 @@ class View:
         self.stalled = False
         self._steps: dict[int, dict[int, StepRecord]] = {}
         self._spec: Spec | None = None
+        self._specs: dict[int, Spec] = {}
         self._lost: tuple[float, int, Lost | None] = (0.0, -1, None)
         self._progress_ns = 0
+        self._told_dropped = -math.inf
         self._longest_ns = 0
 
     # --- news
@@ -99,7 +106,10 @@ class View:
         ]
         if any(worker in self.headers for worker in started):  # another pipeline in the same processes
             self._steps.clear()
-            self._spec = None
+            self.losses.clear()
+            self._spec, self._lost = None, (0.0, -1, None)
+        if self._spec is None:
+            self._specs.clear()
         self.headers, self.programs = dict(news.headers), dict(news.programs)
         self.lives, self.now_ns = dict(news.lives), news.now_ns
         self.clock_error_ms = news.clock_error_ms
@@ -111,8 +121,10 @@ class View:
             self._longest_ns = max(self._longest_ns, record.end_ns - record.start_ns)
             if len(self._steps[record.step]) == self.num_workers:
                 self._completed(record.step)
-        if news.dropped > self.dropped:
-            self.note(f"{news.dropped - self.dropped} records came too fast to be read and are left out", warning=True)
+        self.events.extend(news.events)
+        if news.dropped > self.dropped and time.monotonic() > self._told_dropped + _TELL_DROPPED_S:
+            self._told_dropped = time.monotonic()
+            self.note(f"{news.dropped - self.dropped} records are left out: too fast, or too large", warning=True)
             self.dropped = news.dropped
         while len(self._steps) > _KEPT_STEPS:
             del self._steps[min(self._steps)]
@@ -128,8 +140,9 @@ class View:
     def _completed(self, step: int) -> None:
         records = self._steps[step]
         loss = next(iter(records.values())).loss
-        if not math.isnan(loss):
-            self.losses.append((step, loss))
+        if not math.isfinite(loss) and (not self.losses or math.isfinite(self.losses[-1][1])):
+            self.note(f"step {step}: the loss is {loss}", warning=True)
+        self.losses.append((step, loss))
         times = [self._step_ms(s) for s in self.complete_steps(_RECENT)]
         if len(times) >= _RECENT and times[-1] > max(_SLOW_STEP * median(times), median(times) + _SLOWER_MS):
             self.note(f"step {step} took {times[-1]:.0f} ms, usually {median(times):.0f} ms", warning=True)
@@ -142,6 +155,8 @@ class View:
         latest = max((live.since_ns for live in self.lives.values()), default=0)
         idle = all(live.state in (State.STARTING, State.LEFT) for live in self.lives.values())
         patience = max(_STALL_S * 1e9, _STALL_STEPS * self._longest_ns)
+        if all(live.state is State.BETWEEN for live in self.lives.values()):  # saving, perhaps, or loading data
+            patience *= _MORE_BETWEEN
         if latest > self._progress_ns or idle or self.gone.issuperset(self.lives):
             self._progress_ns = max(latest, self._progress_ns)
             self.stalled = False
@@ -179,11 +194,45 @@ class View:
         return [record for _, record in sorted(self._steps[step].items())]
 
     def trace(self, count: int = _RECENT) -> Trace | None:
-        """Return the last complete steps; None if there is none, or the schedule is not known."""
-        steps = self.complete_steps(count)
-        if not steps or self.spec is None:
+        """Return the last complete steps that follow each other and are alike; all that there are if `count` is 0.
+
+        None if there is none, or the schedule is not known. A batch of few rows makes fewer microbatches: a step that
+        cannot be compared with the others, unless most are so.
+        """
+        steps = self.complete_steps(0)
+        sizes = {step: self._num_microbatches(step) for step in steps[-max(count, _RECENT) :] if self.spec is not None}
+        if not sizes:
             return None
-        return Trace(self.spec, {step: self.records(step) for step in steps}, self.clock_error_ms)
+        usual = Counter(sizes.values()).most_common(1)[0][0]
+        found: list[int] = []
+        for step in reversed(steps):
+            if self._num_microbatches(step) != usual or (found and step != found[-1] - 1):
+                if found:
+                    break
+                continue
+            found.append(step)
+        return self.trace_of(sorted(found[:count] if count else found))
+
+    def trace_of(self, steps: Sequence[int]) -> Trace | None:
+        """Return these complete steps, if the schedule of as many microbatches is known."""
+        spec = self._spec_of(self._num_microbatches(steps[0])) if steps else None
+        if spec is None:
+            return None
+        return Trace(spec, {step: self.records(step) for step in steps}, self.clock_error_ms)
+
+    def _num_microbatches(self, step: int) -> int:
+        ran = (run.action for record in self._steps[step].values() for run in record.actions)
+        return len({action.microbatch for action in ran if action.kind is F})
+
+    def _spec_of(self, num_microbatches: int) -> Spec | None:
+        """Return the schedule for so many microbatches; None if it is not known, or they are more than its own."""
+        whole = self.spec
+        if whole is None or not 0 < num_microbatches <= whole.num_microbatches:
+            return None
+        if num_microbatches not in self._specs:
+            programs = [self.programs[worker] for worker in sorted(self.programs)]
+            self._specs[num_microbatches] = spec_of_programs(programs, num_microbatches)
+        return self._specs[num_microbatches]
 
     def planned(self, trace: Trace, steps: int = 1) -> list[Span]:
         """Return what the schedule would do in the times that actions took, with free transfers."""
@@ -259,7 +308,13 @@ class View:
     def _state(self, worker: int, live: Live) -> str:
         if worker in self.gone:
             return "left" if live.state is State.LEFT else "gone"
-        words = {State.RUNNING: "runs", State.WAITING: "waits", State.BETWEEN: "between", State.STARTING: "starts"}
+        words = {
+            State.RUNNING: "runs",
+            State.WAITING: "waits",
+            State.BETWEEN: "between",
+            State.STARTING: "starts",
+            State.STOPPED: "stopped",
+        }
         return words.get(live.state, "left")
 
     def links(self) -> list[LinkRow]:
@@ -283,12 +338,12 @@ class View:
 
     def roll_call(self) -> list[str]:
         """Return who does what, and the worker that everybody waits for."""
-        last = max(self.headers, key=lambda w: max(s for s, _, _ in self.headers[w]["shards"]), default=0)
-        return roll_call(self.lives, last, self.now_ns)
+        return roll_call(self.lives, self._last_host(), self.now_ns)
 
     def culprit(self) -> int | None:
         """Return the worker that the others wait for in the end."""
-        from .rollcall import blame
+        return blame(self.lives, self._last_host())[-1] if self.lives else None
 
-        last = max(self.headers, key=lambda w: max(s for s, _, _ in self.headers[w]["shards"]), default=0)
-        return blame(self.lives, last)[-1] if self.lives else None
+    def _last_host(self) -> int:
+        """Return a worker that has the last stage, and so tells the result."""
+        return max(self.headers, key=lambda w: max(stage for stage, _, _ in self.headers[w]["shards"]), default=0)

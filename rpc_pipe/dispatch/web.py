@@ -11,6 +11,7 @@ import hmac
 import ipaddress
 import json
 import secrets
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
@@ -22,12 +23,11 @@ from ..dependency import ConfigError
 from ..page import encode, with_parts
 from .metrics import render
 from .source import Source
-from .summary import describe, draw_steps
+from .summary import describe, draw_steps, finite
 from .view import View
 
 #: drawing may take one part in so many of a core
 _REST = 5
-_COOKIE = "rpc-pipe-token"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -65,6 +65,7 @@ class Server:
         self._option = option
         self._host, self._port, self._page = host, port, page
         self._token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
+        self._cookie = ""
         self._runner: web.AppRunner | None = None
         self._pictures: dict[int, _Drawn] = {}
 
@@ -88,6 +89,7 @@ class Server:
                 f"{self._option} {self._host}:{self._port}: {error.strerror or error}; port 0 takes any that is free"
             ) from error
         self._port = self._runner.addresses[0][1]
+        self._cookie = f"rpc-pipe-token-{self._port}"  # cookies do not know ports
         shown = f"[{self._host}]" if ":" in self._host else self._host
         token = f"?token={self._token}" if self._token else ""
         return f"http://{shown}:{self._port}/{'' if self._page else 'metrics'}{token}"
@@ -110,7 +112,7 @@ class Server:
             raise web.HTTPUnauthorized(text="add ?token=... as rpc-pipe watch has printed it\n")
         response = await handler(request)
         if self._token and "token" in request.query:
-            response.set_cookie(_COOKIE, self._token, httponly=True, samesite="Strict")
+            response.set_cookie(self._cookie, self._token, httponly=True, samesite="Strict")
         response.headers["X-Content-Type-Options"] = "nosniff"
         response.headers["Cache-Control"] = "no-store"
         response.headers["Referrer-Policy"] = "no-referrer"
@@ -123,13 +125,14 @@ class Server:
         name = name.removeprefix("[").removesuffix("]")
         if _is_loopback(self._host):
             return _is_loopback(name)
-        # Bound to the world, or to a name: any address will do, as the token guards; a name must be the one given.
-        return name == self._host or _is_address(name)
+        # Beyond loopback the token guards; a foreign name is still refused.
+        return name in (self._host, "localhost", socket.gethostname()) or _is_address(name)
 
     def _has_token(self, request: web.Request) -> bool:
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        given = (request.query.get("token", ""), request.cookies.get(_COOKIE, ""), bearer)
-        return any([hmac.compare_digest(token.encode(), self._token.encode()) for token in given])
+        given = (request.query.get("token", ""), request.cookies.get(self._cookie, ""), bearer)
+        sent = [token.encode(errors="surrogateescape") for token in given]
+        return any([hmac.compare_digest(token, self._token.encode()) for token in sent])
 
     # --- what is answered
 
@@ -158,7 +161,7 @@ class Server:
         state |= {
             "name": self._source.name,
             "over": self._source.over,
-            "losses": [point for point in view.losses if point[0] > after],
+            "losses": [(step, finite(loss)) for step, loss in view.losses if step > after],
             "fresh": bool(view.losses) and view.losses[-1][0] < after,
         }
         version = f"{state['step']}/{steps}/{len(view.headers)}"

@@ -65,8 +65,8 @@ def news_of(spec, records, lives=None):
     """Return what a look at such a run would bring."""
     headers = {
         worker: {
-            "worker": worker, "num_workers": spec.num_workers, "pid": 1, "host": "here", "device": "cpu",
-            "schedule": "1f1b", "cores": 64, "shards": [(s, r, 2) for s, r in spec.hosted(worker)],
+            "worker": worker, "num_workers": spec.num_workers, "process": "1/1/elsewhere", "host": "here",
+            "device": "cpu", "schedule": "1f1b", "cores": 64, "shards": [(s, r, 2) for s, r in spec.hosted(worker)],
             "clock_ns": 7 + worker,
         }
         for worker in range(spec.num_workers)

@@ -61,6 +61,7 @@ def test_what_a_worker_does_is_read_live(writer, tmp_path):
     writer.waiting(3, lambda: Blocked(None, []))
     assert str(board.live()) == "waiting for the result of step 3"
     writer.step_finished(record(3))
+    writer.idle(3)
     assert str(board.live()) == "between steps, after step 3"
     writer.close()
     assert board.live().state is State.LEFT
@@ -76,6 +77,8 @@ def test_a_slow_reader_misses_steps_and_knows_how_many(writer, tmp_path):
     assert [r.step for r in board.records()] == list(range(139, 203))  # 64 slots
     assert board.dropped == 136
     assert board.records() == []
+    late = Board(tmp_path / "worker-0")
+    assert len(late.records()) == 64 and late.dropped == 0  # what was before the first look has not been missed
 
 
 def test_many_readers_do_not_disturb_each_other(writer, tmp_path):
@@ -95,10 +98,13 @@ def test_a_record_that_is_being_written_is_left_for_later(writer, tmp_path):
 
 
 def test_a_step_that_is_too_large_is_left_out_and_the_run_goes_on(writer, tmp_path):
+    board = Board(tmp_path / "worker-0")
+    writer.step_finished(record(0))
+    board.records()
     many = StepRecord(0, 0, 0, 1, [Record(F(0, m), 0, 1) for m in range(50)])
     writer.step_finished(many)
-    writer.step_finished(record(1))
-    assert [r.step for r in Board(tmp_path / "worker-0").records()] == [1]
+    writer.step_finished(record(2))
+    assert [r.step for r in board.records()] == [2] and board.dropped == 1
 
 
 def test_what_is_no_board_is_refused(tmp_path):

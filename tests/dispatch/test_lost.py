@@ -1,11 +1,14 @@
 """Where the time went: the right culprit, and parts that add up."""
 
+from dataclasses import replace
+
 import pytest
 from synthetic import trace_of
 
 from rpc_pipe.dependency import B, F, U
 from rpc_pipe.dispatch.lost import attribute
 from rpc_pipe.simulator import Link
+from rpc_pipe.trace import Trace
 
 SHARDS = [[(stage, 0, 2)] for stage in range(4)]
 EVEN = {worker: [(1, 5), (1, 5)] for worker in range(4)}
@@ -53,14 +56,14 @@ def test_uneven_stages_are_named_with_a_better_cut():
     lost = attribute(trace_of(cost=cost, layers=layers), shards)
     assert worst(lost) == "imbalance"
     assert lost.sentence.startswith("worker 1 is 1.5 x the median (it has more to compute (3 of 8 layers)")
-    assert "moving 1 layer to worker 0 (--split 2,2,2,2) would save about" in lost.sentence
+    assert "moving 1 layer to worker 0 (split 2,2,2,2) would save about" in lost.sentence
 
 
 def test_a_slow_worker_gets_fewer_layers_proposed():
     layers = {w: [(1, 2.5)] * 4 for w in range(4)} | {2: [(1, 5.0)] * 4}
     shards = [[(stage, 0, 4)] for stage in range(4)]
     lost = attribute(trace_of(cost=heavier(2, 2.0), layers=layers), shards)
-    assert "worker 2 is 2.0 x the median" in lost.sentence and "--split 5,5,2,4" in lost.sentence
+    assert "worker 2 is 2.0 x the median" in lost.sentence and "the split 5,5,2,4" in lost.sentence
 
 
 def test_a_slow_link_is_named():
@@ -76,9 +79,27 @@ def test_a_slow_data_loader_is_named():
     assert lost.sentence.startswith("workers wait 150.0 ms for data between steps")
 
 
+def test_one_worker_that_is_late_with_its_data_is_no_slow_link():
+    """It asks for payloads only when it comes, so they arrive late: its own doing, not the link's."""
+    trace = trace_of(layers=EVEN, steps=6)
+    late = {
+        step: [r if r.worker != 1 else _late(r, records[0], 100_000_000) for r in records]
+        for step, records in trace.steps.items()
+    }
+    lost = attribute(Trace(trace.spec, late), SHARDS)
+    assert lost.sentence.startswith("worker 1 waits ") and parts(lost)["link"] < 0.01
+
+
+def _late(record, first, ns):
+    start = first.actions[0].end_ns + ns
+    arrivals = [a._replace(at_ns=max(a.at_ns, start + 500_000)) for a in record.arrivals]
+    return replace(record, start_ns=start, arrivals=arrivals)
+
+
 def test_without_layer_times_the_heavy_worker_is_still_named():
     lost = attribute(trace_of(cost=heavier(1, 1.8)))
-    assert lost.sentence.startswith("worker 1 is 1.8 x the median") and "--split" not in lost.sentence
+    assert lost.sentence.startswith("worker 1 is 1.8 x the median (it has more to compute or is slower")
+    assert "split" not in lost.sentence
 
 
 def test_crowded_machines_are_told_so():

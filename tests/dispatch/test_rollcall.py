@@ -35,7 +35,9 @@ def test_who_waits_for_the_result_waits_for_the_last_stage():
 
 def test_a_circle_is_named():
     lives = {0: waits(F(0, 1), F(1, 1), 1), 1: waits(F(1, 1), F(0, 1), 0)}
-    assert roll_call(lives, 1, S)[-1] == "the waits form a circle: worker 1 -> worker 0 -> worker 1"
+    assert roll_call(lives, 1, S)[-1] == (
+        "worker 1 -> worker 0 -> worker 1: each waits for the other, so a message has been lost"
+    )
 
 
 def test_who_waits_for_a_worker_that_cannot_be_seen_is_the_end():
@@ -43,11 +45,13 @@ def test_who_waits_for_a_worker_that_cannot_be_seen_is_the_end():
 
 
 def test_stacks_are_told_in_a_line():
-    stacks = 'Thread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in other\n\nCurrent thread 0x2:\n' + (
-        '  File "/x/train.py", line 15 in forward\n  File "/x/module.py", line 9 in call\n'
+    stacks = (
+        'Thread 0x1 (most recent call first):\n  File "/a/b.py", line 3 in other\n\n'
+        'Current thread 0x0000000000000002:\n  File "/x/train.py", line 15 in forward\n'
+        '  File "/x/module.py", line 9 in call\n'
     )
-    assert newest_frames(stacks) == "forward (train.py:15), called from call (module.py:9)"
-    assert newest_frames("") == ""
+    assert newest_frames(stacks, 2) == "forward (train.py:15), called from call (module.py:9)"
+    assert newest_frames("", 2) == ""
 
 
 def test_durations_are_told_as_readers_want_them():

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import time
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from rpc_pipe.dependency import B, ConfigError, F
 from rpc_pipe.dispatch.board import Live, State
 from rpc_pipe.dispatch.recording import Recording, Replay
 from rpc_pipe.dispatch.source import News
+from rpc_pipe.dispatch.summary import describe
 from rpc_pipe.dispatch.terminal import Screen
 from rpc_pipe.dispatch.view import View
 from rpc_pipe.options import make_spec
@@ -170,6 +172,43 @@ def test_a_recording_that_was_cut_off_is_read_as_far_as_it_goes(tmp_path):
     path.write_text("")
     with pytest.raises(ConfigError, match="no recording with steps"):
         Replay(path)
+
+
+def test_a_step_of_fewer_microbatches_is_not_compared_with_the_others():
+    fewer = records_of(make_spec("1f1b", 4, 3, {}), steps=6)[5]
+    view = View()
+    view.take(news_of(SPEC, {**records_of(SPEC, steps=5), 5: fewer}))
+    assert view.complete_steps(1) == [5]
+    assert sorted(view.trace().steps) == [0, 1, 2, 3, 4] and view.lost() is not None
+    few = View()
+    few.take(news_of(SPEC, records_of(make_spec("1f1b", 4, 3, {}))))
+    assert few.trace().spec.num_microbatches == 3 and few.lost().parts()["overhead"] < 0.1 * few.step_ms()
+    many = View()
+    many.take(news_of(SPEC, records_of(make_spec("1f1b", 4, 12, {}))))
+    assert many.trace() is None and many.lost() is None and many.rows()[0].action_ms > 0
+
+
+def test_a_loss_that_is_not_finite_is_told_and_shown(tmp_path):
+    records, view = records_of(SPEC), View()
+    records = {step: [replace(r, loss=math.nan if step > 1 else 1.0) for r in found] for step, found in records.items()}
+    view.take(news_of(SPEC, records))
+    assert "loss nan" in shown(view)[0] and [text for _, text, _ in view.events] == ["step 2: the loss is nan"]
+    json.dumps(describe(view), allow_nan=False)
+    recording = Recording(tmp_path / "run.jsonl")
+    recording.write(view)
+    recording.close()
+    read = View()
+    read.take(Replay(tmp_path / "run.jsonl").look())
+    assert [math.isnan(loss) for _, loss in read.losses] == [False, False, True, True]
+    assert any("the loss is nan" in text for _, text, _ in read.events)
+
+
+def test_another_pipeline_in_the_same_processes_begins_anew():
+    view = view_of(steps=5)
+    news = news_of(SPEC, records_of(SPEC, steps=2))
+    news.headers = {worker: header | {"clock_ns": 1000 + worker} for worker, header in news.headers.items()}
+    view.take(news)
+    assert view.complete_steps(0) == [0, 1] and [step for step, _ in view.losses] == [0, 1]
 
 
 def test_every_schedule_can_be_drawn_as_planned():

@@ -87,7 +87,7 @@ def until_step(folder, step):
 
 
 def test_watchers_that_are_killed_or_stopped_change_nothing():
-    arguments = [*SMALL, *TEXT, "--json", "--steps", 500]
+    arguments = [*SMALL, *TEXT, "--json", "--steps", 300]
     with start("run", *arguments) as alone:
         expected = json.loads(alone.communicate(timeout=120)[0])
     with training(*arguments) as (run, _):
@@ -155,7 +155,7 @@ def test_a_stall_is_told_with_the_culprit_and_its_stacks(tmp_path):
 def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     before = set(jobs.root().iterdir())
-    with subprocess.Popen([sys.executable, tmp_path / "train.py", "300"], env=environment(), cwd=ROOT) as run:
+    with subprocess.Popen([sys.executable, tmp_path / "train.py", "200"], env=environment(), cwd=ROOT) as run:
         folder = jobs.root() / f"run-{run.pid}"
         deadline = time.monotonic() + 60
         while len(jobs.boards(folder)) < 2 and time.monotonic() < deadline:
@@ -180,7 +180,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
             "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port, jobs.FOLDER: folder,
         }  # fmt: skip
-        command = [sys.executable, tmp_path / "train.py", "600"]
+        command = [sys.executable, tmp_path / "train.py", "300"]
         runs.append(subprocess.Popen(command, env=environment() | {k: str(v) for k, v in variables.items()}, cwd=ROOT))
     try:
         view, boards = View(), Boards(tmp_path / "machine-0")
@@ -200,7 +200,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
 
 def test_what_a_killed_run_left_is_swept(tmp_path):
     with training(*SMALL, *TEXT, "--steps", 100000) as (run, folder):
-        workers = [board.header["pid"] for board in jobs.boards(folder).values()]
+        workers = [board.header["process"] for board in jobs.boards(folder).values()]
         run.kill()
         deadline = time.monotonic() + 20
         while any(map(jobs.alive, workers)) and time.monotonic() < deadline:
