@@ -36,6 +36,8 @@ _SLOW = 1.1
 _STEPS = 3
 #: shares of a step that are not worth a sentence, and that a change of the cut must save to be proposed
 _NEGLIGIBLE, _WORTHWHILE = 0.04, 0.02
+#: the rest, of which nobody knows more, is the worst only if a cause that can be named is less than so much of it
+_VAGUE = 0.5
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class _Case:
     def _sentence(self, lost: Lost, slow_ms: float) -> str:
         parts = lost.parts()
         own = parts.pop("bubble")
-        worst = max(parts, key=lambda cause: parts[cause])
+        worst = max(parts, key=lambda cause: parts[cause] * (_VAGUE if cause == "overhead" else 1))
         share = parts[worst] / lost.step_ms
         name = name_of(self._spec)
         if share < _NEGLIGIBLE:
@@ -173,7 +175,12 @@ class _Case:
                 f"the run reaches {reached:.0f} % of what {name} allows; "
                 f"its own bubble is {100 * own / lost.step_ms:.0f} %{advice}"
             )
-        costs = f"costs about {100 * share:.0f} % of a step"
+        sentence = self._blame(worst, f"costs about {100 * share:.0f} % of a step", lost, slow_ms)
+        if own > parts[worst]:
+            sentence += f"; {name}'s own bubble is {100 * own / lost.step_ms:.0f} %, less with more microbatches"
+        return sentence
+
+    def _blame(self, worst: str, costs: str, lost: Lost, slow_ms: float) -> str:
         if worst in ("imbalance", "slow worker"):
             return self._heavy_worker(worst == "slow worker", costs, lost.step_ms, slow_ms)
         if worst == "link":

@@ -248,7 +248,7 @@ class View:
             if trace is not None:
                 headers = [header for _, header in sorted(self.headers.items())]
                 one_machine = len({header["host"] for header in headers}) == 1
-                cores = headers[0]["cores"] if one_machine and headers[0]["device"] == "cpu" else None
+                cores = headers[0].get("cores") if one_machine and headers[0]["device"] == "cpu" else None
                 lost = attribute(trace, [header["shards"] for header in headers], cores)
                 self._lost = time.monotonic(), complete[0], lost
         return lost
