@@ -9,6 +9,7 @@ import json
 import os
 import re
 import time
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -56,6 +57,10 @@ def _watch(parsed: argparse.Namespace, argv: list[str]) -> int:
         raise ConfigError("--json: needs --once; --record writes every step as JSON")
     if parsed.steps and not parsed.trace:
         raise ConfigError(f"--steps {parsed.steps}: needs --trace FILE")
+    if parsed.once and (parsed.web is not None or parsed.metrics is not None):
+        raise ConfigError(f"--once: ends at once, but {'--web' if parsed.web else '--metrics'} serves; leave one out")
+    if parsed.trace and not Path(parsed.trace).resolve().parent.is_dir():
+        raise ConfigError(f"--trace {parsed.trace}: there is no folder {Path(parsed.trace).parent}")
     if not parsed.speed > 0:
         raise ConfigError(f"--speed {parsed.speed:g}: must be more than 0")
     with contextlib.suppress(OSError):
@@ -181,15 +186,17 @@ class _Watcher:
         """Gather the wanted steps until the last has been done, then write them."""
         deadline = time.monotonic() + _ONCE_S
         found: dict[int, Trace] = {}
+        wanted, told = self._parsed.steps, False
         while True:
             over = self._source.over
             self._look([])
             there = self._view.complete_steps(0)
             first, last = self._steps or ((there[0], there[-1]) if there else (0, -1))
             if there and not self._hurry and first < there[0] and first not in found:
-                raise ConfigError(
-                    f"--steps {first}-{last}: step {first} is over; the earliest still there is {there[0]}"
-                )
+                raise ConfigError(f"--steps {wanted}: step {first} is over; the earliest still there is {there[0]}")
+            if there and not told and there[-1] < last and not self._hurry:
+                told = True
+                self.console.print(f"waiting for step {last}; the last one done is {there[-1]}")
             for step in there:
                 if first <= step <= last and step not in found and (trace := self._view.trace_of([step])):
                     found[step] = trace
@@ -201,7 +208,7 @@ class _Watcher:
         missing = [step for step in range(first, last + 1) if step not in found] if self._steps else []
         if not found or missing:
             what = f"step {missing[0]} is not there" if missing else "it has no complete step"
-            raise ConfigError(f"--steps {first}-{last}: {self._source.name}: {what}")
+            raise ConfigError(f"--steps {wanted}: {self._source.name}: {what}" if wanted else f"--trace: {what}")
         self._write_trace(found)
 
     def _write_trace(self, found: dict[int, Trace]) -> None:
@@ -221,5 +228,5 @@ def _parse_steps(text: str | None) -> tuple[int, int] | None:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
     if first > last:
-        raise ConfigError(f"--steps {text}: must be a step or a range of steps, such as 100-110")
+        raise ConfigError(f"--steps {text}: must be a step or a range that ascends, such as 100-110")
     return first, last

@@ -39,7 +39,9 @@ class _Collector:
         if rate := view.throughput():
             yield _gauge(f"{rate[1]}_per_second", "Throughput of the recent steps.", rate[0])
         if (bubble := view.bubble()) is not None:
-            yield _gauge("bubble_ratio", "Share of time without computing.", bubble, unit="ratio")
+            yield _gauge(
+                "bubble_ratio", "Share of the workers' time without computing, for any cause.", bubble, unit="ratio"
+            )
         yield _gauge("stalled", "1 if nothing finishes.", int(view.stalled))
         if lost := view.lost():
             parts = GaugeMetricFamily(

@@ -36,7 +36,7 @@ class Recording:
 
     def __init__(self, path: str | Path) -> None:
         try:
-            self._file: TextIO = Path(path).open("w", encoding="utf-8")
+            self._file: TextIO = Path(path).open("x", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from error
         self._run: dict[int, float] = {}

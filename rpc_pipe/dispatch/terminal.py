@@ -75,7 +75,7 @@ class Screen:
 
     def _table(self, rows: list[WorkerRow], width: int) -> Table:
         table = Table(box=None, padding=(0, 1, 0, 0), width=width, header_style="dim", show_edge=False)
-        for name in ("worker", "state", "stage", "step", "ms/act", "bubble", "waits for", "since", "peak MB", "out"):
+        for name in ("worker", "state", "stage", "step", "ms/act", "idle", "waits for", "since", "peak MB", "out"):
             right = name not in ("state", "waits for")
             table.add_column(name, justify="right" if right else "left", no_wrap=True, overflow="ellipsis")
         for row in rows:
@@ -97,7 +97,7 @@ class Screen:
     def _cells(self, rows: list[WorkerRow], width: int) -> Text:
         """Draw many workers, a few to a line: number, action or whom it waits for, bubble."""
         columns = max(1, width // _CELL)
-        text = _cropped("worker, what it does or waits for, bubble", width, "dim")
+        text = _cropped("worker, what it does or waits for, idle", width, "dim")
         for i, row in enumerate(rows):
             if i % columns == 0:
                 text.append("\n")

@@ -136,6 +136,8 @@ def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
     assert not folder.exists()
     code, out, err = watch(tmp_path / "run.jsonl", "--once")
     assert code == 0 and "2 workers" in out and "as it ran" in out, out + err
+    code, out, err = watch(tmp_path / "run.jsonl", "--record", tmp_path / "run.jsonl")
+    assert code == 2 and "run.jsonl: File exists" in err
     code, out, err = watch(tmp_path / "run.jsonl", "--speed", "1000")
     assert code == 0 and "has ended" in out and "worst: " in out, out + err
 
@@ -215,8 +217,10 @@ def test_what_a_killed_run_left_is_swept(tmp_path):
     (["no-such-run"], "watch no-such-run: there is no such run; "),
     (["missing.jsonl"], "watch missing.jsonl: there is no such file"),
     (["--json"], "--json: needs --once"),
-    (["--steps", "3-1", "--trace", "x"], "--steps 3-1: must be a step or a range of steps"),
+    (["--steps", "3-1", "--trace", "x"], "--steps 3-1: must be a step or a range that ascends"),
     (["--steps", "3"], "--steps 3: needs --trace FILE"),
+    (["--once", "--web"], "--once: ends at once, but --web serves"),
+    (["--trace", "/nowhere/t.json"], "--trace /nowhere/t.json: there is no folder /nowhere"),
     (["--speed", "0"], "--speed 0: must be more than 0"),
 ])  # fmt: skip
 def test_wrong_input_is_told(arguments, text):
