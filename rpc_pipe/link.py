@@ -113,9 +113,7 @@ def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
     def board(worker: int) -> BoardWriter:
         program, shards = pipeline.program(worker), pipeline.shards(worker)
         listed = list_program(spec, worker, pipeline.order, program)
-        plan = folder / f"plan-{worker}"
-        plan.with_suffix(".new").write_text(json.dumps(listed))
-        plan.with_suffix(".new").replace(plan)
+        jobs.write_program(folder, worker, listed)
         header = {
             "worker": worker,
             "num_workers": spec.num_workers,
@@ -138,7 +136,7 @@ def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
             num_layers=sum(number for _, _, number in shards),
         )
         _writers[folder / f"worker-{worker}"] = writer  # kept until the end, which it must tell
-        _files.update((plan, folder / f"worker-{worker}", folder / WATCHED))
+        _files.update((folder / f"plan-{worker}", folder / f"worker-{worker}", folder / WATCHED))
         return writer
 
     pipeline.listen(board)

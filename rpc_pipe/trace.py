@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from .chrome import write_chrome
 from .dependency import Kind, Spec
 from .page import Picture, draw_page
-from .simulator import Simulation
+from .simulator import Cost, Simulation
 from .timeline import Span
 from .waits import waits
 from .workers.hooks import StepRecord
@@ -50,12 +51,13 @@ class Trace:
             return median(after - before for before, after in pairwise(ends))
         return ends[0] - min(s.start for s in self.spans())
 
-    def costs(self) -> dict[tuple[int, int, Kind], float]:
-        """Return the median time of an action in ms, by worker, stage and kind."""
+    def cost(self) -> Cost:
+        """Return, for the simulator, the median ms that actions of the same worker, stage and kind took."""
         times: dict[tuple[int, int, Kind], list[float]] = defaultdict(list)
         for span in self.spans():
             times[span.worker, span.action.stage, span.action.kind].append(span.end - span.start)
-        return {key: median(values) for key, values in times.items()}
+        medians = {key: median(values) for key, values in times.items()}
+        return lambda action: medians.get((self.spec.worker(action), action.stage, action.kind), 0.0)
 
     def write_chrome(self, path: str | Path, device: str = "cpu") -> None:
         """Write Chrome's trace event format, which Perfetto reads."""
@@ -66,6 +68,28 @@ class Trace:
 def spans_of(records: Sequence[StepRecord]) -> list[Span]:
     """Return what ran according to `records`, in ms."""
     return [Span(r.worker, a.action, a.start_ns / 1e6, a.end_ns / 1e6) for r in records for a in r.actions]
+
+
+class Way(NamedTuple):
+    """A payload on its way from one worker to another."""
+
+    #: from when it had been made, and its receiver had begun the step and asked for it
+    ms: float
+    num_bytes: int
+
+
+def ways(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], list[Way]]:
+    """Return how the payloads of `steps` fared, by (from, to)."""
+    found: dict[tuple[int, int], list[Way]] = defaultdict(list)
+    for records in steps:
+        ends = {(r.worker, a.action): a.end_ns for r in records for a in r.actions}
+        for record in records:
+            for arrived in record.arrivals:
+                made = ends.get((arrived.peer, arrived.action))
+                if made is not None:
+                    ns = arrived.at_ns - max(made, record.start_ns)
+                    found[arrived.peer, record.worker].append(Way(max(0, ns) / 1e6, arrived.num_bytes))
+    return found
 
 
 def planned_and_actual(planned: Simulation, trace: Trace) -> str:

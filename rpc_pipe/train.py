@@ -118,8 +118,7 @@ def _tell_summary(
     held_out: float,
 ) -> None:
     batches = corpus.held_out_batches(options.batch, _HELD_OUT_BATCHES)
-    costs = trace.costs()
-    planned = simulate(trace.spec, lambda a: costs.get((trace.spec.worker(a), a.stage, a.kind), 0.0))
+    planned = simulate(trace.spec, trace.cost())
     middle = sorted(times)[len(times) // 2]
     one_machine = link.present()  # a launcher starts local workers
     cores = len(os.sched_getaffinity(0)) if one_machine and options.device == "cpu" else None

@@ -140,6 +140,13 @@ def boards(path: Path) -> dict[int, Board]:
     return dict(sorted(found.items()))
 
 
+def write_program(path: Path, worker: int, listed: dict[str, Any]) -> None:
+    """Write a worker's program into a run's folder; readers see it whole or not at all."""
+    file = path / f"plan-{worker}"
+    file.with_suffix(".new").write_text(json.dumps(listed))
+    file.with_suffix(".new").replace(file)
+
+
 def programs(path: Path) -> dict[int, dict[str, Any]]:
     """Return the programs that workers have written, as `plan.spec_of_programs` takes them."""
     found = {}

@@ -24,7 +24,7 @@ from statistics import median, median_low
 
 from ..dependency import Action, B, F, Kind
 from ..simulator import Cost, Link, simulate
-from ..trace import Trace
+from ..trace import Trace, ways
 from ..workers.hooks import StepRecord
 from .plan import name_of
 
@@ -87,12 +87,13 @@ class _Case:
         self._trace = trace
         self._spec = spec = trace.spec
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
-        self._costs = trace.costs()
+        self._actual = trace.cost()
         self._layers = layers
         self._cores = cores
         #: worker -> how many times as long as elsewhere the same layers take there
         self._slowness, self._compared = _slowness(self._records, spec.num_workers)
-        self._delays = _delays(self._records)
+        #: (from, to) -> median ms of a payload on its way
+        self._delays = {pair: median(way.ms for way in found) for pair, found in ways(self._records).items()}
         self._actions = [r.action for records in self._records[-1:] for record in records for r in record.actions]
 
     def lost(self) -> Lost:
@@ -118,9 +119,6 @@ class _Case:
         return replace(lost, sentence=self._sentence(lost, slow))
 
     # --- what an action takes
-
-    def _actual(self, action: Action) -> float:
-        return self._costs.get((self._spec.worker(action), action.stage, action.kind), 0.0)
 
     def _nominal(self, action: Action) -> float:
         slowness = self._slowness[self._spec.worker(action)]
@@ -304,20 +302,6 @@ def _slowness(steps: Sequence[Sequence[StepRecord]], num_workers: int) -> tuple[
                 ratios[worker] += [own / usual] * max(1, round(own * len(by_worker[worker]) / 1e6))
     found = [max(1.0, median(ratios[worker])) if worker in ratios else 1.0 for worker in range(num_workers)]
     return found, bool(ratios)
-
-
-def _delays(steps: Sequence[Sequence[StepRecord]]) -> dict[tuple[int, int], float]:
-    """Return the median ms that payloads are on the way, by (from, to)."""
-    delays: dict[tuple[int, int], list[float]] = defaultdict(list)
-    for records in steps:
-        ends: dict[tuple[int, Action], int] = {(r.worker, a.action): a.end_ns for r in records for a in r.actions}
-        for record in records:
-            for arrived in record.arrivals:
-                made = ends.get((arrived.peer, arrived.action))
-                if made is not None:
-                    asked = max(made, record.start_ns)
-                    delays[arrived.peer, record.worker].append(max(0, arrived.at_ns - asked) / 1e6)
-    return {pair: median(found) for pair, found in delays.items()}
 
 
 def _best_cut(layers: Sequence[float], slowness: Sequence[float]) -> list[int]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from . import jobs
-from .board import Board, BoardWriter, Live, pack_live, pack_record, packed_size, unpack_live, unpack_record
+from .board import Board, BoardWriter, pack_live, pack_record, packed_size, unpack_live, unpack_record
 
 logger = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class _Image:
             return
         if "header" in head:
             self._clock_ns = head["clock_ns"]
-            (self._folder / f"plan-{self.peer}").write_text(json.dumps(head["plan"]))
+            jobs.write_program(self._folder, self.peer, head["plan"])
             self._writer = BoardWriter(
                 self._folder / f"worker-{self.peer}", self._header(head["header"]), *head["sizes"]
             )
@@ -150,14 +150,10 @@ class _Image:
             size = packed_size(answer, at)
             self._writer.step_finished(unpack_record(answer[at : at + size], self._offset_ns))
             at += size
-        self._writer.show(_put_off(live, self._offset_ns))
+        self._writer.show(live._replace(since_ns=live.since_ns + self._offset_ns))
         self._seen = head["seen"]
 
     def _header(self, header: dict[str, Any]) -> dict[str, Any]:
         # The process that keeps the copy is the one that a watcher here can see; its stacks are not the worker's.
         own = {key: value for key, value in header.items() if key != "stacks_signal"}
         return {**own, "process": jobs.identity(), "clock_error_ms": self._error_ns / 1e6}
-
-
-def _put_off(live: Live, offset_ns: int) -> Live:
-    return live._replace(since_ns=live.since_ns + offset_ns)

@@ -39,16 +39,15 @@ class Recording:
             self._file: TextIO = Path(path).open("x", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from error
-        self._run: dict[int, float] = {}
+        self._run: dict[int, int] = {}
         self._last_step = -1
         self._last_event = 0.0
         self._last_lost: object = None
 
     def write(self, view: View) -> None:
         """Write what is new since the last call."""
-        run = {worker: header["clock_ns"] for worker, header in view.headers.items()}
-        if run != self._run and view.spec is not None:
-            self._run, self._last_step = run, -1
+        if view.pipelines != self._run and view.spec is not None:
+            self._run, self._last_step = view.pipelines, -1
             self._line(
                 kind="run",
                 workers=[view.headers[worker] for worker in sorted(view.headers)],
@@ -70,15 +69,15 @@ class Recording:
 
     def _step(self, view: View, step: int, *, last: bool) -> dict[str, Any]:
         records = view.records(step)
-        length = max(r.end_ns for r in records) - min(r.start_ns for r in records)
+        seconds = view.length_ms(step) / 1e3
         found: dict[str, Any] = {
             "kind": "step",
             "step": step,
             "loss": _number(records[0].loss),
-            "step_ms": length / 1e6,
-            "tokens_per_s": 1e9 * records[0].tokens / length if records[0].tokens else None,
-            "rows_per_s": 1e9 * records[0].rows / length,
-            "bubble": 1 - sum(r.busy_ns for r in records) / (len(records) * length),
+            "step_ms": 1e3 * seconds,
+            "tokens_per_s": records[0].tokens / seconds if records[0].tokens else None,
+            "rows_per_s": records[0].rows / seconds,
+            "bubble": 1 - sum(r.busy_ns for r in records) / 1e9 / (len(records) * seconds),
             "at": time.time(),
         }
         lost = view.lost() if last else None
@@ -95,7 +94,7 @@ class Replay:
     """A recording, step after step at the pace at which it ran, or as fast as it is read.
 
     Args:
-        speed: how many times as fast as it ran; None: everything at the first look.
+        speed: how many times as fast as it ran; None: as fast as it is read.
 
     Raises:
         ConfigError: the file cannot be read, or is no recording.

@@ -23,9 +23,9 @@ def draw_steps(view: View, count: int) -> list[Picture]:
     trace = view.trace(max(1, min(count, _MOST_SPANS // max(1, largest)))) or trace
     workers, spec, found = view.num_workers, trace.spec, []
     planned = view.planned(trace, len(trace.steps))
-    for name, spans in (("planned, transfers free", planned), (f"actual, to step {max(trace.steps)}", trace.spans())):
+    for name, spans in (("planned", planned), ("actual", trace.spans())):
         causes = waits(spec, spans, slack=trace.clock_error_ms) if len(spans) <= _MOST_EXPLAINED else {}
-        found.append(Picture(name.partition(",")[0], spans, workers, "ms", causes))
+        found.append(Picture(name, spans, workers, "ms", causes))
     return found
 
 
@@ -33,7 +33,6 @@ def describe(view: View) -> dict[str, Any]:
     """Return what is known of the run now, for JSON; unknown numbers are null."""
     lost, steps, rate = view.lost(), view.complete_steps(1), view.throughput()
     header = next(iter(view.headers.values()), {})
-    shown = max(1, len(view.complete_steps(8)))
     return {
         "schedule": header.get("schedule"),
         "num_workers": view.num_workers,
@@ -47,7 +46,7 @@ def describe(view: View) -> dict[str, Any]:
         "clock_error_ms": view.clock_error_ms,
         "dropped": view.dropped,
         "workers": [{key: finite(value) for key, value in asdict(row).items()} for row in view.rows()],
-        "links": [{**asdict(link), "per_step": link.payloads / shown} for link in view.links()],
+        "links": list(map(asdict, view.links())),
         "events": list(view.events)[-100:],
         "lost": lost.as_json() if lost else None,
     }

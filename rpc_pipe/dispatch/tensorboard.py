@@ -23,13 +23,13 @@ class Scalars:
             raise ConfigError(f"--tensorboard: needs {error.name}; pip install 'rpc-pipe[tensorboard]'") from error
         self._writer = SummaryWriter(str(folder))
         self._last_step = -1
-        self._run: dict[int, float] = {}
+        self._run: dict[int, int] = {}
         self._last_lost: object = None
 
     def write(self, view: View) -> None:
         """Write the steps that are new since the last call."""
-        run = {worker: header["clock_ns"] for worker, header in view.headers.items()}
-        if run.keys() == self._run.keys() and run != self._run:  # another pipeline: its steps count from 0
+        run = view.pipelines
+        if run.keys() == self._run.keys() and run != self._run:
             self._last_step = -1
         self._run = run
         for step in view.complete_steps(0):
@@ -37,10 +37,10 @@ class Scalars:
                 continue
             self._last_step = step
             records = view.records(step)
-            length = max(r.end_ns for r in records) - min(r.start_ns for r in records)
-            scalars = {"loss": records[0].loss, "step/ms": length / 1e6}
+            length_ms = view.length_ms(step)
+            scalars = {"loss": records[0].loss, "step/ms": length_ms}
             for record in records:
-                scalars[f"bubble/worker {record.worker}"] = 1 - record.busy_ns / length
+                scalars[f"bubble/worker {record.worker}"] = 1 - record.busy_ns / 1e6 / length_ms
                 scalars[f"peak MB/worker {record.worker}"] = record.peak_bytes / 1e6
             for name, value in scalars.items():
                 if not math.isnan(value):

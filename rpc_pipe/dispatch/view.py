@@ -14,7 +14,7 @@ from typing import Any
 from ..dependency import ConfigError, F, Spec
 from ..simulator import simulate
 from ..timeline import Span
-from ..trace import Trace
+from ..trace import Trace, ways
 from ..workers.hooks import StepRecord
 from .board import Live, State
 from .lost import Lost, attribute
@@ -64,10 +64,11 @@ class LinkRow:
 
     source: int
     target: int
-    #: median time from the end of the action to the arrival of what it made
+    #: median time that a payload is on its way
     ms: float
     mb_per_s: float
     payloads: int
+    per_step: float
 
 
 class View:
@@ -85,7 +86,7 @@ class View:
         self.losses: deque[tuple[int, float]] = deque(maxlen=_KEPT_LOSSES)
         #: (seconds since the epoch, what happened, whether it is a warning)
         self.events: deque[tuple[float, str, bool]] = deque(maxlen=200)
-        #: workers of which a roll-call was held because nothing finished
+        #: nothing has finished for a while
         self.stalled = False
         self._steps: dict[int, dict[int, StepRecord]] = {}
         self._spec: Spec | None = None
@@ -101,16 +102,14 @@ class View:
         """Take in what a look has brought."""
         if news.headers.keys() - self.headers.keys() or news.programs.keys() - self.programs.keys():
             self._spec = None
-        started = [
-            w for w, header in news.headers.items() if self.headers.get(w, {}).get("clock_ns") != header["clock_ns"]
-        ]
-        if any(worker in self.headers for worker in started):  # another pipeline in the same processes
+        before = self.pipelines
+        self.headers, self.programs = dict(news.headers), dict(news.programs)
+        if any(before.get(worker, made) != made for worker, made in self.pipelines.items()):
             self._steps.clear()
             self.losses.clear()
             self._spec, self._lost = None, (0.0, -1, None)
         if self._spec is None:
             self._specs.clear()
-        self.headers, self.programs = dict(news.headers), dict(news.programs)
         self.lives, self.now_ns = dict(news.lives), news.now_ns
         self.clock_error_ms = news.clock_error_ms
         for worker in sorted(news.gone - self.gone):
@@ -143,11 +142,12 @@ class View:
         if not math.isfinite(loss) and (not self.losses or math.isfinite(self.losses[-1][1])):
             self.note(f"step {step}: the loss is {loss}", warning=True)
         self.losses.append((step, loss))
-        times = [self._step_ms(s) for s in self.complete_steps(_RECENT)]
+        times = [self.length_ms(s) for s in self.complete_steps(_RECENT)]
         if len(times) >= _RECENT and times[-1] > max(_SLOW_STEP * median(times), median(times) + _SLOWER_MS):
             self.note(f"step {step} took {times[-1]:.0f} ms, usually {median(times):.0f} ms", warning=True)
 
-    def _step_ms(self, step: int) -> float:
+    def length_ms(self, step: int) -> float:
+        """Return the time from the first worker's beginning of a complete step to the last one's end."""
         records = self._steps[step].values()
         return (max(r.end_ns for r in records) - min(r.start_ns for r in records)) / 1e6
 
@@ -183,6 +183,11 @@ class View:
                 self.note(str(error), warning=True)
                 self.programs = {}
         return self._spec
+
+    @property
+    def pipelines(self) -> dict[int, int]:
+        """What tells, by worker, one pipeline from the next of the same process, whose steps count from 0 again."""
+        return {worker: header["clock_ns"] for worker, header in self.headers.items()}
 
     def complete_steps(self, count: int) -> list[int]:
         """Return the last `count` steps that all workers have finished."""
@@ -229,6 +234,8 @@ class View:
         whole = self.spec
         if whole is None or not 0 < num_microbatches <= whole.num_microbatches:
             return None
+        if num_microbatches == whole.num_microbatches:
+            return whole
         if num_microbatches not in self._specs:
             programs = [self.programs[worker] for worker in sorted(self.programs)]
             self._specs[num_microbatches] = spec_of_programs(programs, num_microbatches)
@@ -236,8 +243,7 @@ class View:
 
     def planned(self, trace: Trace, steps: int = 1) -> list[Span]:
         """Return what the schedule would do in the times that actions took, with free transfers."""
-        spec, costs = trace.spec, trace.costs()
-        return list(simulate(spec, lambda a: costs.get((spec.worker(a), a.stage, a.kind), 0.0), steps=steps).spans)
+        return list(simulate(trace.spec, trace.cost(), steps=steps).spans)
 
     def lost(self, *, fresh: bool = False) -> Lost | None:
         """Return where the time of the recent steps went; at most two seconds old, or `fresh`."""
@@ -258,7 +264,7 @@ class View:
         steps = self.complete_steps(_RECENT + 1)
         ends = [max(record.end_ns for record in self._steps[step].values()) for step in steps]
         if len(ends) < 2:
-            return self._step_ms(steps[0]) if steps else None
+            return self.length_ms(steps[0]) if steps else None
         return median(after - before for before, after in pairwise(ends)) / 1e6
 
     def throughput(self) -> tuple[float, str] | None:
@@ -320,20 +326,17 @@ class View:
     def links(self) -> list[LinkRow]:
         """Return how payloads fare between workers."""
         steps = self.complete_steps(_RECENT)
-        found: dict[tuple[int, int], list[tuple[float, int]]] = {}
-        for step in steps:
-            records = self.records(step)
-            ends = {(r.worker, a.action): a.end_ns for r in records for a in r.actions}
-            for record in records:
-                for arrived in record.arrivals:
-                    made = ends.get((arrived.peer, arrived.action), arrived.at_ns)
-                    way = max(0, arrived.at_ns - made) / 1e6
-                    found.setdefault((arrived.peer, record.worker), []).append((way, arrived.num_bytes))
         seconds = len(steps) * (self.step_ms() or 0.0) / 1e3
+        found = sorted(ways(map(self.records, steps)).items()) if seconds else []
         return [
-            LinkRow(*pair, median(ms for ms, _ in ways), sum(b for _, b in ways) / 1e6 / seconds, len(ways))
-            for pair, ways in sorted(found.items())
-            if seconds
+            LinkRow(
+                *pair,
+                ms=median(way.ms for way in there),
+                mb_per_s=sum(way.num_bytes for way in there) / 1e6 / seconds,
+                payloads=len(there),
+                per_step=len(there) / len(steps),
+            )
+            for pair, there in found
         ]
 
     def roll_call(self) -> list[str]:

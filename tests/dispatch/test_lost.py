@@ -8,7 +8,7 @@ from synthetic import trace_of
 from rpc_pipe.dependency import B, F, U
 from rpc_pipe.dispatch.lost import attribute
 from rpc_pipe.simulator import Link
-from rpc_pipe.trace import Trace
+from rpc_pipe.trace import Trace, ways
 
 SHARDS = [[(stage, 0, 2)] for stage in range(4)]
 EVEN = {worker: [(1, 5), (1, 5)] for worker in range(4)}
@@ -88,6 +88,7 @@ def test_one_worker_that_is_late_with_its_data_is_no_slow_link():
     }
     lost = attribute(Trace(trace.spec, late), SHARDS)
     assert lost.sentence.startswith("worker 1 waits ") and parts(lost)["link"] < 0.01
+    assert all(way.ms < 1 for way in ways(late.values())[0, 1])
 
 
 def _late(record, first, ns):

@@ -2,25 +2,22 @@
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
+from processes import ROOT, SMALL, TEXT, environment
 
 from rpc_pipe.dispatch import jobs
 from rpc_pipe.dispatch.board import Board
 from rpc_pipe.dispatch.source import Boards
 from rpc_pipe.dispatch.view import View
 
-ROOT = Path(__file__).parent.parent.parent
-SMALL = "--workers 2 --width 16 --heads 2 --depth 2 --context 16 --batch 8 --microbatches 4".split()
-TEXT = ["--data", str(ROOT / "rpc_pipe" / "launcher.py")]
+TRAIN = ["--workers", "2", *SMALL, *TEXT]
 
 SCRIPT = """
 import os, sys, time
@@ -45,10 +42,6 @@ for _ in range(int(sys.argv[1])):
     time.sleep(0.02)
 pipe.barrier()
 """
-
-
-def environment():
-    return {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
 
 
 def start(*arguments):
@@ -87,7 +80,7 @@ def until_step(folder, step):
 
 
 def test_watchers_that_are_killed_or_stopped_change_nothing():
-    arguments = [*SMALL, *TEXT, "--json", "--steps", 300]
+    arguments = [*TRAIN, "--json", "--steps", 300]
     with start("run", *arguments) as alone:
         expected = json.loads(alone.communicate(timeout=120)[0])
     with training(*arguments) as (run, _):
@@ -110,7 +103,7 @@ def test_watchers_that_are_killed_or_stopped_change_nothing():
 
 
 def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
-    with training(*SMALL, *TEXT, "--steps", 100000) as (run, folder):
+    with training(*TRAIN, "--steps", 100000) as (run, folder):
         name = folder.name
         until_step(folder, 3)
         code, out, err = watch(name, "--once")
@@ -183,7 +176,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
             "MASTER_PORT": port, jobs.FOLDER: folder,
         }  # fmt: skip
         command = [sys.executable, tmp_path / "train.py", "300"]
-        runs.append(subprocess.Popen(command, env=environment() | {k: str(v) for k, v in variables.items()}, cwd=ROOT))
+        runs.append(subprocess.Popen(command, env=environment(**{k: str(v) for k, v in variables.items()}), cwd=ROOT))
     try:
         view, boards = View(), Boards(tmp_path / "machine-0")
         deadline = time.monotonic() + 60
@@ -201,7 +194,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
 
 
 def test_what_a_killed_run_left_is_swept(tmp_path):
-    with training(*SMALL, *TEXT, "--steps", 100000) as (run, folder):
+    with training(*TRAIN, "--steps", 100000) as (run, folder):
         workers = [board.header["process"] for board in jobs.boards(folder).values()]
         run.kill()
         deadline = time.monotonic() + 20
@@ -224,6 +217,6 @@ def test_what_a_killed_run_left_is_swept(tmp_path):
     (["--speed", "0"], "--speed 0: must be more than 0"),
 ])  # fmt: skip
 def test_wrong_input_is_told(arguments, text):
-    with training(*SMALL, *TEXT, "--steps", 100000) if arguments[:1] == ["--steps"] else contextlib.nullcontext():
+    with training(*TRAIN, "--steps", 100000) if arguments[:1] == ["--steps"] else contextlib.nullcontext():
         code, _, err = watch(*arguments)
     assert code == 2 and text in err

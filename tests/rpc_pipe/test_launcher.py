@@ -1,7 +1,6 @@
 """Real processes over RPC, as a user starts them. Outcomes and order only; every wait has a deadline."""
 
 import json
-import os
 import re
 import signal
 import socket
@@ -9,14 +8,10 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
-from pathlib import Path
 
 import psutil
 import pytest
-
-ROOT = Path(__file__).parent.parent.parent
-SMALL = "--width 16 --heads 2 --depth 2 --context 16 --batch 8 --microbatches 4".split()
-TEXT = ["--data", str(ROOT / "rpc_pipe" / "launcher.py")]
+from processes import ROOT, SMALL, TEXT, environment
 
 SCRIPT = """
 import sys
@@ -42,11 +37,6 @@ pipe.barrier()
 assert len(pipe.actors[0].transport.outbox) == 0
 print(f"{loss:.6f}", pipe.predict(x).shape[0])
 """
-
-
-def environment(**more):
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    return clean | more
 
 
 def rpc_pipe(*arguments, timeout=120, **more):

@@ -1,0 +1,15 @@
+"""What tests that start real processes share."""
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+#: a GPT that trains in milliseconds, on a text that is there
+SMALL = "--width 16 --heads 2 --depth 2 --context 16 --batch 8 --microbatches 4".split()
+TEXT = ["--data", str(ROOT / "rpc_pipe" / "launcher.py")]
+
+
+def environment(**more):
+    """This process's variables without those of a job, and some more."""
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    return clean | more
