@@ -28,7 +28,7 @@ if __package__ is None or __package__ == "":
 from bench import group
 from bench.scenarios import emulated
 from bench.systems import SYSTEMS, Job, Ours
-from rpc_pipe.workers import rpc
+from rpc_pipe.workers import rpc, wire
 from rpc_pipe.workers.line import Line
 from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.run import Run
@@ -76,7 +76,7 @@ class Observed(Ours):
         before(rpc.RpcTransport, "_answer", "published", lambda _, peer, key, answer: key)
         before(Run, "_take_in", "taken in", lambda run, arrival: (run._mailbox._run, str(arrival.what)))
         before(Run, "_execute", "started", lambda run, action: "")
-        outgoing, send, from_wire, deliver = Line.outgoing, rpc.RpcTransport._send, rpc._from_wire, Mailbox._deliver
+        outgoing, send, from_wire, deliver = Line.outgoing, rpc.RpcTransport._send, wire.from_wire, Mailbox._deliver
 
         def noted_outgoing(line: Line) -> Any:
             found = outgoing(line)
@@ -91,18 +91,18 @@ class Observed(Ours):
             for key in self._sending.keys:
                 self._note("sent", key)
 
-        def noted_from_wire(*wire: Any) -> Any:
+        def noted_from_wire(*parts: Any) -> Any:
             now = time.perf_counter_ns()
-            message = from_wire(*wire)
+            message = from_wire(*parts)
             self._events += [("received", str(key), now) for key, _ in message.answers]
             return message
 
         def noted_deliver(mailbox: Mailbox, peer: int, what: Any) -> Any:
             original, key = deliver(mailbox, peer, what), (mailbox._run, str(what))
 
-            def noted(answer: Any) -> None:
+            def noted(answer: Any, at_ns: int) -> None:
                 self._note("delivered", key)
-                original(answer)
+                original(answer, at_ns)
 
             return noted
 
@@ -110,7 +110,7 @@ class Observed(Ours):
             (Line, "outgoing", noted_outgoing),
             (rpc.RpcTransport, "_send", noted_send),
         ]
-        wrapped += [(rpc, "_from_wire", noted_from_wire), (Mailbox, "_deliver", noted_deliver)]
+        wrapped += [(rpc, "from_wire", noted_from_wire), (Mailbox, "_deliver", noted_deliver)]
         for place, name, function in wrapped:
             setattr(place, name, function)
 

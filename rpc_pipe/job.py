@@ -39,15 +39,18 @@ class Job:
     interface: str
     #: how long to wait for the other workers at the start
     join_timeout_s: float = 120.0
+    #: whether workers of one host use shared memory between them
+    lanes: bool = True
 
 
 def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     """Return the job that this process was started for, None if it is on its own.
 
     Raises:
-        ConfigError: torchrun's variables are only partly set, or make no sense.
+        ConfigError: variables of torchrun or of ours are only partly set, or make no sense.
     """
     environ = os.environ if environ is None else environ
+    lanes = _on(environ, "RPC_PIPE_SHARED_MEMORY")
     local = environ.get(INIT)
     wanted = ("RANK", "WORLD_SIZE") if local else _TORCHRUN
     present = [name for name in wanted if name in environ]
@@ -64,10 +67,17 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
     timeout = float(environ.get("RPC_PIPE_JOIN_TIMEOUT", "120"))
     if local:
-        return Job(worker, num_workers, local, environ.get("RPC_PIPE_INTERFACE", "lo"), timeout)
+        return Job(worker, num_workers, local, environ.get("RPC_PIPE_INTERFACE", "lo"), timeout, lanes)
     address = environ["MASTER_ADDR"]
     _number(environ, "MASTER_PORT")
-    return Job(worker, num_workers, "env://", interface_towards(address), timeout)
+    return Job(worker, num_workers, "env://", interface_towards(address), timeout, lanes)
+
+
+def _on(environ: Mapping[str, str], name: str) -> bool:
+    value = environ.get(name, "on")
+    if value not in ("on", "off"):
+        raise ConfigError(f"{name} {value!r}: must be on or off")
+    return value == "on"
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -125,6 +135,6 @@ def join(job: Job) -> Transport:
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = job.interface
     from .workers.rpc import RpcTransport  # here, so that planning loads without torch
 
-    transport = RpcTransport(job.worker, job.num_workers, job.init_method, job.join_timeout_s)
+    transport = RpcTransport(job.worker, job.num_workers, job.init_method, job.join_timeout_s, lanes=job.lanes)
     atexit.register(transport.close)
     return transport

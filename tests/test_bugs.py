@@ -36,15 +36,15 @@ def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
     monkeypatch.setattr(module.rpc, "get_worker_info", lambda name: name)
     monkeypatch.setattr(module, "_invoke_rpc_python_udf", invoke)
     monkeypatch.setattr(module.rpc, "shutdown", lambda graceful: shut_down.append(read.done()))
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: read.done() or read.set_result(module._to_wire(NOTHING)))
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: read.done() or read.set_result(module.to_wire(NOTHING)))
     transport = module.RpcTransport(0, 2, "file:///nowhere")
     held = Future()
     transport.line(1).hold(held)
-    transport.line(1).ask({(1, "barrier"): lambda answer: None})
+    transport.line(1).ask({(1, "barrier"): lambda answer, at_ns: None})
     transport.received(1, Message([], [], [((1, "barrier"), Payload([], None))]), own=False)
     transport.close()
     assert sent[-1].func is module._leave
-    assert [key for call in sent for key in module._from_wire(*call.args[1:]).taken] == [(1, "barrier")]
+    assert [key for call in sent for key in module.from_wire(*call.args[1:]).taken] == [(1, "barrier")]
     assert held.done(), "the peer's request would break, and be reported"
     assert shut_down == [True], "left before its last words were read"
 

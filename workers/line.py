@@ -103,6 +103,11 @@ class Line:
             self._urgent |= not self._outstanding
         return deliveries
 
+    def answered(self, key: Key) -> Deliver | None:
+        """Note that the answer for `key` came another way; return whom to give it to, None if it was given up."""
+        with self._lock:
+            return self._open.pop(key, None)
+
     def broken(self) -> list[Deliver]:
         """The peer cannot be reached: give up. Return who waits for an answer."""
         with self._lock:

@@ -1,12 +1,12 @@
 """A worker's end of the transport: pulls that become arrivals, payloads that become pullable.
 
-The transport's threads only put arrivals into a queue; the compute thread alone reads it.
+The transport's threads only put arrivals into a queue and wake the compute thread, which alone reads it.
 """
 
 from __future__ import annotations
 
-import queue
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -38,7 +38,7 @@ class Mailbox:
         self._transport = transport
         self._courier = courier
         self._stall_s = stall_s
-        self._queue: queue.SimpleQueue[tuple[int, Action | str, int, Answer | str, int]] = queue.SimpleQueue()
+        self._arrived: deque[tuple[int, Action | str, int, Answer | str, int]] = deque()
 
     @property
     def _run(self) -> int:
@@ -63,6 +63,7 @@ class Mailbox:
         self._transport.flush()
         self.dispatch(busy=False)
         self._transport.outbox.wait_taken(before=self._run + 1, timeout_s=self._stall_s)
+        self._transport.settle(self._stall_s)
 
     def dispatch(self, busy: bool) -> None:
         """Send what has been published and asked for; `busy`: while this thread computes."""
@@ -85,16 +86,19 @@ class Mailbox:
         )
 
     def _deliver(self, peer: int, what: Action | str) -> Deliver:
-        run, enter, put = self._run, self._courier.enter, self._queue.put
+        run, enter = self._run, self._courier.enter
         for_compute = isinstance(what, Action)  # the rest is read on the CPU
-        now = time.perf_counter_ns
 
-        def deliver(answer: Answer | str) -> None:
+        def deliver(answer: Answer | str, at_ns: int) -> None:
             if for_compute and isinstance(answer, Payload):
                 answer = enter(answer)
-            put((run, what, peer, answer, now()))
+            self._put(run, what, peer, answer, at_ns)
 
         return deliver
+
+    def _put(self, run: int, what: Action | str, peer: int, answer: Answer | str, at_ns: int) -> None:
+        self._arrived.append((run, what, peer, answer, at_ns))
+        self._transport.wake()
 
     def publish(self, what: Action | str, payload: Payload, consumers: Iterable[int]) -> None:
         """Make `payload` pullable once it has left the device; consumers may include this worker."""
@@ -108,7 +112,7 @@ class Mailbox:
             if others:
                 outbox.put(key, payload)
             if me in everyone:
-                self._queue.put((run, what, me, payload, time.perf_counter_ns()))
+                self._put(run, what, me, payload, time.perf_counter_ns())
 
         self._courier.leave(payload, publish)
 
@@ -118,9 +122,10 @@ class Mailbox:
 
     def arrivals(self) -> list[Arrival]:
         """Return what has arrived, without waiting."""
+        self._transport.poll()
         found = []
-        while not self._queue.empty():
-            found.append(self._checked(*self._queue.get()))
+        while self._arrived:
+            found.append(self._checked(*self._arrived.popleft()))
         return found
 
     def next_arrival(self, describe: Callable[[], str]) -> Arrival:
@@ -131,12 +136,13 @@ class Mailbox:
             Stalled: nothing came in time; `describe` says what was waited for.
         """
         self.dispatch(busy=False)
-        try:
-            return self._checked(*self._queue.get(timeout=self._stall_s))
-        except queue.Empty:
-            raise Stalled(
-                f"worker {self._transport.worker}: nothing arrived for {self._stall_s:g} s, waiting for {describe()}"
-            ) from None
+        self._transport.poll()
+        while not self._arrived:
+            if not self._transport.wait(self._stall_s):
+                me = self._transport.worker
+                raise Stalled(f"worker {me}: nothing arrived for {self._stall_s:g} s, waiting for {describe()}")
+            self._transport.poll()
+        return self._checked(*self._arrived.popleft())
 
     def collect(self, what: str, peers: Iterable[int]) -> dict[int, Payload]:
         """Pull `what` from each of `peers` and wait for all."""

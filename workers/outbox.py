@@ -102,11 +102,14 @@ class Outbox:
             waited = [key for key, (_, waiting) in self._payloads.items() if consumer in waiting]
         self.taken(waited, consumer)
 
+    @property
+    def failed(self) -> bool:
+        """Whether this worker has failed: then it waits for nobody."""
+        return self._failure is not None
+
     def waiting(self) -> set[int]:
-        """Return who has not taken something yet; nobody once this worker has failed."""
+        """Return who has not taken something yet."""
         with self._changed:
-            if self._failure is not None:
-                return set()
             return {consumer for _, consumers in self._payloads.values() for consumer in consumers}
 
     def holds(self, before: int) -> bool:

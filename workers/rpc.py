@@ -2,7 +2,8 @@
 
 A pull is a long poll, and what is said in both directions shares messages: see `line.py`. The handler of a
 request returns a future that is completed when there is something to say, so it holds no thread and
-computes nothing. Serialisation and hand-over to TensorPipe take 100 to 300 us a message, waking another thread
+computes nothing. To a worker of the same host small answers take a shorter way: see `lane.py`.
+ Serialisation and hand-over to TensorPipe take 100 to 300 us a message, waking another thread
 30 us and then some 100 us of latency. So what the compute thread has to say it sends itself when it would wait
 anyway, and leaves to the sender's thread when it has something to compute.
 
@@ -27,7 +28,6 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._C._distributed_rpc import _invoke_rpc_python_udf
 from torch.distributed import rpc
@@ -36,19 +36,21 @@ from torch.distributed.rpc.internal import PythonUDF
 from torch.futures import Future
 
 from ..dependency import ConfigError
+from .bell import Bell, ThreadBell
+from .lane import Lanes
 from .line import NOTHING, Line, Message
 from .outbox import Answer, Key, Outbox
-from .payload import Payload
 from .transport import Deliver
+from .wire import from_wire, to_wire
 
 #: handlers do not block, so few are enough for any number of workers
 _RPC_THREADS = 2
-#: tensors up to this size travel inside the message
-_INLINE_BYTES = 2**15
 _NO_TIMEOUT = 0.0
 _PING_S = 30.0
 #: how long a leaving worker waits for the others to take what it has made
 _DRAIN_S = 300.0
+#: how often it looks whether they have, at least
+_LOOK_EVERY_S = 1.0
 #: how long a leaving worker waits for the others to read its last message
 _LEAVE_S = 5.0
 
@@ -74,15 +76,21 @@ def _exchange(peer: int, *wire: Any) -> Future[Any]:
     _pin_thread_state()
     future: Future[Any] = Future()
     _endpoint.line(peer).hold(future)
-    _endpoint.received(peer, _from_wire(*wire), own=False)
+    _endpoint.received(peer, from_wire(*wire), own=False)
     return future
+
+
+def _offered(peer: int, data: bytes, _: list[Tensor]) -> None:
+    """Runs at who may answer `peer` through a lane from now on."""
+    if _endpoint is not None:
+        _endpoint.lanes.accept(peer, pickle.loads(data))
 
 
 def _leave(peer: int, *wire: Any) -> None:
     """Runs at the receiver of `peer`'s last message."""
     if _endpoint is not None:
-        _endpoint.received(peer, _from_wire(*wire), own=False)
-        _endpoint.outbox.leaves(peer)
+        _endpoint.received(peer, from_wire(*wire), own=False)
+        _endpoint.gone(peer)
         _answer_all(_endpoint.line(peer).close())
 
 
@@ -96,7 +104,7 @@ def _hurry(peer: int, *_: Any) -> None:
 def _answer_all(held: list[Future[Any]]) -> None:
     """Give requests back without a word, so that none breaks when this worker or its peer leaves."""
     for future in held:
-        future.set_result(_to_wire(NOTHING))
+        future.set_result(to_wire(NOTHING))
 
 
 def _clock() -> int:
@@ -116,12 +124,21 @@ class RpcTransport:
         num_workers: how many join; the call returns when all have.
         init_method: where they meet: `file:///path`, `tcp://host:port` or `env://`.
         join_timeout_s: for how long to wait for the others.
+        lanes: whether workers of one host answer each other through shared memory, where that is possible.
 
     Raises:
         ConfigError: the others did not come, or the address cannot be used.
     """
 
-    def __init__(self, worker: int, num_workers: int, init_method: str, join_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self,
+        worker: int,
+        num_workers: int,
+        init_method: str,
+        join_timeout_s: float = 120.0,
+        *,
+        lanes: bool = True,
+    ) -> None:
         global _endpoint
         self.worker = worker
         self.num_workers = num_workers
@@ -132,6 +149,9 @@ class RpcTransport:
         self._to_send: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # peers; None: no more
         self._infos: dict[int, Any] = {}
         self._closed = False
+        #: to and from workers of this host
+        self.lanes = Lanes(lanes)
+        self._bell: Bell = self.lanes.bell or ThreadBell()
         #: what is shown to those who watch from other machines; see rpc_pipe/dispatch/mirror.py
         self.exhibit: Callable[[int], bytes] | None = None
         _endpoint = self
@@ -162,8 +182,30 @@ class RpcTransport:
         return self._lines.setdefault(peer, Line()) if line is None else line
 
     def pull(self, peer: int, questions: Mapping[Key, Deliver]) -> None:
+        offer = self.lanes.offer(peer)
+        if offer is not None:
+            with suppress(RuntimeError):  # gone; the line will tell
+                self._request(peer, _offered, (pickle.dumps(offer), []), _PING_S)
         self.line(peer).ask(questions)
         self.post(peer)
+
+    def poll(self) -> None:
+        for peer, (key, answer, at_ns) in self.lanes.read():
+            deliver = self.line(peer).answered(key)
+            if deliver is not None:
+                deliver(answer, at_ns)
+
+    def wait(self, timeout_s: float) -> bool:
+        return self._bell.wait(timeout_s)
+
+    def wake(self) -> None:
+        if threading.get_ident() != self._compute_thread:
+            self._bell.ring()
+
+    def gone(self, peer: int) -> None:
+        """`peer` takes nothing more."""
+        self.lanes.gone(peer)
+        self.outbox.leaves(peer)
 
     def flush(self) -> None:
         for peer, line in list(self._lines.items()):
@@ -182,13 +224,16 @@ class RpcTransport:
     def received(self, peer: int, message: Message, own: bool) -> None:
         """Take in a message of `peer`; `own`: it answers a request of this worker."""
         for deliver, answer in self.line(peer).received(message, own):
-            deliver(answer)
+            deliver(answer, time.perf_counter_ns())
         self.outbox.taken(message.taken, peer)
         for key in message.asks:
             self.outbox.ask(key, peer, partial(self._answer, peer, key))
         self.post(peer)
 
     def _answer(self, peer: int, key: Key, answer: Answer) -> None:
+        if self.lanes.write(peer, key, answer):
+            self.outbox.taken([key], peer)  # it is in the peer's memory
+            return
         self.line(peer).answer(key, answer)
         self.post(peer)
 
@@ -210,7 +255,7 @@ class RpcTransport:
         outgoing = self.line(peer).outgoing()
         if outgoing is None:
             return
-        wire = _to_wire(outgoing.message)
+        wire = to_wire(outgoing.message)
         if outgoing.held is not None:
             outgoing.held.set_result(wire)
             return
@@ -245,14 +290,14 @@ class RpcTransport:
         except RuntimeError as error:
             self._failed(peer, str(error))
         else:
-            self.received(peer, _from_wire(*wire), own=True)
+            self.received(peer, from_wire(*wire), own=True)
 
     def _failed(self, peer: int, text: str) -> None:
         if self._closed:
             return
-        self.outbox.leaves(peer)
+        self.gone(peer)
         for deliver in self.line(peer).broken():
-            deliver(text.strip().split("\n")[0])
+            deliver(text.strip().split("\n")[0], time.perf_counter_ns())
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Of eight pings the fastest counts, as its asymmetry can be the least (Cristian 1989)."""
@@ -284,56 +329,31 @@ class RpcTransport:
             time.sleep(0.005)
         rpc.shutdown(graceful=False)
 
+    def settle(self, timeout_s: float) -> None:
+        deadline, pause = time.monotonic() + timeout_s, 0.001
+        while self.lanes.unread() and time.monotonic() < deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, _LOOK_EVERY_S)
+
     def _drain(self) -> None:
         """Wait until all has been taken. A peer may have no other reason to say so soon, so it is asked."""
         self.dispatch(busy=False)
         deadline, pause = time.monotonic() + _DRAIN_S, 0.01
-        while (waiting := self.outbox.waiting()) and time.monotonic() < deadline:
+        while (waiting := self._waiting()) and time.monotonic() < deadline:
             for peer in waiting:
                 with suppress(RuntimeError):  # gone; its broken requests tell so
-                    self._request(peer, _hurry, _to_wire(NOTHING), _PING_S)
+                    self._request(peer, _hurry, to_wire(NOTHING), _PING_S)
+            self.poll()  # the others may be leaving too
             time.sleep(pause)
-            pause = min(2 * pause, 1.0)
+            pause = min(2 * pause, _LOOK_EVERY_S)
+
+    def _waiting(self) -> set[int]:
+        return set() if self.outbox.failed else self.outbox.waiting() | self.lanes.unread()
 
     def _say_goodbye(self, peer: int, line: Line) -> Future[Any] | None:
-        wire = _to_wire(line.last_words())
+        wire = to_wire(line.last_words())
         _answer_all(line.close())
         try:
             return self._request(peer, _leave, wire, _LEAVE_S)
         except RuntimeError:
             return None  # it has left before
-
-
-def _to_wire(message: Message) -> tuple[bytes, list[Tensor]]:
-    """Pickle a message, small tensors included; large ones travel beside it."""
-    large: list[Tensor] = []
-
-    def sendable(tensor: Tensor) -> tuple[Any, ...]:
-        # TensorPipe sends each tensor on a channel of its own, which costs more than copying a small one.
-        if 0 < tensor.nbytes <= _INLINE_BYTES and tensor.is_contiguous():
-            return ctypes.string_at(tensor.data_ptr(), tensor.nbytes), tensor.dtype, tuple(tensor.shape)
-        large.append(tensor)
-        return ()
-
-    answers = [
-        (key, ([sendable(t) for t in answer.tensors], answer.skeleton) if isinstance(answer, Payload) else answer)
-        for key, answer in message.answers
-    ]
-    return pickle.dumps((message.asks, message.taken, answers), pickle.HIGHEST_PROTOCOL), large
-
-
-def _from_wire(data: bytes, large: list[Tensor]) -> Message:
-    asks, taken, answers = pickle.loads(data)
-    beside = iter(large)
-
-    def tensor(sent: tuple[Any, ...]) -> Tensor:
-        if not sent:
-            return next(beside)
-        content, dtype, shape = sent
-        return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
-
-    received = [
-        (key, Payload([tensor(sent) for sent in answer[0]], answer[1]) if isinstance(answer, tuple) else answer)
-        for key, answer in answers
-    ]
-    return Message(asks, taken, received)

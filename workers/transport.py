@@ -7,8 +7,9 @@ from typing import Protocol
 
 from .outbox import Answer, Key, Outbox
 
-#: called in any thread, once for each pull: with the answer, or with the text of what went wrong
-Deliver = Callable[[Answer | str], None]
+#: called in any thread, once for each pull: with the answer, or with the text of what went wrong, and since when it is
+#: here, by `perf_counter_ns`
+Deliver = Callable[[Answer | str, int], None]
 
 
 class Transport(Protocol):
@@ -26,6 +27,18 @@ class Transport(Protocol):
 
     def dispatch(self, busy: bool) -> None:
         """Send what the compute thread, which calls this, has gathered; `busy`: it has something else to do."""
+
+    def poll(self) -> None:
+        """Deliver what has come without a thread of the transport. For the compute thread."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until there is something to look at; False: nothing came in time. May return for nothing."""
+
+    def wake(self) -> None:
+        """End the compute thread's `wait`, now or when it comes to it."""
+
+    def settle(self, timeout_s: float) -> None:
+        """Wait, but not for longer, until what has been sent would outlive this process."""
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it)."""

@@ -13,6 +13,8 @@ import psutil
 import pytest
 from processes import ROOT, SMALL, TEXT, environment
 
+from rpc_pipe.workers import lane
+
 SCRIPT = """
 import sys
 from functools import partial
@@ -35,7 +37,7 @@ for _ in range(int(sys.argv[1])):
     loss = pipe.step((x, y))
 pipe.barrier()
 assert len(pipe.actors[0].transport.outbox) == 0
-print(f"{loss:.6f}", pipe.predict(x).shape[0])
+print(f"{loss:.6f} {pipe.predict(x).shape[0]}\\n", end="")  # in one piece: others write too
 """
 
 
@@ -73,6 +75,17 @@ def test_verify_over_rpc_is_identical(schedule, workers, microbatches):
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(done.stdout)
     assert report["identical"] and report["max_abs_error"] == 0 and report["workers"] == workers
+
+
+@pytest.mark.parametrize("wanted", ["on", "off"])
+def test_shared_memory_changes_nothing_but_the_way(tmp_path, wanted):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT + "print(sorted(pipe.actors[0].transport.lanes._writers))")
+    done = rpc_pipe("run", script, "--workers", 3, "--", 3, RPC_PIPE_SHARED_MEMORY=wanted)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("0.773034 8") == 3, done.stdout
+    if lane._POSSIBLE:
+        assert ("[0, 2]" in done.stdout) == (wanted == "on")  # worker 1 writes to both its neighbours
 
 
 def test_the_main_job_trains_saves_and_tells(tmp_path):
@@ -189,6 +202,7 @@ def test_ctrl_c_once_finishes_the_step_and_twice_kills(interrupts):
         (["run", "--port", "{port}"], {}, "Address already in use"),
         (["run"], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT: not set, but RANK is"),
         (["run"], {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK 3: must be 0 to"),
+        (["run", "--steps", "1"], {"RPC_PIPE_SHARED_MEMORY": "no"}, "RPC_PIPE_SHARED_MEMORY 'no': must be on or off"),
         (["run", "no_such_script.py"], {}, "no_such_script.py: there is no such file"),
         (["run", "--device", "cuda:7"], {}, "device 'cuda:7'"),
         (["simulate", "--cost", "F=1,X=2"], {}, "--cost X=2: kinds are"),

@@ -1,0 +1,187 @@
+"""Lanes between workers of one host: what goes in comes out, in order, once, the same; the rest is refused."""
+
+import os
+import pickle
+import random
+import sys
+from collections import deque
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpc_pipe.dependency import WorkerFailure
+from rpc_pipe.workers import lane
+from rpc_pipe.workers.lane import Lanes
+from rpc_pipe.workers.payload import Payload, pack
+
+pytestmark = pytest.mark.skipif(not lane._POSSIBLE, reason="lanes are for Linux on x86-64")
+
+
+@pytest.fixture
+def ends():
+    """A lane that one object writes and reads: worker 0 to itself, as the memory does not care."""
+    lanes = Lanes()
+    assert lanes.accept(0, lanes.offer(0))
+    return lanes
+
+
+def same(a, b):
+    return a.skeleton == b.skeleton and all(
+        x.dtype == y.dtype and x.stride() == y.stride() and torch.equal(x, y)
+        for x, y in zip(a.tensors, b.tensors, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        torch.randn(3, 4),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(4, 3).t(),
+        torch.randn(0, 7),
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.randn(5).to(torch.bfloat16),
+        (torch.arange(6), torch.tensor([True, False])),
+        (torch.randn(2).requires_grad_(), torch.randn(2)),
+        {"hidden": torch.randn(2, 2), "step": 3, "on": True, "scale": 1.0, "name": "x", "none": None},
+        (1, True, 1.0),
+        None,
+    ],
+    ids=str,
+)
+def test_a_payload_comes_out_as_it_went_in(ends, tree):
+    payload = pack(tree)
+    for _ in range(2):  # the second time its form is known
+        assert ends.write(0, (1, "0F0"), payload)
+        ((peer, record),) = ends.read()
+        assert peer == 0 and record.key == (1, "0F0") and same(record.answer, payload)
+        assert repr(record.answer.skeleton) == repr(payload.skeleton)  # 1, True and 1.0 are equal, and not the same
+
+
+def test_what_was_read_is_the_readers_own(ends):
+    tensor = torch.ones(3)
+    ends.write(0, (1, "0F0"), pack(tensor))
+    ((_, record),) = ends.read()
+    for _ in range(20_000):  # the ring goes round
+        ends.write(0, (1, "0F1"), pack(torch.zeros(3)))
+        ends.read()
+    assert torch.equal(record.answer.tensors[0], tensor)
+    assert record.answer.tensors[0].data_ptr() % 64 == 0  # kernels may take other paths where memory is not aligned
+
+
+def test_being_finished_is_an_answer_too(ends):
+    assert ends.write(0, (7, "2F1 done"), None)
+    ((_, record),) = ends.read()
+    assert record.key == (7, "2F1 done") and record.answer is None
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        WorkerFailure(0, "0F0", 1, "summary", "trace"),
+        pack(torch.zeros(lane.LARGEST // 4 + 1)),
+        pack(torch.zeros(4, 4).to_sparse()),
+        pack(torch.complex(torch.ones(2), torch.ones(2)).conj()),
+        Payload([torch.zeros(100)[:50]], None),
+    ],
+    ids=["failure", "too large", "sparse", "conjugate", "part of a larger storage"],
+)
+def test_what_does_not_fit_goes_another_way(ends, answer):
+    assert not ends.write(0, (1, "0F0"), answer)
+    assert ends.read() == [] and not ends.unread()
+
+
+def test_a_reader_that_is_too_slow_loses_nothing(ends):
+    payload = pack(torch.randn(1000))
+    written = 0
+    while ends.write(0, (1, str(written)), payload):
+        written += 1
+    assert ends.unread() == {0}
+    assert [record.key for _, record in ends.read()] == [(1, str(i)) for i in range(written)]
+    assert not ends.unread() and ends.write(0, (1, "again"), payload)
+
+
+def test_a_form_that_was_not_written_is_told_the_next_time(ends):
+    small, new = pack(torch.randn(1000)), pack((torch.randn(25, 40), torch.randn(2)))
+    while ends.write(0, (1, "full"), small):
+        pass
+    assert not ends.write(0, (1, "new"), new)
+    ends.read()
+    assert ends.write(0, (1, "new"), new)
+    ((_, record),) = ends.read()
+    assert same(record.answer, new)
+
+
+def test_shapes_without_end_are_told_each_time(ends, monkeypatch):
+    monkeypatch.setattr(lane, "_MOST_FORMS", 3)
+    for size in (*range(10), *range(10)):
+        payload = pack(torch.randn(size))
+        assert ends.write(0, (1, "0F0"), payload)
+        ((_, record),) = ends.read()
+        assert same(record.answer, payload)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from([10, 1000, 50_000]))
+def test_any_interleaving_of_writing_and_reading_keeps_the_order(seed, largest):
+    draw, lanes, expected = random.Random(seed), Lanes(), deque()
+    lanes.accept(0, lanes.offer(0))
+    for number in range(200):
+        payload = pack((torch.full((draw.randrange(largest),), float(number)), number))
+        if lanes.write(0, (number, f"0F{number}"), payload):
+            expected.append((number, payload))
+        else:
+            assert expected, "an empty lane has room"
+        if draw.random() < 0.2:
+            for _, record in lanes.read():
+                at, wanted = expected.popleft()
+                assert record.key == (at, f"0F{at}") and same(record.answer, wanted)
+    assert len(lanes.read()) == len(expected)
+
+
+def test_a_lane_is_offered_once_and_only_to_this_host(ends):
+    assert ends.offer(0) is None
+    offer = ends.offer(1)
+    assert not ends.accept(1, offer._replace(host=(*offer.host[:2], "net:[1]")))
+    assert not ends.accept(1, offer._replace(token=bytes(len(offer.token))))
+    assert not ends.accept(1, offer._replace(process=2**22 + 1))
+    assert not ends.accept(1, offer._replace(descriptor=0))
+    assert not ends.write(1, (1, "0F0"), None)
+    assert ends.accept(1, pickle.loads(pickle.dumps(offer)))
+
+
+def test_lanes_can_be_turned_off(ends):
+    off = Lanes(wanted=False)
+    assert off.offer(0) is None and off.bell is None and off.read() == []
+    assert not off.accept(0, ends.offer(1)) and not off.write(0, (1, "0F0"), None)
+
+
+def test_a_system_without_such_memory_has_no_lanes(monkeypatch):
+    def refuse(name):
+        raise OSError("not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    assert Lanes().offer(0) is None
+
+
+def test_who_is_gone_reads_nothing_more(ends):
+    ends.write(0, (1, "0F0"), None)
+    ends.gone(0)
+    assert not ends.unread() and not ends.write(0, (1, "0F1"), None)
+
+
+def test_a_writer_may_die(ends):
+    """The reader keeps what was written, and nothing is left in the file system."""
+    offer = ends.offer(1)
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        writer = Lanes()
+        ok = writer.accept(1, offer) and writer.write(1, (1, "0F0"), pack(torch.ones(2)))
+        os._exit(0 if ok else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert ends.bell.wait(60)
+    ((peer, record),) = ends.read()
+    assert peer == 1 and torch.equal(record.answer.tensors[0], torch.ones(2))
