@@ -72,7 +72,7 @@ class Observed(Ours):
 
             setattr(cls, name, noted)
 
-        before(Run, "_hand_over", "computed", lambda run, action, _: (run._mailbox._run, str(action)))
+        before(Run, "_hand_over", "computed", lambda run, action, *_: (run._mailbox._run, str(action)))
         before(rpc.RpcTransport, "_answer", "published", lambda _, peer, key, answer: key)
         before(Run, "_take_in", "taken in", lambda run, arrival: (run._mailbox._run, str(arrival.what)))
         before(Run, "_execute", "started", lambda run, action: "")

@@ -98,7 +98,8 @@ def unpiped(
         grads: list[dict[nn.Parameter, Tensor]] = []  # by microbatch
         for m, (x, target) in enumerate(pieces):
             for layer, module in enumerate(model):
-                with randomness.forward(step, m, layer):
+                with randomness.lock:
+                    randomness.seed_forward(step, m, layer)
                     x = module(x)
             loss = problem.loss_fn(x, target) * (len(target) / len(targets))
             loss.backward()

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import torch
 
-from ..dependency import PeerLost, Stalled, WorkerFailure
+from ..dependency import PeerLost, Spec, Stalled, WorkerFailure
 from .device import Courier
 from .hooks import Listeners
 from .mailbox import Mailbox
 from .payload import Payload, Tree, pack, unpack
 from .result import Result
-from .run import Run, Work
+from .run import Run, Tasks, Work
 from .shard import Shard
 from .transport import Transport
 
@@ -61,6 +61,13 @@ class WorkerActor:
         #: set from anywhere; all workers then stop after the same step (see Result.stop)
         self.stop_requested = False
         self._lookahead = lookahead
+        self._tasks: dict[Spec, Tasks] = {}
+
+    def tasks(self, spec: Spec) -> Tasks:
+        """Return what the actions of `spec` mean here."""
+        if spec not in self._tasks:
+            self._tasks[spec] = Tasks(spec, self.worker, self.shards)
+        return self._tasks[spec]
 
     def run(self, work: Work) -> Result:
         """Do this worker's part of `work` and return what all workers know after it.
@@ -92,7 +99,7 @@ class WorkerActor:
         with self._telling_failures():
             self.mailbox.begin()
             others = set(range(self.transport.num_workers)) - {self.worker}
-            self.mailbox.publish("barrier", Payload([], None), others)
+            self.mailbox.publish("barrier", Payload([], None), list(others))
             self.mailbox.collect("barrier", others)
             self.mailbox.drain()
 

@@ -1,82 +1,69 @@
-"""What a compute thread sleeps on until something has come for it: rung by threads, or by other processes."""
+"""What a compute thread sleeps on until something has come for it: rung by threads, and by other processes."""
 
 from __future__ import annotations
 
-import ctypes
-import errno
-import queue
-import time
-from typing import Any, Protocol
+import os
+import select
+import weakref
+from contextlib import suppress
+
+_LONGEST_MS = 2**31 - 1
 
 
-class Bell(Protocol):
-    """Rings that nobody waits for are not lost, but may count as one."""
+class Bell:
+    """A pipe. Rings that nobody waits for are not lost, but may count as one.
+
+    A POSIX semaphore in shared memory was no faster: 8 workers on 2 cores, 2/4 ms a stage, 166 ms a step against 165.
+    """
+
+    def __init__(self) -> None:
+        self._hear, ringing = os.pipe()
+        weakref.finalize(self, os.close, self._hear)
+        self._ringer = Ringer(ringing)
+        os.set_blocking(self._hear, False)
+        os.set_blocking(ringing, False)
+        self._poll = select.poll()
+        self._poll.register(self._hear, select.POLLIN)
+
+    @property
+    def descriptor(self) -> int:
+        """Of this process, for `Ringer.of`."""
+        return self._ringer.descriptor
 
     def ring(self) -> None:
         """Wake who waits, or who will."""
+        self._ringer.ring()
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until the bell has rung since the last wait; False: it has not, in time. May wake for nothing."""
-
-
-class ThreadBell:
-    """For threads of one process."""
-
-    def __init__(self) -> None:
-        self._rings: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def ring(self) -> None:
-        self._rings.put(None)
-
-    def wait(self, timeout_s: float) -> bool:
-        try:
-            self._rings.get(timeout=timeout_s)
-        except queue.Empty:
+        if not self._poll.poll(min(1000 * timeout_s, _LONGEST_MS)):
             return False
-        while not self._rings.empty():
-            self._rings.get()
+        os.read(self._hear, 4096)
         return True
 
 
-class _Timespec(ctypes.Structure):
-    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
-
-
-#: of sem_t on 64-bit Linux, with room
-BELL_BYTES = 64
-#: the system's clock may be set meanwhile, so it is asked again so often
-_LONGEST_S = 1.0
-
-
-class SharedBell:
-    """A POSIX semaphore in memory that processes share (sem_overview(7)): one system call a sleep, one to end it.
+class Ringer:
+    """What rings a bell.
 
     Args:
-        memory: at least `BELL_BYTES` that stay mapped.
-        new: whether it must be set up, by one of those who share it.
+        descriptor: of the pipe's end, which does not block; closed when this is forgotten.
     """
 
-    def __init__(self, memory: Any, *, new: bool) -> None:
-        self._memory = (ctypes.c_char * BELL_BYTES).from_buffer(memory)
-        self._at = ctypes.c_void_p(ctypes.addressof(self._memory))
-        c = ctypes.CDLL(None, use_errno=True)  # releases the interpreter's lock while it waits
-        self._timedwait = c.sem_timedwait
-        # These never wait, so they keep it.
-        self._post, self._trywait = ctypes.PyDLL(None).sem_post, ctypes.PyDLL(None).sem_trywait
-        if new and c.sem_init(self._at, 1, 0) != 0:
-            raise OSError(ctypes.get_errno(), "sem_init")
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        weakref.finalize(self, os.close, descriptor)
+
+    @classmethod
+    def of(cls, process: int, descriptor: int) -> Ringer:
+        """Return what rings the bell of another process of the same user.
+
+        Raises:
+            OSError: there is none.
+        """
+        return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
     def ring(self) -> None:
-        self._post(self._at)
-
-    def wait(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while (left := deadline - time.monotonic()) > 0:
-            until = time.time_ns() + int(1e9 * min(left, _LONGEST_S))
-            if self._timedwait(self._at, ctypes.byref(_Timespec(*divmod(until, 10**9)))) == 0:
-                while self._trywait(self._at) == 0:
-                    pass
-                return True
-            if ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
-                raise OSError(ctypes.get_errno(), "sem_timedwait")
-        return False
+        """Wake who waits, or who will, if there is anybody."""
+        # BlockingIOError: it is full of rings. BrokenPipeError: its owner is gone.
+        with suppress(BlockingIOError, BrokenPipeError):
+            os.write(self.descriptor, b"\0")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..dependency import ConfigError
-from .payload import Payload, Tree, compact, map_tensors
+from .payload import Payload, Tree, map_tensors
 
 #: a point in time on the device; what it is depends on the courier
 Mark = Any
@@ -83,7 +83,7 @@ class CpuCourier:
         self.device = torch.device("cpu")
 
     def leave(self, payload: Payload, publish: Callable[[Payload], None]) -> None:
-        publish(compact(payload))
+        publish(payload)
 
     def enter(self, payload: Payload) -> Payload:
         return payload

@@ -12,8 +12,7 @@ from ..dependency import Action, Pulled
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """One action as it ran. Times are `perf_counter_ns` of the worker."""
 
     action: Action
@@ -100,13 +99,17 @@ class Listeners(Listener):
     """Tells several listeners; one that raises is reported once and removed, and the run goes on."""
 
     def __init__(self, *listeners: Listener) -> None:
-        self._listeners = list(listeners)
+        self._listeners = listeners
 
     def add(self, listener: Listener) -> None:
-        self._listeners.append(listener)
+        self._listeners = (*self._listeners, listener)
 
     def action_started(self, step: int, action: Action) -> None:
-        self._tell("action_started", step, action)
+        for listener in self._listeners:
+            try:
+                listener.action_started(step, action)
+            except Exception:
+                self._drop(listener, "action_started")
 
     def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
         self._tell("waiting", step, what)
@@ -118,9 +121,12 @@ class Listeners(Listener):
         self._tell("idle", step)
 
     def _tell(self, hook: str, *args: object) -> None:
-        for listener in tuple(self._listeners):
+        for listener in self._listeners:
             try:
                 getattr(listener, hook)(*args)
             except Exception:
-                logger.exception("listener %r raised in %s and is removed", listener, hook)
-                self._listeners.remove(listener)
+                self._drop(listener, hook)
+
+    def _drop(self, listener: Listener, hook: str) -> None:
+        logger.exception("listener %r raised in %s and is removed", listener, hook)
+        self._listeners = tuple(other for other in self._listeners if other is not listener)

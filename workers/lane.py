@@ -22,6 +22,8 @@ import struct
 import sys
 import threading
 import time
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,24 +31,30 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .bell import BELL_BYTES, SharedBell
+from .bell import Bell, Ringer
 from .outbox import Answer, Key
 from .payload import Payload, Place
 
 #: payloads larger than this go by RPC, where the network's thread copies them
 LARGEST = 2**18
-#: of a lane; who reads too slowly gets the rest by RPC
-_CAPACITY = 2**20
+#: who reads too slowly gets the rest by RPC
+_LANE_BYTES = 2**20
 _TOKEN_BYTES = 16
 #: parts of a record begin at cache lines, as do torch's tensors
 _LINE = 64
 #: size of the whole record, ns when it was written, run, number of its form, sizes of its name and of a new form
 _HEAD = struct.Struct("<QqqIII")
+#: where among the counters that of the writer is; the reader's is the first, in a cache line of its own
+_WRITTEN = _LINE // 8
 #: number of the form of what has no payload, and of those that have no number
 _NO_PAYLOAD, _UNNUMBERED = 0, 2**32 - 1
 _MOST_FORMS = 1000
-#: others see what an x86 processor stores in the order in which it does
-_POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
+#: without letting other threads in between, which costs more than it gives for so little
+_copy = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.PyDLL(None))
+)
+#: whether there can be lanes here: others see what an x86 processor stores in the order in which it does
+POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 class Offer(NamedTuple):
@@ -54,10 +62,13 @@ class Offer(NamedTuple):
 
     host: tuple[str, ...]
     process: int
-    descriptor: int
-    token: bytes
-    #: of the lane in that memory
+    #: descriptors of that process: of the memory, and of the bell
+    memory: int
+    bell: int
+    #: of the lane in the memory
     offset: int
+    #: what is at its beginning, so that no other memory is taken for it
+    token: bytes
 
 
 class Record(NamedTuple):
@@ -81,18 +92,15 @@ class Lanes:
         wanted: whether to have any.
     """
 
-    def __init__(self, wanted: bool = True) -> None:
+    def __init__(self, *, wanted: bool = True) -> None:
+        #: rung when there is something to read
+        self.bell = Bell()
         self._inbox: _Inbox | None = None
-        if wanted and _POSSIBLE:
+        if wanted and POSSIBLE:
             with suppress(OSError):  # the system does not give such memory
-                self._inbox = _Inbox()
+                self._inbox = _Inbox(self.bell)
         self._offered: set[int] = set()
         self._writers: dict[int, _Writer] = {}
-
-    @property
-    def bell(self) -> SharedBell | None:
-        """What rings when there is something to read."""
-        return None if self._inbox is None else self._inbox.bell
 
     def offer(self, peer: int) -> Offer | None:
         """Return once for each peer a lane that it may write; None: it has been offered, or there is none."""
@@ -115,9 +123,9 @@ class Lanes:
         writer = self._writers.get(peer)
         return writer is not None and writer.write(key, answer)
 
-    def read(self) -> list[tuple[int, Record]]:
+    def read(self) -> Sequence[tuple[int, Record]]:
         """Return (peer, what it wrote) for all that has come. For one thread."""
-        return [] if self._inbox is None else self._inbox.read()
+        return () if self._inbox is None else self._inbox.read()
 
     def gone(self, peer: int) -> None:
         """`peer` reads nothing more."""
@@ -129,35 +137,29 @@ class Lanes:
 
 
 class _Inbox:
-    """The lanes that a worker reads, and the bell that all who write them ring."""
+    """The lanes that a worker reads."""
 
-    def __init__(self) -> None:
+    def __init__(self, bell: Bell) -> None:
         self._host = _host()
-        self._descriptor = os.memfd_create("rpc-pipe")
-        self._token = secrets.token_bytes(_TOKEN_BYTES)
-        self._size = 0
-        head = self._grow(mmap.PAGESIZE)
-        head[BELL_BYTES : BELL_BYTES + _TOKEN_BYTES] = self._token
-        self.bell = SharedBell(head, new=True)
-        self._readers: tuple[tuple[int, _Reader], ...] = ()
+        self._bell = bell
+        self._memory = os.memfd_create("rpc-pipe")
+        weakref.finalize(self, os.close, self._memory)
+        #: (peer, the lane's reader, its counters)
+        self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
 
     def offer(self, peer: int) -> Offer:
         """Make a lane for `peer` to write."""
-        offset = self._size
-        reader = _Reader(_Ring(self._grow(_CAPACITY)))
-        self._readers = (*self._readers, (peer, reader))
-        return Offer(self._host, os.getpid(), self._descriptor, self._token, offset)
+        offset = len(self._readers) * _LANE_BYTES
+        os.posix_fallocate(self._memory, offset, _LANE_BYTES)  # now, rather than a SIGBUS later
+        ring = _Ring(mmap.mmap(self._memory, _LANE_BYTES, offset=offset))
+        token = ring.token = secrets.token_bytes(_TOKEN_BYTES)
+        self._readers = (*self._readers, (peer, _Reader(ring), ring.counters))
+        return Offer(self._host, os.getpid(), self._memory, self._bell.descriptor, offset, token)
 
-    def _grow(self, size: int) -> mmap.mmap:
-        offset, self._size = self._size, self._size + size
-        os.posix_fallocate(self._descriptor, offset, size)  # now, rather than a SIGBUS later
-        return mmap.mmap(self._descriptor, size, offset=offset)
-
-    def read(self) -> list[tuple[int, Record]]:
-        """Return (peer, what it wrote) for all that has come. For one thread."""
+    def read(self) -> Sequence[tuple[int, Record]]:
         found = []
-        for peer, reader in self._readers:
-            while (record := reader.read()) is not None:
+        for peer, reader, counters in self._readers:
+            while counters[0] != counters[_WRITTEN] and (record := reader.read()) is not None:
                 found.append((peer, record))
         return found
 
@@ -167,58 +169,67 @@ def _accepted(offer: Offer) -> _Writer | None:
     if offer.host != _host():
         return None
     with suppress(OSError):
-        descriptor = os.open(f"/proc/{offer.process}/fd/{offer.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+        memory = os.open(f"/proc/{offer.process}/fd/{offer.memory}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            head = mmap.mmap(descriptor, mmap.PAGESIZE)
-            if head[BELL_BYTES : BELL_BYTES + _TOKEN_BYTES] == offer.token:
-                ring = _Ring(mmap.mmap(descriptor, _CAPACITY, offset=offer.offset))
-                return _Writer(ring, SharedBell(head, new=False))
+            if os.fstat(memory).st_size >= offer.offset + _LANE_BYTES:
+                ring = _Ring(mmap.mmap(memory, _LANE_BYTES, offset=offer.offset))
+                if ring.token == offer.token:
+                    return _Writer(ring, Ringer.of(offer.process, offer.bell))
         finally:
-            os.close(descriptor)
+            os.close(memory)
     return None
 
 
 class _Ring:
     """Records in shared memory, for one writer and one reader.
 
-    Two counters of bytes, each with one owner, say what has been written and read. A record lies in one piece; where
+    Two counters of bytes, each with one owner, say what has been read and written. A record lies in one piece; where
     none fits before the end, a size of 0 says that the next is at the start.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
-        self._counters = memoryview(memory)[: 2 * _LINE].cast("Q")
-        self.data = memoryview(memory)[2 * _LINE :]
+        head, self.data = memoryview(memory)[: 3 * _LINE], memoryview(memory)[3 * _LINE :]
+        self.counters = head[: 2 * _LINE].cast("Q")
+        self._token = head[2 * _LINE : 2 * _LINE + _TOKEN_BYTES]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
         self._capacity = len(self.data)
 
     @property
+    def token(self) -> bytes:
+        return bytes(self._token)
+
+    @token.setter
+    def token(self, token: bytes) -> None:
+        self._token[:] = token
+
+    @property
     def empty(self) -> bool:
         """Whether everything written has been read."""
-        counters = self._counters
-        return counters[0] == counters[_LINE // 8]
+        counters = self.counters
+        return counters[0] == counters[_WRITTEN]
 
     def room(self, size: int) -> int | None:
         """Return where to write a record of `size` bytes, None if there is no room now."""
-        read, written = self._counters[0], self._counters[_LINE // 8]
+        read, written = self.counters[0], self.counters[_WRITTEN]
         at: int = written % self._capacity
         skipped = self._capacity - at if at + size > self._capacity else 0
         if written - read + skipped + size > self._capacity:
             return None
         if skipped:
             self.data[at : at + 8] = bytes(8)
-            self._counters[_LINE // 8] = written + skipped
+            self.counters[_WRITTEN] = written + skipped
             at = 0
         return at
 
     def written(self, size: int) -> None:
         """Let the reader see the record."""
-        self._counters[_LINE // 8] += size
+        self.counters[_WRITTEN] += size
 
     def front(self) -> int | None:
         """Return where the oldest record is, None if there is none."""
-        counters = self._counters
+        counters = self.counters
         read = counters[0]
-        if read == counters[_LINE // 8]:
+        if read == counters[_WRITTEN]:
             return None
         at: int = read % self._capacity
         if self.data[at : at + 8] != bytes(8):
@@ -228,18 +239,30 @@ class _Ring:
 
     def read(self, size: int) -> None:
         """Give the place of the oldest record back."""
-        self._counters[0] += size
+        self.counters[0] += size
+
+
+class _Form(NamedTuple):
+    """What payloads have in common that differ in their numbers only."""
+
+    number: int
+    #: what it is, until the reader knows
+    definition: bytes
+    #: of the tensors
+    sizes: list[int]
+    #: of the tensors with what aligns them
+    total: int
 
 
 class _Writer:
     """The writing end of a lane. Thread-safe."""
 
-    def __init__(self, ring: _Ring, bell: SharedBell) -> None:
+    def __init__(self, ring: _Ring, bell: Ringer) -> None:
         self._ring = ring
         self._bell = bell
         self._lock = threading.Lock()
         #: shapes and structure of payloads, told once
-        self._forms: dict[Any, int] = {}
+        self._forms: dict[Any, _Form] = {None: _Form(_NO_PAYLOAD, b"", [], 0)}
 
     @property
     def empty(self) -> bool:
@@ -249,51 +272,45 @@ class _Writer:
     def write(self, key: Key, answer: Answer) -> bool:
         """Say `answer` to the question for `key`; False: it does not fit, say it otherwise."""
         tensors: list[Tensor] = []
+        described: Any = None
         if isinstance(answer, Payload):
             tensors = answer.tensors
-            if not all(map(_plain, tensors)):
+            if not all([_plain(tensor) for tensor in tensors]):
                 return False
+            described = answer.skeleton, tuple([(t.shape, t.stride(), t.dtype) for t in tensors])
         elif answer is not None:
             return False
-        sizes = [tensor.nbytes for tensor in tensors]
-        if sum(sizes) > LARGEST:
-            return False
-        form = None if answer is None else (answer.skeleton, tuple([(t.shape, t.stride(), t.dtype) for t in tensors]))
+        run, name = key[0], key[1].encode()
         with self._lock:
-            number, definition = self._number(form)
-            name = key[1].encode()
+            known = described is None or _comparable(described[0])
+            form = self._forms.get(described) if known else None
+            if form is None:
+                form = self._new_form(described, tensors, known)
             begin = _HEAD.size + len(name)
-            parts = _aligned(begin + len(definition))
-            size = parts + sum([_aligned(size) for size in sizes])
-            at = self._ring.room(size)
+            parts = _aligned(begin + len(form.definition))
+            size = parts + form.total
+            at = self._ring.room(size) if form.total <= LARGEST else None
             if at is None:
                 return False
             data = self._ring.data
-            _HEAD.pack_into(data, at, size, time.perf_counter_ns(), key[0], number, len(name), len(definition))
+            _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, form.number, len(name), len(form.definition))
             data[at + _HEAD.size : at + begin] = name
-            data[at + begin : at + begin + len(definition)] = definition
             to = self._ring.address + at + parts
-            for tensor, nbytes in zip(tensors, sizes, strict=True):
-                ctypes.memmove(to, tensor.data_ptr(), nbytes)
+            for tensor, nbytes in zip(tensors, form.sizes, strict=True):
+                _copy(to, tensor.data_ptr(), nbytes)
                 to += _aligned(nbytes)
+            if form.definition:
+                data[at + begin : at + begin + len(form.definition)] = form.definition
+                if form.number != _UNNUMBERED:
+                    self._forms[described] = form._replace(definition=b"")
             self._ring.written(size)
-            if definition and number != _UNNUMBERED:
-                self._forms[form] = number
         self._bell.ring()
         return True
 
-    def _number(self, form: Any) -> tuple[int, bytes]:
-        """Return the number of a payload's form and, if the reader does not know it, what it is."""
-        if form is None:
-            return _NO_PAYLOAD, b""
-        skeleton = form[0]
-        if not (skeleton is None or type(skeleton) is Place or _all_places(skeleton)):
-            return _UNNUMBERED, pickle.dumps(form)  # values that are equal, such as 1 and True, may not be the same
-        number = self._forms.get(form)
-        if number is not None:
-            return number, b""
-        number = len(self._forms) + 1
-        return number if number <= _MOST_FORMS else _UNNUMBERED, pickle.dumps(form)
+    def _new_form(self, described: Any, tensors: list[Tensor], known: bool) -> _Form:
+        number = len(self._forms) if known and len(self._forms) <= _MOST_FORMS else _UNNUMBERED
+        sizes = [tensor.nbytes for tensor in tensors]
+        return _Form(number, pickle.dumps(described), sizes, sum(map(_aligned, sizes)))
 
 
 class _Reader:
@@ -312,23 +329,23 @@ class _Reader:
         size, at_ns, run, number, name_size, definition_size = _HEAD.unpack_from(data, at)
         begin = at + _HEAD.size
         end = begin + name_size
-        key = run, str(data[begin:end], "utf-8")
+        name = str(data[begin:end], "ascii")
         if definition_size:
-            form = self._forms[number] = pickle.loads(data[end : end + definition_size])
+            self._forms[number] = pickle.loads(data[end : end + definition_size])
         answer = None
         if number != _NO_PAYLOAD:
-            skeleton, tensors = form if definition_size else self._forms[number]
-            there = self._ring.address + _aligned(end - at + definition_size) + at
+            skeleton, tensors = self._forms[number]
+            there = self._ring.address + at + _aligned(end - at + definition_size)
             copies = []
             for shape, strides, dtype in tensors:
                 copy = torch.empty_strided(shape, strides, dtype=dtype)
                 nbytes = copy.nbytes
-                ctypes.memmove(copy.data_ptr(), there, nbytes)
+                _copy(copy.data_ptr(), there, nbytes)
                 there += _aligned(nbytes)
                 copies.append(copy)
             answer = Payload(copies, skeleton)
         self._ring.read(size)
-        return Record(key, answer, at_ns)
+        return Record((run, name), answer, at_ns)
 
 
 _PLAIN = {
@@ -341,16 +358,19 @@ def _plain(tensor: Tensor) -> bool:
     """Tell whether shape, strides, type and memory say all of a tensor, without gaps in that memory."""
     return (
         type(tensor) is Tensor
-        and tensor.dtype in _PLAIN
         and tensor.layout is torch.strided
         and tensor.is_cpu
+        and tensor.dtype in _PLAIN
         and not tensor.is_neg()
-        and tensor.untyped_storage().nbytes() == tensor.nbytes
+        and (tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes)
     )
 
 
-def _all_places(skeleton: Any) -> bool:
-    return type(skeleton) is tuple and all([type(child) is Place for child in skeleton])
+def _comparable(skeleton: Any) -> bool:
+    """Tell whether what is equal to `skeleton` is the same: 1, 1.0 and True are equal, and are not."""
+    if type(skeleton) is tuple:
+        return all([type(child) is Place for child in skeleton])
+    return type(skeleton) is Place or skeleton is None
 
 
 def _aligned(size: int) -> int:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from functools import partial
 
-from .bell import ThreadBell
+from .bell import Bell
 from .outbox import Answer, Key, Outbox
 from .transport import Deliver
 
@@ -19,7 +19,7 @@ class LocalTransport:
         self.num_workers = len(outboxes)
         self.outbox = outboxes[worker]
         self._outboxes = outboxes
-        self._bell = ThreadBell()
+        self._bell = Bell()
 
     def pull(self, peer: int, questions: Mapping[Key, Deliver]) -> None:
         for key, deliver in questions.items():

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from ..dependency import Action, PeerLost, Stalled, WorkerFailure
 from .device import Courier
-from .outbox import Answer, Key
+from .outbox import Answer
 from .payload import Payload
 from .transport import Deliver, Transport
+
+#: added to the name of an action of which only that it is finished is wanted
+_DONE = " done"
+_name = lru_cache(maxsize=2**14)(str)
 
 
 class Arrival(NamedTuple):
@@ -69,56 +74,48 @@ class Mailbox:
         """Send what has been published and asked for; `busy`: while this thread computes."""
         self._transport.dispatch(busy)
 
-    def _key(self, what: Action | str) -> Key:
-        return self._run, str(what)
-
-    def _done_key(self, what: Action | str) -> Key:
-        return self._run, f"{what} done"
-
     def pull(self, peer: int, wanted: Iterable[tuple[Action | str, bool]]) -> None:
         """Ask `peer` for all of `wanted`, ahead of need: (what, whether its payload or just that it is finished)."""
+        run = self._run
         self._transport.pull(
             peer,
             {
-                self._key(what) if carries else self._done_key(what): self._deliver(peer, what)
+                (run, _name(what) if carries else _name(what) + _DONE): self._deliver(peer, what)
                 for what, carries in wanted
             },
         )
 
     def _deliver(self, peer: int, what: Action | str) -> Deliver:
-        run, enter = self._run, self._courier.enter
+        run, enter, put, wake = self._run, self._courier.enter, self._arrived.append, self._transport.wake
         for_compute = isinstance(what, Action)  # the rest is read on the CPU
 
         def deliver(answer: Answer | str, at_ns: int) -> None:
             if for_compute and isinstance(answer, Payload):
                 answer = enter(answer)
-            self._put(run, what, peer, answer, at_ns)
+            put((run, what, peer, answer, at_ns))
+            wake()
 
         return deliver
 
-    def _put(self, run: int, what: Action | str, peer: int, answer: Answer | str, at_ns: int) -> None:
-        self._arrived.append((run, what, peer, answer, at_ns))
-        self._transport.wake()
-
-    def publish(self, what: Action | str, payload: Payload, consumers: Iterable[int]) -> None:
-        """Make `payload` pullable once it has left the device; consumers may include this worker."""
-        key, run, me, outbox = self._key(what), self._run, self._transport.worker, self._transport.outbox
-        everyone = set(consumers)
-        others = everyone - {me}
-        if others:
+    def publish(self, what: str, payload: Payload, others: Sequence[int], *, here: bool = False) -> None:
+        """Make `payload` pullable by `others` once it has left the device; `here`: it also arrives at this worker."""
+        run, outbox = self._run, self._transport.outbox
+        key = run, what
+        if others and not self._courier.in_step:
             outbox.promise(key, others)
 
         def publish(payload: Payload) -> None:
             if others:
-                outbox.put(key, payload)
-            if me in everyone:
-                self._put(run, what, me, payload, time.perf_counter_ns())
+                outbox.put(key, payload, others)
+            if here:
+                self._arrived.append((run, what, self._transport.worker, payload, time.perf_counter_ns()))
+                self._transport.wake()
 
         self._courier.leave(payload, publish)
 
-    def mark(self, what: Action) -> None:
+    def mark(self, what: str) -> None:
         """Make it known that `what` is finished."""
-        self._transport.outbox.mark(self._done_key(what))
+        self._transport.outbox.mark((self._run, what + _DONE))
 
     def arrivals(self) -> list[Arrival]:
         """Return what has arrived, without waiting."""

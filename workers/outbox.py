@@ -27,7 +27,10 @@ class Outbox:
     def __init__(self) -> None:
         #: number of the current run; counted here so that it goes on for the life of the worker
         self.run = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        #: whether somebody waits for a change: telling nobody takes as long as everything else here
+        self._awaited = False
         #: payload (None while it is on its way here from the device) and who has not taken it
         self._payloads: dict[Key, tuple[Payload | None, set[int]]] = {}
         #: finished actions without payload of this run and the one before
@@ -39,14 +42,14 @@ class Outbox:
         return len(self._payloads)
 
     def promise(self, key: Key, consumers: Iterable[int]) -> None:
-        """Announce that `put` will offer a payload to `consumers`; from now the outbox is not empty."""
-        with self._changed:
+        """Announce that `put` will offer a payload to `consumers` later; from now the outbox is not empty."""
+        with self._lock:
             self._payloads[key] = None, set(consumers)
 
-    def put(self, key: Key, payload: Payload) -> None:
-        """Offer the promised `payload` under `key`; each consumer takes it once."""
-        with self._changed:
-            _, waiting = self._payloads[key]
+    def put(self, key: Key, payload: Payload, consumers: Iterable[int]) -> None:
+        """Offer `payload` under `key`; each consumer takes it once."""
+        waiting = set(consumers)
+        with self._lock:
             self._payloads[key] = payload, waiting
             asked = self._asked.pop(key, {})
         for consumer, reply in asked.items():
@@ -55,7 +58,7 @@ class Outbox:
 
     def mark(self, key: Key) -> None:
         """Note that `key` is finished, for those who need to know only that."""
-        with self._changed:
+        with self._lock:
             self._marks.add(key)
             asked = self._asked.pop(key, {})
         for reply in asked.values():
@@ -63,7 +66,7 @@ class Outbox:
 
     def ask(self, key: Key, consumer: int, reply: Reply) -> None:
         """Call `reply` with what `key` holds, now or when it is there. Asking again replaces the question."""
-        with self._changed:
+        with self._lock:
             answer: Answer = self._failure
             if answer is None and key in self._payloads:
                 answer = self._payloads[key][0]
@@ -74,17 +77,19 @@ class Outbox:
 
     def taken(self, keys: Iterable[Key], consumer: int) -> None:
         """Free what has arrived at `consumer`; saying it twice does no harm."""
-        with self._changed:
+        with self._lock:
             for key in keys:
-                _, waiting = self._payloads.get(key, (None, set()))
-                waiting.discard(consumer)
-                if not waiting and key in self._payloads:
-                    del self._payloads[key]
-            self._changed.notify_all()
+                kept = self._payloads.get(key)
+                if kept is not None:
+                    kept[1].discard(consumer)
+                    if not kept[1]:
+                        del self._payloads[key]
+            if self._awaited:
+                self._changed.notify_all()
 
     def fail(self, failure: WorkerFailure) -> None:
         """Answer every question, now and from now on, with the reason why there is no payload."""
-        with self._changed:
+        with self._lock:
             self._failure = self._failure or failure
             asked, self._asked = self._asked, {}
         for replies in asked.values():
@@ -93,12 +98,12 @@ class Outbox:
 
     def forget_marks(self, before: int) -> None:
         """Drop the marks of runs older than `before`."""
-        with self._changed:
+        with self._lock:
             self._marks = {key for key in self._marks if key[0] >= before}
 
     def leaves(self, consumer: int) -> None:
         """`consumer` takes nothing more."""
-        with self._changed:
+        with self._lock:
             waited = [key for key, (_, waiting) in self._payloads.items() if consumer in waiting]
         self.taken(waited, consumer)
 
@@ -109,12 +114,12 @@ class Outbox:
 
     def waiting(self) -> set[int]:
         """Return who has not taken something yet."""
-        with self._changed:
+        with self._lock:
             return {consumer for _, consumers in self._payloads.values() for consumer in consumers}
 
     def holds(self, before: int) -> bool:
         """Tell whether a payload of a run before `before` has not been taken."""
-        with self._changed:
+        with self._lock:
             return any(run < before for run, _ in self._payloads)
 
     def wait_taken(self, before: int, timeout_s: float) -> None:
@@ -124,8 +129,12 @@ class Outbox:
             PipeError: it was not, in time.
         """
         deadline = time.monotonic() + timeout_s
-        with self._changed:
-            while left := [item for item in self._payloads.items() if item[0][0] < before]:
-                if not self._changed.wait(deadline - time.monotonic()):
-                    names = ", ".join(f"{what} by {sorted(who)}" for (_, what), (_, who) in left)
-                    raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {names}")
+        with self._lock:
+            self._awaited = True
+            try:
+                while left := [item for item in self._payloads.items() if item[0][0] < before]:
+                    if not self._changed.wait(deadline - time.monotonic()):
+                        names = ", ".join(f"{what} by {sorted(who)}" for (_, what), (_, who) in left)
+                        raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {names}")
+            finally:
+                self._awaited = False

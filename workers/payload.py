@@ -40,6 +40,8 @@ def pack(tree: Tree) -> Payload:
     Raises:
         TypeError: a value that is none of the supported types; the text says where.
     """
+    if isinstance(tree, Tensor):  # the usual one
+        return Payload([tree.detach()], Place(0, tree.requires_grad))
     tensors: list[Tensor] = []
 
     def place(tensor: Tensor) -> Place:
@@ -56,15 +58,12 @@ def unpack(payload: Payload) -> Tree:
         # A new tensor on the same storage: the outbox, or another worker's thread, may hold the original.
         return payload.tensors[place.number].detach().requires_grad_(place.owes_grad)
 
-    return _map(payload.skeleton, Place, leaf, "payload")
+    skeleton = payload.skeleton
+    return leaf(skeleton) if type(skeleton) is Place else _map(skeleton, Place, leaf, "payload")
 
 
-def compact(payload: Payload) -> Payload:
-    """Copy tensors that are views of larger storages, because the wire carries whole storages."""
-    return Payload([_own_storage(tensor) for tensor in payload.tensors], payload.skeleton)
-
-
-def _own_storage(tensor: Tensor) -> Tensor:
+def compact(tensor: Tensor) -> Tensor:
+    """Copy a tensor that is a view of a larger storage, because RPC carries whole storages."""
     if tensor.untyped_storage().nbytes() == tensor.nbytes:
         return tensor
     return tensor.clone()  # keeps the strides of dense tensors, so kernels choose the same path after it
@@ -80,6 +79,11 @@ def tensors_of(tree: Tree) -> Iterator[Tensor]:
     elif isinstance(tree, dict):
         for child in tree.values():
             yield from tensors_of(child)
+
+
+def list_tensors(tree: Tree) -> list[Tensor]:
+    """Return what `tensors_of` yields, and sooner where `tree` is a tensor, as nearly always."""
+    return [tree] if isinstance(tree, Tensor) else list(tensors_of(tree))
 
 
 def map_tensors(tree: Tree, change: Callable[[Tensor], Any]) -> Tree:

@@ -10,7 +10,7 @@ import hashlib
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
@@ -23,30 +23,29 @@ def _seed_from(*key: int) -> int:
     return int.from_bytes(digest, "little") >> 1  # generators take 63 bits
 
 
-@contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    with _generator_lock:
-        torch.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            torch.cuda.default_generators[index].manual_seed(seed)
-        yield
-
-
 class Randomness:
     """The random numbers of a run with one seed."""
 
     def __init__(self, seed: int, device: torch.device | None = None) -> None:
         self.seed = seed
         self.device = device or torch.device("cpu")
+        #: to be held while numbers are drawn
+        self.lock = _generator_lock
 
-    def forward(self, step: int, microbatch: int, layer: int) -> AbstractContextManager[None]:
-        """Return a context in which `layer` draws its numbers for `microbatch` of `step`."""
-        return _seeded(_seed_from(self.seed, 1, step, microbatch, layer), self.device)
+    def seed_forward(self, step: int, microbatch: int, layer: int) -> None:
+        """Let what is drawn next be what `layer` draws for `microbatch` of `step`. The lock is the caller's."""
+        seed = _seed_from(self.seed, 1, step, microbatch, layer)
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            index = torch.cuda.current_device() if self.device.index is None else self.device.index
+            torch.cuda.default_generators[index].manual_seed(seed)
 
-    def initial(self, layer: int) -> AbstractContextManager[None]:
+    @contextmanager
+    def initial(self, layer: int) -> Iterator[None]:
         """Return a context in which `layer` draws its initial weights, on the CPU."""
-        return _seeded(_seed_from(self.seed, 0, layer), torch.device("cpu"))
+        with self.lock:
+            torch.default_generator.manual_seed(_seed_from(self.seed, 0, layer))
+            yield
 
 
 @contextmanager

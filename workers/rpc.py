@@ -36,7 +36,6 @@ from torch.distributed.rpc.internal import PythonUDF
 from torch.futures import Future
 
 from ..dependency import ConfigError
-from .bell import Bell, ThreadBell
 from .lane import Lanes
 from .line import NOTHING, Line, Message
 from .outbox import Answer, Key, Outbox
@@ -150,8 +149,7 @@ class RpcTransport:
         self._infos: dict[int, Any] = {}
         self._closed = False
         #: to and from workers of this host
-        self.lanes = Lanes(lanes)
-        self._bell: Bell = self.lanes.bell or ThreadBell()
+        self.lanes = Lanes(wanted=lanes)
         #: what is shown to those who watch from other machines; see rpc_pipe/dispatch/mirror.py
         self.exhibit: Callable[[int], bytes] | None = None
         _endpoint = self
@@ -196,11 +194,11 @@ class RpcTransport:
                 deliver(answer, at_ns)
 
     def wait(self, timeout_s: float) -> bool:
-        return self._bell.wait(timeout_s)
+        return self.lanes.bell.wait(timeout_s)
 
     def wake(self) -> None:
         if threading.get_ident() != self._compute_thread:
-            self._bell.ring()
+            self.lanes.bell.ring()
 
     def gone(self, peer: int) -> None:
         """`peer` takes nothing more."""

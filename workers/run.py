@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from ..dependency import PER_REPLICA, Action, B, Entry, F, G, Order, R, Spec, U, W
+from ..dependency import PER_REPLICA, Action, B, Entry, F, G, I, Order, R, Spec, U, W
 from .device import Mark
 from .hooks import Arrived, Blocked, Record, StepRecord
 from .mailbox import Arrival
@@ -44,6 +44,50 @@ class Work:
     tokens: int = 0
 
 
+class Task(NamedTuple):
+    """What an action means on this worker."""
+
+    name: str
+    shard: Shard
+    #: whose payload it computes from; None: the batch, the loss, or nothing
+    source: Action | None
+    #: whether a successor here takes its payload, and which other workers' successors do
+    here: bool
+    others: tuple[int, ...]
+    #: of a forward: whether its backward comes in two parts, and whether its activations are recomputed
+    split: bool
+    recompute: bool
+
+
+class Tasks(dict[Action, Task]):
+    """The tasks of a worker, each worked out when first looked up: the relation says the same in every step."""
+
+    def __init__(self, spec: Spec, worker: int, shards: Mapping[tuple[int, int], Shard]) -> None:
+        super().__init__()
+        self._spec = spec
+        self._worker = worker
+        self._shards = shards
+
+    def __missing__(self, action: Action) -> Task:
+        spec, (stage, kind, microbatch) = self._spec, action
+        source = None
+        if kind is F and stage > 0:
+            source = F(stage - 1, microbatch)
+        elif kind in (B, I) and stage < spec.last_stage:
+            source = spec.backward(stage + 1, microbatch)
+        consumers = {spec.worker(successor) for successor in spec.successors(action)}
+        task = self[action] = Task(
+            str(action),
+            self._shards[stage, microbatch if kind in PER_REPLICA else spec.route(microbatch)],
+            source,
+            self._worker in consumers,
+            tuple(sorted(consumers - {self._worker})),
+            kind is F and spec.splits(stage, microbatch),
+            kind is F and spec.recomputes(stage),
+        )
+        return task
+
+
 class Run:
     """Carries a WorkerState through one `Work` on the thread that computes."""
 
@@ -52,6 +96,7 @@ class Run:
         self._work = work
         self._spec = spec = work.spec
         self._mailbox = actor.mailbox
+        self._tasks = actor.tasks(spec)
         self._state = WorkerState(work.program, work.order, lookahead)
         #: actions for which it still counts as recent that this worker had to wait
         self._slack = 0
@@ -127,48 +172,44 @@ class Run:
         if action.kind is U:
             while self._result.missing:  # the divisor; known long before, unless the last stage is late
                 self._wait()
-        actor = self._actor
+        actor, task = self._actor, self._tasks[action]
         self._mailbox.dispatch(busy=self._slack <= 0)
         self._slack -= 1
-        actor.running = str(action)
+        actor.running = task.name
         actor.listeners.action_started(actor.step, action)
         begin = actor.courier.mark()
-        payload = self._compute(action)
-        self._marks.append((action, begin, actor.courier.mark()))
+        payload = self._compute(action, task)
+        end = actor.courier.mark()
+        if payload is not None:
+            self._hand_over(action, task, payload)  # first of all: others wait for it
+        self._marks.append((action, begin, end))
         actor.running = ""
-        self._hand_over(action, payload)
+        self._mailbox.mark(task.name)
         self._carry(self._state.finished(action))
 
-    def _hand_over(self, action: Action, payload: Payload | None) -> None:
+    def _hand_over(self, action: Action, task: Task, payload: Payload) -> None:
         """Give the payload to those its successors belong to: this worker, or others through the outbox."""
-        if payload is not None:
-            consumers = {self._spec.worker(successor) for successor in self._spec.successors(action)}
-            if self._actor.worker in consumers:
-                self._payloads[action] = payload
-            if others := consumers - {self._actor.worker}:
-                self._mailbox.publish(action, payload, others)
-                if self._slack > 0:
-                    self._mailbox.dispatch(busy=False)
-        self._mailbox.mark(action)
+        if task.here:
+            self._payloads[action] = payload
+        if task.others:
+            self._mailbox.publish(task.name, payload, task.others)
+            if self._slack > 0:
+                self._mailbox.dispatch(busy=False)
 
-    def _compute(self, action: Action) -> Payload | None:
-        stage, kind, microbatch = action
-        route = microbatch if kind in PER_REPLICA else self._spec.route(microbatch)
-        shard = self._actor.shards[stage, route]
+    def _compute(self, action: Action, task: Task) -> Payload | None:
+        kind, microbatch, shard = action.kind, action.microbatch, task.shard
         if kind is F:
-            return self._forward(shard, action)
-        if kind is R:
-            shard.recompute(self._actor.step, microbatch)
-        elif kind is W:
+            return self._forward(action, task)
+        if kind is W:
             shard.backward_weights(microbatch)
+        elif kind is R:
+            shard.recompute(self._actor.step, microbatch)
         elif kind is G:
             return shard.gradients()
         elif kind is U:
             self._update(shard, action)
         else:
-            grads = None
-            if stage < self._spec.last_stage:
-                grads = self._actor.courier.ready(self._payloads.pop(self._spec.backward(stage + 1, microbatch)))
+            grads = None if task.source is None else self._actor.courier.ready(self._payloads.pop(task.source))
             return (shard.backward if kind is B else shard.backward_inputs)(microbatch, grads)
         return None
 
@@ -184,15 +225,14 @@ class Run:
             ])  # fmt: skip
         shard.update(self._result.divisor)
 
-    def _forward(self, shard: Shard, action: Action) -> Payload | None:
-        work, courier, m = self._work, self._actor.courier, action.microbatch
-        if action.stage == 0:
+    def _forward(self, action: Action, task: Task) -> Payload | None:
+        work, courier, shard, step, m = self._work, self._actor.courier, task.shard, self._actor.step, action.microbatch
+        if task.source is None:
             inputs = pack(courier.load(work.inputs[m]))
         else:
-            inputs = courier.ready(self._payloads.pop(F(action.stage - 1, m)))
-        step, split, again = self._actor.step, self._spec.splits(action.stage, m), self._spec.recomputes(action.stage)
+            inputs = courier.ready(self._payloads.pop(task.source))
         if action.stage < self._spec.last_stage:
-            return shard.forward(step, m, inputs, split=split, recompute=again)
+            return shard.forward(step, m, inputs, split=task.split, recompute=task.recompute)
         if work.targets is None:
             output = shard.forward(step, m, inputs)
             assert output is not None
@@ -200,7 +240,8 @@ class Run:
         else:
             target = courier.load(work.targets[m])
             share = work.shares[m]
-            shard.forward(step, m, inputs, target=target, share=share, split=split, recompute=again)
+            split, recompute = task.split, task.recompute
+            shard.forward(step, m, inputs, target=target, share=share, split=split, recompute=recompute)
         self._last_forwards -= 1
         if self._last_forwards == 0:
             self._tell_result()
@@ -222,8 +263,8 @@ class Run:
 
     def _tell(self, host: int, part: Payload, workers: Iterable[int]) -> None:
         there = [worker for worker in workers if 0 <= worker < self._actor.transport.num_workers]
-        if there:
-            self._mailbox.publish(f"{_RESULT}{host}", part, there)
+        others = [worker for worker in there if worker != self._actor.worker]
+        self._mailbox.publish(f"{_RESULT}{host}", part, others, here=len(others) < len(there))
 
     def _towards(self, host: int) -> int:
         """The neighbour on the way to `host`: results go from worker to worker, as payloads mostly do."""

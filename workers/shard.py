@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .hooks import LayerTime
-from .payload import Payload, Tree, map_tensors, pack, tensors_of, unpack
+from .payload import Payload, Tree, list_tensors, map_tensors, pack, tensors_of, unpack
 from .randomness import Randomness
 from .result import Losses
 from .split import Deferred, Saved, backward_inputs
@@ -124,19 +124,20 @@ class Shard:
     def _forward(
         self, step: int, microbatch: int, inputs: Payload, target: Tree, share: float | None, saved: Saved | None
     ) -> Payload | None:
-        tree = unpack(inputs)
-        owing = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
+        tree, randomness = unpack(inputs), self._randomness
+        owing = [tensor for tensor in list_tensors(tree) if tensor.requires_grad]
         with saved.hooks() if saved is not None and torch.is_grad_enabled() else nullcontext():
             if self._writes_inputs:
                 tree = map_tensors(tree, torch.clone)
             times: list[LayerTime] | None = None if self.layer_times else self.layer_times
             for index, module in self.layers:
-                with self._randomness.forward(step, microbatch, index):
+                with randomness.lock:
+                    randomness.seed_forward(step, microbatch, index)
                     tree = module(tree) if times is None else self._timed(index, module, tree, times)
             if share is not None:
                 assert self.loss_fn is not None
                 tree = self._weigh(microbatch, self.loss_fn(tree, target), share)
-        roots = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
+        roots = [tensor for tensor in list_tensors(tree) if tensor.requires_grad]
         if torch.is_grad_enabled():
             self._kept[microbatch] = owing, roots, saved
         return pack(tree) if share is None else None
@@ -178,7 +179,7 @@ class Shard:
         roots, starts = _begin(roots, grads)
         if roots:
             torch.autograd.backward(roots, starts)
-        return pack([tensor.grad for tensor in owing])
+        return pack(tuple([tensor.grad for tensor in owing]))
 
     def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
         """Return the inputs' gradients; leave the weights' to `backward_weights`. Arguments as of `backward`."""
@@ -186,7 +187,7 @@ class Shard:
         roots, starts = _begin(roots, grads)
         assert saved is not None
         found, self._deferred[microbatch] = backward_inputs(roots, starts, owing, saved)
-        return pack(found)
+        return pack(tuple(found))
 
     def backward_weights(self, microbatch: int) -> None:
         """Add to the weights' gradients what `backward_inputs` left."""

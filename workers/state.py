@@ -47,10 +47,13 @@ class Finished:
         stage, kind, microbatch = action
         key = stage, kind
         low = self._low.get(key, 0)
-        if microbatch != low:
-            self._above.setdefault(key, set()).add(microbatch)
-            return
         above = self._above.get(key)
+        if microbatch != low:
+            if above is None:
+                above = self._above[key] = set()
+            assert microbatch > low and microbatch not in above, f"{action} happened twice"
+            above.add(microbatch)
+            return
         low += 1
         while above and low in above:
             above.remove(low)
@@ -138,7 +141,6 @@ class WorkerState:
         return None
 
     def _satisfy(self, action: Action) -> None:
-        assert action not in self._done, f"{action} happened twice"
         self._done.add(action)
         for position in self._waiting.pop(action, ()):
             self._missing[position] -= 1

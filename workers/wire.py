@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .line import Message
-from .payload import Payload
+from .payload import Payload, compact
 
 #: tensors up to this size travel inside the bytes
 _INLINE_BYTES = 2**15
@@ -24,7 +24,7 @@ def to_wire(message: Message) -> tuple[bytes, list[Tensor]]:
         # TensorPipe sends each tensor on a channel of its own, which costs more than copying a small one.
         if 0 < tensor.nbytes <= _INLINE_BYTES and tensor.is_contiguous():
             return ctypes.string_at(tensor.data_ptr(), tensor.nbytes), tensor.dtype, tuple(tensor.shape)
-        large.append(tensor)
+        large.append(compact(tensor))
         return ()
 
     answers = [

@@ -146,16 +146,20 @@ class BoardWriter(Listener):
 
     def show(self, live: Live) -> None:
         """Write what another board says."""
-        self._put(pack_live(live))
+        at, live_bytes = self._new_version(), pack_live(live)
+        self._map[at : at + len(live_bytes)] = live_bytes
+        _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
 
     def _write(self, state: State, step: int, action: int = _NONE, missing: int = _NONE, peer: int = _NONE) -> None:
-        self._put(_LIVE.pack(state, step, action, missing, peer, time.perf_counter_ns(), threading.get_ident()))
+        at, now, thread = self._new_version(), time.perf_counter_ns(), threading.get_ident()
+        _LIVE.pack_into(self._map, at, state, step, action, missing, peer, now, thread)
+        _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
 
-    def _put(self, live: bytes) -> None:
+    def _new_version(self) -> int:
+        """Begin to change what the worker does; return where it is. Its version, written last, says: it is whole."""
         self._version += 1
         _VERSION.pack_into(self._map, _HEADER_BYTES, 0)
-        self._map[_HEADER_BYTES + 8 : _HEADER_BYTES + 8 + _LIVE.size] = live
-        _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
+        return _HEADER_BYTES + 8
 
 
 class Board:

@@ -84,7 +84,7 @@ def test_shared_memory_changes_nothing_but_the_way(tmp_path, wanted):
     done = rpc_pipe("run", script, "--workers", 3, "--", 3, RPC_PIPE_SHARED_MEMORY=wanted)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("0.773034 8") == 3, done.stdout
-    if lane._POSSIBLE:
+    if lane.POSSIBLE:
         assert ("[0, 2]" in done.stdout) == (wanted == "on")  # worker 1 writes to both its neighbours
 
 

@@ -33,8 +33,7 @@ class Network:
         self.send(worker)
 
     def publish(self, worker, key):
-        self.outboxes[worker].promise(key, [1 - worker])
-        self.outboxes[worker].put(key, PAYLOAD)
+        self.outboxes[worker].put(key, PAYLOAD, [1 - worker])
 
     def send(self, worker):
         while outgoing := self.lines[worker].outgoing():

@@ -15,15 +15,14 @@ def test_asked_before_or_after_it_is_there():
     assert answers == []
     outbox.promise(KEY, [1, 2])
     assert answers == [] and len(outbox) == 1
-    outbox.put(KEY, PAYLOAD)
+    outbox.put(KEY, PAYLOAD, [1, 2])
     outbox.ask(KEY, 2, answers.append)
     assert answers == [PAYLOAD, PAYLOAD]
 
 
 def test_kept_until_every_consumer_has_it_and_given_again_to_who_asks_again():
     outbox, answers = Outbox(), []
-    outbox.promise(KEY, [1, 2])
-    outbox.put(KEY, PAYLOAD)
+    outbox.put(KEY, PAYLOAD, [1, 2])
     outbox.ask(KEY, 1, lambda answer: None)  # lost on the way
     outbox.ask(KEY, 1, answers.append)
     assert answers == [PAYLOAD]
@@ -39,8 +38,7 @@ def test_asking_again_replaces_the_question():
     outbox, first, second = Outbox(), [], []
     outbox.ask(KEY, 1, first.append)
     outbox.ask(KEY, 1, second.append)
-    outbox.promise(KEY, [1])
-    outbox.put(KEY, PAYLOAD)
+    outbox.put(KEY, PAYLOAD, [1])
     assert (first, second) == ([], [PAYLOAD])
 
 

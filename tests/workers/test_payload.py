@@ -38,9 +38,9 @@ def test_what_cannot_travel_is_named_with_its_place():
 def test_a_view_travels_without_its_storage():
     """The wire carries whole storages (torch/csrc/distributed/rpc/utils.cpp)."""
     big = torch.arange(1000.0)
-    small = compact(pack(big[10:20])).tensors[0]
+    small = compact(big[10:20])
     assert small.untyped_storage().nbytes() == 40
-    whole = compact(pack(big)).tensors[0]
+    whole = compact(big)
     assert whole.data_ptr() == big.data_ptr(), "what fills its storage is not copied"
 
 
@@ -48,8 +48,8 @@ def test_a_transposed_tensor_keeps_its_strides():
     """Otherwise the consumer's kernels could take another path and round differently."""
     part = torch.arange(24.0).view(2, 12)[:, :6].t()
     dense = torch.arange(12.0).view(3, 4).t()
-    assert compact(pack(dense)).tensors[0].stride() == dense.stride()
-    assert torch.equal(compact(pack(part)).tensors[0], part)
+    assert compact(dense).stride() == dense.stride()
+    assert torch.equal(compact(part), part)
 
 
 @pytest.mark.parametrize("rows, parts, sizes", [(9, 8, [2] + [1] * 7), (8, 4, [2] * 4), (5, 5, [1] * 5)])
