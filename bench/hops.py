@@ -1,9 +1,9 @@
 """Where the time of a hop goes: from the end of an action to the start of the next worker's that waited for it.
 
-    python bench/hops.py [--workers 8] [--ms 2]
+    python bench/hops.py [--workers 8] [--ms 2] [--rpc]
 
-Only hops whose receiver had nothing else to do count. Times are medians, us, of the clock that all processes of a host
-share. Taking them costs some 10 us a hop.
+Through shared memory, or with --rpc by RPC as between hosts. Only hops whose receiver had nothing else to do count.
+Times are medians, us, of the clock that all processes of a host share. Taking them costs some 10 us a hop.
 """
 
 from __future__ import annotations
@@ -29,12 +29,21 @@ from bench import group
 from bench.scenarios import emulated
 from bench.systems import SYSTEMS, Job, Ours
 from rpc_pipe.workers import rpc, wire
+from rpc_pipe.workers.lane import POSSIBLE, Lanes
 from rpc_pipe.workers.line import Line
 from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.run import Run
 
 #: what happens on the way, in order, and what the time before it is spent on
-STEPS = {
+LANE = {
+    "computed": "",
+    "published": "outbox",
+    "written": "copied to the receiver's memory, its bell rung",
+    "delivered": "the compute thread woke up and read it",
+    "taken in": "",
+    "started": "chosen and begun",
+}
+RPC = {
     "computed": "",
     "published": "result packed, outbox",
     "gathered": "decided to send now, by this thread or another",
@@ -44,7 +53,7 @@ STEPS = {
     "taken in": "the compute thread woke up",
     "started": "chosen and begun",
 }
-#: a receiver that took a payload in so late was busy, ns
+#: a receiver that woke up so late was busy, ns
 _BUSY_NS = 400_000
 
 
@@ -74,6 +83,14 @@ class Observed(Ours):
 
         before(Run, "_hand_over", "computed", lambda run, action, *_: (run._mailbox._run, str(action)))
         before(rpc.RpcTransport, "_answer", "published", lambda _, peer, key, answer: key)
+        write = Lanes.write
+
+        def noted_write(lanes: Lanes, peer: int, key: Any, answer: Any) -> bool:
+            done = write(lanes, peer, key, answer)
+            if done:
+                self._note("written", key)
+            return done
+
         before(Run, "_take_in", "taken in", lambda run, arrival: (run._mailbox._run, str(arrival.what)))
         before(Run, "_execute", "started", lambda run, action: "")
         outgoing, send, from_wire, deliver = Line.outgoing, rpc.RpcTransport._send, wire.from_wire, Mailbox._deliver
@@ -107,6 +124,7 @@ class Observed(Ours):
             return noted
 
         wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
+            (Lanes, "write", noted_write),
             (Line, "outgoing", noted_outgoing),
             (rpc.RpcTransport, "_send", noted_send),
         ]
@@ -119,8 +137,8 @@ class Observed(Ours):
         super().close()
 
 
-def hops(folder: Path, workers: int) -> list[dict[str, int]]:
-    """Return of each payload when what happened to it, ns, if its receiver waited for it."""
+def hops(folder: Path, workers: int, way: dict[str, str]) -> list[dict[str, int]]:
+    """Return of each payload that went this way when what happened to it, ns, if its receiver waited for it."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for rank in range(workers):
         last = ""
@@ -132,26 +150,31 @@ def hops(folder: Path, workers: int) -> list[dict[str, int]]:
                 continue
             last = key if event == "taken in" else last
             found[key].setdefault(event, ns)
-    whole = [times for times in found.values() if set(times) == set(STEPS)]
-    return [times for times in whole if times["taken in"] - times["delivered"] < _BUSY_NS]
+    whole = [times for times in found.values() if set(times) == set(way)]
+    woke, before = ("taken in", "delivered") if way is RPC else ("delivered", "written")
+    return [times for times in whole if times[woke] - times[before] < _BUSY_NS]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="where the time of a hop goes")
     parser.add_argument("--workers", type=int, default=8, help="(8)")
     parser.add_argument("--ms", type=float, default=2, help="t_F; t_B is twice that (2)")
+    parser.add_argument("--rpc", action="store_true", help="by RPC, as between hosts")
     options = parser.parse_args()
+    if options.rpc:
+        os.environ["RPC_PIPE_SHARED_MEMORY"] = "off"
+    way = RPC if options.rpc or not POSSIBLE else LANE
     SYSTEMS["observed"] = Observed
     times = {"F": options.ms, "B": 2 * options.ms}
     contest = emulated(options.workers, 2 * options.workers, times, 12, [("observed", "1f1b")], scenario="hops")
     with tempfile.TemporaryDirectory() as name:
         os.environ["BENCH_HOPS"] = name
         group.run(contest.jobs, Path(name), range(options.workers))
-        found = hops(Path(name), options.workers)
+        found = hops(Path(name), options.workers, way)
     print(f"{len(found)} hops, {options.workers} workers, {options.ms:g}/{2 * options.ms:g} ms; median us")
-    names = list(STEPS)
+    names = list(way)
     for a, b in pairwise(names):
-        print(f"{statistics.median((t[b] - t[a]) / 1e3 for t in found):8.0f}  {b:10} {STEPS[b]}")
+        print(f"{statistics.median((t[b] - t[a]) / 1e3 for t in found):8.0f}  {b:10} {way[b]}")
     print(f"{statistics.median((t['started'] - t['computed']) / 1e3 for t in found):8.0f}  in all")
 
 

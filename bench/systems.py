@@ -116,6 +116,14 @@ class Ours(System):
         self._pipe.actors[0].transport.close()  # else done at exit, which a fork must skip
 
 
+class OursByRpc(Ours):
+    """rpc-pipe as if every worker were on a host of its own."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        os.environ["RPC_PIPE_SHARED_MEMORY"] = "off"
+        super().__init__(job, rank)
+
+
 class TorchPipelining(System):
     """torch.distributed.pipelining, PiPPy's heir, on gloo."""
 
@@ -248,7 +256,12 @@ def _meeting(number: int) -> str:
     return f"{meeting}-{number}" if meeting.startswith("file:") else f"tcp://{meeting}{number}"
 
 
-SYSTEMS: dict[str, type[System]] = {"rpc-pipe": Ours, "torch": TorchPipelining, "pippy": Pippy}
+SYSTEMS: dict[str, type[System]] = {
+    "rpc-pipe": Ours,
+    "rpc-pipe by RPC": OursByRpc,
+    "torch": TorchPipelining,
+    "pippy": Pippy,
+}
 
 
 def absent(system: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Which threads a step costs, and how long they wait for a core: ours and torch's pipelining, in turns.
+"""Which threads a step costs, and how long they wait for a core: ours, ours by RPC alone, torch's, in turns.
 
     python bench/threads.py [--workers 8] [--ms 2] [--rounds 2]
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--ms", type=float, default=2, help="t_F; t_B is twice that (2)")
     parser.add_argument("--rounds", type=int, default=2, help="(2)")
     options = parser.parse_args()
-    contestants = {"rpc-pipe": "1f1b", "torch": "1F1B"}
+    contestants = {"rpc-pipe": "1f1b", "rpc-pipe by RPC": "1f1b", "torch": "1F1B"}
     for name in contestants:
         SYSTEMS[f"observed {name}"] = observed(SYSTEMS[name])
     table = Table("system", "step ms", "threads", "cpu ms", "waiting for a core, ms", "sleeps")

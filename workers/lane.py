@@ -3,8 +3,9 @@
     worker 0: compute thread ── writes 0F5, rings ──> worker 1: compute thread wakes and reads it
 
 A message of RPC wakes four threads one after the other: the network's thread here and there, an RPC thread, the
-compute thread. A lane wakes one. It takes what is small; large payloads, all questions and everything between hosts go
-by RPC, which also tells when a peer dies. (TensorPipe's own shared memory polls: a core per process, see `rpc.py`.)
+compute thread. A lane wakes one. Questions and everything between hosts go by RPC, which also tells when a peer dies;
+so does what does not fit into the lane. Where that is so because payloads are larger than it was made for, its reader
+offers a larger one. (TensorPipe's own shared memory polls: a core per process, see `rpc.py`.)
 
 The reader of a lane makes it and offers it to the writer, in memory without a name (memfd_create(2)): nothing is left
 behind, however a process ends, and the size of /dev/shm, 64 MB in many containers, does not matter.
@@ -23,7 +24,6 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,23 +34,22 @@ from torch import Tensor
 from .bell import Bell, Ringer
 from .outbox import Answer, Key
 from .payload import Payload, Place
+from .ring import LINE, OVERHEAD_BYTES, TOKEN_BYTES, WRITTEN, Ring
 
-#: payloads larger than this go by RPC, where the network's thread copies them
-LARGEST = 2**18
-#: who reads too slowly gets the rest by RPC
-_LANE_BYTES = 2**20
-_TOKEN_BYTES = 16
-#: parts of a record begin at cache lines, as do torch's tensors
-_LINE = 64
+#: what the first lane takes, bytes of a payload; where payloads turn out to be larger, so is the next one
+_FIRST = 2**18
+#: what is larger yet goes by RPC
+LARGEST = 2**26
+#: how many of the largest payloads a lane holds; who reads too slowly gets the rest by RPC
+_ROOM = 4
 #: size of the whole record, ns when it was written, run, number of its form, sizes of its name and of a new form
 _HEAD = struct.Struct("<QqqIII")
-#: where among the counters that of the writer is; the reader's is the first, in a cache line of its own
-_WRITTEN = _LINE // 8
 #: number of the form of what has no payload, and of those that have no number
 _NO_PAYLOAD, _UNNUMBERED = 0, 2**32 - 1
 _MOST_FORMS = 1000
-#: without letting other threads in between, which costs more than it gives for so little
-_copy = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+#: a copy of up to so many bytes is not worth letting other threads in between
+_LITTLE = 2**15
+_copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memmove", ctypes.PyDLL(None))
 )
 #: whether there can be lanes here: others see what an x86 processor stores in the order in which it does
@@ -65,8 +64,8 @@ class Offer(NamedTuple):
     #: descriptors of that process: of the memory, and of the bell
     memory: int
     bell: int
-    #: of the lane in the memory
-    offset: int
+    #: of the memory
+    size: int
     #: what is at its beginning, so that no other memory is taken for it
     token: bytes
 
@@ -95,37 +94,55 @@ class Lanes:
     def __init__(self, *, wanted: bool = True) -> None:
         #: rung when there is something to read
         self.bell = Bell()
-        self._inbox: _Inbox | None = None
-        if wanted and POSSIBLE:
-            with suppress(OSError):  # the system does not give such memory
-                self._inbox = _Inbox(self.bell)
-        self._offered: set[int] = set()
+        self._possible = wanted and POSSIBLE
+        self._lock = threading.Lock()
+        #: what payloads the peers can write, bytes; the largest there are if they are not to be asked again
+        self._offered: dict[int, int] = {}
+        #: (peer, the lane's reader, its counters); lanes that have been replaced too, as they may not be empty
+        self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
         self._writers: dict[int, _Writer] = {}
 
-    def offer(self, peer: int) -> Offer | None:
-        """Return once for each peer a lane that it may write; None: it has been offered, or there is none."""
-        if self._inbox is None or peer in self._offered:
-            return None
-        self._offered.add(peer)
-        with suppress(OSError):  # no memory is left for it
-            return self._inbox.offer(peer)
-        return None
+    def offer(self, peer: int, payload_bytes: int = 0) -> Offer | None:
+        """Return a lane that `peer` may write, large enough for such payloads; None: it has one, or there is none."""
+        with self._lock:
+            before = self._offered.get(peer, -1)
+            if not self._possible or not before < payload_bytes <= LARGEST:
+                return None
+            largest = max(_FIRST, 1 << (payload_bytes - 1).bit_length())
+            try:
+                memory, reader = _new_reader(_ROOM * largest + OVERHEAD_BYTES)
+            except OSError:  # the system does not give any, or not so much
+                self._offered[peer] = LARGEST
+                return None
+            self._offered[peer] = largest
+            self._readers = (*self._readers, (peer, reader, reader.ring.counters))
+            return Offer(_host(), os.getpid(), memory, self.bell.descriptor, reader.ring.size, reader.ring.token)
+
+    def refused(self, peer: int) -> None:
+        """`peer` is on another host: offer no more."""
+        self._offered[peer] = LARGEST
 
     def accept(self, peer: int, offer: Offer) -> bool:
         """Write to `peer` through the lane that it offers, if it is on this host; return whether it is."""
-        writer = None if self._inbox is None else _accepted(offer)
-        if writer is not None:
-            self._writers[peer] = writer
-        return writer is not None
+        writer = _accepted(offer) if self._possible else None
+        if writer is None:
+            return False
+        writer.before = self._writers.get(peer)
+        self._writers[peer] = writer
+        return True
 
     def write(self, peer: int, key: Key, answer: Answer) -> bool:
         """Say `answer` to the question of `peer` for `key`; False: this is not the way. Thread-safe."""
         writer = self._writers.get(peer)
         return writer is not None and writer.write(key, answer)
 
-    def read(self) -> Sequence[tuple[int, Record]]:
+    def read(self) -> list[tuple[int, Record]]:
         """Return (peer, what it wrote) for all that has come. For one thread."""
-        return () if self._inbox is None else self._inbox.read()
+        found = []
+        for peer, reader, counters in self._readers:
+            while counters[0] != counters[WRITTEN] and (record := reader.read()) is not None:
+                found.append((peer, record))
+        return found
 
     def gone(self, peer: int) -> None:
         """`peer` reads nothing more."""
@@ -136,32 +153,19 @@ class Lanes:
         return {peer for peer, writer in self._writers.copy().items() if not writer.empty}
 
 
-class _Inbox:
-    """The lanes that a worker reads."""
-
-    def __init__(self, bell: Bell) -> None:
-        self._host = _host()
-        self._bell = bell
-        self._memory = os.memfd_create("rpc-pipe")
-        weakref.finalize(self, os.close, self._memory)
-        #: (peer, the lane's reader, its counters)
-        self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
-
-    def offer(self, peer: int) -> Offer:
-        """Make a lane for `peer` to write."""
-        offset = len(self._readers) * _LANE_BYTES
-        os.posix_fallocate(self._memory, offset, _LANE_BYTES)  # now, rather than a SIGBUS later
-        ring = _Ring(mmap.mmap(self._memory, _LANE_BYTES, offset=offset))
-        token = ring.token = secrets.token_bytes(_TOKEN_BYTES)
-        self._readers = (*self._readers, (peer, _Reader(ring), ring.counters))
-        return Offer(self._host, os.getpid(), self._memory, self._bell.descriptor, offset, token)
-
-    def read(self) -> Sequence[tuple[int, Record]]:
-        found = []
-        for peer, reader, counters in self._readers:
-            while counters[0] != counters[_WRITTEN] and (record := reader.read()) is not None:
-                found.append((peer, record))
-        return found
+def _new_reader(size: int) -> tuple[int, _Reader]:
+    """Return the reading end of a new lane, and the descriptor of its memory, which lives as long."""
+    memory = os.memfd_create("rpc-pipe lane")
+    try:
+        os.posix_fallocate(memory, 0, size)  # now, rather than a SIGBUS later
+        ring = Ring(mmap.mmap(memory, size))
+    except BaseException:
+        os.close(memory)
+        raise
+    ring.token = secrets.token_bytes(TOKEN_BYTES)
+    reader = _Reader(ring)
+    weakref.finalize(reader, os.close, memory)
+    return memory, reader
 
 
 def _accepted(offer: Offer) -> _Writer | None:
@@ -171,75 +175,13 @@ def _accepted(offer: Offer) -> _Writer | None:
     with suppress(OSError):
         memory = os.open(f"/proc/{offer.process}/fd/{offer.memory}", os.O_RDWR | os.O_CLOEXEC)
         try:
-            if os.fstat(memory).st_size >= offer.offset + _LANE_BYTES:
-                ring = _Ring(mmap.mmap(memory, _LANE_BYTES, offset=offer.offset))
+            if os.fstat(memory).st_size == offer.size:
+                ring = Ring(mmap.mmap(memory, offer.size))
                 if ring.token == offer.token:
                     return _Writer(ring, Ringer.of(offer.process, offer.bell))
         finally:
             os.close(memory)
     return None
-
-
-class _Ring:
-    """Records in shared memory, for one writer and one reader.
-
-    Two counters of bytes, each with one owner, say what has been read and written. A record lies in one piece; where
-    none fits before the end, a size of 0 says that the next is at the start.
-    """
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        head, self.data = memoryview(memory)[: 3 * _LINE], memoryview(memory)[3 * _LINE :]
-        self.counters = head[: 2 * _LINE].cast("Q")
-        self._token = head[2 * _LINE : 2 * _LINE + _TOKEN_BYTES]
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
-        self._capacity = len(self.data)
-
-    @property
-    def token(self) -> bytes:
-        return bytes(self._token)
-
-    @token.setter
-    def token(self, token: bytes) -> None:
-        self._token[:] = token
-
-    @property
-    def empty(self) -> bool:
-        """Whether everything written has been read."""
-        counters = self.counters
-        return counters[0] == counters[_WRITTEN]
-
-    def room(self, size: int) -> int | None:
-        """Return where to write a record of `size` bytes, None if there is no room now."""
-        read, written = self.counters[0], self.counters[_WRITTEN]
-        at: int = written % self._capacity
-        skipped = self._capacity - at if at + size > self._capacity else 0
-        if written - read + skipped + size > self._capacity:
-            return None
-        if skipped:
-            self.data[at : at + 8] = bytes(8)
-            self.counters[_WRITTEN] = written + skipped
-            at = 0
-        return at
-
-    def written(self, size: int) -> None:
-        """Let the reader see the record."""
-        self.counters[_WRITTEN] += size
-
-    def front(self) -> int | None:
-        """Return where the oldest record is, None if there is none."""
-        counters = self.counters
-        read = counters[0]
-        if read == counters[_WRITTEN]:
-            return None
-        at: int = read % self._capacity
-        if self.data[at : at + 8] != bytes(8):
-            return at
-        counters[0] = read + self._capacity - at
-        return None if self.empty else 0
-
-    def read(self, size: int) -> None:
-        """Give the place of the oldest record back."""
-        self.counters[0] += size
 
 
 class _Form(NamedTuple):
@@ -257,9 +199,12 @@ class _Form(NamedTuple):
 class _Writer:
     """The writing end of a lane. Thread-safe."""
 
-    def __init__(self, ring: _Ring, bell: Ringer) -> None:
+    def __init__(self, ring: Ring, bell: Ringer) -> None:
         self._ring = ring
         self._bell = bell
+        self._largest = ring.size // _ROOM
+        #: the smaller lane that this one replaces
+        self.before: _Writer | None = None
         self._lock = threading.Lock()
         #: shapes and structure of payloads, told once
         self._forms: dict[Any, _Form] = {None: _Form(_NO_PAYLOAD, b"", [], 0)}
@@ -267,7 +212,7 @@ class _Writer:
     @property
     def empty(self) -> bool:
         """Whether everything written has been read."""
-        return self._ring.empty
+        return self._ring.empty and (self.before is None or self.before.empty)
 
     def write(self, key: Key, answer: Answer) -> bool:
         """Say `answer` to the question for `key`; False: it does not fit, say it otherwise."""
@@ -289,7 +234,7 @@ class _Writer:
             begin = _HEAD.size + len(name)
             parts = _aligned(begin + len(form.definition))
             size = parts + form.total
-            at = self._ring.room(size) if form.total <= LARGEST else None
+            at = self._ring.room(size) if form.total <= self._largest else None
             if at is None:
                 return False
             data = self._ring.data
@@ -316,16 +261,16 @@ class _Writer:
 class _Reader:
     """The reading end of a lane."""
 
-    def __init__(self, ring: _Ring) -> None:
-        self._ring = ring
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
         self._forms: dict[int, Any] = {}
 
     def read(self) -> Record | None:
         """Take the oldest record out; None if there is none."""
-        at = self._ring.front()
+        at = self.ring.front()
         if at is None:
             return None
-        data = self._ring.data
+        data = self.ring.data
         size, at_ns, run, number, name_size, definition_size = _HEAD.unpack_from(data, at)
         begin = at + _HEAD.size
         end = begin + name_size
@@ -335,7 +280,7 @@ class _Reader:
         answer = None
         if number != _NO_PAYLOAD:
             skeleton, tensors = self._forms[number]
-            there = self._ring.address + at + _aligned(end - at + definition_size)
+            there = self.ring.address + at + _aligned(end - at + definition_size)
             copies = []
             for shape, strides, dtype in tensors:
                 copy = torch.empty_strided(shape, strides, dtype=dtype)
@@ -344,7 +289,7 @@ class _Reader:
                 there += _aligned(nbytes)
                 copies.append(copy)
             answer = Payload(copies, skeleton)
-        self._ring.read(size)
+        self.ring.read(size)
         return Record((run, name), answer, at_ns)
 
 
@@ -366,6 +311,10 @@ def _plain(tensor: Tensor) -> bool:
     )
 
 
+def _copy(to: int, at: int, size: int) -> None:
+    (_copy_little if size <= _LITTLE else ctypes.memmove)(to, at, size)
+
+
 def _comparable(skeleton: Any) -> bool:
     """Tell whether what is equal to `skeleton` is the same: 1, 1.0 and True are equal, and are not."""
     if type(skeleton) is tuple:
@@ -374,4 +323,4 @@ def _comparable(skeleton: Any) -> bool:
 
 
 def _aligned(size: int) -> int:
-    return -(-size // _LINE) * _LINE
+    return -(-size // LINE) * LINE

@@ -39,6 +39,7 @@ from ..dependency import ConfigError
 from .lane import Lanes
 from .line import NOTHING, Line, Message
 from .outbox import Answer, Key, Outbox
+from .payload import Payload
 from .transport import Deliver
 from .wire import from_wire, to_wire
 
@@ -79,10 +80,9 @@ def _exchange(peer: int, *wire: Any) -> Future[Any]:
     return future
 
 
-def _offered(peer: int, data: bytes, _: list[Tensor]) -> None:
-    """Runs at who may answer `peer` through a lane from now on."""
-    if _endpoint is not None:
-        _endpoint.lanes.accept(peer, pickle.loads(data))
+def _offered(peer: int, data: bytes, _: list[Tensor]) -> bool:
+    """Runs at who may answer `peer` through a lane from now on; returns whether it will."""
+    return _endpoint is not None and _endpoint.lanes.accept(peer, pickle.loads(data))
 
 
 def _leave(peer: int, *wire: Any) -> None:
@@ -180,12 +180,22 @@ class RpcTransport:
         return self._lines.setdefault(peer, Line()) if line is None else line
 
     def pull(self, peer: int, questions: Mapping[Key, Deliver]) -> None:
-        offer = self.lanes.offer(peer)
-        if offer is not None:
-            with suppress(RuntimeError):  # gone; the line will tell
-                self._request(peer, _offered, (pickle.dumps(offer), []), _PING_S)
+        self._offer_lane(peer)
         self.line(peer).ask(questions)
         self.post(peer)
+
+    def _offer_lane(self, peer: int, payload_bytes: int = 0) -> None:
+        offer = self.lanes.offer(peer, payload_bytes)
+        if offer is None:
+            return
+
+        def decided(future: Future[Any]) -> None:
+            with suppress(RuntimeError):  # gone; the line will tell
+                if not future.value():
+                    self.lanes.refused(peer)
+
+        with suppress(RuntimeError):
+            self._request(peer, _offered, (pickle.dumps(offer), []), _PING_S).add_done_callback(decided)
 
     def poll(self) -> None:
         for peer, (key, answer, at_ns) in self.lanes.read():
@@ -223,6 +233,8 @@ class RpcTransport:
         """Take in a message of `peer`; `own`: it answers a request of this worker."""
         for deliver, answer in self.line(peer).received(message, own):
             deliver(answer, time.perf_counter_ns())
+            if isinstance(answer, Payload):
+                self._offer_lane(peer, sum([tensor.nbytes for tensor in answer.tensors]))
         self.outbox.taken(message.taken, peer)
         for key in message.asks:
             self.outbox.ask(key, peer, partial(self._answer, peer, key))

@@ -82,7 +82,7 @@ def test_being_finished_is_an_answer_too(ends):
     "answer",
     [
         WorkerFailure(0, "0F0", 1, "summary", "trace"),
-        pack(torch.zeros(lane.LARGEST // 4 + 1)),
+        pack(torch.zeros(lane._FIRST // 4 + 1)),
         pack(torch.zeros(4, 4).to_sparse()),
         pack(torch.complex(torch.ones(2), torch.ones(2)).conj()),
         Payload([torch.zeros(100)[::2]], None),
@@ -91,7 +91,7 @@ def test_being_finished_is_an_answer_too(ends):
 )
 def test_what_does_not_fit_goes_another_way(ends, answer):
     assert not ends.write(0, (1, "0F0"), answer)
-    assert ends.read() == [] and not ends.unread()
+    assert not ends.read() and not ends.unread()
 
 
 def test_a_reader_that_is_too_slow_loses_nothing(ends):
@@ -150,9 +150,28 @@ def test_a_lane_is_offered_once_and_only_to_this_host(ends):
     assert not ends.accept(1, offer._replace(process=2**22 + 1))
     assert not ends.accept(1, offer._replace(memory=0))
     assert not ends.accept(1, offer._replace(bell=10**6))
-    assert not ends.accept(1, offer._replace(offset=2**30))
+    assert not ends.accept(1, offer._replace(size=2**30))
     assert not ends.write(1, (1, "0F0"), None)
     assert ends.accept(1, pickle.loads(pickle.dumps(offer)))
+
+
+def test_larger_payloads_get_a_larger_lane(ends):
+    small, large = pack(torch.ones(10)), pack(torch.randn(10**6))
+    assert ends.write(0, (1, "small"), small) and not ends.write(0, (1, "large"), large)
+    assert ends.offer(0, 2**18) is None, "that much it takes already"
+    assert ends.accept(0, ends.offer(0, 4 * 10**6))
+    assert ends.unread() == {0}, "what the lane before still holds is not forgotten"
+    assert ends.write(0, (1, "large"), large) and ends.write(0, (1, "small again"), small)
+    read = {record.key[1]: record.answer for _, record in ends.read()}
+    assert list(read) == ["small", "large", "small again"] and same(read["large"], large)
+    assert not ends.unread()
+    assert ends.offer(0, 4 * 10**6) is None and ends.offer(0, lane.LARGEST + 1) is None
+
+
+def test_a_peer_on_another_host_is_asked_once(ends):
+    assert ends.offer(1) is not None
+    ends.refused(1)
+    assert ends.offer(1) is None and ends.offer(1, 10**7) is None
 
 
 def test_lanes_can_be_turned_off(ends):
