@@ -38,8 +38,8 @@ from .ring import LINE, OVERHEAD_BYTES, TOKEN_BYTES, WRITTEN, Ring
 
 #: what the first lane takes, bytes of a payload; where payloads turn out to be larger, so is the next one
 _FIRST = 2**18
-#: what is larger yet goes by RPC
-LARGEST = 2**26
+#: what is larger yet goes by RPC: time is then that of touching memory, which should not be wasted on lanes
+LARGEST = 2**22
 #: how many of the largest payloads a lane holds; who reads too slowly gets the rest by RPC
 _ROOM = 4
 #: size of the whole record, ns when it was written, run, number of its form, sizes of its name and of a new form
@@ -102,25 +102,34 @@ class Lanes:
         self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
         self._writers: dict[int, _Writer] = {}
 
-    def offer(self, peer: int, payload_bytes: int = 0) -> Offer | None:
-        """Return a lane that `peer` may write, large enough for such payloads; None: it has one, or there is none."""
+    def offer(self, peer: int) -> Offer | None:
+        """Return a lane that `peer` may write; None: it has been offered one, or there is none."""
         with self._lock:
-            before = self._offered.get(peer, -1)
-            if not self._possible or not before < payload_bytes <= LARGEST:
+            return self._offer(peer, _FIRST) if self._possible and peer not in self._offered else None
+
+    def offer_larger(self, peer: int, payload_bytes: int) -> Offer | None:
+        """Return a lane with room for such payloads, if `peer` has one that is too small for them."""
+        with self._lock:
+            if not self._offered.get(peer, LARGEST) < payload_bytes <= LARGEST:
                 return None
-            largest = max(_FIRST, 1 << (payload_bytes - 1).bit_length())
-            try:
-                memory, reader = _new_reader(_ROOM * largest + OVERHEAD_BYTES)
-            except OSError:  # the system does not give any, or not so much
-                self._offered[peer] = LARGEST
-                return None
-            self._offered[peer] = largest
-            self._readers = (*self._readers, (peer, reader, reader.ring.counters))
-            return Offer(_host(), os.getpid(), memory, self.bell.descriptor, reader.ring.size, reader.ring.token)
+            return self._offer(peer, 1 << (payload_bytes - 1).bit_length())
+
+    def _offer(self, peer: int, largest: int) -> Offer | None:
+        try:
+            memory, reader = _new_reader(_ROOM * largest + OVERHEAD_BYTES)
+        except OSError:  # the system does not give any, or not so much
+            self._offered[peer] = LARGEST
+            return None
+        self._offered[peer] = largest
+        self._readers = (*self._readers, (peer, reader, reader.ring.counters))
+        return Offer(_host(), os.getpid(), memory, self.bell.descriptor, reader.ring.size, reader.ring.token)
 
     def refused(self, peer: int) -> None:
-        """`peer` is on another host: offer no more."""
-        self._offered[peer] = LARGEST
+        """`peer`, on another host, will not write the lane that it was offered last; offer no more."""
+        with self._lock:
+            self._offered[peer] = LARGEST
+            last = max(i for i, (reads_from, *_) in enumerate(self._readers) if reads_from == peer)
+            self._readers = self._readers[:last] + self._readers[last + 1 :]
 
     def accept(self, peer: int, offer: Offer) -> bool:
         """Write to `peer` through the lane that it offers, if it is on this host; return whether it is."""

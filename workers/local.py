@@ -21,7 +21,7 @@ class LocalTransport:
         self._outboxes = outboxes
         self._bell = Bell()
 
-    def pull(self, peer: int, questions: Mapping[Key, Deliver]) -> None:
+    def pull(self, peer: int, questions: Mapping[Key, Deliver], *, polled: bool) -> None:
         for key, deliver in questions.items():
             self._outboxes[peer].ask(key, self.worker, partial(self._arrived, self._outboxes[peer], key, deliver))
 

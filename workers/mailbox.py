@@ -83,6 +83,8 @@ class Mailbox:
                 (run, _name(what) if carries else _name(what) + _DONE): self._deliver(peer, what)
                 for what, carries in wanted
             },
+            # The way to a GPU has copies in it that its compute thread, which should run ahead, must not wait for.
+            polled=self._courier.in_step,
         )
 
     def _deliver(self, peer: int, what: Action | str) -> Deliver:

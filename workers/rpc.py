@@ -36,7 +36,7 @@ from torch.distributed.rpc.internal import PythonUDF
 from torch.futures import Future
 
 from ..dependency import ConfigError
-from .lane import Lanes
+from .lane import Lanes, Offer
 from .line import NOTHING, Line, Message
 from .outbox import Answer, Key, Outbox
 from .payload import Payload
@@ -179,13 +179,13 @@ class RpcTransport:
         # setdefault, in one step of the interpreter: handlers and the compute thread may both come first
         return self._lines.setdefault(peer, Line()) if line is None else line
 
-    def pull(self, peer: int, questions: Mapping[Key, Deliver]) -> None:
-        self._offer_lane(peer)
+    def pull(self, peer: int, questions: Mapping[Key, Deliver], *, polled: bool) -> None:
+        if polled:
+            self._send_offer(peer, self.lanes.offer(peer))
         self.line(peer).ask(questions)
         self.post(peer)
 
-    def _offer_lane(self, peer: int, payload_bytes: int = 0) -> None:
-        offer = self.lanes.offer(peer, payload_bytes)
+    def _send_offer(self, peer: int, offer: Offer | None) -> None:
         if offer is None:
             return
 
@@ -234,7 +234,7 @@ class RpcTransport:
         for deliver, answer in self.line(peer).received(message, own):
             deliver(answer, time.perf_counter_ns())
             if isinstance(answer, Payload):
-                self._offer_lane(peer, sum([tensor.nbytes for tensor in answer.tensors]))
+                self._send_offer(peer, self.lanes.offer_larger(peer, sum([t.nbytes for t in answer.tensors])))
         self.outbox.taken(message.taken, peer)
         for key in message.asks:
             self.outbox.ask(key, peer, partial(self._answer, peer, key))

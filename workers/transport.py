@@ -19,8 +19,12 @@ class Transport(Protocol):
     num_workers: int
     outbox: Outbox
 
-    def pull(self, peer: int, questions: Mapping[Key, Deliver]) -> None:
-        """Ask `peer` for every key of `questions`; return at once. Each is delivered once, when it is there."""
+    def pull(self, peer: int, questions: Mapping[Key, Deliver], *, polled: bool) -> None:
+        """Ask `peer` for every key of `questions`; return at once. Each is delivered once, when it is there.
+
+        Args:
+            polled: whether answers may wait for `poll`, and what it takes to receive them for the compute thread.
+        """
 
     def flush(self) -> None:
         """Tell the peers now what has arrived from them, rather than with the next message."""

@@ -158,20 +158,22 @@ def test_a_lane_is_offered_once_and_only_to_this_host(ends):
 def test_larger_payloads_get_a_larger_lane(ends):
     small, large = pack(torch.ones(10)), pack(torch.randn(10**6))
     assert ends.write(0, (1, "small"), small) and not ends.write(0, (1, "large"), large)
-    assert ends.offer(0, 2**18) is None, "that much it takes already"
-    assert ends.accept(0, ends.offer(0, 4 * 10**6))
+    assert ends.offer_larger(0, 2**18) is None, "that much it takes already"
+    assert ends.accept(0, ends.offer_larger(0, 4 * 10**6))
     assert ends.unread() == {0}, "what the lane before still holds is not forgotten"
     assert ends.write(0, (1, "large"), large) and ends.write(0, (1, "small again"), small)
     read = {record.key[1]: record.answer for _, record in ends.read()}
     assert list(read) == ["small", "large", "small again"] and same(read["large"], large)
     assert not ends.unread()
-    assert ends.offer(0, 4 * 10**6) is None and ends.offer(0, lane.LARGEST + 1) is None
+    assert ends.offer_larger(0, 4 * 10**6) is None and ends.offer_larger(0, lane.LARGEST + 1) is None
+    assert ends.offer_larger(1, 4 * 10**6) is None, "who has none gets none: it may not be wanted"
 
 
 def test_a_peer_on_another_host_is_asked_once(ends):
     assert ends.offer(1) is not None
     ends.refused(1)
-    assert ends.offer(1) is None and ends.offer(1, 10**7) is None
+    assert ends.offer(1) is None and ends.offer_larger(1, 10**6) is None
+    assert ends.write(0, (1, "0F0"), None) and len(ends.read()) == 1, "the other lanes are as they were"
 
 
 def test_lanes_can_be_turned_off(ends):

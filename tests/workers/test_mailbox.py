@@ -1,0 +1,70 @@
+"""A worker's end of the transport."""
+
+import pytest
+import torch
+
+from rpc_pipe.dependency import F, PeerLost, Stalled
+from rpc_pipe.workers.device import CpuCourier
+from rpc_pipe.workers.local import LocalTransport
+from rpc_pipe.workers.mailbox import Mailbox
+from rpc_pipe.workers.outbox import Outbox
+from rpc_pipe.workers.payload import pack
+
+PAYLOAD = pack(torch.ones(2))
+
+
+@pytest.fixture
+def mailboxes():
+    outboxes = [Outbox(), Outbox()]
+    both = [Mailbox(LocalTransport(worker, outboxes), CpuCourier(), stall_s=0.05) for worker in range(2)]
+    for mailbox in both:
+        mailbox.begin()
+    return both
+
+
+def test_what_is_pulled_arrives_once_it_is_published(mailboxes):
+    first, second = mailboxes
+    second.pull(0, [(F(0, 0), True), (F(0, 1), False)])
+    assert second.arrivals() == []
+    first.publish("0F0", PAYLOAD, [1])
+    first.mark("0F1")
+    arrived, finished = second.arrivals()
+    assert (arrived.what, arrived.peer, arrived.payload) == (F(0, 0), 0, PAYLOAD)
+    assert (finished.what, finished.peer, finished.payload) == (F(0, 1), 0, None)
+
+
+def test_what_a_worker_publishes_for_itself_arrives_too(mailboxes):
+    first, _ = mailboxes
+    first.publish("result", PAYLOAD, [], here=True)
+    assert first.next_arrival(str).payload is PAYLOAD
+
+
+def test_who_waits_in_vain_says_for_what(mailboxes):
+    with pytest.raises(Stalled, match=r"nothing arrived for 0\.05 s, waiting for the moon"):
+        mailboxes[1].next_arrival(lambda: "the moon")
+
+
+def test_a_peer_that_is_gone_is_named(mailboxes):
+    class Broken(LocalTransport):
+        def pull(self, peer, questions, *, polled):
+            for deliver in questions.values():
+                deliver("connection reset", 0)
+
+    mailbox = Mailbox(Broken(1, [Outbox(), Outbox()]), CpuCourier(), stall_s=1)
+    mailbox.pull(0, [(F(0, 0), True)])
+    with pytest.raises(PeerLost, match="worker 0"):
+        mailbox.arrivals()
+
+
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_compute_thread_that_runs_ahead_of_its_device_receives_nothing_itself(in_step):
+    asked = []
+
+    class Noted(LocalTransport):
+        def pull(self, peer, questions, *, polled):
+            asked.append(polled)
+
+    courier = CpuCourier()
+    courier.in_step = in_step
+    Mailbox(Noted(1, [Outbox(), Outbox()]), courier, stall_s=1).pull(0, [(F(0, 0), True)])
+    assert asked == [in_step]
