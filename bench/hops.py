@@ -1,9 +1,9 @@
-"""Where the time of a hop goes: from the end of an action to the start of the next worker's that waited for it.
+"""Where the time of a hop goes: from the end of one device's work to the start of the next one's that waited for it.
 
     python bench/hops.py [--workers 8] [--ms 2] [--rpc]
 
 Through shared memory, or with --rpc by RPC as between hosts. Only hops whose receiver had nothing else to do count.
-Times are medians, us, of the clock that all processes of a host share. Taking them costs some 10 us a hop.
+Times are medians, us, of the clock that all processes of a host share. Taking them costs some 20 us a hop.
 """
 
 from __future__ import annotations
@@ -25,33 +25,41 @@ from typing import Any
 if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import group
+from bench import devices, group
 from bench.scenarios import emulated
 from bench.systems import SYSTEMS, Job, Ours
+from rpc_pipe.dependency import Action
 from rpc_pipe.workers import rpc, wire
+from rpc_pipe.workers.bell import Bell
 from rpc_pipe.workers.lane import POSSIBLE, Lanes
 from rpc_pipe.workers.line import Line
 from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.run import Run
 
+MODEL, OURS, WAKING = "the model's operators", "rpc-pipe", "waking, network, TensorPipe"
 #: what happens on the way, in order, and what the time before it is spent on
 LANE = {
-    "computed": "",
-    "published": "outbox",
-    "written": "copied to the receiver's memory, its bell rung",
-    "delivered": "the compute thread woke up and read it",
-    "taken in": "",
-    "started": "chosen and begun",
+    "worked": ("", ""),
+    "computed": (MODEL, "the rest of the action"),
+    "published": (OURS, "packed, outbox"),
+    "written": (OURS, "copied to the receiver's memory, its bell rung"),
+    "woke": (WAKING, "the receiver's compute thread"),
+    "taken in": (OURS, "read, into the mailbox and out"),
+    "started": (OURS, "chosen"),
+    "works": (MODEL, "begun, up to the device"),
 }
 RPC = {
-    "computed": "",
-    "published": "result packed, outbox",
-    "gathered": "decided to send now, by this thread or another",
-    "sent": "serialised and handed to TensorPipe",
-    "received": "TensorPipe, the network, the receiver's RPC thread",
-    "delivered": "unpickled, into the mailbox",
-    "taken in": "the compute thread woke up",
-    "started": "chosen and begun",
+    "worked": ("", ""),
+    "computed": (MODEL, "the rest of the action"),
+    "published": (OURS, "packed, outbox"),
+    "gathered": (OURS, "decided to send now, by this thread or another"),
+    "sent": (OURS, "serialised and handed to TensorPipe"),
+    "received": (WAKING, "two network threads, the receiver's RPC thread"),
+    "delivered": (OURS, "unpickled, into the mailbox"),
+    "woke": (WAKING, "the receiver's compute thread"),
+    "taken in": (OURS, "out of the mailbox"),
+    "started": (OURS, "chosen"),
+    "works": (MODEL, "begun, up to the device"),
 }
 #: a receiver that woke up so late was busy, ns
 _BUSY_NS = 400_000
@@ -63,11 +71,16 @@ class Observed(Ours):
     def __init__(self, job: Job, rank: int) -> None:
         self._events: list[tuple[str, str, int]] = []
         self._sending = threading.local()
+        self._running = ""
         self._observe()
         super().__init__(job, rank)
 
     def _note(self, event: str, key: object) -> None:
         self._events.append((event, str(key), time.perf_counter_ns()))
+
+    def _starts(self, run: Run, action: Action) -> str:
+        self._running = str((run._mailbox._run, str(action)))
+        return ""
 
     def _observe(self) -> None:
         """Wrap the places where something happens."""
@@ -92,7 +105,20 @@ class Observed(Ours):
             return done
 
         before(Run, "_take_in", "taken in", lambda run, arrival: (run._mailbox._run, str(arrival.what)))
-        before(Run, "_execute", "started", lambda run, action: "")
+        before(Run, "_execute", "started", self._starts)
+        work, wait = devices.work, Bell.wait
+
+        def noted_work(seconds: float) -> None:
+            if seconds:
+                self._note("works", "")
+                work(seconds)
+                self._note("worked", self._running)
+
+        def noted_wait(bell: Bell, timeout_s: float) -> bool:
+            rung = wait(bell, timeout_s)
+            self._note("woke", "")
+            return rung
+
         outgoing, send, from_wire, deliver = Line.outgoing, rpc.RpcTransport._send, wire.from_wire, Mailbox._deliver
 
         def noted_outgoing(line: Line) -> Any:
@@ -124,6 +150,8 @@ class Observed(Ours):
             return noted
 
         wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
+            (devices, "work", noted_work),
+            (Bell, "wait", noted_wait),
             (Lanes, "write", noted_write),
             (Line, "outgoing", noted_outgoing),
             (rpc.RpcTransport, "_send", noted_send),
@@ -137,22 +165,29 @@ class Observed(Ours):
         super().close()
 
 
-def hops(folder: Path, workers: int, way: dict[str, str]) -> list[dict[str, int]]:
+def hops(folder: Path, workers: int, way: dict[str, tuple[str, str]]) -> dict[str, dict[str, int]]:
     """Return of each payload that went this way when what happened to it, ns, if its receiver waited for it."""
     found: dict[str, dict[str, int]] = defaultdict(dict)
     for rank in range(workers):
-        last = ""
+        last, woke = "", 0
         for event, key, ns in json.loads((folder / f"{rank}.events").read_text()):
-            if event == "started":
+            if event == "woke":
+                woke = ns
+            elif event in ("started", "works"):
                 if last:
-                    found[last].setdefault("started", ns)
-                last = ""
-                continue
-            last = key if event == "taken in" else last
-            found[key].setdefault(event, ns)
-    whole = [times for times in found.values() if set(times) == set(way)]
-    woke, before = ("taken in", "delivered") if way is RPC else ("delivered", "written")
-    return [times for times in whole if times[woke] - times[before] < _BUSY_NS]
+                    found[last].setdefault(event, ns)
+                last = last if event == "started" else ""
+            else:
+                found[key].setdefault(event, ns)
+                if event == "taken in":
+                    last = key
+                    found[key].setdefault("woke", woke)
+    before = list(way)[list(way).index("woke") - 1]
+    return {
+        key: times
+        for key, times in found.items()
+        if set(times) >= set(way) and 0 < times["woke"] - times[before] < _BUSY_NS and times["works"] > times["started"]
+    }
 
 
 def main() -> None:
@@ -171,11 +206,19 @@ def main() -> None:
         os.environ["BENCH_HOPS"] = name
         group.run(contest.jobs, Path(name), range(options.workers))
         found = hops(Path(name), options.workers, way)
-    print(f"{len(found)} hops, {options.workers} workers, {options.ms:g}/{2 * options.ms:g} ms; median us")
-    names = list(way)
-    for a, b in pairwise(names):
-        print(f"{statistics.median((t[b] - t[a]) / 1e3 for t in found):8.0f}  {b:10} {way[b]}")
-    print(f"{statistics.median((t['started'] - t['computed']) / 1e3 for t in found):8.0f}  in all")
+    for kind, name in (("F", "forward"), ("B", "backward")):
+        _show(name, [times for key, times in found.items() if kind in key], way)
+
+
+def _show(name: str, found: list[dict[str, int]], way: dict[str, tuple[str, str]]) -> None:
+    print(f"{name}: {len(found)} hops, median us")
+    total: dict[str, float] = defaultdict(float)
+    for a, b in pairwise(way):
+        whose, what = way[b]
+        median = statistics.median((times[b] - times[a]) / 1e3 for times in found)
+        total[whose] += median
+        print(f"{median:8.0f}  {whose}: {what}")
+    print(f"{sum(total.values()):8.0f}  " + ", ".join(f"{whose} {us:.0f}" for whose, us in total.items()))
 
 
 if __name__ == "__main__":
