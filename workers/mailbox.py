@@ -74,8 +74,12 @@ class Mailbox:
         """Send what has been published and asked for; `busy`: while this thread computes."""
         self._transport.dispatch(busy)
 
-    def pull(self, peer: int, wanted: Iterable[tuple[Action | str, bool]]) -> None:
-        """Ask `peer` for all of `wanted`, ahead of need: (what, whether its payload or just that it is finished)."""
+    def pull(self, peer: int, wanted: Iterable[tuple[Action | str, bool]], *, often: bool = True) -> None:
+        """Ask `peer` for all of `wanted`, ahead of need: (what, whether its payload or just that it is finished).
+
+        Args:
+            often: whether to expect more of this, so that a way of its own is worth its memory.
+        """
         run = self._run
         self._transport.pull(
             peer,
@@ -84,7 +88,7 @@ class Mailbox:
                 for what, carries in wanted
             },
             # The way to a GPU has copies in it that its compute thread, which should run ahead, must not wait for.
-            polled=self._courier.in_step,
+            polled=often and self._courier.in_step,
         )
 
     def _deliver(self, peer: int, what: Action | str) -> Deliver:
@@ -147,7 +151,7 @@ class Mailbox:
         """Pull `what` from each of `peers` and wait for all."""
         missing = set(peers)
         for peer in sorted(missing):
-            self.pull(peer, [(what, True)])
+            self.pull(peer, [(what, True)], often=False)
         arrived: dict[int, Payload] = {}
         while missing:
             arrival = self.next_arrival(lambda: f"{what} of workers {sorted(missing)}")

@@ -66,5 +66,20 @@ def test_a_compute_thread_that_runs_ahead_of_its_device_receives_nothing_itself(
 
     courier = CpuCourier()
     courier.in_step = in_step
-    Mailbox(Noted(1, [Outbox(), Outbox()]), courier, stall_s=1).pull(0, [(F(0, 0), True)])
+    mailbox = Mailbox(Noted(1, [Outbox(), Outbox()]), courier, stall_s=0.01)
+    mailbox.pull(0, [(F(0, 0), True)])
     assert asked == [in_step]
+
+
+def test_a_barrier_takes_no_lane_from_everyone_to_everyone():
+    """Read, not met: 64 workers on a host would have taken 4 GiB for what they say once."""
+    asked = []
+
+    class Noted(LocalTransport):
+        def pull(self, peer, questions, *, polled):
+            asked.append((peer, polled))
+
+    mailbox = Mailbox(Noted(1, [Outbox(), Outbox(), Outbox()]), CpuCourier(), stall_s=0.01)
+    with pytest.raises(Stalled):
+        mailbox.collect("barrier", [0, 2])
+    assert asked == [(0, False), (2, False)]
