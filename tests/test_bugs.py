@@ -78,6 +78,28 @@ if pipe.worker == 0:
 """
 
 
+def test_what_a_peer_answered_before_it_died_is_delivered_first(monkeypatch):
+    """Read, not met: an answer in shared memory was thrown away if the connection broke before it was read."""
+    from rpc_pipe.workers import rpc as module
+    from rpc_pipe.workers.lane import POSSIBLE
+    from rpc_pipe.workers.payload import Payload
+
+    if not POSSIBLE:
+        return
+    monkeypatch.setattr(module.rpc, "init_rpc", lambda *args, **kwargs: None)
+    transport = module.RpcTransport(0, 2, "file:///nowhere")
+    assert transport.lanes.accept(1, transport.lanes.offer(1))  # worker 1's end too is in this test
+    delivered = []
+    for key in ((1, "1B0"), (1, "1B1")):
+        transport.line(1).ask({key: lambda answer, at_ns, key=key: delivered.append((key, answer))})
+    payload = Payload([], None)
+    assert transport.lanes.write(1, (1, "1B0"), payload)
+    transport._failed(1, "eof")
+    assert transport.wait(60)
+    transport.poll()
+    assert delivered == [((1, "1B0"), payload), ((1, "1B1"), "eof")]
+
+
 def test_two_threads_that_come_first_share_one_line(monkeypatch):
     """Read, not met: a handler and the compute thread could each make a line to the same peer.
 

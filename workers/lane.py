@@ -53,7 +53,7 @@ _copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void
     ("memmove", ctypes.PyDLL(None))
 )
 #: whether there can be lanes here: others see what an x86 processor stores in the order in which it does
-POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64"
+POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
 
 
 class Offer(NamedTuple):
@@ -94,7 +94,12 @@ class Lanes:
     def __init__(self, *, wanted: bool = True) -> None:
         #: rung when there is something to read
         self.bell = Bell()
-        self._possible = wanted and POSSIBLE
+        #: who is on this host; None: no lanes
+        self._host: tuple[str, ...] | None = None
+        if wanted and POSSIBLE:
+            with suppress(OSError):  # a sandbox that does not say
+                self._host = _host()
+        self._gone: set[int] = set()
         self._lock = threading.Lock()
         #: what payloads the peers can write, bytes; the largest there are if they are not to be asked again
         self._offered: dict[int, int] = {}
@@ -105,16 +110,16 @@ class Lanes:
     def offer(self, peer: int) -> Offer | None:
         """Return a lane that `peer` may write; None: it has been offered one, or there is none."""
         with self._lock:
-            return self._offer(peer, _FIRST) if self._possible and peer not in self._offered else None
+            return None if self._host is None or peer in self._offered else self._offer(peer, self._host, _FIRST)
 
     def offer_larger(self, peer: int, payload_bytes: int) -> Offer | None:
         """Return a lane with room for such payloads, if `peer` has one that is too small for them."""
         with self._lock:
-            if not self._offered.get(peer, LARGEST) < payload_bytes <= LARGEST:
+            if self._host is None or not self._offered.get(peer, LARGEST) < payload_bytes <= LARGEST:
                 return None
-            return self._offer(peer, 1 << (payload_bytes - 1).bit_length())
+            return self._offer(peer, self._host, 1 << (payload_bytes - 1).bit_length())
 
-    def _offer(self, peer: int, largest: int) -> Offer | None:
+    def _offer(self, peer: int, host: tuple[str, ...], largest: int) -> Offer | None:
         try:
             memory, reader = _new_reader(_ROOM * largest + OVERHEAD_BYTES)
         except OSError:  # the system does not give any, or not so much
@@ -122,7 +127,7 @@ class Lanes:
             return None
         self._offered[peer] = largest
         self._readers = (*self._readers, (peer, reader, reader.ring.counters))
-        return Offer(_host(), os.getpid(), memory, self.bell.descriptor, reader.ring.size, reader.ring.token)
+        return Offer(host, os.getpid(), memory, self.bell.descriptor, reader.ring.size, reader.ring.token)
 
     def refused(self, peer: int) -> None:
         """`peer`, on another host, will not write the lane that it was offered last; offer no more."""
@@ -133,11 +138,20 @@ class Lanes:
 
     def accept(self, peer: int, offer: Offer) -> bool:
         """Write to `peer` through the lane that it offers, if it is on this host; return whether it is."""
-        writer = _accepted(offer) if self._possible else None
+        if offer.host != self._host:
+            return False
+        writer = _accepted(offer)
         if writer is None:
             return False
-        writer.before = self._writers.get(peer)
-        self._writers[peer] = writer
+        with self._lock:
+            if peer in self._gone:
+                return False
+            before = self._writers.get(peer)
+            if before is not None and before.size > writer.size:  # offers may overtake each other
+                before.before = writer
+            else:
+                writer.before = before
+                self._writers[peer] = writer
         return True
 
     def write(self, peer: int, key: Key, answer: Answer) -> bool:
@@ -155,7 +169,9 @@ class Lanes:
 
     def gone(self, peer: int) -> None:
         """`peer` reads nothing more."""
-        self._writers.pop(peer, None)
+        with self._lock:
+            self._gone.add(peer)
+            self._writers.pop(peer, None)
 
     def unread(self) -> set[int]:
         """Return the peers that have not read everything yet."""
@@ -178,9 +194,7 @@ def _new_reader(size: int) -> tuple[int, _Reader]:
 
 
 def _accepted(offer: Offer) -> _Writer | None:
-    """Return the writer's end of a lane, None if its reader is not on this host."""
-    if offer.host != _host():
-        return None
+    """Return the writer's end of a lane on this host, None if it cannot be reached."""
     with suppress(OSError):
         memory = os.open(f"/proc/{offer.process}/fd/{offer.memory}", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -217,6 +231,11 @@ class _Writer:
         self._lock = threading.Lock()
         #: shapes and structure of payloads, told once
         self._forms: dict[Any, _Form] = {None: _Form(_NO_PAYLOAD, b"", [], 0)}
+
+    @property
+    def size(self) -> int:
+        """Of its memory, bytes."""
+        return self._ring.size
 
     @property
     def empty(self) -> bool:
@@ -283,7 +302,7 @@ class _Reader:
         size, at_ns, run, number, name_size, definition_size = _HEAD.unpack_from(data, at)
         begin = at + _HEAD.size
         end = begin + name_size
-        name = str(data[begin:end], "ascii")
+        name = str(data[begin:end], "utf-8")
         if definition_size:
             self._forms[number] = pickle.loads(data[end : end + definition_size])
         answer = None
@@ -292,7 +311,7 @@ class _Reader:
             there = self.ring.address + at + _aligned(end - at + definition_size)
             copies = []
             for shape, strides, dtype in tensors:
-                copy = torch.empty_strided(shape, strides, dtype=dtype)
+                copy = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
                 nbytes = copy.nbytes
                 _copy(copy.data_ptr(), there, nbytes)
                 there += _aligned(nbytes)
@@ -309,15 +328,20 @@ _PLAIN = {
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Tell whether shape, strides, type and memory say all of a tensor, without gaps in that memory."""
+    """Tell whether shape, strides, type and memory say all of a tensor; in that memory are neither gaps nor repeats."""
     return (
         type(tensor) is Tensor
         and tensor.layout is torch.strided
         and tensor.is_cpu
         and tensor.dtype in _PLAIN
         and not tensor.is_neg()
-        and (tensor.is_contiguous() or tensor.untyped_storage().nbytes() == tensor.nbytes)
+        and (tensor.is_contiguous() or _span(tensor) == tensor.numel())
     )
+
+
+def _span(tensor: Tensor) -> int:
+    """Return over how many elements of memory a tensor reaches; fewer than it has if it repeats some."""
+    return 1 + sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
 
 
 def _copy(to: int, at: int, size: int) -> None:

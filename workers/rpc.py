@@ -35,7 +35,7 @@ from torch.distributed.rpc.api import _default_pickler
 from torch.distributed.rpc.internal import PythonUDF
 from torch.futures import Future
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, WorkerFailure
 from .lane import Lanes, Offer
 from .line import NOTHING, Line, Message
 from .outbox import Answer, Key, Outbox
@@ -144,6 +144,7 @@ class RpcTransport:
         self.outbox = Outbox()
         self._lines: dict[int, Line] = {}
         self._posted: deque[int] = deque()  # peers that the compute thread has something to say to
+        self._broken: deque[tuple[int, str]] = deque()  # peers that cannot be reached, and why
         self._compute_thread = threading.get_ident()
         self._to_send: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # peers; None: no more
         self._infos: dict[int, Any] = {}
@@ -202,6 +203,10 @@ class RpcTransport:
             deliver = self.line(peer).answered(key)
             if deliver is not None:
                 deliver(answer, at_ns)
+        while self._broken:  # after what the peer had still answered
+            peer, text = self._broken.popleft()
+            for deliver in self.line(peer).broken():
+                deliver(text, time.perf_counter_ns())
 
     def wait(self, timeout_s: float) -> bool:
         return self.lanes.bell.wait(timeout_s)
@@ -233,7 +238,9 @@ class RpcTransport:
         """Take in a message of `peer`; `own`: it answers a request of this worker."""
         for deliver, answer in self.line(peer).received(message, own):
             deliver(answer, time.perf_counter_ns())
-            if isinstance(answer, Payload):
+            if isinstance(answer, WorkerFailure):
+                self.lanes.gone(peer)
+            elif isinstance(answer, Payload):
                 self._send_offer(peer, self.lanes.offer_larger(peer, sum([t.nbytes for t in answer.tensors])))
         self.outbox.taken(message.taken, peer)
         for key in message.asks:
@@ -306,8 +313,8 @@ class RpcTransport:
         if self._closed:
             return
         self.gone(peer)
-        for deliver in self.line(peer).broken():
-            deliver(text.strip().split("\n")[0], time.perf_counter_ns())
+        self._broken.append((peer, text.strip().split("\n")[0]))
+        self.lanes.bell.ring()
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Of eight pings the fastest counts, as its asymmetry can be the least (Cristian 1989)."""

@@ -41,6 +41,7 @@ def same(a, b):
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(4, 3).t(),
         torch.randn(100)[10:20],
+        torch.randn(6, 4)[2:5].t(),
         torch.randn(0, 7),
         torch.tensor(3.5, dtype=torch.float64),
         torch.randn(5).to(torch.bfloat16),
@@ -86,10 +87,14 @@ def test_being_finished_is_an_answer_too(ends):
         pack(torch.zeros(4, 4).to_sparse()),
         pack(torch.complex(torch.ones(2), torch.ones(2)).conj()),
         Payload([torch.zeros(100)[::2]], None),
+        pack(torch.rand(8, 8)[:, :1].expand(8, 8)),
+        pack(torch.rand(8, 8)[-1:].expand(8, 8)),
+        pack(torch.arange(10).unfold(0, 5, 4)),
     ],
-    ids=["failure", "too large", "sparse", "conjugate", "part of a larger storage"],
+    ids="failure, too large, sparse, conjugate, with gaps, column repeated, row repeated, overlapping".split(", "),
 )
 def test_what_does_not_fit_goes_another_way(ends, answer):
+    """A view may repeat parts of a storage that is as large as the view: one overwrote the heap of the reader."""
     assert not ends.write(0, (1, "0F0"), answer)
     assert not ends.read() and not ends.unread()
 
@@ -182,6 +187,33 @@ def test_lanes_can_be_turned_off(ends):
     assert not off.accept(0, ends.offer(1)) and not off.write(0, (1, "0F0"), None)
 
 
+def test_a_name_may_have_any_letters(ends):
+    assert ends.write(0, (1, "größe"), None)
+    assert ends.read()[0][1].key == (1, "größe")
+
+
+def test_the_default_device_is_not_where_payloads_arrive(ends):
+    ends.write(0, (1, "0F0"), pack(torch.ones(3)))
+    with torch.device("meta"):
+        ((_, record),) = ends.read()
+    assert record.answer.tensors[0].tolist() == [1, 1, 1]
+
+
+def test_a_sandbox_that_does_not_say_who_is_on_this_host_has_no_lanes(monkeypatch):
+    def refuse():
+        raise PermissionError("/proc/sys/kernel/random/boot_id")
+
+    monkeypatch.setattr(lane, "_host", refuse)
+    assert Lanes().offer(0) is None
+
+
+def test_offers_may_overtake_each_other(ends):
+    first = ends.offer(1)
+    larger = ends.offer_larger(1, 10**6)
+    assert ends.accept(1, larger) and ends.accept(1, first)
+    assert ends.write(1, (1, "0F0"), pack(torch.zeros(10**6 // 4))), "the larger one stays"
+
+
 def test_a_system_without_such_memory_has_no_lanes(monkeypatch):
     def refuse(name):
         raise OSError("not permitted")
@@ -194,6 +226,7 @@ def test_who_is_gone_reads_nothing_more(ends):
     ends.write(0, (1, "0F0"), None)
     ends.gone(0)
     assert not ends.unread() and not ends.write(0, (1, "0F1"), None)
+    assert not ends.accept(0, ends.offer_larger(0, 10**6)), "its offer came late"
 
 
 def test_a_writer_may_die():
