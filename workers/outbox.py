@@ -48,8 +48,9 @@ class Outbox:
 
     def put(self, key: Key, payload: Payload, consumers: Iterable[int]) -> None:
         """Offer `payload` under `key`; each consumer takes it once."""
-        waiting = set(consumers)
         with self._lock:
+            # What was promised counts less those who have left since.
+            _, waiting = self._payloads.get(key, (None, set(consumers)))
             self._payloads[key] = payload, waiting
             asked = self._asked.pop(key, {})
         for consumer, reply in asked.items():

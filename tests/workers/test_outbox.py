@@ -34,6 +34,17 @@ def test_kept_until_every_consumer_has_it_and_given_again_to_who_asks_again():
     assert len(outbox) == 0
 
 
+def test_who_left_after_the_promise_is_not_waited_for():
+    """Read again, not met: on a GPU a payload is on its way for a while, and an offer forgot who had left meanwhile."""
+    outbox = Outbox()
+    outbox.promise(KEY, [1, 2])
+    outbox.leaves(1)
+    outbox.put(KEY, PAYLOAD, [1, 2])
+    assert outbox.waiting() == {2}
+    outbox.taken([KEY], 2)
+    assert len(outbox) == 0
+
+
 def test_asking_again_replaces_the_question():
     outbox, first, second = Outbox(), [], []
     outbox.ask(KEY, 1, first.append)
