@@ -38,28 +38,25 @@ from rpc_pipe.workers.run import Run
 
 MODEL, OURS, WAKING = "the model's operators", "rpc-pipe", "waking, network, TensorPipe"
 #: what happens on the way, in order, and what the time before it is spent on
-LANE = {
+_BEFORE = {
     "worked": ("", ""),
     "computed": (MODEL, "the rest of the action"),
     "published": (OURS, "packed, outbox"),
-    "written": (OURS, "copied to the receiver's memory, its bell rung"),
+}
+_AFTER = {
     "woke": (WAKING, "the receiver's compute thread"),
-    "taken in": (OURS, "read, into the mailbox and out"),
+    "taken in": (OURS, "into the mailbox and out"),
     "started": (OURS, "chosen"),
     "works": (MODEL, "begun, up to the device"),
 }
+LANE = {**_BEFORE, "written": (OURS, "copied to the receiver's memory, its bell rung"), **_AFTER}
 RPC = {
-    "worked": ("", ""),
-    "computed": (MODEL, "the rest of the action"),
-    "published": (OURS, "packed, outbox"),
+    **_BEFORE,
     "gathered": (OURS, "decided to send now, by this thread or another"),
     "sent": (OURS, "serialised and handed to TensorPipe"),
     "received": (WAKING, "two network threads, the receiver's RPC thread"),
-    "delivered": (OURS, "unpickled, into the mailbox"),
-    "woke": (WAKING, "the receiver's compute thread"),
-    "taken in": (OURS, "out of the mailbox"),
-    "started": (OURS, "chosen"),
-    "works": (MODEL, "begun, up to the device"),
+    "delivered": (OURS, "unpickled"),
+    **_AFTER,
 }
 #: a receiver that woke up so late was busy, ns
 _BUSY_NS = 400_000

@@ -70,7 +70,7 @@ class Offer(NamedTuple):
     token: bytes
 
 
-class Record(NamedTuple):
+class Told(NamedTuple):
     """An answer that came by a lane, and when it was written, by the host's `perf_counter_ns`."""
 
     key: Key
@@ -159,7 +159,7 @@ class Lanes:
         writer = self._writers.get(peer)
         return writer is not None and writer.write(key, answer)
 
-    def read(self) -> list[tuple[int, Record]]:
+    def read(self) -> list[tuple[int, Told]]:
         """Return (peer, what it wrote) for all that has come. For one thread."""
         found = []
         for peer, reader, counters in self._readers:
@@ -293,7 +293,7 @@ class _Reader:
         self.ring = ring
         self._forms: dict[int, Any] = {}
 
-    def read(self) -> Record | None:
+    def read(self) -> Told | None:
         """Take the oldest record out; None if there is none."""
         at = self.ring.front()
         if at is None:
@@ -318,7 +318,7 @@ class _Reader:
                 copies.append(copy)
             answer = Payload(copies, skeleton)
         self.ring.read(size)
-        return Record((run, name), answer, at_ns)
+        return Told((run, name), answer, at_ns)
 
 
 _PLAIN = {

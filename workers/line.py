@@ -98,7 +98,7 @@ class Line:
                     deliveries.append((deliver, answer))
                 if isinstance(answer, Payload):
                     self._taken.append(key)
-                    self._taken_bytes += sum(tensor.nbytes for tensor in answer.tensors)
+                    self._taken_bytes += answer.num_bytes
             self._urgent |= len(self._taken) >= _UNTOLD_LIMIT or self._taken_bytes >= _UNTOLD_BYTES
             self._urgent |= not self._outstanding
         return deliveries

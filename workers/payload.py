@@ -33,6 +33,11 @@ class Payload:
     tensors: list[Tensor]
     skeleton: Tree
 
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors."""
+        return sum([tensor.nbytes for tensor in self.tensors])
+
 
 def pack(tree: Tree) -> Payload:
     """Take `tree` apart. The tensors are detached: no autograd graph ever travels.
@@ -40,8 +45,6 @@ def pack(tree: Tree) -> Payload:
     Raises:
         TypeError: a value that is none of the supported types; the text says where.
     """
-    if isinstance(tree, Tensor):  # the usual one
-        return Payload([tree.detach()], Place(0, tree.requires_grad))
     tensors: list[Tensor] = []
 
     def place(tensor: Tensor) -> Place:
@@ -58,8 +61,7 @@ def unpack(payload: Payload) -> Tree:
         # A new tensor on the same storage: the outbox, or another worker's thread, may hold the original.
         return payload.tensors[place.number].detach().requires_grad_(place.owes_grad)
 
-    skeleton = payload.skeleton
-    return leaf(skeleton) if type(skeleton) is Place else _map(skeleton, Place, leaf, "payload")
+    return _map(payload.skeleton, Place, leaf, "payload")
 
 
 def compact(tensor: Tensor) -> Tensor:
@@ -79,11 +81,6 @@ def tensors_of(tree: Tree) -> Iterator[Tensor]:
     elif isinstance(tree, dict):
         for child in tree.values():
             yield from tensors_of(child)
-
-
-def list_tensors(tree: Tree) -> list[Tensor]:
-    """Return what `tensors_of` yields, and sooner where `tree` is a tensor, as nearly always."""
-    return [tree] if isinstance(tree, Tensor) else list(tensors_of(tree))
 
 
 def map_tensors(tree: Tree, change: Callable[[Tensor], Any]) -> Tree:

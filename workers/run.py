@@ -154,8 +154,7 @@ class Run:
             return
         if arrival.payload is not None:
             self._payloads[arrival.what] = arrival.payload
-            num_bytes = sum([tensor.nbytes for tensor in arrival.payload.tensors])
-            self._arrived.append(Arrived(arrival.what, arrival.peer, num_bytes, arrival.at_ns))
+            self._arrived.append(Arrived(arrival.what, arrival.peer, arrival.payload.num_bytes, arrival.at_ns))
         self._carry(self._state.arrived(arrival.what))
 
     def _wait(self) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .hooks import LayerTime
-from .payload import Payload, Tree, list_tensors, map_tensors, pack, tensors_of, unpack
+from .payload import Payload, Tree, map_tensors, pack, tensors_of, unpack
 from .randomness import Randomness
 from .result import Losses
 from .split import Deferred, Saved, backward_inputs
@@ -125,7 +125,7 @@ class Shard:
         self, step: int, microbatch: int, inputs: Payload, target: Tree, share: float | None, saved: Saved | None
     ) -> Payload | None:
         tree, randomness = unpack(inputs), self._randomness
-        owing = [tensor for tensor in list_tensors(tree) if tensor.requires_grad]
+        owing = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
         with saved.hooks() if saved is not None and torch.is_grad_enabled() else nullcontext():
             if self._writes_inputs:
                 tree = map_tensors(tree, torch.clone)
@@ -137,7 +137,7 @@ class Shard:
             if share is not None:
                 assert self.loss_fn is not None
                 tree = self._weigh(microbatch, self.loss_fn(tree, target), share)
-        roots = [tensor for tensor in list_tensors(tree) if tensor.requires_grad]
+        roots = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
         if torch.is_grad_enabled():
             self._kept[microbatch] = owing, roots, saved
         return pack(tree) if share is None else None
