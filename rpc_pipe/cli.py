@@ -40,6 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ScheduleError) as error:
         Reporter().error(str(error))
         return 2
+    except KeyboardInterrupt:  # before there was anything to stop in good order
+        return 130
     except BrokenPipeError:  # whoever read what we print, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

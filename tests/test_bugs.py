@@ -169,3 +169,16 @@ def test_workers_of_one_process_restore_its_random_numbers_together():
         found = torch.rand(1)
         torch.manual_seed(3)
         assert torch.equal(found, torch.rand(1))
+
+
+def test_ctrl_c_before_anything_runs_is_not_a_crash(monkeypatch):
+    """A watcher that was stopped while it still looked for runs ended with a traceback."""
+    from rpc_pipe import cli
+    from rpc_pipe.dispatch import command
+
+    def interrupted(address):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "open_source", interrupted)
+    monkeypatch.setattr(command.os, "nice", lambda _: 0)
+    assert cli.main(["watch"]) == 130

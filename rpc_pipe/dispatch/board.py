@@ -38,8 +38,8 @@ _LIVE = struct.Struct("<6qQ")
 _SLOTS_AT = _HEADER_BYTES + 64
 #: of a record: worker, step, start, end, rows, tokens, peak bytes, outbox, loss, how many actions, arrivals, layers
 _FIXED = struct.Struct("<8qd3q")
-#: a worker's slots take about so much memory, but are at least so many
-_SLOT_BYTES, _LEAST_SLOTS = 2**20, 4
+#: a worker's slots take about so much memory, but are at least and at most so many
+_SLOT_BYTES, _LEAST_SLOTS, MOST_SLOTS = 2**20, 4, 512
 _TRIES = 20
 
 _KINDS = list(Kind)
@@ -102,7 +102,7 @@ class BoardWriter(Listener):
     ) -> None:
         encoded = json.dumps({**header, "sizes": [num_actions, num_arrivals, num_layers]}).encode()
         self._slot_bytes = 8 + _FIXED.size + 8 * (3 * num_actions + 4 * num_arrivals + 2 * num_layers)
-        self._num_slots = max(_LEAST_SLOTS, min(64, _SLOT_BYTES // self._slot_bytes))
+        self._num_slots = max(_LEAST_SLOTS, min(MOST_SLOTS, _SLOT_BYTES // self._slot_bytes))
         temporary = path.with_name(path.name + ".new")
         with temporary.open("w+b") as file:
             # Reserved, not just sized: writing to a mapped file for which there is no room left kills the process.

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from ..dependency import ConfigError
 from ..trace import Trace
+from .board import MOST_SLOTS
 from .recording import Recording, Replay
 from .rollcall import newest_frames
 from .source import Boards, Source, open_source
@@ -63,10 +64,11 @@ def _watch(parsed: argparse.Namespace, argv: list[str]) -> int:
         raise ConfigError(f"--trace {parsed.trace}: there is no folder {Path(parsed.trace).parent}")
     if not parsed.speed > 0:
         raise ConfigError(f"--speed {parsed.speed:g}: must be more than 0")
+    steps = _parse_steps(parsed.steps)
     with contextlib.suppress(OSError):
         os.nice(19)  # whatever the machine has is for the workers
     source = open_source(parsed.address)
-    watcher = _Watcher(source, parsed)
+    watcher = _Watcher(source, parsed, steps)
     try:
         asyncio.run(watcher.run())
     except KeyboardInterrupt:
@@ -75,16 +77,17 @@ def _watch(parsed: argparse.Namespace, argv: list[str]) -> int:
 
 
 class _Watcher:
-    def __init__(self, source: Source, parsed: argparse.Namespace) -> None:
+    def __init__(self, source: Source, parsed: argparse.Namespace, steps: tuple[int, int] | None) -> None:
         self._source = source
         self._parsed = parsed
-        self._view = View()
+        # Who wants all steps, or certain ones, may not be woken before many have been done.
+        self._view = View(keep=MOST_SLOTS) if parsed.trace or parsed.record else View()
         self.console = Console(highlight=False)
         #: a recording that is not shown is read as fast as it can be
         self._hurry = isinstance(source, Replay) and bool(parsed.once or parsed.trace or parsed.record)
         if isinstance(source, Replay):
             source.speed = None if self._hurry else parsed.speed
-        self._steps = _parse_steps(parsed.steps)
+        self._steps = steps
 
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:

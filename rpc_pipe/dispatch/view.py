@@ -72,9 +72,14 @@ class LinkRow:
 
 
 class View:
-    """Takes in news and answers questions; knows neither where they come from nor who asks."""
+    """Takes in news and answers questions; knows neither where they come from nor who asks.
 
-    def __init__(self) -> None:
+    Args:
+        keep: how many steps to remember.
+    """
+
+    def __init__(self, keep: int = _KEPT_STEPS) -> None:
+        self._keep = keep
         self.headers: dict[int, dict[str, Any]] = {}
         self.programs: dict[int, dict[str, Any]] = {}
         self.lives: dict[int, Live] = {}
@@ -125,7 +130,7 @@ class View:
             self._told_dropped = time.monotonic()
             self.note(f"{news.dropped - self.dropped} records are left out: too fast, or too large", warning=True)
             self.dropped = news.dropped
-        while len(self._steps) > _KEPT_STEPS:
+        while len(self._steps) > self._keep:
             del self._steps[min(self._steps)]
         self._watch_for_stall()
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc_pipe.dependency import Action, B, F, Kind, Pulled
-from rpc_pipe.dispatch.board import Board, BoardWriter, Live, State, pack_record, unpack_record
+from rpc_pipe.dispatch.board import MOST_SLOTS, Board, BoardWriter, Live, State, pack_record, unpack_record
 from rpc_pipe.workers.hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 
 times = st.integers(0, 2**62)
@@ -72,13 +72,13 @@ def test_a_slow_reader_misses_steps_and_knows_how_many(writer, tmp_path):
     for step in range(3):
         writer.step_finished(record(step))
     assert [r.step for r in board.records()] == [0, 1, 2] and board.dropped == 0
-    for step in range(3, 203):
+    for step in range(3, 1003):
         writer.step_finished(record(step))
-    assert [r.step for r in board.records()] == list(range(139, 203))  # 64 slots
-    assert board.dropped == 136
+    assert [r.step for r in board.records()] == list(range(1003 - MOST_SLOTS, 1003))
+    assert board.dropped == 1000 - MOST_SLOTS
     assert board.records() == []
     late = Board(tmp_path / "worker-0")
-    assert len(late.records()) == 64 and late.dropped == 0  # what was before the first look has not been missed
+    assert len(late.records()) == MOST_SLOTS and late.dropped == 0  # what was before the first look has not been missed
 
 
 def test_many_readers_do_not_disturb_each_other(writer, tmp_path):
