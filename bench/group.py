@@ -46,6 +46,7 @@ class Outcome(NamedTuple):
 def run(jobs: Iterable[Job], folder: Path, ranks: Sequence[int], first: int = 0) -> None:
     """Run this host's `ranks` of all `jobs`, in turn; jobs are numbered from `first`."""
     calibrate()
+    os.environ["LOCAL_WORLD_SIZE"] = str(len(ranks))  # as torchrun tells it
     for number, job in enumerate(jobs, first):
         children = {}
         for rank in (rank for rank in ranks if rank < job.workers):

@@ -41,6 +41,10 @@ class Job:
     join_timeout_s: float = 120.0
     #: whether workers of one host use shared memory between them
     lanes: bool = True
+    #: how many of the workers are on this host
+    local_workers: int = 1
+    #: whether they wake up on processors of their own
+    homes: bool = True
 
 
 def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
@@ -50,7 +54,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         ConfigError: variables of torchrun or of ours are only partly set, or make no sense.
     """
     environ = os.environ if environ is None else environ
-    lanes = _on(environ, "RPC_PIPE_SHARED_MEMORY")
+    lanes, homes = _on(environ, "RPC_PIPE_SHARED_MEMORY"), _on(environ, "RPC_PIPE_HOMES")
     local = environ.get(INIT)
     wanted = ("RANK", "WORLD_SIZE") if local else _TORCHRUN
     present = [name for name in wanted if name in environ]
@@ -67,10 +71,12 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
     timeout = float(environ.get("RPC_PIPE_JOIN_TIMEOUT", "120"))
     if local:
-        return Job(worker, num_workers, local, environ.get("RPC_PIPE_INTERFACE", "lo"), timeout, lanes)
+        interface, here = environ.get("RPC_PIPE_INTERFACE", "lo"), num_workers
+        return Job(worker, num_workers, local, interface, timeout, lanes, here, homes)
     address = environ["MASTER_ADDR"]
     _number(environ, "MASTER_PORT")
-    return Job(worker, num_workers, "env://", interface_towards(address), timeout, lanes)
+    here = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1
+    return Job(worker, num_workers, "env://", interface_towards(address), timeout, lanes, here, homes)
 
 
 def _on(environ: Mapping[str, str], name: str) -> bool:
@@ -133,8 +139,11 @@ def join(job: Job) -> Transport:
     """
     # Both, because init_rpc builds a gloo group besides TensorPipe's own connections (pytorch#42879).
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = job.interface
+    from .workers.home import home_of
     from .workers.rpc import RpcTransport  # here, so that planning loads without torch
 
-    transport = RpcTransport(job.worker, job.num_workers, job.init_method, job.join_timeout_s, lanes=job.lanes)
+    home = home_of(job.worker, job.local_workers) if job.homes else None
+    where = job.init_method, job.join_timeout_s
+    transport = RpcTransport(job.worker, job.num_workers, *where, lanes=job.lanes, home=home)
     atexit.register(transport.close)
     return transport

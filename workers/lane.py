@@ -88,12 +88,12 @@ class Lanes:
     """A worker's lanes, in both directions; where there can be none, nothing is offered, accepted or written.
 
     Args:
+        bell: rung when there is something to read.
         wanted: whether to have any.
     """
 
-    def __init__(self, *, wanted: bool = True) -> None:
-        #: rung when there is something to read
-        self.bell = Bell()
+    def __init__(self, bell: Bell, *, wanted: bool = True) -> None:
+        self.bell = bell
         #: who is on this host; None: no lanes
         self._host: tuple[str, ...] | None = None
         if wanted and POSSIBLE:

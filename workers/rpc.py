@@ -36,6 +36,8 @@ from torch.distributed.rpc.internal import PythonUDF
 from torch.futures import Future
 
 from ..dependency import ConfigError, WorkerFailure
+from .bell import Bell
+from .home import Home
 from .lane import Lanes, Offer
 from .line import NOTHING, Line, Message
 from .outbox import Answer, Key, Outbox
@@ -124,6 +126,7 @@ class RpcTransport:
         init_method: where they meet: `file:///path`, `tcp://host:port` or `env://`.
         join_timeout_s: for how long to wait for the others.
         lanes: whether workers of one host answer each other through shared memory, where that is possible.
+        home: where the compute thread wakes up; None: anywhere.
 
     Raises:
         ConfigError: the others did not come, or the address cannot be used.
@@ -137,6 +140,7 @@ class RpcTransport:
         join_timeout_s: float = 120.0,
         *,
         lanes: bool = True,
+        home: Home | None = None,
     ) -> None:
         global _endpoint
         self.worker = worker
@@ -150,7 +154,7 @@ class RpcTransport:
         self._infos: dict[int, Any] = {}
         self._closed = False
         #: to and from workers of this host
-        self.lanes = Lanes(wanted=lanes)
+        self.lanes = Lanes(Bell(home), wanted=lanes)
         #: what is shown to those who watch from other machines; see rpc_pipe/dispatch/mirror.py
         self.exhibit: Callable[[int], bytes] | None = None
         _endpoint = self

@@ -205,6 +205,7 @@ def test_ctrl_c_once_finishes_the_step_and_twice_kills(interrupts):
         (["run"], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT: not set, but RANK is"),
         (["run"], {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK 3: must be 0 to"),
         (["run", "--steps", "1"], {"RPC_PIPE_SHARED_MEMORY": "no"}, "RPC_PIPE_SHARED_MEMORY 'no': must be on or off"),
+        (["run", "--steps", "1"], {"RPC_PIPE_HOMES": "1"}, "RPC_PIPE_HOMES '1': must be on or off"),
         (["run", "no_such_script.py"], {}, "no_such_script.py: there is no such file"),
         (["run", "--device", "cuda:7"], {}, "device 'cuda:7'"),
         (["simulate", "--cost", "F=1,X=2"], {}, "--cost X=2: kinds are"),

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from rpc_pipe.dependency import WorkerFailure
 from rpc_pipe.workers import lane
+from rpc_pipe.workers.bell import Bell
 from rpc_pipe.workers.lane import Lanes
 from rpc_pipe.workers.payload import Payload, pack
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(not lane.POSSIBLE, reason="lanes are for Linux o
 @pytest.fixture
 def ends():
     """A lane that one object writes and reads: worker 0 to itself, as the memory does not care."""
-    lanes = Lanes()
+    lanes = Lanes(Bell())
     assert lanes.accept(0, lanes.offer(0))
     return lanes
 
@@ -132,7 +133,7 @@ def test_shapes_without_end_are_told_each_time(ends, monkeypatch):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([10, 1000, 50_000]))
 def test_any_interleaving_of_writing_and_reading_keeps_the_order(seed, largest):
-    draw, lanes, expected = random.Random(seed), Lanes(), deque()
+    draw, lanes, expected = random.Random(seed), Lanes(Bell()), deque()
     lanes.accept(0, lanes.offer(0))
     for number in range(200):
         payload = pack((torch.full((draw.randrange(largest),), float(number)), number))
@@ -182,7 +183,7 @@ def test_a_peer_on_another_host_is_asked_once(ends):
 
 
 def test_lanes_can_be_turned_off(ends):
-    off = Lanes(wanted=False)
+    off = Lanes(Bell(), wanted=False)
     assert off.offer(0) is None and not off.read()
     assert not off.accept(0, ends.offer(1)) and not off.write(0, (1, "0F0"), None)
 
@@ -204,7 +205,7 @@ def test_a_sandbox_that_does_not_say_who_is_on_this_host_has_no_lanes(monkeypatc
         raise PermissionError("/proc/sys/kernel/random/boot_id")
 
     monkeypatch.setattr(lane, "_host", refuse)
-    assert Lanes().offer(0) is None
+    assert Lanes(Bell()).offer(0) is None
 
 
 def test_offers_may_overtake_each_other(ends):
@@ -219,7 +220,7 @@ def test_a_system_without_such_memory_has_no_lanes(monkeypatch):
         raise OSError("not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    assert Lanes().offer(0) is None
+    assert Lanes(Bell()).offer(0) is None
 
 
 def test_who_is_gone_reads_nothing_more(ends):
@@ -231,12 +232,12 @@ def test_who_is_gone_reads_nothing_more(ends):
 
 def test_a_writer_may_die():
     """The reader keeps what was written, and nothing is left in the file system."""
-    ends = Lanes()
+    ends = Lanes(Bell())
     offer = ends.offer(1)
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        writer = Lanes()
+        writer = Lanes(Bell())
         ok = writer.accept(1, offer) and writer.write(1, (1, "0F0"), pack(torch.ones(2)))
         os._exit(0 if ok else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
