@@ -70,8 +70,8 @@ def test_busy_processors_are_nobodys_home(processor):
     assert where_it_may_run(Home(processor, 1, busy)) == (anywhere, anywhere, anywhere)
 
 
-def test_half_of_the_time_decides(processor):
-    for share, bound in ((0.4, False), (0.6, True)):
+def test_a_third_of_the_time_decides(processor):
+    for share, bound in ((0.2, False), (0.5, True)):
         its_home = Home(processor, 2, lambda share=share: share * 2 * time.monotonic())
         time.sleep(0.01)
         allowed = its_home.enter()
@@ -84,6 +84,18 @@ def test_a_thread_is_not_bound_where_it_may_not_run(processor):
     anywhere = os.sched_getaffinity(0)
     assert Home(max(anywhere) + 1, 1, idle).enter() == set()
     assert os.sched_getaffinity(0) == anywhere
+
+
+def test_who_was_moved_meanwhile_stays_there(processor):
+    before, its_home = os.sched_getaffinity(0), Home(processor, 1, idle)
+    time.sleep(0.01)
+    allowed = its_home.enter()
+    try:
+        os.sched_setaffinity(0, {min(before)})  # as taskset(1) does it from outside
+        its_home.leave(allowed)
+        assert os.sched_getaffinity(0) == {min(before)}
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def test_a_sandbox_may_forbid_it(processor, monkeypatch):
