@@ -1,9 +1,9 @@
 """On which processor a worker's compute thread wakes up.
 
-Linux likes to wake a thread where the one runs that wakes it, as if that were about to sleep. Between workers it is
-not: it has to note what it has done and to look what is next, and the neighbour waits for that while other processors
-are idle. Virtual machines, whose idle processors look taken, do so more than others. Measured with 8 workers on the 2
-processors of one, 2/4 ms a stage: 161 ms a step with homes, 178 without.
+Linux may wake a thread where the one runs that wakes it, as if that were about to sleep. Between workers it is not:
+it has to note what it has done and to look what is next, and the neighbour waits for that while other processors are
+idle. Measured on a virtual machine, 8 workers on 2 processors, 2/4 ms a stage: 161 ms a step with homes, 178 without.
+How much it is elsewhere depends on how the system chooses processors.
 
 A worker that waits is therefore bound to its home, another one than its neighbours', until it is awake; then it may
 run anywhere. Where processors are busy, with this job's compute or another's, a fixed place to wake up is worse than
