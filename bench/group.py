@@ -46,13 +46,14 @@ class Outcome(NamedTuple):
 def run(jobs: Iterable[Job], folder: Path, ranks: Sequence[int], first: int = 0) -> None:
     """Run this host's `ranks` of all `jobs`, in turn; jobs are numbered from `first`."""
     calibrate()
-    os.environ["LOCAL_WORLD_SIZE"] = str(len(ranks))  # as torchrun tells it
     for number, job in enumerate(jobs, first):
         children = {}
-        for rank in (rank for rank in ranks if rank < job.workers):
+        here = [rank for rank in ranks if rank < job.workers]
+        for rank in here:
             sys.stdout.flush()
             child = os.fork()
             if child == 0:
+                os.environ["LOCAL_WORLD_SIZE"] = str(len(here))  # as torchrun tells it
                 _be(job, rank, folder, number)
             children[child] = rank
         _wait(children, time.monotonic() + _DEADLINE_S)
