@@ -62,6 +62,11 @@ RPC = {
 _BUSY_NS = 400_000
 
 
+def _replace(place: Any, name: str, function: Callable[..., Any]) -> None:
+    """Put `function` in the place of one of that name, of a class or a module."""
+    setattr(place, name, function)
+
+
 class Observed(Ours):
     """rpc-pipe that notes when what happens to each payload."""
 
@@ -81,7 +86,11 @@ class Observed(Ours):
 
     def _observe(self) -> None:
         """Wrap the places where something happens."""
+        self._observe_compute()
+        self._observe_lanes()
+        self._observe_messages()
 
+    def _observe_compute(self) -> None:
         def before(cls: type, name: str, event: str, key: Callable[..., object]) -> None:
             original = getattr(cls, name)
 
@@ -89,21 +98,13 @@ class Observed(Ours):
                 self._note(event, key(*args, **kwargs))
                 return original(*args, **kwargs)
 
-            setattr(cls, name, noted)
+            _replace(cls, name, noted)
 
         before(Run, "_hand_over", "computed", lambda run, action, *_: (run._mailbox._run, str(action)))
         before(rpc.RpcTransport, "_answer", "published", lambda _, peer, key, answer: key)
-        write = Lanes.write
-
-        def noted_write(lanes: Lanes, peer: int, key: Any, answer: Any) -> bool:
-            done = write(lanes, peer, key, answer)
-            if done:
-                self._note("written", key)
-            return done
-
         before(Run, "_take_in", "taken in", lambda run, arrival: (run._mailbox._run, str(arrival.what)))
         before(Run, "_execute", "started", self._starts)
-        work, wait = devices.work, Bell.wait
+        work = devices.work
 
         def noted_work(seconds: float) -> None:
             if seconds:
@@ -111,11 +112,26 @@ class Observed(Ours):
                 work(seconds)
                 self._note("worked", self._running)
 
+        _replace(devices, "work", noted_work)
+
+    def _observe_lanes(self) -> None:
+        write, wait = Lanes.write, Bell.wait
+
+        def noted_write(lanes: Lanes, peer: int, key: Any, answer: Any) -> bool:
+            done = write(lanes, peer, key, answer)
+            if done:
+                self._note("written", key)
+            return done
+
         def noted_wait(bell: Bell, timeout_s: float) -> bool:
             rung = wait(bell, timeout_s)
             self._note("woke", "")
             return rung
 
+        _replace(Lanes, "write", noted_write)
+        _replace(Bell, "wait", noted_wait)
+
+    def _observe_messages(self) -> None:
         outgoing, send, from_wire, deliver = Line.outgoing, rpc.RpcTransport._send, wire.from_wire, Mailbox._deliver
 
         def noted_outgoing(line: Line) -> Any:
@@ -146,16 +162,10 @@ class Observed(Ours):
 
             return noted
 
-        wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
-            (devices, "work", noted_work),
-            (Bell, "wait", noted_wait),
-            (Lanes, "write", noted_write),
-            (Line, "outgoing", noted_outgoing),
-            (rpc.RpcTransport, "_send", noted_send),
-        ]
-        wrapped += [(rpc, "from_wire", noted_from_wire), (Mailbox, "_deliver", noted_deliver)]
-        for place, name, function in wrapped:
-            setattr(place, name, function)
+        _replace(Line, "outgoing", noted_outgoing)
+        _replace(rpc.RpcTransport, "_send", noted_send)
+        _replace(rpc, "from_wire", noted_from_wire)
+        _replace(Mailbox, "_deliver", noted_deliver)
 
     def close(self) -> None:
         (Path(os.environ["BENCH_HOPS"]) / f"{self.rank}.events").write_text(json.dumps(self._events))
