@@ -11,9 +11,16 @@ setup(
     package_dir={"": "."},
     # Listed, not found: where links were lost (zip archives) the build stops instead of
     # installing a package without its rooms.
-    packages=["rpc_pipe", "rpc_pipe.dependency", "rpc_pipe.schedules", "rpc_pipe.workers", "rpc_pipe.dispatch"],
+    packages=[
+        "rpc_pipe",
+        *("rpc_pipe." + room for room in ("dependency", "schedules")),
+        *("rpc_pipe." + room for room in ("workers", "workers.compute", "workers.transport")),
+        *("rpc_pipe." + room for room in ("model", "planning", "drawing", "tracing", "launching", "commands")),
+        *("rpc_pipe." + room for room in ("dispatch", "demo")),
+    ],
     package_data={
-        "rpc_pipe": ["py.typed", "page.html", "timeline.css", "timeline.js"],
+        "rpc_pipe": ["py.typed"],
+        "rpc_pipe.drawing": ["page.html", "timeline.css", "timeline.js"],
         "rpc_pipe.dispatch": ["live.html"],
     },
     install_requires=["torch>=2.6", "rich>=13", "safetensors>=0.4", "numpy"],  # safetensors.torch imports numpy
@@ -23,5 +30,5 @@ setup(
         "tensorboard": ["tensorboard"],
         "bench": ["torchpippy==0.1.1", "transformers"],
     },
-    entry_points={"console_scripts": ["rpc-pipe = rpc_pipe.cli:main"]},
+    entry_points={"console_scripts": ["rpc-pipe = rpc_pipe.commands.main:main"]},
 )

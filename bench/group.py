@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rpc_pipe.dispatch import jobs
+from rpc_pipe.tracing import run_folders as jobs
 
 from .devices import calibrate, instantly
 from .systems import SYSTEMS, Job, reference

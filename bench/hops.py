@@ -29,12 +29,13 @@ from bench import devices, group
 from bench.scenarios import emulated
 from bench.systems import SYSTEMS, Job, Ours
 from rpc_pipe.dependency import Action
-from rpc_pipe.workers import rpc, wire
-from rpc_pipe.workers.bell import Bell
-from rpc_pipe.workers.lane import POSSIBLE, Lanes
-from rpc_pipe.workers.line import Line
 from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.run import Run
+from rpc_pipe.workers.transport import message as wire
+from rpc_pipe.workers.transport import rpc
+from rpc_pipe.workers.transport.exchange import Line
+from rpc_pipe.workers.transport.shared_memory import POSSIBLE, Lanes
+from rpc_pipe.workers.transport.wakeup import Bell
 
 MODEL, OURS, WAKING = "the model's operators", "rpc-pipe", "waking, network, TensorPipe"
 #: what happens on the way, in order, and what the time before it is spent on

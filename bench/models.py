@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rpc_pipe.commands.settings import GPTConfig
+from rpc_pipe.demo.gpt import gpt_layers
+from rpc_pipe.demo.text import default_text
 from rpc_pipe.dependency import Action, B, F, I, Kind, R, W
-from rpc_pipe.gpt import gpt_layers
-from rpc_pipe.measure import measure
-from rpc_pipe.settings import GPTConfig
-from rpc_pipe.text import default_text
+from rpc_pipe.planning.measure import measure
 
 from .systems import Microbatch, Workload
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rpc_pipe.workers.split import Saved, backward_inputs
+from rpc_pipe.workers.compute.split_backward import Saved, backward_inputs
 
 #: width, rows, sequence
 _SHAPES = ((256, 2, 64), (512, 4, 128), (768, 2, 128), (1024, 2, 128))

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from rpc_pipe.dispatch import jobs
+from rpc_pipe.tracing import run_folders as jobs
 
 _RUN = [sys.executable, "-m", "rpc_pipe", "run", "--json", "--workers", "2"]
 #: for the cost, and for the rest, where many short steps tell more

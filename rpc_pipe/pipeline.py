@@ -17,22 +17,22 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from . import link
 from .dependency import ConfigError, Entry, Order, PeerLost, Spec, check, entries
-from .job import current_job, join
-from .options import ScheduleLike, make_spec
-from .partition import Model, Partition
+from .launching import launcher_link as link
+from .launching.job import current_job, join
+from .model.partition import Model, Partition
+from .planning.options import ScheduleLike, make_spec
 from .workers.actor import WorkerActor
-from .workers.device import courier_for
+from .workers.compute.device import courier_for
+from .workers.compute.randomness import Randomness, preserved
+from .workers.compute.result import Result
+from .workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
 from .workers.hooks import Listener
-from .workers.local import LocalTransport
-from .workers.outbox import Outbox
-from .workers.payload import Tree, num_rows, num_tokens, split_rows
-from .workers.randomness import Randomness, preserved
-from .workers.result import Result
 from .workers.run import Work
-from .workers.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
-from .workers.transport import Transport
+from .workers.transport.carrier import Transport
+from .workers.transport.local import LocalTransport
+from .workers.transport.outbox import Outbox
+from .workers.transport.payload import Tree, num_rows, num_tokens, split_rows
 
 T = TypeVar("T")
 

@@ -3,7 +3,7 @@
 
 import sys
 
-from rpc_pipe.cli import main
+from rpc_pipe.commands.main import main
 
 if __name__ == "__main__":
     sys.exit(main(["run", *sys.argv[1:]]))

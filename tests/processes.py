@@ -6,7 +6,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 #: a GPT that trains in milliseconds, on a text that is there
 SMALL = "--width 16 --heads 2 --depth 2 --context 16 --batch 8 --microbatches 4".split()
-TEXT = ["--data", str(ROOT / "rpc_pipe" / "launcher.py")]
+TEXT = ["--data", str(ROOT / "rpc_pipe" / "launching" / "launcher.py")]
 
 
 def environment(**more):

@@ -22,9 +22,9 @@ def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
     Later an acknowledgement could also be the answer to a request, which nobody confirms. So who leaves tells
     every peer what is still to be said, and that it takes nothing more, and waits until that has been read.
     """
-    from rpc_pipe.workers import rpc as module
-    from rpc_pipe.workers.line import NOTHING, Message
-    from rpc_pipe.workers.payload import Payload
+    from rpc_pipe.workers.transport import rpc as module
+    from rpc_pipe.workers.transport.exchange import NOTHING, Message
+    from rpc_pipe.workers.transport.payload import Payload
 
     sent, shut_down, read = [], [], Future()
 
@@ -80,9 +80,9 @@ if pipe.worker == 0:
 
 def test_what_a_peer_answered_before_it_died_is_delivered_first(monkeypatch):
     """Read, not met: an answer in shared memory was thrown away if the connection broke before it was read."""
-    from rpc_pipe.workers import rpc as module
-    from rpc_pipe.workers.lane import POSSIBLE
-    from rpc_pipe.workers.payload import Payload
+    from rpc_pipe.workers.transport import rpc as module
+    from rpc_pipe.workers.transport.payload import Payload
+    from rpc_pipe.workers.transport.shared_memory import POSSIBLE
 
     if not POSSIBLE:
         return
@@ -105,7 +105,7 @@ def test_two_threads_that_come_first_share_one_line(monkeypatch):
 
     One of the two was lost with the questions in it, and nobody would ever have answered them.
     """
-    from rpc_pipe.workers import rpc as module
+    from rpc_pipe.workers.transport import rpc as module
 
     together = threading.Barrier(2)
 
@@ -173,7 +173,7 @@ def test_workers_of_one_process_restore_its_random_numbers_together():
 
 def test_ctrl_c_before_anything_runs_is_not_a_crash(monkeypatch):
     """A watcher that was stopped while it still looked for runs ended with a traceback."""
-    from rpc_pipe import cli
+    from rpc_pipe.commands import main as cli
     from rpc_pipe.dispatch import command
 
     def interrupted(address):

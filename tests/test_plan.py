@@ -9,8 +9,8 @@ from torch import nn
 
 from rpc_pipe.dependency import PER_REPLICA, B, F, I, R, W
 from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.simulator import simulate, uniform
 from rpc_pipe.workers.hooks import Listener
 
 #: an action's length: long against what a thread needs to wake up

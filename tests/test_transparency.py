@@ -2,10 +2,10 @@
 
 import pytest
 
-from rpc_pipe import link
+from rpc_pipe.commands.settings import VerifyOptions
+from rpc_pipe.commands.verify import verify
+from rpc_pipe.launching import launcher_link as link
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.settings import VerifyOptions
-from rpc_pipe.verify import verify
 
 
 def verdict(monkeypatch, **options):
@@ -54,7 +54,7 @@ def test_parameters_of_schedules(monkeypatch, schedule, options):
 
 def test_the_comparison_can_fail(monkeypatch):
     """A verdict that is always "identical" would prove nothing."""
-    from rpc_pipe.workers.shard import Shard
+    from rpc_pipe.workers.compute.shard import Shard
 
     backward = Shard.backward
 

@@ -18,14 +18,14 @@ from pathlib import Path
 import torch
 
 from ..dependency import PeerLost, Spec, Stalled, WorkerFailure
-from .device import Courier
+from .compute.device import Courier
+from .compute.result import Result
+from .compute.shard import Shard
 from .hooks import Listeners
 from .mailbox import Mailbox
-from .payload import Payload, Tree, pack, unpack
-from .result import Result
 from .run import Run, Tasks, Work
-from .shard import Shard
-from .transport import Transport
+from .transport.carrier import Transport
+from .transport.payload import Payload, Tree, pack, unpack
 
 _HERE = Path(__file__).parent
 

@@ -12,10 +12,10 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..dependency import Action, PeerLost, Stalled, WorkerFailure
-from .device import Courier
-from .outbox import Answer
-from .payload import Payload
-from .transport import Deliver, Transport
+from .compute.device import Courier
+from .transport.carrier import Deliver, Transport
+from .transport.outbox import Answer
+from .transport.payload import Payload
 
 #: added to the name of an action of which only that it is finished is wanted
 _DONE = " done"

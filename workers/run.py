@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..dependency import PER_REPLICA, Action, B, Entry, F, G, I, Order, R, Spec, U, W
-from .device import Mark
+from .compute.device import Mark
+from .compute.result import Losses, Result, pack_outputs
+from .compute.shard import Shard
 from .hooks import Arrived, Blocked, Record, StepRecord
 from .mailbox import Arrival
-from .payload import Payload, Tree, pack, unpack
-from .result import Losses, Result, pack_outputs
-from .shard import Shard
 from .state import Instruction, Pull, WorkerState
+from .transport.payload import Payload, Tree, pack, unpack
 
 if TYPE_CHECKING:
     from .actor import WorkerActor

@@ -17,8 +17,8 @@ from rich.live import Live as Display
 from rich.text import Text
 
 from ..dependency import ConfigError
-from ..trace import Trace
-from .board import MOST_SLOTS
+from ..tracing.board import MOST_SLOTS
+from ..tracing.trace import Trace
 from .recording import Recording, Replay
 from .rollcall import newest_frames
 from .source import Boards, Source, open_source

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..dependency import Action, ConfigError
+from ..tracing.board import Live, State
 from ..workers.hooks import Arrived, LayerTime, Record, StepRecord
-from .board import Live, State
 from .source import News
 from .view import View
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ..dependency import ConfigError
+from ..tracing import run_folders as jobs
+from ..tracing.board import Board, Live, State
+from ..tracing.mirror import WATCHED
 from ..workers.hooks import StepRecord
-from . import jobs
-from .board import Board, Live, State
-from .mirror import WATCHED
 
 #: how long a stuck worker has to write its stacks
 _STACKS_S = 2.0

@@ -6,8 +6,8 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from ..page import Picture
-from ..waits import waits
+from ..drawing.page import Picture
+from ..planning.waits import waits
 from .view import View
 
 #: more spans than these are not shown, but fewer steps; and for more the causes of waits are not looked for

@@ -9,7 +9,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from ..timeline import draw
+from ..drawing.timeline import draw
 from .rollcall import duration
 from .view import View, WorkerRow
 

@@ -12,13 +12,13 @@ from statistics import median
 from typing import Any
 
 from ..dependency import ConfigError, F, Spec
-from ..simulator import simulate
-from ..timeline import Span
-from ..trace import Trace, ways
+from ..planning.simulator import simulate
+from ..planning.span import Span
+from ..tracing.board import Live, State
+from ..tracing.listed import spec_of_programs
+from ..tracing.lost import Lost, attribute
+from ..tracing.trace import Trace, ways
 from ..workers.hooks import StepRecord
-from .board import Live, State
-from .lost import Lost, attribute
-from .plan import spec_of_programs
 from .rollcall import blame, duration, roll_call
 from .source import News
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from aiohttp import web
 
 from ..dependency import ConfigError
-from ..page import encode, with_parts
+from ..drawing.page import encode, with_parts
 from .metrics import render
 from .source import Source
 from .summary import describe, draw_steps, finite

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc_pipe.dependency import Action, B, F, Kind, Pulled
-from rpc_pipe.dispatch.board import MOST_SLOTS, Board, BoardWriter, Live, State, pack_record, unpack_record
+from rpc_pipe.tracing.board import MOST_SLOTS, Board, BoardWriter, Live, State, pack_record, unpack_record
 from rpc_pipe.workers.hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 
 times = st.integers(0, 2**62)

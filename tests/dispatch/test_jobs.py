@@ -5,9 +5,9 @@ import os
 import pytest
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.dispatch import jobs
-from rpc_pipe.launcher import Launcher
-from rpc_pipe.report import Reporter
+from rpc_pipe.launching.launcher import Launcher
+from rpc_pipe.launching.report import Reporter
+from rpc_pipe.tracing import run_folders as jobs
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import pytest
 from synthetic import trace_of
 
 from rpc_pipe.dependency import B, F, U
-from rpc_pipe.dispatch.lost import attribute
-from rpc_pipe.simulator import Link
-from rpc_pipe.trace import Trace, ways
+from rpc_pipe.planning.simulator import Link
+from rpc_pipe.tracing.lost import attribute
+from rpc_pipe.tracing.trace import Trace, ways
 
 SHARDS = [[(stage, 0, 2)] for stage in range(4)]
 EVEN = {worker: [(1, 5), (1, 5)] for worker in range(4)}

@@ -12,10 +12,10 @@ import time
 import pytest
 from processes import ROOT, SMALL, TEXT, environment
 
-from rpc_pipe.dispatch import jobs
-from rpc_pipe.dispatch.board import MOST_SLOTS, Board
 from rpc_pipe.dispatch.source import Boards
 from rpc_pipe.dispatch.view import View
+from rpc_pipe.tracing import run_folders as jobs
+from rpc_pipe.tracing.board import MOST_SLOTS, Board
 
 TRAIN = ["--workers", "2", *SMALL, *TEXT]
 

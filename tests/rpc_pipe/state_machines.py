@@ -7,8 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from rpc_pipe.dependency import ACCUMULATING, ENDLESS, Action, F, Order, PipeError, Spec, entries
-from rpc_pipe.simulator import Cost
-from rpc_pipe.timeline import Span
+from rpc_pipe.planning.simulator import Cost
+from rpc_pipe.planning.span import Span
 from rpc_pipe.workers.state import Instruction, Pull, WorkerState
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.cli import main
-from rpc_pipe.compare import Work, compare, complete, table, verdict
+from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, F, I, R, W
-from rpc_pipe.footprint import Size, num_messages, peak_bytes
-from rpc_pipe.measure import measure
+from rpc_pipe.planning.compare import Work, compare, complete, table, verdict
+from rpc_pipe.planning.footprint import Size, num_messages, peak_bytes
+from rpc_pipe.planning.measure import measure
+from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.simulator import simulate, uniform
 
 COST = {F: 1, B: 2, I: 1, W: 1, R: 1}
 

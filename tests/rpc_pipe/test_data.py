@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from rpc_pipe.data import Corpus
+from rpc_pipe.demo.corpus import Corpus
 from rpc_pipe.dependency import ConfigError
 
 

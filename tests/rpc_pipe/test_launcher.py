@@ -13,7 +13,7 @@ import psutil
 import pytest
 from processes import ROOT, SMALL, TEXT, environment
 
-from rpc_pipe.workers import lane
+from rpc_pipe.workers.transport import shared_memory as lane
 
 SCRIPT = """
 import sys

@@ -7,11 +7,12 @@ from urllib.parse import unquote
 import pytest
 
 from rpc_pipe.dependency import B, F
-from rpc_pipe.page import Picture, draw_page
+from rpc_pipe.drawing.page import Picture, draw_page
+from rpc_pipe.drawing.timeline import PALETTE
+from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.span import Span
+from rpc_pipe.planning.waits import waits
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.simulator import simulate, uniform
-from rpc_pipe.timeline import PALETTE, Span
-from rpc_pipe.waits import waits
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")

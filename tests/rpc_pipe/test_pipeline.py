@@ -9,8 +9,8 @@ from torch import nn
 
 from rpc_pipe.dependency import ConfigError, F, WorkerFailure
 from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.hooks import Listener
-from rpc_pipe.workers.shard import Shard
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(1)), torch.arange(10) % 3

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from state_machines import run_state_machines
 
 from rpc_pipe.dependency import B, F, I, Kind, PipeError, R, U, W
+from rpc_pipe.planning.simulator import Link, simulate, uniform
 from rpc_pipe.schedules import SCHEDULES, OneFOneB
-from rpc_pipe.simulator import Link, simulate, uniform
 
 EXPECTED = json.loads((Path(__file__).parent.parent / "expected" / "timetables.json").read_text())
 

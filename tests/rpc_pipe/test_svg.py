@@ -5,10 +5,11 @@ from xml.etree import ElementTree
 import pytest
 
 from rpc_pipe.dependency import B, F, Kind, U
+from rpc_pipe.drawing.svg import draw_svg, nice_step
+from rpc_pipe.drawing.timeline import PALETTE, bubble, tell
+from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.span import Span
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.simulator import simulate, uniform
-from rpc_pipe.svg import draw_svg, nice_step
-from rpc_pipe.timeline import PALETTE, Span, bubble, tell
 
 SVG = "{http://www.w3.org/2000/svg}"
 

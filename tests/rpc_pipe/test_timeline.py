@@ -1,7 +1,8 @@
 from rpc_pipe.dependency import B, F, U
+from rpc_pipe.drawing.timeline import draw
+from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.span import Span
 from rpc_pipe.schedules import GPipe
-from rpc_pipe.simulator import simulate, uniform
-from rpc_pipe.timeline import Span, draw
 
 
 def lines(spans, workers, **options):

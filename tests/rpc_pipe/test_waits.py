@@ -1,8 +1,8 @@
 from rpc_pipe.dependency import B, F, U
+from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.span import Span
+from rpc_pipe.planning.waits import Wait, waits
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.simulator import simulate, uniform
-from rpc_pipe.timeline import Span
-from rpc_pipe.waits import Wait, waits
 
 SPEC = SCHEDULES["1f1b"](num_workers=2, num_microbatches=2)
 

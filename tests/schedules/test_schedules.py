@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rpc_pipe.dependency import ACCUMULATING, B, F, I, PipeError, R, ScheduleError, W, check_all, entries, local_order
+from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.simulator import simulate, uniform
 
 UNIT = uniform({F: 1, B: 1, I: 1, W: 1, R: 1})
 #: F = I = W, a full backward costs both, a second forward as much as the first

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rpc_pipe.workers.bell import Bell, Ringer
+from rpc_pipe.workers.transport.wakeup import Bell, Ringer
 
 linux_only = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="for Linux")
 

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from rpc_pipe.workers import home
-from rpc_pipe.workers.bell import Bell
-from rpc_pipe.workers.home import Home, home_of
+from rpc_pipe.workers.transport import home
+from rpc_pipe.workers.transport.home import Home, home_of
+from rpc_pipe.workers.transport.wakeup import Bell
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="for Linux")
 

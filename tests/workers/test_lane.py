@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc_pipe.dependency import WorkerFailure
-from rpc_pipe.workers import lane
-from rpc_pipe.workers.bell import Bell
-from rpc_pipe.workers.lane import Lanes
-from rpc_pipe.workers.payload import Payload, pack
+from rpc_pipe.workers.transport import shared_memory as lane
+from rpc_pipe.workers.transport.payload import Payload, pack
+from rpc_pipe.workers.transport.shared_memory import Lanes
+from rpc_pipe.workers.transport.wakeup import Bell
 
 pytestmark = pytest.mark.skipif(not lane.POSSIBLE, reason="lanes are for Linux on x86-64")
 

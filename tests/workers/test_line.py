@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc_pipe.workers.line import Line, Message
-from rpc_pipe.workers.outbox import Outbox
-from rpc_pipe.workers.payload import Payload
+from rpc_pipe.workers.transport.exchange import Line, Message
+from rpc_pipe.workers.transport.outbox import Outbox
+from rpc_pipe.workers.transport.payload import Payload
 
 PAYLOAD = Payload([], None)
 

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from rpc_pipe.dependency import F, PeerLost, Stalled
-from rpc_pipe.workers.device import CpuCourier
-from rpc_pipe.workers.local import LocalTransport
+from rpc_pipe.workers.compute.device import CpuCourier
 from rpc_pipe.workers.mailbox import Mailbox
-from rpc_pipe.workers.outbox import Outbox
-from rpc_pipe.workers.payload import pack
+from rpc_pipe.workers.transport.local import LocalTransport
+from rpc_pipe.workers.transport.outbox import Outbox
+from rpc_pipe.workers.transport.payload import pack
 
 PAYLOAD = pack(torch.ones(2))
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from rpc_pipe.dependency import PipeError, WorkerFailure
-from rpc_pipe.workers.outbox import Outbox
-from rpc_pipe.workers.payload import pack
+from rpc_pipe.workers.transport.outbox import Outbox
+from rpc_pipe.workers.transport.payload import pack
 
 PAYLOAD = pack(torch.ones(2))
 KEY = (1, "0F0")

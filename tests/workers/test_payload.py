@@ -3,7 +3,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from rpc_pipe.workers.payload import compact, num_rows, pack, split_rows, unpack
+from rpc_pipe.workers.transport.payload import compact, num_rows, pack, split_rows, unpack
 
 Pair = namedtuple("Pair", "left right")
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.workers.split import Saved, backward_inputs
+from rpc_pipe.workers.compute.split_backward import Saved, backward_inputs
 
 
 class Product(torch.autograd.Function):

@@ -1,0 +1,1 @@
+"""A byte-level GPT on real text: what the demo trains."""

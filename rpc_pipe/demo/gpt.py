@@ -1,0 +1,91 @@
+"""A small pre-norm GPT over bytes (Radford et al. 2019; Xiong et al. 2020, arXiv:2002.04745), as layers to cut.
+
+Shapes: token ids `[batch, sequence]` in, logits `[batch, sequence, 256]` out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..commands.settings import GPTConfig
+
+VOCABULARY = 256
+
+
+class Embedding(nn.Module):
+    """Bytes and positions to vectors."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, config.width)
+        self.position = nn.Embedding(config.context, config.width)
+        self.dropout = nn.Dropout(config.dropout)
+        nn.init.normal_(self.token.weight, std=0.02)
+        nn.init.normal_(self.position.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        out: Tensor = self.dropout(self.token(tokens) + self.position(positions))
+        return out
+
+
+class Block(nn.Module):
+    """Causal self-attention and a feed-forward network, each normalised before and added after."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.heads = config.heads
+        self.p = config.dropout
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.merge = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(config.dropout)
+        for layer in (self.merge, self.down):  # GPT-2's scaling of what is added to the residual stream
+            nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * config.depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.merge(self._attend(self.norm1(x))))
+        out: Tensor = x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)))))
+        return out
+
+    def _attend(self, x: Tensor) -> Tensor:
+        batch, sequence, width = x.shape
+        split = self.qkv(x).view(batch, sequence, 3, self.heads, width // self.heads)
+        q, k, v = split.permute(2, 0, 3, 1, 4)  # each [batch, heads, sequence, width / heads]
+        p = self.p if self.training else 0.0
+        mixed = functional.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
+        return mixed.transpose(1, 2).reshape(batch, sequence, width)
+
+
+class Head(nn.Module):
+    """Vectors to logits over the next byte."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.width)
+        self.logits = nn.Linear(config.width, VOCABULARY, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.logits(self.norm(x))
+        return out
+
+
+def gpt_layers(config: GPTConfig) -> list[Callable[[], nn.Module]]:
+    """Return what builds each layer; `nn.Sequential` of all of them is the unsplit model."""
+    blocks = [partial(Block, config) for _ in range(config.depth)]
+    return [partial(Embedding, config), *blocks, partial(Head, config)]
+
+
+def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats a byte; targets `[batch, sequence]`."""
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,0 +1,1 @@
+"""Timelines as text, SVG, a page, and Chrome traces."""

@@ -1,0 +1,270 @@
+"""Draw spans as one SVG file for documents, without scripts. Loads without torch.
+
+Kinds keep their pure colours, because lighter and darker ones collide for colour-blind eyes: several stages of a
+worker differ by a dark stripe along the bottom of the cell, the higher the later the stage.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape, quoteattr
+
+from ..planning.span import Span
+from .timeline import PALETTE, held_stages, summarize, tell
+
+#: width of the plot in pixels: wide enough for the labels of the shortest cells, within these bounds
+_NARROWEST, _WIDEST = 640, 1280
+#: height that all rows together aim at, and bounds of one row, in pixels
+_ROWS, _LOWEST, _HIGHEST = 704, 7, 24
+#: mean width of a character in units of the font size, on the safe side of the usual sans-serif fonts
+_CHARACTER = 0.6
+#: no text is smaller than this, in pixels
+_SMALLEST_TEXT = 7.0
+#: sizes of labels as shares of the largest: few, for a calm picture
+_SIZES = (1, 0.8, 0.64)
+_MARGIN = 12
+#: share of a cell's height that the stripe of a worker's last stage takes
+_STRIPE = 0.28
+
+_LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "dim": "#59636e", "bubble": "#e6eaef", "grid": "#c8d1da"}
+_DARK = {"paper": "#0d1117", "ink": "#e6edf3", "dim": "#9198a1", "bubble": "#262c36", "grid": "#4a525c"}
+
+
+def draw_svg(
+    spans: Sequence[Span], num_workers: int, *, title: str = "", num_stages: int | None = None, unit: str = ""
+) -> str:
+    """Return an SVG document of `spans`, which are of workers 0 to `num_workers` - 1.
+
+    Times count from the first start. The same spans give the same text. `num_stages` is told in the line under the
+    title; by default it is the highest stage that ran, plus one. `unit` is the name of the unit of time.
+    """
+    title, unit = _printable(title), _printable(unit)
+    about = summarize(spans, num_workers, unit=unit, num_stages=num_stages)
+    layout = _Layout.of(spans, num_workers)
+    held = held_stages(spans, num_workers)
+    foot, legend = _legend(layout, spans, max(map(len, held), default=0)) if spans else (layout.bottom, [])
+    width, height = _number(layout.width), _number(foot + _MARGIN)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="rpc-pipe" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" role="img" aria-label={quoteattr(f"{title}: {about}" if title else about)}>',
+        f"<style>{_style(layout)}</style>",
+        f'<rect class="paper" width="{width}" height="{height}" rx="6"/>',
+        *_heading(layout, title, about),
+    ]
+    if spans:
+        parts += [*_axis(layout, unit), *_rows(layout, spans, held), *legend]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where things are, in pixels."""
+
+    num_workers: int
+    #: first start, and time from there to the last end
+    first: float
+    length: float
+    #: height of a cell, and from row to row
+    cell: float
+    pitch: float
+    #: largest size of text in cells, and characters of the longest
+    font: float
+    longest: int
+    #: left edge and width of the plot
+    left: float
+    plot: float
+    #: upper edge of the first row
+    top: float
+    #: width of the line that parts neighbouring cells
+    seam: float
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], num_workers: int) -> _Layout:
+        first = min((span.start for span in spans), default=0.0)
+        length = max((span.end for span in spans), default=1.0) - first
+        pitch = min(_HIGHEST, max(_LOWEST, _ROWS // max(1, num_workers)))
+        cell = pitch - 2 if pitch > 12 else pitch - 1
+        font = min(12.0, max(_SMALLEST_TEXT, math.floor(cell * 1.5) / 2))
+        shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
+        longest = max((len(_label(span)) for span in spans), default=1)
+        plot = min(_WIDEST, max(_NARROWEST, (longest * font * _CHARACTER + 4) * length / shortest))
+        return cls(
+            num_workers=num_workers,
+            first=first,
+            length=length,
+            cell=cell,
+            pitch=pitch,
+            font=font,
+            longest=longest,
+            left=_MARGIN + _width(f"worker {num_workers - 1}", min(12.0, pitch)) + 6,
+            plot=plot,
+            top=56,
+            seam=min(1.0, 0.15 * shortest * plot / length) if length > 0 else 0,
+        )
+
+    @property
+    def width(self) -> float:
+        return self.left + self.plot + _MARGIN
+
+    @property
+    def bottom(self) -> float:
+        """Lower edge of the last row, or of the heading where nothing ran."""
+        return self.top + self.num_workers * self.pitch if self.length > 0 else self.top
+
+    def x(self, time: float) -> float:
+        """Return where `time` is, from the left edge of the plot."""
+        return (time - self.first) / self.length * self.plot if self.length > 0 else 0.0
+
+
+def _style(layout: _Layout) -> str:
+    def colours(of: dict[str, str]) -> str:
+        fills = "".join(f".rpc-pipe .{name}{{fill:{of[name]}}}" for name in ("paper", "ink", "dim", "bubble"))
+        return fills + f".rpc-pipe .grid{{stroke:{of['grid']}}}.rpc-pipe .seam rect{{stroke:{of['paper']}}}"
+
+    kinds = "".join(f".rpc-pipe .{kind}{{fill:{look.colour}}}" for kind, look in PALETTE.items())
+    kinds += "".join(f".rpc-pipe .tick.{kind}{{stroke:{look.colour}}}" for kind, look in PALETTE.items())
+    inks = "".join(f".rpc-pipe .seam .{k}~text{{fill:{v.ink}}}" for k, v in PALETTE.items() if v.ink != "#000000")
+    return (
+        ".rpc-pipe text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
+        f"{colours(_LIGHT)}.rpc-pipe .seam rect{{stroke-width:{_number(layout.seam)}}}"
+        ".rpc-pipe .seam text{text-anchor:middle;pointer-events:none}"
+        ".rpc-pipe .stripe{fill:#000;fill-opacity:.55}.rpc-pipe .tick{stroke-width:2}"
+        f"{kinds}{inks}@media(prefers-color-scheme:dark){{{colours(_DARK)}}}"
+    )
+
+
+def _heading(layout: _Layout, title: str, about: str) -> Iterator[str]:
+    if title:
+        yield _text(_MARGIN, 24, _fit(title, 16, layout.width - 2 * _MARGIN), "ink", 16, " font-weight='600'")
+    yield _text(_MARGIN, 43 if title else 32, about, "dim", 12)
+
+
+def _axis(layout: _Layout, unit: str) -> Iterator[str]:
+    """Yield the tracks, whose visible part is the bubble, and a line and a number at round times."""
+    yield "<g>"
+    for worker in range(layout.num_workers):
+        y = layout.top + worker * layout.pitch
+        yield (
+            f'<rect class="bubble" x="{_number(layout.left)}" y="{_number(y)}" '
+            f'width="{_number(layout.plot)}" height="{_number(layout.cell)}"/>'
+        )
+    yield "</g>"
+    step = nice_step(layout.length, layout.plot / 64)
+    count = math.floor(layout.length / step * (1 + 1e-9)) if step else 0
+    decimals = max(0, -math.floor(math.log10(step))) if step else 0
+    for i in range(count + 1):
+        x = layout.left + i * step / layout.length * layout.plot if step else layout.left
+        yield f'<path class="grid" d="M{_number(x)} {_number(layout.bottom)}v5"/>'
+        name = f"{i * step:.{decimals}f}" + (f" {unit}" if unit and i == 0 else "")
+        yield _text(x, layout.bottom + 17, name, "dim", 11, " text-anchor='middle'")
+
+
+def _rows(layout: _Layout, spans: Sequence[Span], held: Sequence[Sequence[int]]) -> Iterator[str]:
+    size = min(12.0, max(_SMALLEST_TEXT, layout.pitch * 0.75))
+    levels = max(map(len, held)) - 1
+    by_worker: list[list[Span]] = [[] for _ in range(layout.num_workers)]
+    for span in spans:
+        by_worker[span.worker].append(span)
+    for worker, own in enumerate(by_worker):
+        y = layout.top + worker * layout.pitch
+        baseline = y + layout.cell / 2 + 0.35 * size
+        yield _text(layout.left - 6, baseline, f"worker {worker}", "ink", size, " text-anchor='end'")
+        place = f"translate({_number(layout.left)},{_number(y)})"
+        yield f'<g class="seam" font-size="{_number(layout.font)}" transform="{place}">'
+        # What takes no time is drawn last, because a neighbour would cover it.
+        for span in sorted(own, key=lambda s: (s.end <= s.start, s.start, s.end)):
+            level = held[worker].index(span.action.stage) / levels if levels else 0.0
+            yield _cell(layout, span, _STRIPE * level, 1 - _STRIPE * (levels > 0))
+        yield "</g>"
+
+
+def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
+    """Return a cell, or a tick where the action took no time, with what it is for those who hover over it.
+
+    `stripe` and `free` are the shares of its height that the stripe takes and that stripes leave to the text.
+    """
+    kind, stage = span.action.kind.value, span.action.stage
+    start, end = span.start - layout.first, span.end - layout.first
+    hint = f"<title>{span.action}, stage {stage}, {tell(start)} to {tell(end)}</title>"
+    x, height = layout.x(span.start), _number(layout.cell)
+    if span.end <= span.start:
+        return f'<path class="tick {kind}" d="M{_number(x)} 0v{height}">{hint}</path>'
+    # Even the shortest action leaves a trace.
+    width = max(layout.x(span.end) - x, 0.3)
+    parts = [f'<g>{hint}<rect class="{kind}" x="{_number(x)}" width="{_number(width)}" height="{height}"/>']
+    if stripe:
+        edge, high = layout.seam / 2, stripe * layout.cell
+        y, wide = _number(layout.cell - high - edge), _number(width - 2 * edge)
+        parts.append(f'<path class="stripe" d="M{_number(x + edge)} {y}h{wide}v{_number(high)}h-{wide}z"/>')
+    # All labels count as long as the longest, so that of equal cells either all have a label or none has.
+    fits = (width - 1.5) / (layout.longest * _CHARACTER)
+    size = next((part * layout.font for part in _SIZES if part * layout.font <= fits), 0.0)
+    if size >= _SMALLEST_TEXT and layout.cell >= size:
+        y = _number(layout.cell * free / 2 + 0.36 * size)
+        smaller = f' font-size="{_number(size)}"' if size < layout.font else ""
+        parts.append(f'<text x="{_number(x + width / 2)}" y="{y}"{smaller}>{_label(span)}</text>')
+    return "".join([*parts, "</g>"])
+
+
+def _legend(layout: _Layout, spans: Sequence[Span], num_held: int) -> tuple[float, list[str]]:
+    """Return the lower edge of the legend, and the legend: what occurs, line by line."""
+    kinds = {span.action.kind.value for span in spans}
+    entries = [(kind, f"{kind} {look.word}") for kind, look in PALETTE.items() if kind in kinds]
+    entries.append(("bubble", "bubble"))
+    if num_held == 2:
+        entries.append(("stripe", "second stage of the worker"))
+    elif num_held > 2:
+        entries.append(("stripe", "later stages of the worker: the later, the higher"))
+    x, y, parts = layout.left, layout.bottom + 30, []
+    for name, words in entries:
+        taken = 17 + _width(words, 12) + 16
+        if x > layout.left and x + taken > layout.width:
+            x, y = layout.left, y + 20
+        if name == "stripe":
+            parts.append(f'<rect class="bubble" x="{_number(x)}" y="{_number(y)}" width="12" height="12"/>')
+            parts.append(f'<rect class="stripe" x="{_number(x)}" y="{_number(y + 8)}" width="12" height="4"/>')
+        else:
+            parts.append(f'<rect class="{name}" x="{_number(x)}" y="{_number(y)}" width="12" height="12"/>')
+        parts.append(_text(x + 17, y + 10.5, words, "ink", 12))
+        x += taken
+    return y + 14, parts
+
+
+def nice_step(length: float, most: float) -> float:
+    """Return the smallest of 1, 2, 5, 10, ... times a power of ten that divides `length` into at most `most` parts."""
+    if length <= 0:
+        return 0.0
+    least = length / max(most, 1.0)
+    power = 10.0 ** math.floor(math.log10(least))
+    return next(m * power for m in (1, 2, 5, 10, 20) if m * power >= least * (1 - 1e-9))
+
+
+def _label(span: Span) -> str:
+    """Return the microbatch; the letter where the number names a replica or an update instead."""
+    return span.action.kind.value if span.action.kind.value in "GU" else str(span.action.microbatch)
+
+
+def _width(text: str, size: float) -> float:
+    return len(text) * size * _CHARACTER
+
+
+def _fit(text: str, size: float, width: float) -> str:
+    most = max(1, int(width / (size * _CHARACTER)))
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _text(x: float, y: float, text: str, name: str, size: float, more: str = "") -> str:
+    place = f'x="{_number(x)}" y="{_number(y)}"'
+    return f'<text class="{name}" {place} font-size="{_number(size)}"{more}>{escape(text)}</text>'
+
+
+def _printable(text: str) -> str:
+    """Replace what no XML document may hold, not even escaped."""
+    return re.sub("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]", "\ufffd", text)
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}".rstrip("0").rstrip(".")

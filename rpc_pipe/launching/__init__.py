@@ -1,0 +1,1 @@
+"""Processes: who this one is, who started it, how workers are started."""

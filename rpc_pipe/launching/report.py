@@ -1,0 +1,156 @@
+"""What the user sees of a run: one progress line, the first cause of a failure, the summary."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from ..dispatch.view import View
+
+#: how often a progress line is written where it cannot be overwritten
+_LINE_EVERY_S = 5.0
+
+
+class Reporter:
+    """Prints the messages of workers. With `as_json` human text goes to stderr, results to stdout as JSON."""
+
+    def __init__(self, as_json: bool = False) -> None:
+        self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        #: what the results shown so far ask for
+        self.exit_code = 0
+        self._json = as_json
+        self._summarized = False
+        self._live: Live | None = None
+        self._last_line = 0.0
+
+    def handle(self, message: dict[str, Any], bubble: float | None = None) -> None:
+        """Show one message of worker 0; `bubble` is the share of the last step that all workers waited."""
+        kind = message["kind"]
+        self.exit_code = max(self.exit_code, message.get("exit_code", 0))
+        if kind == "progress":
+            self._progress(message, bubble)
+        elif kind == "text":
+            self.console.print(message["text"], markup=False)
+        elif kind == "summary":
+            self._summary(message)
+        elif kind == "result":
+            self._result(message)
+        elif kind == "failure":
+            title = "lost another worker" if message["consequence"] else "failed"
+            self.failure(title, message["text"], [])
+        elif kind == "wrong input":
+            self.error(message["text"])
+
+    def line(self, worker: int, text: str) -> None:
+        """Show a line that a worker printed."""
+        self.console.print(f"worker {worker} | {text}", markup=False)
+
+    def failure(self, title: str, text: str, consequences: list[str]) -> None:
+        """Show the first cause, then what followed from it in one line."""
+        self.close()
+        width = min(self.console.width, 100)
+        self.console.print(f"── {title} ".ljust(width, "─"), style="bold red", markup=False)
+        self.console.print(text.rstrip(), markup=False)
+        self.console.print("─" * width, style="bold red")
+        if consequences:
+            self.console.print(f"consequences: {'; '.join(consequences)}", markup=False)
+
+    def error(self, text: str) -> None:
+        """Show wrong input."""
+        self.close()
+        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {text}", markup=False)
+
+    def roll_call(self, lines: Sequence[str], whose: str, stacks: str) -> None:
+        """Show who does what when nothing finishes."""
+        self.close()
+        for line in ["nothing has finished for a while:", *(f"  {line}" for line in lines)]:
+            self.console.print(line, markup=False)
+        if stacks:
+            self.console.print(f"stacks of {whose}, most recent call first:", markup=False)
+            for line in stacks.splitlines():
+                self.console.print(f"  {line}", markup=False)
+
+    def finish(self, view: View) -> None:
+        """Show where the time went, unless the run has had a summary of its own."""
+        lost = None if self._summarized else view.lost(fresh=True)
+        if lost is None:
+            return
+        self.close()
+        step, throughput, steps = view.complete_steps(1)[0], view.throughput(), view.losses
+        rate = f", {throughput[0]:,.0f} {throughput[1]}/s" if throughput else ""
+        loss = f", loss {steps[-1][1]:.4f}" if steps else ""
+        self.console.print(f"{step + 1} steps on {view.num_workers} workers: {lost.step_ms:.0f} ms a step{rate}{loss}")
+        self._lost(lost.line(), lost.sentence)
+        if self._json:
+            summary: dict[str, Any] = {"steps": step + 1, "workers": view.num_workers, "step_ms": lost.step_ms}
+            if steps:
+                summary["loss"] = steps[-1][1]
+            if throughput:
+                summary[f"{throughput[1]}_per_s"] = throughput[0]
+            print(json.dumps({**summary, "lost": lost.as_json()}))
+
+    def _lost(self, line: str, sentence: str) -> None:
+        self.console.print(f"a step's time: {line}", markup=False)
+        self.console.print(f"worst: {sentence}", markup=False)
+
+    def close(self) -> None:
+        """End the progress line."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def _progress(self, message: dict[str, Any], bubble: float | None) -> None:
+        step, steps = message["step"], message["steps"]
+        text = (
+            f"step {step}/{steps}  loss {message['loss']:.4f}  {message['tokens_per_s']:,.0f} tokens/s  "
+            f"{message['step_ms']:.0f} ms/step"
+        )
+        if bubble is not None:
+            text += f"  bubble {100 * bubble:.0f} %"
+        if self.console.is_terminal:
+            if self._live is None:
+                self._live = Live(console=self.console, auto_refresh=False)
+                self._live.start()
+            self._live.update(Text(text), refresh=True)
+        elif step in (1, steps) or time.monotonic() > self._last_line + _LINE_EVERY_S:
+            self._last_line = time.monotonic()
+            self.console.print(text, markup=False)
+
+    def _summary(self, message: dict[str, Any]) -> None:
+        self.close()
+        self._summarized = True
+        s = message["summary"]
+        self.console.print(
+            Group(
+                Text(f"\nlast step as it ran on {s['workers']} workers:"),
+                Text.from_markup(message["timeline"]),
+                Text(
+                    f"bubble {100 * s['bubble_actual']:.1f} % measured, {100 * s['bubble_planned']:.1f} % planned "
+                    f"for the measured times; step {s['step_ms']:.0f} ms, {s['tokens_per_s']:,.0f} tokens/s"
+                ),
+                Text(
+                    f"held-out loss {s['held_out_loss']:.4f} nats a byte; "
+                    f"a byte bigram model has {s['bigram_loss']:.4f} on the same bytes"
+                ),
+                *(Text(f"{what} written to {s[what]}") for what in ("trace", "html", "save") if s[what]),
+            )
+        )
+        self._lost(s["lost"]["line"], s["lost"]["sentence"])
+        if self._json:
+            print(json.dumps(s))
+
+    def _result(self, message: dict[str, Any]) -> None:
+        self.close()
+        self._summarized = True
+        if self._json:
+            print(json.dumps(message["json"]))
+        self.console.print(message["text"], markup=False)
+        sys.stdout.flush()

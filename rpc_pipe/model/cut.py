@@ -1,0 +1,33 @@
+"""How many layers each stage gets. Torch-free, so that a wrong cut is refused before a worker starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..dependency import ConfigError
+
+
+def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) -> list[range]:
+    """Return the layers of each stage: as `split` counts them, or as evenly as possible.
+
+    Raises:
+        ConfigError: a stage would be left without a layer, or `split` does not add up.
+
+    >>> cut(6, 4)
+    [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
+    """
+    if split is None:
+        if num_stages > num_layers:
+            raise ConfigError(
+                f"stages {num_stages}: the model has only {num_layers} layers to cut between; "
+                f"use at most {num_layers} stages"
+            )
+        small, larger = divmod(num_layers, num_stages)
+        split = [small + (stage < larger) for stage in range(num_stages)]
+    if len(split) != num_stages or sum(split) != num_layers or min(split) < 1:
+        raise ConfigError(
+            f"split {list(split)}: needs {num_stages} positive numbers, one for each stage, "
+            f"that add up to the model's {num_layers} layers"
+        )
+    starts = [sum(split[:stage]) for stage in range(num_stages)]
+    return [range(start, start + size) for start, size in zip(starts, split, strict=True)]

@@ -1,0 +1,1 @@
+"""What a schedule costs, before anything runs. Loads without torch, but for measuring."""

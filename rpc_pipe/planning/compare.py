@@ -1,0 +1,221 @@
+"""All schedules side by side for one model on the same workers: which to use, and what it costs. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.table import Table
+
+from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, W, check_all
+from ..model.cut import cut
+from ..schedules import SCHEDULES
+from .footprint import Size, num_messages, peak_bytes
+from .options import make_spec
+from .simulator import simulate
+
+#: parameters that are worth a row of their own, besides the defaults
+VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    *((name, {}) for name in SCHEDULES),
+    ("interleaved", {"chunks": 4}),
+    ("hanayo", {"waves": 2}),
+    ("chimera", {"scale": "forward-doubling"}),
+    ("chimera", {"pairs": 2}),
+)
+
+#: steps that are simulated in sequence to see what one costs when they follow each other
+_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a microbatch costs on a stage, by the number of stages the model is cut into.
+
+    Either from the costs and sizes of a worker's share, 1/P of the model, divided evenly among its stages; or from
+    those of every layer, cut as `Pipeline` cuts them.
+    """
+
+    num_workers: int
+    #: time by kind, of a worker's share or of each layer
+    costs: Sequence[Mapping[Kind, float]]
+    #: bytes, likewise; empty if memory is of no interest
+    sizes: Sequence[Size] = ()
+    by_layer: bool = False
+
+    def stage_costs(self, num_stages: int) -> list[dict[Kind, float]]:
+        """Return the time by kind of each stage."""
+        if not self.by_layer:
+            share = {kind: time * self.num_workers / num_stages for kind, time in complete(self.costs[0]).items()}
+            return [{kind: int(t) if t == int(t) else t for kind, t in share.items()}] * num_stages
+        layers = [complete(costs) for costs in self.costs]
+        return [
+            {kind: sum(layers[i].get(kind, 0) for i in stage) for kind in Kind}
+            for stage in cut(len(layers), num_stages, None)
+        ]
+
+    def stage_sizes(self, num_stages: int) -> list[Size]:
+        """Return the bytes of each stage."""
+        if self.by_layer:
+            return [_sum([self.sizes[i] for i in stage]) for stage in cut(len(self.sizes), num_stages, None)]
+        whole, part = self.sizes[0], self.num_workers / num_stages
+        scaled = Size(
+            whole.weights * part,
+            whole.gradients * part,
+            whole.optimizer * part,
+            whole.activations * part,
+            whole.after_inputs * part,
+            whole.inputs,
+            whole.outputs,
+        )
+        return [scaled] * num_stages
+
+
+def _sum(sizes: Sequence[Size]) -> Size:
+    total = sizes[0]
+    for size in sizes[1:]:
+        total += size
+    return total
+
+
+def complete(costs: Mapping[Kind, float]) -> dict[Kind, float]:
+    """Return costs with what follows from the others: B is I and W, each half of B if only B is known, R is F."""
+    full = dict(costs)
+    if I in full or W in full:
+        full.setdefault(B, full.get(I, 0) + full.get(W, 0))
+    backward = full.get(B, 0)
+    full.setdefault(I, backward - full[W] if W in full else backward / 2)
+    full.setdefault(W, backward - full[I])
+    full.setdefault(R, full.get(F, 0))
+    return full
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one schedule costs. Times in the unit of the costs, memory in bytes."""
+
+    schedule: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    order: Order = "ready"
+    makespan: float = 0
+    #: of a step when steps follow each other
+    step_time: float = 0
+    bubble: float = 0
+    #: most microbatches that any worker keeps, in worker's shares of the model
+    peak_activations: float = 0
+    #: bytes of the worker that holds most; None if no sizes were given
+    peak_memory: float | None = None
+    #: payloads between workers in a step
+    messages: int = 0
+    #: how often the weights exist
+    weight_copies: int = 1
+    #: why it cannot be used; then the rest is empty
+    refused: str = ""
+
+    @property
+    def name(self) -> str:
+        """The schedule with the parameters that are not its defaults."""
+        said = (value if isinstance(value, str) else f"{key}={value}" for key, value in self.parameters.items())
+        settings = ",".join(said)
+        return f"{self.schedule} {settings}".rstrip()
+
+
+def compare(
+    work: Work, num_microbatches: int, *, comm: float = 0, limit: float | None = None, order: Order | None = None
+) -> list[Row]:
+    """Return a row for every schedule, the fastest first; what cannot be used, or not within `limit` bytes, last."""
+    rows = [_row(name, parameters, work, num_microbatches, comm, limit, order) for name, parameters in VARIANTS]
+    return sorted(rows, key=lambda row: (bool(row.refused), row.makespan, row.peak_activations))
+
+
+def _row(
+    name: str,
+    parameters: Mapping[str, Any],
+    work: Work,
+    num_microbatches: int,
+    comm: float,
+    limit: float | None,
+    order: Order | None,
+) -> Row:
+    try:
+        spec = make_spec(name, work.num_workers, num_microbatches, parameters)
+        stages = work.stage_costs(spec.num_stages)
+        check_all(spec)
+    except PipeError as error:
+        return Row(name, parameters, refused=str(error))
+
+    def cost(action: Action) -> float:
+        return stages[action.stage].get(action.kind, 0)
+
+    result = simulate(spec, cost, comm=comm, order=order)
+    memory = max(peak_bytes(result, work.stage_sizes(spec.num_stages))) if work.sizes else None
+    too_much = limit is not None and memory is not None and memory > limit
+    return Row(
+        name,
+        parameters,
+        result.order,
+        result.makespan,
+        simulate(spec, cost, comm=comm, order=order, steps=_STEPS).step_time,
+        result.bubble,
+        max(result.peak_activations) * spec.num_workers / spec.num_stages,
+        memory,
+        num_messages(result),
+        spec.num_routes,
+        f"needs {tell_bytes(memory)}" if too_much and memory is not None else "",
+    )
+
+
+def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table:
+    """Draw rows; 80 columns are enough. `acts`: activations in worker's shares; `copies`: of the weights."""
+    drawn = Table(title=f"{num_workers} workers, {num_microbatches} microbatches", box=None, pad_edge=False)
+    drawn.add_column("schedule", no_wrap=True)
+    headings = ["makespan", "step", "bubble", "acts"]
+    with_memory = any(row.peak_memory is not None for row in rows)
+    for heading in [*headings, *(["memory"] if with_memory else []), "msgs", "copies"]:
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        if row.refused and not row.makespan:
+            continue
+        memory = [tell_bytes(row.peak_memory or 0)] if with_memory else []
+        drawn.add_row(
+            row.name,
+            f"{row.makespan:.5g}",
+            f"{row.step_time:.5g}",
+            f"{row.bubble:.1%}",
+            f"{row.peak_activations:.3g}",
+            *memory,
+            str(row.messages),
+            str(row.weight_copies),
+            style="dim" if row.refused else None,
+        )
+    return drawn
+
+
+def verdict(rows: Sequence[Row], limit: float | None) -> str:
+    """Say which schedule to use, in a sentence or two, and what was left out."""
+    usable = [row for row in rows if not row.refused]
+    lines = []
+    if usable:
+        best = min(usable, key=lambda row: (row.step_time, row.peak_activations))
+        lines.append(f"fastest when steps follow each other: {best.name}, {best.step_time:.6g} a step")
+        kept = [row for row in usable if row.step_time <= 1.1 * best.step_time]
+        least = min(kept, key=lambda row: (row.weight_copies, row.peak_activations, row.step_time))
+        if least is not best:
+            lines.append(f"least memory within 10 % of that: {least.name}, {least.step_time:.6g} a step")
+    elif limit is not None:
+        lines.append(f"none fits into {tell_bytes(limit)}")
+    if left_out := [f"{row.name} ({row.refused})" for row in rows if row.refused]:
+        lines.append(f"left out: {', '.join(left_out)}")
+    return "\n".join(lines)
+
+
+def tell_bytes(amount: float) -> str:
+    """Write an amount of memory.
+
+    >>> tell_bytes(3.2e9), tell_bytes(512)
+    ('3.2 GB', '512 B')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if amount >= size:
+            return f"{amount / size:.3g} {unit}"
+    return f"{amount:.3g} B"

@@ -1,0 +1,106 @@
+"""Memory in bytes: what each worker of a simulated step holds at its fullest moment. Loads without torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import accumulate
+
+from ..dependency import Action, B, F, G, I, R, U, W
+from .simulator import Simulation
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bytes of one stage: of its shard, and for one microbatch."""
+
+    #: parameters and buffers
+    weights: float = 0
+    #: gradients of the parameters, all step long
+    gradients: float = 0
+    #: what the optimizer keeps
+    optimizer: float = 0
+    #: what forward saves for backward, the inputs included
+    activations: float = 0
+    #: the part of it that is kept from I to W
+    after_inputs: float = 0
+    #: what arrives from the stage before, and the gradient that goes back
+    inputs: float = 0
+    #: what goes to the next stage, and the gradient that comes back
+    outputs: float = 0
+
+    @property
+    def shard(self) -> float:
+        """Bytes that are there all the time."""
+        return self.weights + self.gradients + self.optimizer
+
+    def __add__(self, other: Size) -> Size:
+        """Put another stage behind this one: the same microbatch passes both."""
+        summed = Size(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        return replace(summed, inputs=self.inputs, outputs=other.outputs)
+
+
+def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ...]:
+    """Return, by worker, the most bytes that it holds in a step.
+
+    Counted are shards, activations (kept inputs where they are recomputed), outboxes until the consumer has the
+    payload, and what has arrived and is not used yet; not what a kernel needs while it runs.
+
+    Args:
+        simulation: of one step.
+        sizes: by stage.
+    """
+    spec = simulation.spec
+    changes: list[dict[tuple[float, int], float]] = [defaultdict(float) for _ in range(spec.num_workers)]
+    span_of = {span.action: span for span in simulation.spans}
+    arrival = {(action, target): when for action, _, target, when in simulation.carried}
+
+    def add(worker: int, time: float, amount: float) -> None:
+        changes[worker][time, 0 if amount < 0 else 1] += amount  # at equal times what is freed goes first
+
+    for span in simulation.spans:
+        worker, action = span.worker, span.action
+        size = sizes[action.stage]
+        if action.kind is F:
+            add(worker, span.start, size.inputs if spec.recomputes(action.stage) else size.activations)
+        elif action.kind is R:
+            add(worker, span.start, size.activations - size.inputs)
+        elif action.kind is I:
+            add(worker, span.end, size.after_inputs - size.activations)
+        elif action.kind in (B, W):
+            add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
+        amount = _payload(action, size)
+        for user in spec.successors(action):
+            at = spec.worker(user)
+            there = arrival.get((action, at), span.end)
+            if at != worker:
+                add(worker, span.end, amount)
+                add(worker, there, -amount)
+            used = span_of[user]
+            add(at, there, amount)
+            # What a forward takes in it counts as its activations; a gradient is there until backward has ended.
+            add(at, used.start if user.kind is F else used.end, -amount)
+    peaks = []
+    for worker, change in enumerate(changes):
+        resident = sum(sizes[stage].shard for stage, _ in spec.hosted(worker))
+        peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
+    return tuple(peaks)
+
+
+def _payload(action: Action, size: Size) -> float:
+    if action.kind is F:
+        return size.outputs
+    if action.kind is G:
+        return size.gradients
+    return size.inputs if action.kind in (B, I) else 0
+
+
+def num_messages(simulation: Simulation) -> int:
+    """Return how many payloads travel between workers in a step."""
+    spec = simulation.spec
+    return sum(
+        len({spec.worker(user) for user in spec.successors(action)} - {worker})
+        for worker, action, _, _ in simulation.spans
+        if action.kind not in (R, W, U)
+    )

@@ -1,0 +1,169 @@
+"""Exchange with `torch.distributed.pipelining`: its CSV of actions, a row a rank, as torch 2.6 to 2.13 read it.
+
+Which rank holds a stage, torch reads from the file since 2.7; 2.6 needs `stage_index_to_group_rank` for any placement
+but stage modulo ranks. A rank's stages must be listed in ascending order.
+
+What is exported runs there over NCCL (`_PipelineScheduleRuntime`, which torchtitan feeds through
+`pipeline_parallel_schedule_csv`); what others have written is imported as a schedule of ours. Loads without torch.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+from ..dependency import PER_REPLICA, Action, B, ConfigError, F, I, Kind, Order, R, Spec, local_order
+
+_CELL = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
+_OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
+
+
+def export_csv(spec: Spec) -> str:
+    """Return each worker's order as a row of torch's compute-only format, `0F0,0F1,1I0,1W0`.
+
+    Torch derives sends and receives itself. Stages, ranks and microbatches keep their numbers.
+
+    Raises:
+        ConfigError: the format cannot say what the schedule does.
+    """
+    name = type(spec).__name__
+    if spec.num_routes > 1:
+        raise ConfigError(f"schedule {name}: has {spec.num_routes} replicas of each stage; torch's CSV has one")
+    if not spec.synchronous:
+        raise ConfigError(f"schedule {name}: overlaps steps; torch's CSV is one step")
+    text = io.StringIO()
+    rows = csv.writer(text, lineterminator="\n")
+    for worker in range(spec.num_workers):
+        order = [action for action in local_order(spec, worker) if action.kind not in PER_REPLICA]
+        if any(action.kind is R for action in order):
+            raise ConfigError(
+                f"schedule {name}: recomputes by actions of their own, which torch's CSV does not know; "
+                "export gpipe or 1f1b and wrap the stages in torch.utils.checkpoint"
+            )
+        _check_sayable(spec, worker, order)
+        rows.writerow(map(str, order))
+    return text.getvalue()
+
+
+def _check_sayable(spec: Spec, worker: int, order: Sequence[Action]) -> None:
+    """Refuse what torch would read and then fail on in the middle of a step."""
+    name = type(spec).__name__
+    if not order:
+        raise ConfigError(f"schedule {name}: worker {worker} holds no stage; each of torch's ranks needs one")
+    last = [action.microbatch for action in order if action.kind is F and action.stage == spec.last_stage]
+    if last != sorted(last):
+        raise ConfigError(
+            f"schedule {name}: stage {spec.last_stage} runs the forwards of microbatches in the order {last}; "
+            "torch finds a loss by its place in that order, so there they must ascend"
+        )
+
+
+class TorchCSV(Spec):
+    """A schedule read from a file: placement, kinds and each worker's order are the file's."""
+
+    source = "torch.distributed.pipelining, _PipelineScheduleRuntime._load_csv"
+    path: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        listed = _read(self.path)
+        if self.num_workers != len(listed.rows):
+            raise ConfigError(
+                f"workers {self.num_workers}: {self.path} has {len(listed.rows)} rows, one for each worker"
+            )
+        if self.num_microbatches > listed.num_microbatches:
+            raise ConfigError(
+                f"microbatches {self.num_microbatches}: {self.path} has {listed.num_microbatches}; use at most those"
+            )
+
+    @property
+    def order(self) -> Order:
+        return "fixed"  # as the file says, and as torch runs it
+
+    @property
+    def num_stages(self) -> int:
+        return len(_read(self.path).placement)
+
+    def place(self, stage: int, route: int) -> int:
+        return _read(self.path).placement[stage]
+
+    def splits(self, stage: int, microbatch: int) -> bool:
+        return I(stage, microbatch) in _read(self.path).split
+
+    def program(self, worker: int) -> Iterable[Action]:
+        # With a batch of fewer rows there are fewer microbatches; data flow joins actions of one only.
+        return (action for action in _read(self.path).rows[worker] if action.microbatch < self.num_microbatches)
+
+
+@lru_cache(maxsize=16)
+def import_csv(path: str) -> type[Spec]:
+    """Return the schedule in a CSV file.
+
+    Raises:
+        ConfigError: there is no such file, or a cell that is no action.
+    """
+    _read(path)
+    return type("TorchCSV", (TorchCSV,), {"path": path, "__doc__": f"Read from {path}."})
+
+
+class _Listed(NamedTuple):
+    rows: tuple[tuple[Action, ...], ...]
+    #: stage -> worker
+    placement: tuple[int, ...]
+    #: the I of those microbatches whose backward is split
+    split: frozenset[Action]
+    num_microbatches: int
+
+
+@lru_cache(maxsize=16)
+def _read(path: str) -> _Listed:
+    try:
+        with Path(path).open(newline="", encoding="utf-8-sig") as file:
+            table = list(csv.reader(file))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ConfigError(f"schedule {path}: cannot be read: {error}") from error
+    while table and not any(table[-1]):
+        table.pop()  # blank lines at the end
+    rows = tuple(tuple(_actions(path, number, row)) for number, row in enumerate(table))
+    placement: dict[int, int] = {}
+    for worker, row in enumerate(rows):
+        for action in row:
+            if placement.setdefault(action.stage, worker) != worker:
+                raise ConfigError(
+                    f"schedule {path}: stage {action.stage} is in row {placement[action.stage]} and in row {worker}; "
+                    "a stage belongs to one worker"
+                )
+    missing = set(range(max(placement, default=0) + 1)) - set(placement)
+    if missing:
+        raise ConfigError(f"schedule {path}: no row has stage {min(missing)}")
+    actions = [action for row in rows for action in row]
+    split = frozenset(action for action in actions if action.kind is I)
+    for action in actions:
+        if action.kind is B and I(action.stage, action.microbatch) in split:
+            raise ConfigError(f"schedule {path}: has {action} and its parts I and W; a backward is one or the other")
+    return _Listed(
+        rows,
+        tuple(placement[stage] for stage in range(len(placement))),
+        split,
+        1 + max(action.microbatch for action in actions),
+    )
+
+
+def _actions(path: str, row: int, cells: Iterable[str]) -> Iterator[Action]:
+    """Yield what a row computes. Transfers follow from data flow here, and sharding is not known."""
+    for column, cell in enumerate(cells):
+        together = _OVERLAP.fullmatch(cell.strip())
+        for part in map(str.strip, together[1].split(";") if together else [cell]):
+            match = _CELL.fullmatch(part)
+            computes = match is not None and match[2] in Kind.__members__
+            if part and (match is None or (computes and not match[3])):
+                raise ConfigError(
+                    f"schedule {path}: row {row}, cell {column}: {part!r} is no action, such as 2F0, 1I3 or 1W3"
+                )
+            if match and computes:
+                yield Action(int(match[1]), Kind[match[2]], int(match[3]))

@@ -1,0 +1,1 @@
+"""What actually ran: boards, records, traces, and where the time went."""

@@ -1,0 +1,335 @@
+"""Where a step's time went: what is lost against the limit, split into causes, and the worst cause in a sentence.
+
+The limit is the workers' work at its proper speed, spread evenly, with nothing ever waiting. The schedule is then
+simulated with what ran, one trouble at a time added to those before, and each cause is charged with what it adds:
+
+    limit                  all work / workers
+    + bubble               the schedule with equal stages, free transfers
+    + imbalance            with each stage's own work
+    + slow worker          with each worker's own speed
+    + link                 with the measured time of payloads on the way, beyond what the runtime itself takes
+    + data                 the time between steps
+    + overhead             the rest up to the measured time: the runtime, jitter
+
+A worker is slow, rather than given more to do, if the same layers take longer there than elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import median, median_low
+
+from ..dependency import Action, B, F, Kind
+from ..planning.simulator import Cost, Link, simulate
+from ..workers.hooks import StepRecord
+from .listed import name_of
+from .trace import Trace, ways
+
+#: on the way for so long a payload is the runtime's affair: serialisation and threads that must wake (bench/hops.py)
+_RUNTIME_HOP_MS = 1.0
+#: a worker counts as slow from here on: less is noise
+_SLOW = 1.1
+#: steps simulated in a row, as steps may overlap
+_STEPS = 3
+#: shares of a step that are not worth a sentence, and that a change of the cut must save to be proposed
+_NEGLIGIBLE, _WORTHWHILE = 0.04, 0.02
+#: the rest, of which nobody knows more, is the worst only if a cause that can be named is less than so much of it
+_VAGUE = 0.5
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A step's time, in ms. The parts and the limit add up to the step."""
+
+    step_ms: float
+    limit_ms: float
+    bubble_ms: float
+    imbalance_ms: float
+    slow_worker_ms: float
+    link_ms: float
+    data_ms: float
+    overhead_ms: float
+    #: what is worst, and what to do about it
+    sentence: str = ""
+
+    def parts(self) -> dict[str, float]:
+        """Return the causes with their ms, in the order in which they are charged."""
+        return {
+            "bubble": self.bubble_ms, "imbalance": self.imbalance_ms, "slow worker": self.slow_worker_ms,
+            "link": self.link_ms, "data": self.data_ms, "overhead": self.overhead_ms,
+        }  # fmt: skip
+
+    def as_json(self) -> dict[str, float | str]:
+        """Return everything by name, with the unit in it."""
+        return {**vars(self), "line": self.line()}
+
+    def line(self) -> str:
+        """Return the split in one line, in shares of the step."""
+        shares = {cause: 100 * ms / self.step_ms for cause, ms in {"work": self.limit_ms, **self.parts()}.items()}
+        return ", ".join(f"{cause} {share:.0f} %" for cause, share in shares.items() if share >= 0.5)
+
+
+def attribute(trace: Trace, layers: Sequence[Sequence[Sequence[int]]] = (), cores: int | None = None) -> Lost:
+    """Split the time of a step of `trace`, which should have several.
+
+    Args:
+        layers: of each worker, (stage, route, number of layers) of its shards; without it no other cut is proposed.
+        cores: of the machine, if all workers compute on the processor of one.
+    """
+    return _Case(trace, layers, cores).lost()
+
+
+class _Case:
+    def __init__(self, trace: Trace, layers: Sequence[Sequence[Sequence[int]]], cores: int | None) -> None:
+        self._trace = trace
+        self._spec = spec = trace.spec
+        self._records = [trace.steps[step] for step in sorted(trace.steps)]
+        self._actual = trace.cost()
+        self._layers = layers
+        self._cores = cores
+        #: worker -> how many times as long as elsewhere the same layers take there
+        self._slowness, self._compared = _slowness(self._records, spec.num_workers)
+        #: (from, to) -> median ms of a payload on its way
+        self._delays = {pair: median(way.ms for way in found) for pair, found in ways(self._records).items()}
+        self._actions = [r.action for records in self._records[-1:] for record in records for r in record.actions]
+
+    def lost(self) -> Lost:
+        spec = self._spec
+        step = self._trace.step_ms
+        nominal_work: dict[Kind, list[float]] = defaultdict(list)
+        for action in self._actions:
+            nominal_work[action.kind].append(self._nominal(action))
+        mean = {kind: sum(costs) / len(costs) for kind, costs in nominal_work.items()}
+        limit = sum(map(sum, nominal_work.values())) / spec.num_workers
+        equal = self._simulate(lambda action: mean.get(action.kind, 0.0))
+        uneven = self._simulate(self._nominal)
+        slow = self._simulate(self._actual)
+        linked = self._simulate(self._actual, self._excess())
+        data = max(self._data_waits(), default=0.0)
+        parts = [max(0.0, part) for part in (equal - limit, uneven - equal, slow - uneven, linked - slow, data)]
+        # What is simulated from medians may exceed what was measured; the parts are then too large alike.
+        room = max(0.0, step - limit)
+        scale = min(1.0, room / sum(parts)) if sum(parts) else 1.0
+        bubble, imbalance, slow_worker, link, data = (part * scale for part in parts)
+        overhead = max(0.0, room - scale * sum(parts))
+        lost = Lost(step, min(limit, step), bubble, imbalance, slow_worker, link, data, overhead)
+        return replace(lost, sentence=self._sentence(lost, slow))
+
+    # --- what an action takes
+
+    def _nominal(self, action: Action) -> float:
+        slowness = self._slowness[self._spec.worker(action)]
+        return self._actual(action) / (slowness if slowness >= _SLOW else 1.0)
+
+    def _simulate(self, cost: Cost, links: Mapping[tuple[int, int], Link] | None = None) -> float:
+        return simulate(self._spec, cost, steps=_STEPS, links=links).step_time
+
+    # --- links and data
+
+    def _excess(self) -> dict[tuple[int, int], Link]:
+        """Return what is longer than the runtime's own part of a payload's way."""
+        own = min(_RUNTIME_HOP_MS, min(self._delays.values(), default=0.0))
+        return {pair: Link(delay - own) for pair, delay in self._delays.items() if delay > own}
+
+    def _data_waits(self) -> list[float]:
+        """Return for each worker the median ms by which its calls came later than they could have begun."""
+        late: dict[int, list[float]] = defaultdict(list)
+        for before, after in pairwise(self._records):
+            ended = {record.worker: record.end_ns for record in before}
+            made = {run.action: run.end_ns for record in after for run in record.actions}
+            for record in after:
+                ready = ended[record.worker]
+                if record.actions:
+                    needs = self._spec.data(record.actions[0].action)
+                    # When they were made, not when they arrived: a worker that is late has not asked for them either.
+                    ready = max([ready, *(made[need] for need in needs if need in made)])
+                late[record.worker].append(max(0.0, (record.start_ns - ready) / 1e6))
+        return [median(late[worker]) for worker in range(self._spec.num_workers) if worker in late]
+
+    def _pauses(self) -> list[float]:
+        """Return for each worker the median ms between the end of a call and the next."""
+        pauses: dict[int, list[float]] = defaultdict(list)
+        for before, after in pairwise(self._records):
+            ended = {record.worker: record.end_ns for record in before}
+            for record in after:
+                pauses[record.worker].append((record.start_ns - ended[record.worker]) / 1e6)
+        return [median(found) for found in pauses.values()]
+
+    # --- words
+
+    def _sentence(self, lost: Lost, slow_ms: float) -> str:
+        parts = lost.parts()
+        own = parts.pop("bubble")
+        worst = max(parts, key=lambda cause: parts[cause] * (_VAGUE if cause == "overhead" else 1))
+        share = parts[worst] / lost.step_ms
+        name = name_of(self._spec)
+        if share < _NEGLIGIBLE:
+            reached = 100 * (lost.limit_ms + own) / lost.step_ms
+            advice = "; more microbatches make it smaller" if own > _NEGLIGIBLE * lost.step_ms else ""
+            return (
+                f"the run reaches {reached:.0f} % of what {name} allows; "
+                f"its own bubble is {100 * own / lost.step_ms:.0f} %{advice}"
+            )
+        sentence = self._blame(worst, f"costs about {100 * share:.0f} % of a step", lost, slow_ms)
+        if own > parts[worst]:
+            sentence += f"; {name}'s own bubble is {100 * own / lost.step_ms:.0f} %, less with more microbatches"
+        return sentence
+
+    def _blame(self, worst: str, costs: str, lost: Lost, slow_ms: float) -> str:
+        if worst in ("imbalance", "slow worker"):
+            return self._heavy_worker(worst == "slow worker", costs, lost.step_ms, slow_ms)
+        if worst == "link":
+            return self._slow_link(costs)
+        if worst == "data":
+            waits = self._data_waits()
+            worker = max(range(len(waits)), key=lambda w: waits[w])
+            everybody = min(self._pauses()) > 0.7 * waits[worker]
+            who = "workers wait" if everybody else f"worker {worker} waits"
+            return (
+                f"{who} {waits[worker]:.1f} ms for data between steps (or for what else the script does there), which "
+                f"{costs}; load batches ahead, for example with the DataLoader's num_workers"
+            )
+        typical = median(self._actual(action) for action in self._actions if action.kind in (F, B))
+        if self._cores is not None and self._cores < self._spec.num_workers:
+            return f"the runtime {costs}: {self._spec.num_workers} workers share {self._cores} cores of one machine"
+        return (
+            f"the runtime itself {costs}: forwards and backwards of {typical:.1f} ms are short or vary; "
+            "larger or fewer microbatches make them longer"
+        )
+
+    def _heavy_worker(self, slow: bool, costs: str, step_ms: float, now_ms: float) -> str:
+        busy = [0.0] * self._spec.num_workers
+        for action in self._actions:
+            busy[self._spec.worker(action)] += self._actual(action)
+        if slow:
+            worker = max(range(len(busy)), key=lambda w: self._slowness[w])
+        else:
+            worker = max(range(len(busy)), key=lambda w: busy[w])
+        times = busy[worker] / max(median_low(busy), 1e-9)
+        reason = (
+            f"layers of the same kind take {self._slowness[worker]:.1f} x as long there as elsewhere: a slow worker, "
+            "unless they are heavier"
+            if slow
+            else f"it has more to compute{self._held(worker)}, so the cut is uneven"
+            if self._compared
+            else "it has more to compute or is slower; its layers cannot be compared with others"
+        )
+        advice = self._better_cut(step_ms, now_ms)
+        return f"worker {worker} is {times:.1f} x the median ({reason}), which {costs}{advice}"
+
+    def _held(self, worker: int) -> str:
+        if not self._layers:
+            return ""
+        total = sum(count for shards in self._layers for _, route, count in shards if route == 0)
+        return f" ({sum(count for _, route, count in self._layers[worker] if route == 0)} of {total} layers)"
+
+    def _slow_link(self, costs: str) -> str:
+        source, target = max(self._delays, key=lambda pair: self._delays[pair])
+        slowest, typical = self._delays[source, target], median_low(self._delays.values())
+        compared = f", {slowest / typical:.0f} x the median of all links" if slowest > 2 * typical else ""
+        return (
+            f"payloads take {slowest:.1f} ms from worker {source} to worker {target}{compared}: a slow link, which "
+            f"{costs}; eager-1f1b or a wider window hides it for more activations"
+        )
+
+    def _better_cut(self, step_ms: float, now_ms: float) -> str:
+        """Propose the cut that is best for the layers' times and the workers' speeds, if it is worth it."""
+        layers = self._layer_times()
+        if layers is None:
+            return ""
+        old = [len(times) for times in layers]
+        speeds = [self._slowness[self._spec.place(stage, 0)] for stage in range(len(old))]
+        new = _best_cut([time for times in layers for time in times], speeds)
+        totals, flat, at = [sum(times) for times in layers], [t for times in layers for t in times], 0
+        ratio = []
+        for stage, count in enumerate(new):
+            ratio.append(sum(flat[at : at + count]) / totals[stage] if totals[stage] else 1.0)
+            at += count
+        saved = (now_ms - self._simulate(lambda a: self._actual(a) * ratio[a.stage])) / step_ms
+        if saved < _WORTHWHILE:
+            return ""
+        return f"; {self._moves(old, new)} would save about {100 * saved:.0f} %"
+
+    def _moves(self, old: Sequence[int], new: Sequence[int]) -> str:
+        changed = [stage for stage, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+        cut = f"split {','.join(map(str, new))}"
+        if len(changed) == 2 and changed[1] == changed[0] + 1:
+            giver, taker = changed if old[changed[0]] > new[changed[0]] else changed[::-1]
+            count = old[giver] - new[giver]
+            return f"moving {count} layer{'s' * (count > 1)} to worker {self._spec.place(taker, 0)} ({cut})"
+        return f"the {cut}"
+
+    def _layer_times(self) -> list[list[float]] | None:
+        """Return the time of every layer at its proper speed, by stage; None if it is not known."""
+        found: dict[int, list[float]] = {}
+        for worker, shards in enumerate(self._layers):
+            timed = [record.layers for records in self._records for record in records if record.worker == worker]
+            count = sum(shard[2] for shard in shards)
+            timed = [times for times in timed if len(times) == count]
+            if not timed:
+                return None
+            medians = [median(times[i].ns for times in timed) / self._slowness[worker] for i in range(count)]
+            at = 0
+            for stage, route, number in shards:
+                if route == 0:
+                    found[stage] = medians[at : at + number]
+                at += number
+        if sorted(found) != list(range(self._spec.num_stages)):
+            return None
+        return [found[stage] for stage in sorted(found)]
+
+
+def _slowness(steps: Sequence[Sequence[StepRecord]], num_workers: int) -> tuple[list[float], bool]:
+    """Return of each worker how many times as long as elsewhere the layers take that others have too.
+
+    1 where that is not known; the flag tells whether it is known of anyone.
+    """
+    times: dict[int, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for records in steps:
+        for record in records:
+            for layer in record.layers:
+                times[layer.kind][record.worker].append(layer.ns)
+    ratios: dict[int, list[float]] = defaultdict(list)
+    for by_worker in times.values():
+        if len(by_worker) > 1:
+            medians = {worker: median(ns) for worker, ns in by_worker.items()}
+            usual = max(1.0, median_low(medians.values()))
+            for worker, own in medians.items():
+                # Heavy layers tell more about a worker's speed than light ones, whose times are mostly noise.
+                ratios[worker] += [own / usual] * max(1, round(own * len(by_worker[worker]) / 1e6))
+    found = [max(1.0, median(ratios[worker])) if worker in ratios else 1.0 for worker in range(num_workers)]
+    return found, bool(ratios)
+
+
+def _best_cut(layers: Sequence[float], slowness: Sequence[float]) -> list[int]:
+    """Return how many of the layers each stage gets so that the slowest stage is as fast as possible."""
+    low, high = 0.0, sum(layers) * max(slowness)
+    best = _fill(layers, slowness, high)
+    for _ in range(40):
+        middle = (low + high) / 2
+        found = _fill(layers, slowness, middle)
+        if found is None:
+            low = middle
+        else:
+            best, high = found, middle
+    assert best is not None
+    return best
+
+
+def _fill(layers: Sequence[float], slowness: Sequence[float], most: float) -> list[int] | None:
+    """Give each stage as many layers as take at most `most`, at least one each; None if layers are left."""
+    counts, at = [], 0
+    for stage, slow in enumerate(slowness):
+        needed = len(slowness) - stage - 1  # a layer each for the stages behind
+        count, time = 0, 0.0
+        while at < len(layers) - needed and (count == 0 or time + layers[at] * slow <= most):
+            time += layers[at] * slow
+            count += 1
+            at += 1
+        if count == 0 or time > most:
+            return None
+        counts.append(count)
+    return counts if at == len(layers) else None

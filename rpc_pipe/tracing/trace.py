@@ -1,0 +1,101 @@
+"""What actually ran: consecutive steps of all workers, on one clock. Loads without torch."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+from ..dependency import Kind, Spec
+from ..drawing.chrome import write_chrome
+from ..drawing.page import Picture, draw_page
+from ..planning.simulator import Cost, Simulation
+from ..planning.span import Span
+from ..planning.waits import waits
+from ..workers.hooks import StepRecord
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Consecutive steps of all workers, each step with a record of every worker, in order of workers."""
+
+    spec: Spec
+    steps: dict[int, Sequence[StepRecord]]
+    #: largest error of the alignment of clocks, in ms
+    clock_error_ms: float = 0.0
+
+    def spans(self) -> list[Span]:
+        """Return what ran, in ms."""
+        return [span for step in sorted(self.steps) for span in spans_of(self.steps[step])]
+
+    def last_steps(self, count: int) -> list[Span]:
+        """Return what ran in the last `count` steps, in ms."""
+        return [span for step in sorted(self.steps)[-count:] for span in spans_of(self.steps[step])]
+
+    @property
+    def bubble(self) -> float:
+        """Share of the workers' time over the recorded steps that was not spent computing."""
+        spans = self.spans()
+        length = max(s.end for s in spans) - min(s.start for s in spans)
+        return 1 - sum(s.end - s.start for s in spans) / (self.spec.num_workers * length)
+
+    @property
+    def step_ms(self) -> float:
+        """Median time from the end of a step to the end of the next; of a single step, its makespan."""
+        ends = [max(s.end for s in spans_of(self.steps[step])) for step in sorted(self.steps)]
+        if len(ends) > 1:
+            return median(after - before for before, after in pairwise(ends))
+        return ends[0] - min(s.start for s in self.spans())
+
+    def cost(self) -> Cost:
+        """Return, for the simulator, the median ms that actions of the same worker, stage and kind took."""
+        times: dict[tuple[int, int, Kind], list[float]] = defaultdict(list)
+        for span in self.spans():
+            times[span.worker, span.action.stage, span.action.kind].append(span.end - span.start)
+        medians = {key: median(values) for key, values in times.items()}
+        return lambda action: medians.get((self.spec.worker(action), action.stage, action.kind), 0.0)
+
+    def write_chrome(self, path: str | Path, device: str = "cpu") -> None:
+        """Write Chrome's trace event format, which Perfetto reads."""
+        steps = {step: spans_of(records) for step, records in self.steps.items()}
+        write_chrome(path, self.spec, steps, device=device, clock_error_ms=self.clock_error_ms)
+
+
+def spans_of(records: Sequence[StepRecord]) -> list[Span]:
+    """Return what ran according to `records`, in ms."""
+    return [Span(r.worker, a.action, a.start_ns / 1e6, a.end_ns / 1e6) for r in records for a in r.actions]
+
+
+class Way(NamedTuple):
+    """A payload on its way from one worker to another."""
+
+    #: from when it had been made, and its receiver had begun the step and asked for it
+    ms: float
+    num_bytes: int
+
+
+def ways(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], list[Way]]:
+    """Return how the payloads of `steps` fared, by (from, to)."""
+    found: dict[tuple[int, int], list[Way]] = defaultdict(list)
+    for records in steps:
+        ends = {(r.worker, a.action): a.end_ns for r in records for a in r.actions}
+        for record in records:
+            for arrived in record.arrivals:
+                made = ends.get((arrived.peer, arrived.action))
+                if made is not None:
+                    ns = arrived.at_ns - max(made, record.start_ns)
+                    found[arrived.peer, record.worker].append(Way(max(0, ns) / 1e6, arrived.num_bytes))
+    return found
+
+
+def planned_and_actual(planned: Simulation, trace: Trace) -> str:
+    """Return a page with a step as it was planned, in milliseconds, above the last one as it ran."""
+    actual, spec = trace.last_steps(1), trace.spec
+    return draw_page([
+        Picture("planned", planned.spans, spec.num_workers, "ms", waits(spec, planned.spans)),
+        Picture("actual", actual, spec.num_workers, "ms", waits(spec, actual, slack=trace.clock_error_ms)),
+    ])  # fmt: skip

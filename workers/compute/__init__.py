@@ -1,0 +1,1 @@
+"""What a worker computes: shards, backward in two, random numbers, the device."""

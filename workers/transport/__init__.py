@@ -1,0 +1,1 @@
+"""What carries payloads between workers, and the payloads themselves."""

@@ -1,0 +1,141 @@
+"""What a worker has finished and others have not taken yet.
+
+A consumer asks by key, before or after the payload is there; the answer comes when it is. A payload stays
+until every consumer has said that it arrived: no worker leaves with what another still needs. Handlers
+call `ask` and `taken` from any thread; they neither block nor compute.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from ...dependency import PipeError, WorkerFailure
+from .payload import Payload
+
+#: (run of the pipeline, what): unique for the life of a worker
+Key = tuple[int, str]
+#: a payload, None for an action whose being finished is all that counts, or why there will be none
+Answer = Payload | None | WorkerFailure
+Reply = Callable[[Answer], None]
+
+
+class Outbox:
+    """Thread-safe store of finished payloads, by key, until taken."""
+
+    def __init__(self) -> None:
+        #: number of the current run; counted here so that it goes on for the life of the worker
+        self.run = 0
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        #: whether somebody waits for a change: telling nobody takes as long as everything else here
+        self._awaited = False
+        #: payload (None while it is on its way here from the device) and who has not taken it
+        self._payloads: dict[Key, tuple[Payload | None, set[int]]] = {}
+        #: finished actions without payload of this run and the one before
+        self._marks: set[Key] = set()
+        self._asked: dict[Key, dict[int, Reply]] = {}
+        self._failure: WorkerFailure | None = None
+
+    def __len__(self) -> int:
+        return len(self._payloads)
+
+    def promise(self, key: Key, consumers: Iterable[int]) -> None:
+        """Announce that `put` will offer a payload to `consumers` later; from now the outbox is not empty."""
+        with self._lock:
+            self._payloads[key] = None, set(consumers)
+
+    def put(self, key: Key, payload: Payload, consumers: Iterable[int]) -> None:
+        """Offer `payload` under `key`; each consumer takes it once."""
+        with self._lock:
+            # What was promised counts less those who have left since.
+            _, waiting = self._payloads.get(key, (None, set(consumers)))
+            self._payloads[key] = payload, waiting
+            asked = self._asked.pop(key, {})
+        for consumer, reply in asked.items():
+            assert consumer in waiting, f"worker {consumer} asked for {key}, which is for {waiting}"
+            reply(payload)
+
+    def mark(self, key: Key) -> None:
+        """Note that `key` is finished, for those who need to know only that."""
+        with self._lock:
+            self._marks.add(key)
+            asked = self._asked.pop(key, {})
+        for reply in asked.values():
+            reply(None)
+
+    def ask(self, key: Key, consumer: int, reply: Reply) -> None:
+        """Call `reply` with what `key` holds, now or when it is there. Asking again replaces the question."""
+        with self._lock:
+            answer: Answer = self._failure
+            if answer is None and key in self._payloads:
+                answer = self._payloads[key][0]
+            if answer is None and key not in self._marks:
+                self._asked.setdefault(key, {})[consumer] = reply
+                return
+        reply(answer)
+
+    def taken(self, keys: Iterable[Key], consumer: int) -> None:
+        """Free what has arrived at `consumer`; saying it twice does no harm."""
+        with self._lock:
+            for key in keys:
+                kept = self._payloads.get(key)
+                if kept is not None:
+                    kept[1].discard(consumer)
+                    if not kept[1]:
+                        del self._payloads[key]
+            if self._awaited:
+                self._changed.notify_all()
+
+    def fail(self, failure: WorkerFailure) -> None:
+        """Answer every question, now and from now on, with the reason why there is no payload."""
+        with self._lock:
+            self._failure = self._failure or failure
+            asked, self._asked = self._asked, {}
+        for replies in asked.values():
+            for reply in replies.values():
+                reply(failure)
+
+    def forget_marks(self, before: int) -> None:
+        """Drop the marks of runs older than `before`."""
+        with self._lock:
+            self._marks = {key for key in self._marks if key[0] >= before}
+
+    def leaves(self, consumer: int) -> None:
+        """`consumer` takes nothing more."""
+        with self._lock:
+            waited = [key for key, (_, waiting) in self._payloads.items() if consumer in waiting]
+        self.taken(waited, consumer)
+
+    @property
+    def failed(self) -> bool:
+        """Whether this worker has failed: then it waits for nobody."""
+        return self._failure is not None
+
+    def waiting(self) -> set[int]:
+        """Return who has not taken something yet."""
+        with self._lock:
+            return {consumer for _, consumers in self._payloads.values() for consumer in consumers}
+
+    def holds(self, before: int) -> bool:
+        """Tell whether a payload of a run before `before` has not been taken."""
+        with self._lock:
+            return any(run < before for run, _ in self._payloads)
+
+    def wait_taken(self, before: int, timeout_s: float) -> None:
+        """Wait until every payload of the runs before `before` has been taken.
+
+        Raises:
+            PipeError: it was not, in time.
+        """
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._awaited = True
+            try:
+                while left := [item for item in self._payloads.items() if item[0][0] < before]:
+                    if not self._changed.wait(deadline - time.monotonic()):
+                        names = ", ".join(f"{what} by {sorted(who)}" for (_, what), (_, who) in left)
+                        raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {names}")
+            finally:
+                self._awaited = False
