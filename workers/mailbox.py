@@ -56,8 +56,7 @@ class Mailbox:
         has arrived here since is told together with the first questions of this run.
         """
         outbox = self._transport.outbox
-        outbox.run += 1
-        outbox.forget_marks(before=self._run - 1)
+        outbox.begin_run()
         self._transport.flush()
         if outbox.holds(before=self._run - 1):
             self.dispatch(busy=False)

@@ -33,6 +33,17 @@ def test_what_is_pulled_arrives_once_it_is_published(mailboxes):
     assert (finished.what, finished.peer, finished.payload) == (F(0, 1), 0, None)
 
 
+def test_who_is_runs_behind_still_learns_what_was_finished(mailboxes):
+    """Varuna over RPC hung within 100 steps: workers that gave away their weights without waiting ran two runs
+    ahead, and forgot what they had finished before the slower ones had asked for it."""
+    first, second = mailboxes
+    first.mark("0F1")
+    for _ in range(3):
+        first.begin()
+    second.pull(0, [(F(0, 1), False)])
+    assert [arrival.what for arrival in second.arrivals()] == [F(0, 1)]
+
+
 def test_what_a_worker_publishes_for_itself_arrives_too(mailboxes):
     first, _ = mailboxes
     first.publish("result", PAYLOAD, [], here=True)

@@ -53,15 +53,26 @@ def test_asking_again_replaces_the_question():
     assert (first, second) == ([], [PAYLOAD])
 
 
-def test_a_mark_answers_without_payload_until_it_is_forgotten():
+def test_a_mark_answers_without_payload():
     outbox, answers = Outbox(), []
+    outbox.begin_run()
     outbox.ask((1, "0F0 done"), 1, answers.append)
+    assert answers == []
     outbox.mark((1, "0F0 done"))
     outbox.ask((1, "0F0 done"), 2, answers.append)
     assert answers == [None, None]
-    outbox.forget_marks(before=2)
+
+
+def test_of_runs_that_are_over_every_action_is_finished():
+    outbox, answers = Outbox(), []
+    outbox.begin_run()
+    outbox.mark((1, "0F0 done"))
+    outbox.put(KEY, PAYLOAD, [2])
+    outbox.begin_run()
     outbox.ask((1, "0F0 done"), 1, answers.append)
-    assert len(answers) == 2
+    outbox.ask(KEY, 2, answers.append)
+    outbox.ask((2, "0F0 done"), 1, answers.append)
+    assert answers == [None, PAYLOAD]
 
 
 def test_a_failure_answers_every_question_now_and_later():

@@ -33,13 +33,19 @@ class Outbox:
         self._awaited = False
         #: payload (None while it is on its way here from the device) and who has not taken it
         self._payloads: dict[Key, tuple[Payload | None, set[int]]] = {}
-        #: finished actions without payload of this run and the one before
+        #: finished actions of this run; of those before it all are
         self._marks: set[Key] = set()
         self._asked: dict[Key, dict[int, Reply]] = {}
         self._failure: WorkerFailure | None = None
 
     def __len__(self) -> int:
         return len(self._payloads)
+
+    def begin_run(self) -> None:
+        """Count another run. Every action of those before it is finished, whoever still asks, so nothing is kept."""
+        with self._lock:
+            self.run += 1
+            self._marks.clear()
 
     def promise(self, key: Key, consumers: Iterable[int]) -> None:
         """Announce that `put` will offer a payload to `consumers` later; from now the outbox is not empty."""
@@ -69,9 +75,10 @@ class Outbox:
         """Call `reply` with what `key` holds, now or when it is there. Asking again replaces the question."""
         with self._lock:
             answer: Answer = self._failure
+            known = key in self._marks or key[0] < self.run
             if answer is None and key in self._payloads:
-                answer = self._payloads[key][0]
-            if answer is None and key not in self._marks:
+                answer, known = self._payloads[key][0], False
+            if answer is None and not known:
                 self._asked.setdefault(key, {})[consumer] = reply
                 return
         reply(answer)
@@ -96,11 +103,6 @@ class Outbox:
         for replies in asked.values():
             for reply in replies.values():
                 reply(failure)
-
-    def forget_marks(self, before: int) -> None:
-        """Drop the marks of runs older than `before`."""
-        with self._lock:
-            self._marks = {key for key in self._marks if key[0] >= before}
 
     def leaves(self, consumer: int) -> None:
         """`consumer` takes nothing more."""
