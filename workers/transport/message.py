@@ -21,11 +21,14 @@ def to_wire(message: Message) -> tuple[bytes, list[Tensor]]:
     large: list[Tensor] = []
 
     def sendable(tensor: Tensor) -> tuple[Any, ...]:
+        # The bytes of such views are not what they show: one is told beside the bytes, the other is rare.
+        conjugate, tensor = tensor.is_conj(), tensor.resolve_neg()
+        tensor = tensor.conj() if conjugate else tensor
         # TensorPipe sends each tensor on a channel of its own, which costs more than copying a small one.
         if 0 < tensor.nbytes <= _INLINE_BYTES and tensor.is_contiguous():
-            return ctypes.string_at(tensor.data_ptr(), tensor.nbytes), tensor.dtype, tuple(tensor.shape)
+            return conjugate, ctypes.string_at(tensor.data_ptr(), tensor.nbytes), tensor.dtype, tuple(tensor.shape)
         large.append(compact(tensor))
-        return ()
+        return (conjugate,)
 
     answers = [
         (key, ([sendable(t) for t in answer.tensors], answer.skeleton) if isinstance(answer, Payload) else answer)
@@ -39,10 +42,13 @@ def from_wire(data: bytes, large: list[Tensor]) -> Message:
     beside = iter(large)
 
     def tensor(sent: tuple[Any, ...]) -> Tensor:
-        if not sent:
-            return next(beside)
-        content, dtype, shape = sent
-        return torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+        conjugate, *inside = sent
+        if inside:
+            content, dtype, shape = inside
+            received = torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
+        else:
+            received = next(beside)
+        return received.conj() if conjugate else received
 
     received = [
         (key, Payload([tensor(sent) for sent in answer[0]], answer[1]) if isinstance(answer, tuple) else answer)
