@@ -31,11 +31,11 @@ from bench.systems import SYSTEMS, Job, Ours
 from rpc_pipe.dependency import Action
 from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.run import Run
-from rpc_pipe.workers.transport import message as wire
+from rpc_pipe.workers.transport import message as messages
 from rpc_pipe.workers.transport import rpc
-from rpc_pipe.workers.transport.exchange import Line
-from rpc_pipe.workers.transport.shared_memory import POSSIBLE, Lanes
-from rpc_pipe.workers.transport.wakeup import Bell
+from rpc_pipe.workers.transport.exchange import Exchange
+from rpc_pipe.workers.transport.shared_memory import POSSIBLE, Channels
+from rpc_pipe.workers.transport.wakeup import Wakeup
 
 MODEL, OURS, WAKING = "the model's operators", "rpc-pipe", "waking, network, TensorPipe"
 #: what happens on the way, in order, and what the time before it is spent on
@@ -50,7 +50,7 @@ _AFTER = {
     "started": (OURS, "chosen"),
     "works": (MODEL, "begun, up to the device"),
 }
-LANE = {**_BEFORE, "written": (OURS, "copied to the receiver's memory, its bell rung"), **_AFTER}
+SHARED = {**_BEFORE, "written": (OURS, "copied to the receiver's memory, its thread notified"), **_AFTER}
 RPC = {
     **_BEFORE,
     "gathered": (OURS, "decided to send now, by this thread or another"),
@@ -88,7 +88,7 @@ class Observed(Ours):
     def _observe(self) -> None:
         """Wrap the places where something happens."""
         self._observe_compute()
-        self._observe_lanes()
+        self._observe_shared_memory()
         self._observe_messages()
 
     def _observe_compute(self) -> None:
@@ -102,7 +102,7 @@ class Observed(Ours):
             _replace(cls, name, noted)
 
         before(Run, "_hand_over", "computed", lambda run, action, *_: (run._mailbox._run, str(action)))
-        before(rpc.RpcTransport, "_answer", "published", lambda _, peer, key, answer: key)
+        before(rpc.RpcCarrier, "_answer", "published", lambda _, peer, key, answer: key)
         before(Run, "_take_in", "taken in", lambda run, arrival: (run._mailbox._run, str(arrival.what)))
         before(Run, "_execute", "started", self._starts)
         work = devices.work
@@ -115,42 +115,42 @@ class Observed(Ours):
 
         _replace(devices, "work", noted_work)
 
-    def _observe_lanes(self) -> None:
-        write, wait = Lanes.write, Bell.wait
+    def _observe_shared_memory(self) -> None:
+        write, wait = Channels.write, Wakeup.wait
 
-        def noted_write(lanes: Lanes, peer: int, key: Any, answer: Any) -> bool:
-            done = write(lanes, peer, key, answer)
+        def noted_write(channels: Channels, peer: int, key: Any, answer: Any) -> bool:
+            done = write(channels, peer, key, answer)
             if done:
                 self._note("written", key)
             return done
 
-        def noted_wait(bell: Bell, timeout_s: float) -> bool:
-            rung = wait(bell, timeout_s)
+        def noted_wait(wakeup: Wakeup, timeout_s: float) -> bool:
+            notified = wait(wakeup, timeout_s)
             self._note("woke", "")
-            return rung
+            return notified
 
-        _replace(Lanes, "write", noted_write)
-        _replace(Bell, "wait", noted_wait)
+        _replace(Channels, "write", noted_write)
+        _replace(Wakeup, "wait", noted_wait)
 
     def _observe_messages(self) -> None:
-        outgoing, send, from_wire, deliver = Line.outgoing, rpc.RpcTransport._send, wire.from_wire, Mailbox._deliver
+        outgoing, send, decode, deliver = Exchange.outgoing, rpc.RpcCarrier._send, messages.decode, Mailbox._deliver
 
-        def noted_outgoing(line: Line) -> Any:
-            found = outgoing(line)
+        def noted_outgoing(exchange: Exchange) -> Any:
+            found = outgoing(exchange)
             keys = [key for key, _ in found.message.answers] if found else []
             self._sending.keys = keys
             for key in keys:
                 self._note("gathered", key)
             return found
 
-        def noted_send(transport: rpc.RpcTransport, peer: int) -> None:
-            send(transport, peer)
+        def noted_send(carrier: rpc.RpcCarrier, peer: int) -> None:
+            send(carrier, peer)
             for key in self._sending.keys:
                 self._note("sent", key)
 
-        def noted_from_wire(*parts: Any) -> Any:
+        def noted_decode(*parts: Any) -> Any:
             now = time.perf_counter_ns()
-            message = from_wire(*parts)
+            message = decode(*parts)
             self._events += [("received", str(key), now) for key, _ in message.answers]
             return message
 
@@ -163,9 +163,9 @@ class Observed(Ours):
 
             return noted
 
-        _replace(Line, "outgoing", noted_outgoing)
-        _replace(rpc.RpcTransport, "_send", noted_send)
-        _replace(rpc, "from_wire", noted_from_wire)
+        _replace(Exchange, "outgoing", noted_outgoing)
+        _replace(rpc.RpcCarrier, "_send", noted_send)
+        _replace(rpc, "decode", noted_decode)
         _replace(Mailbox, "_deliver", noted_deliver)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rpc:
         os.environ["RPC_PIPE_SHARED_MEMORY"] = "off"
-    way = RPC if options.rpc or not POSSIBLE else LANE
+    way = RPC if options.rpc or not POSSIBLE else SHARED
     SYSTEMS["observed"] = Observed
     times = {"F": options.ms, "B": 2 * options.ms}
     contest = emulated(options.workers, 2 * options.workers, times, 12, [("observed", "1f1b")], scenario="hops")

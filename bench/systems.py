@@ -113,7 +113,7 @@ class Ours(System):
 
     def close(self) -> None:
         self._pipe.barrier()
-        self._pipe.actors[0].transport.close()  # else done at exit, which a fork must skip
+        self._pipe.actors[0].carrier.close()  # else done at exit, which a fork must skip
 
 
 class OursByRpc(Ours):

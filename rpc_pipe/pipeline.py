@@ -29,8 +29,8 @@ from .workers.compute.result import Result
 from .workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
 from .workers.hooks import Listener
 from .workers.run import Work
-from .workers.transport.carrier import Transport
-from .workers.transport.local import LocalTransport
+from .workers.transport.carrier import Carrier
+from .workers.transport.local import LocalCarrier
 from .workers.transport.outbox import Outbox
 from .workers.transport.payload import Tree, num_rows, num_tokens, split_rows
 
@@ -113,21 +113,21 @@ class Pipeline:
                 lr_scheduler=lr_scheduler,
             )
 
-        transports: list[Transport]
+        carriers: list[Carrier]
         if job is not None:
-            transports = [join(job)]
+            carriers = [join(job)]
         else:
             outboxes = [Outbox() for _ in workers]
-            transports = [LocalTransport(worker, outboxes) for worker in workers]
+            carriers = [LocalCarrier(worker, outboxes) for worker in workers]
         self._actors = [
             WorkerActor(
-                transport,
+                carrier,
                 courier if worker == workers[0] else courier_for(device),
                 {place: shard(*place) for place in self.spec.hosted(worker)},
                 lookahead=lookahead,
                 stall_s=stall_s,
             )
-            for worker, transport in zip(workers, transports, strict=True)
+            for worker, carrier in zip(workers, carriers, strict=True)
         ]
         self._threads = _worker_threads(len(workers)) if len(workers) > 1 else None
         self._stopped = False

@@ -36,15 +36,15 @@ def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
     monkeypatch.setattr(module.rpc, "get_worker_info", lambda name: name)
     monkeypatch.setattr(module, "_invoke_rpc_python_udf", invoke)
     monkeypatch.setattr(module.rpc, "shutdown", lambda graceful: shut_down.append(read.done()))
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: read.done() or read.set_result(module.to_wire(NOTHING)))
-    transport = module.RpcTransport(0, 2, "file:///nowhere")
+    monkeypatch.setattr(module.time, "sleep", lambda seconds: read.done() or read.set_result(module.encode(NOTHING)))
+    carrier = module.RpcCarrier(0, 2, "file:///nowhere")
     held = Future()
-    transport.line(1).hold(held)
-    transport.line(1).ask({(1, "barrier"): lambda answer, at_ns: None})
-    transport.received(1, Message([], [], [((1, "barrier"), Payload([], None))]), own=False)
-    transport.close()
+    carrier.exchange(1).hold(held)
+    carrier.exchange(1).ask({(1, "barrier"): lambda answer, at_ns: None})
+    carrier.received(1, Message([], [], [((1, "barrier"), Payload([], None))]), own=False)
+    carrier.close()
     assert sent[-1].func is module._leave
-    messages = [module.from_wire(*call.args[1:]) for call in sent if call.func is not module._offered]
+    messages = [module.decode(*call.args[1:]) for call in sent if call.func is not module._offered]
     assert [key for message in messages for key in message.taken] == [(1, "barrier")]
     assert held.done(), "the peer's request would break, and be reported"
     assert shut_down == [True], "left before its last words were read"
@@ -87,21 +87,21 @@ def test_what_a_peer_answered_before_it_died_is_delivered_first(monkeypatch):
     if not POSSIBLE:
         return
     monkeypatch.setattr(module.rpc, "init_rpc", lambda *args, **kwargs: None)
-    transport = module.RpcTransport(0, 2, "file:///nowhere")
-    assert transport.lanes.accept(1, transport.lanes.offer(1))  # worker 1's end too is in this test
+    carrier = module.RpcCarrier(0, 2, "file:///nowhere")
+    assert carrier.channels.accept(1, carrier.channels.offer(1))  # worker 1's end too is in this test
     delivered = []
     for key in ((1, "1B0"), (1, "1B1")):
-        transport.line(1).ask({key: lambda answer, at_ns, key=key: delivered.append((key, answer))})
+        carrier.exchange(1).ask({key: lambda answer, at_ns, key=key: delivered.append((key, answer))})
     payload = Payload([], None)
-    assert transport.lanes.write(1, (1, "1B0"), payload)
-    transport._failed(1, "eof")
-    assert transport.wait(60)
-    transport.poll()
+    assert carrier.channels.write(1, (1, "1B0"), payload)
+    carrier._failed(1, "eof")
+    assert carrier.wait(60)
+    carrier.poll()
     assert delivered == [((1, "1B0"), payload), ((1, "1B1"), "eof")]
 
 
-def test_two_threads_that_come_first_share_one_line(monkeypatch):
-    """Read, not met: a handler and the compute thread could each make a line to the same peer.
+def test_two_threads_that_come_first_share_one_exchange(monkeypatch):
+    """Read, not met: a handler and the compute thread could each make an exchange to the same peer.
 
     One of the two was lost with the questions in it, and nobody would ever have answered them.
     """
@@ -109,17 +109,17 @@ def test_two_threads_that_come_first_share_one_line(monkeypatch):
 
     together = threading.Barrier(2)
 
-    class SlowLine(module.Line):
+    class SlowExchange(module.Exchange):
         def __init__(self):
             super().__init__()
             together.wait(10)
 
     monkeypatch.setattr(module.rpc, "init_rpc", lambda *args, **kwargs: None)
-    monkeypatch.setattr(module, "Line", SlowLine)
-    transport = module.RpcTransport(0, 2, "file:///nowhere")
+    monkeypatch.setattr(module, "Exchange", SlowExchange)
+    carrier = module.RpcCarrier(0, 2, "file:///nowhere")
     with ThreadPoolExecutor(2) as pool:
-        lines = list(pool.map(transport.line, [1, 1]))
-    assert lines[0] is lines[1] is transport.line(1)
+        exchanges = list(pool.map(carrier.exchange, [1, 1]))
+    assert exchanges[0] is exchanges[1] is carrier.exchange(1)
 
 
 def test_workers_in_threads_compute_like_their_caller():

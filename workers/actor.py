@@ -5,7 +5,7 @@
          outbox <── publish ── compute thread: event -> state -> instruction -> shard
 
 The caller's thread is the compute thread: between runs nothing happens here, and the outbox is served by
-the transport's threads alone.
+the carrier's threads alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .compute.shard import Shard
 from .hooks import Listeners
 from .mailbox import Mailbox
 from .run import Run, Tasks, Work
-from .transport.carrier import Transport
+from .transport.carrier import Carrier
 from .transport.payload import Payload, Tree, pack, unpack
 
 _HERE = Path(__file__).parent
@@ -41,18 +41,18 @@ class WorkerActor:
 
     def __init__(
         self,
-        transport: Transport,
+        carrier: Carrier,
         courier: Courier,
         shards: dict[tuple[int, int], Shard],
         *,
         lookahead: int = 64,
         stall_s: float = 300.0,
     ) -> None:
-        self.transport = transport
-        self.worker = transport.worker
+        self.carrier = carrier
+        self.worker = carrier.worker
         self.courier = courier
         self.shards = shards
-        self.mailbox = Mailbox(transport, courier, stall_s)
+        self.mailbox = Mailbox(carrier, courier, stall_s)
         self.listeners = Listeners()
         #: training steps done
         self.step = 0
@@ -91,14 +91,14 @@ class WorkerActor:
                 self.mailbox.publish(name, pack(value), [0])
                 self.mailbox.dispatch(busy=False)
                 return None
-            arrived = self.mailbox.collect(name, range(1, self.transport.num_workers))
+            arrived = self.mailbox.collect(name, range(1, self.carrier.num_workers))
             return [value, *(unpack(arrived[worker]) for worker in sorted(arrived))]
 
     def barrier(self) -> None:
         """Return when every worker has called this and nobody needs anything of this one."""
         with self._telling_failures():
             self.mailbox.begin()
-            others = set(range(self.transport.num_workers)) - {self.worker}
+            others = set(range(self.carrier.num_workers)) - {self.worker}
             self.mailbox.publish("barrier", Payload([], None), list(others))
             self.mailbox.collect("barrier", others)
             self.mailbox.drain()
@@ -112,8 +112,8 @@ class WorkerActor:
         except BaseException as error:
             known = error.cause if isinstance(error, PeerLost) else error
             failure = known if isinstance(known, WorkerFailure) else self._describe(error)
-            self.transport.outbox.fail(failure)
-            self.transport.dispatch(busy=False)
+            self.carrier.outbox.fail(failure)
+            self.carrier.dispatch(busy=False)
             if isinstance(error, Exception) and not isinstance(error, (PeerLost, Stalled, WorkerFailure)):
                 raise failure from error
             raise

@@ -1,4 +1,4 @@
-"""A worker's end of the transport: pulls that become arrivals, payloads that become pullable.
+"""A worker's end of the carrier: pulls that become arrivals, payloads that become pullable.
 
 The transport's threads only put arrivals into a queue and wake the compute thread, which alone reads it.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..dependency import Action, PeerLost, Stalled, WorkerFailure
 from .compute.device import Courier
-from .transport.carrier import Deliver, Transport
+from .transport.carrier import Carrier, Deliver
 from .transport.outbox import Answer
 from .transport.payload import Payload
 
@@ -39,15 +39,15 @@ class Mailbox:
         stall_s: how long nothing may arrive while somebody waits, before that counts as a failure.
     """
 
-    def __init__(self, transport: Transport, courier: Courier, stall_s: float) -> None:
-        self._transport = transport
+    def __init__(self, carrier: Carrier, courier: Courier, stall_s: float) -> None:
+        self._carrier = carrier
         self._courier = courier
         self._stall_s = stall_s
         self._arrived: deque[tuple[int, Action | str, int, Answer | str, int]] = deque()
 
     @property
     def _run(self) -> int:
-        return self._transport.outbox.run
+        return self._carrier.outbox.run
 
     def begin(self) -> None:
         """Start another run; all workers do so in the same order.
@@ -55,23 +55,23 @@ class Mailbox:
         Waits until all of the run before the last has been taken, so that what is kept for others is bounded. What
         has arrived here since is told together with the first questions of this run.
         """
-        outbox = self._transport.outbox
+        outbox = self._carrier.outbox
         outbox.begin_run()
-        self._transport.flush()
+        self._carrier.flush()
         if outbox.holds(before=self._run - 1):
             self.dispatch(busy=False)
             outbox.wait_taken(before=self._run - 1, timeout_s=self._stall_s)
 
     def drain(self) -> None:
         """Wait until the others have taken everything."""
-        self._transport.flush()
+        self._carrier.flush()
         self.dispatch(busy=False)
-        self._transport.outbox.wait_taken(before=self._run + 1, timeout_s=self._stall_s)
-        self._transport.settle(self._stall_s)
+        self._carrier.outbox.wait_taken(before=self._run + 1, timeout_s=self._stall_s)
+        self._carrier.settle(self._stall_s)
 
     def dispatch(self, busy: bool) -> None:
         """Send what has been published and asked for; `busy`: while this thread computes."""
-        self._transport.dispatch(busy)
+        self._carrier.dispatch(busy)
 
     def pull(self, peer: int, wanted: Iterable[tuple[Action | str, bool]], *, often: bool = True) -> None:
         """Ask `peer` for all of `wanted`, ahead of need: (what, whether its payload or just that it is finished).
@@ -80,7 +80,7 @@ class Mailbox:
             often: whether to expect more of this, so that a way of its own is worth its memory.
         """
         run = self._run
-        self._transport.pull(
+        self._carrier.pull(
             peer,
             {
                 (run, _name(what) if carries else _name(what) + _DONE): self._deliver(peer, what)
@@ -91,7 +91,7 @@ class Mailbox:
         )
 
     def _deliver(self, peer: int, what: Action | str) -> Deliver:
-        run, enter, put, wake = self._run, self._courier.enter, self._arrived.append, self._transport.wake
+        run, enter, put, wake = self._run, self._courier.enter, self._arrived.append, self._carrier.wake
         for_compute = isinstance(what, Action)  # the rest is read on the CPU
 
         def deliver(answer: Answer | str, at_ns: int) -> None:
@@ -104,7 +104,7 @@ class Mailbox:
 
     def publish(self, what: str, payload: Payload, others: Sequence[int], *, here: bool = False) -> None:
         """Make `payload` pullable by `others` once it has left the device; `here`: it also arrives at this worker."""
-        run, outbox = self._run, self._transport.outbox
+        run, outbox = self._run, self._carrier.outbox
         key = run, what
         if others and not self._courier.in_step:
             outbox.promise(key, others)
@@ -113,18 +113,18 @@ class Mailbox:
             if others:
                 outbox.put(key, payload, others)
             if here:
-                self._arrived.append((run, what, self._transport.worker, payload, time.perf_counter_ns()))
-                self._transport.wake()
+                self._arrived.append((run, what, self._carrier.worker, payload, time.perf_counter_ns()))
+                self._carrier.wake()
 
         self._courier.leave(payload, publish)
 
-    def mark(self, what: str) -> None:
+    def finished(self, what: str) -> None:
         """Make it known that `what` is finished."""
-        self._transport.outbox.mark((self._run, what + _DONE))
+        self._carrier.outbox.finish((self._run, what + _DONE))
 
     def arrivals(self) -> list[Arrival]:
         """Return what has arrived, without waiting."""
-        self._transport.poll()
+        self._carrier.poll()
         found = []
         while self._arrived:
             found.append(self._checked(*self._arrived.popleft()))
@@ -138,12 +138,12 @@ class Mailbox:
             Stalled: nothing came in time; `describe` says what was waited for.
         """
         self.dispatch(busy=False)
-        self._transport.poll()
+        self._carrier.poll()
         while not self._arrived:
-            if not self._transport.wait(self._stall_s):
-                me = self._transport.worker
+            if not self._carrier.wait(self._stall_s):
+                me = self._carrier.worker
                 raise Stalled(f"worker {me}: nothing arrived for {self._stall_s:g} s, waiting for {describe()}")
-            self._transport.poll()
+            self._carrier.poll()
         return self._checked(*self._arrived.popleft())
 
     def collect(self, what: str, peers: Iterable[int]) -> dict[int, Payload]:
@@ -162,8 +162,8 @@ class Mailbox:
     def _checked(self, run: int, what: Action | str, peer: int, answer: Answer | str, at_ns: int) -> Arrival:
         if isinstance(answer, WorkerFailure):
             detail = f"worker {answer.worker} failed: {answer.summary}"
-            raise PeerLost(self._transport.worker, peer, detail, answer)
+            raise PeerLost(self._carrier.worker, peer, detail, answer)
         if isinstance(answer, str):
-            raise PeerLost(self._transport.worker, peer, answer)
+            raise PeerLost(self._carrier.worker, peer, answer)
         assert run == self._run, f"{what} of run {run} arrived in run {self._run}"
         return Arrival(what, peer, answer, at_ns)

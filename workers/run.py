@@ -183,7 +183,7 @@ class Run:
             self._hand_over(action, task, payload)  # first of all: others wait for it
         self._marks.append((action, begin, end))
         actor.running = ""
-        self._mailbox.mark(task.name)
+        self._mailbox.finished(task.name)
         self._carry(self._state.finished(action))
 
     def _hand_over(self, action: Action, task: Task, payload: Payload) -> None:
@@ -261,7 +261,7 @@ class Run:
         self._tell(me, part, [me - 1, me, me + 1])
 
     def _tell(self, host: int, part: Payload, workers: Iterable[int]) -> None:
-        there = [worker for worker in workers if 0 <= worker < self._actor.transport.num_workers]
+        there = [worker for worker in workers if 0 <= worker < self._actor.carrier.num_workers]
         others = [worker for worker in there if worker != self._actor.worker]
         self._mailbox.publish(f"{_RESULT}{host}", part, others, here=len(others) < len(there))
 
@@ -289,6 +289,6 @@ class Run:
                 self._work.rows,
                 self._work.tokens,
                 actor.courier.peak_bytes(),
-                len(actor.transport.outbox),
+                len(actor.carrier.outbox),
             )
         )

@@ -5,7 +5,7 @@
     arrived(1F3)         ──┤   ├──  Publish(2B0, for worker 1)
     finished(2B0)        ──┴───┴──  take() -> 2F1: run this now
 
-The same object is carried by the simulator, the in-process transport and the RPC transport, so what is
+The same object is carried by the simulator, the in-process carrier and the RPC carrier, so what is
 simulated is what runs.
 """
 

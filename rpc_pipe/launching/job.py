@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from ..dependency import ConfigError
 
 if TYPE_CHECKING:
-    from ..workers.transport.carrier import Transport
+    from ..workers.transport.carrier import Carrier
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: set by our launcher: where local workers meet
@@ -40,11 +40,7 @@ class Job:
     #: how long to wait for the other workers at the start
     join_timeout_s: float = 120.0
     #: whether workers of one host use shared memory between them
-    lanes: bool = True
-    #: how many of the workers are on this host
-    local_workers: int = 1
-    #: whether they wake up on processors of their own
-    homes: bool = True
+    shared_memory: bool = True
 
 
 def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
@@ -54,7 +50,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         ConfigError: variables of torchrun or of ours are only partly set, or make no sense.
     """
     environ = os.environ if environ is None else environ
-    lanes, homes = _on(environ, "RPC_PIPE_SHARED_MEMORY"), _on(environ, "RPC_PIPE_HOMES")
+    shared_memory = _on(environ, "RPC_PIPE_SHARED_MEMORY")
     local = environ.get(INIT)
     wanted = ("RANK", "WORLD_SIZE") if local else _TORCHRUN
     present = [name for name in wanted if name in environ]
@@ -71,12 +67,11 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
     timeout = float(environ.get("RPC_PIPE_JOIN_TIMEOUT", "120"))
     if local:
-        interface, here = environ.get("RPC_PIPE_INTERFACE", "lo"), num_workers
-        return Job(worker, num_workers, local, interface, timeout, lanes, here, homes)
+        interface = environ.get("RPC_PIPE_INTERFACE", "lo")
+        return Job(worker, num_workers, local, interface, timeout, shared_memory)
     address = environ["MASTER_ADDR"]
     _number(environ, "MASTER_PORT")
-    here = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else 1
-    return Job(worker, num_workers, "env://", interface_towards(address), timeout, lanes, here, homes)
+    return Job(worker, num_workers, "env://", interface_towards(address), timeout, shared_memory)
 
 
 def _on(environ: Mapping[str, str], name: str) -> bool:
@@ -131,7 +126,7 @@ def _interface_addresses() -> list[tuple[str, str]]:
 
 
 @cache
-def join(job: Job) -> Transport:
+def join(job: Job) -> Carrier:
     """Meet the other workers; once in the life of a process (pytorch#46491).
 
     Raises:
@@ -139,11 +134,9 @@ def join(job: Job) -> Transport:
     """
     # Both, because init_rpc builds a gloo group besides TensorPipe's own connections (pytorch#42879).
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = job.interface
-    from ..workers.transport.home import home_of
-    from ..workers.transport.rpc import RpcTransport  # here, so that planning loads without torch
+    from ..workers.transport.rpc import RpcCarrier  # here, so that planning loads without torch
 
-    home = home_of(job.worker, job.local_workers) if job.homes else None
     where = job.init_method, job.join_timeout_s
-    transport = RpcTransport(job.worker, job.num_workers, *where, lanes=job.lanes, home=home)
-    atexit.register(transport.close)
-    return transport
+    carrier = RpcCarrier(job.worker, job.num_workers, *where, shared_memory=job.shared_memory)
+    atexit.register(carrier.close)
+    return carrier

@@ -29,7 +29,7 @@ from ..tracing.mirror import WATCHED, Mirror, exhibit
 
 if TYPE_CHECKING:
     from ..pipeline import Pipeline
-    from ..workers.transport.rpc import RpcTransport
+    from ..workers.transport.rpc import RpcCarrier
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def _folder() -> Path | None:
 
 
 def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
-    from ..workers.transport.rpc import RpcTransport  # here, so that the launcher loads without torch
+    from ..workers.transport.rpc import RpcCarrier  # here, so that the launcher loads without torch
 
     spec = pipeline.spec
     _offer_stacks(folder)
@@ -141,19 +141,19 @@ def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
 
     pipeline.listen(board)
     for actor in pipeline.actors:
-        if isinstance(actor.transport, RpcTransport):
-            actor.transport.exhibit = exhibit(folder, actor.worker)
-            _keep_mirror(actor.transport, folder)
+        if isinstance(actor.carrier, RpcCarrier):
+            actor.carrier.exhibit = exhibit(folder, actor.worker)
+            _keep_mirror(actor.carrier, folder)
 
 
 @cache
-def _keep_mirror(transport: RpcTransport, folder: Path) -> None:
+def _keep_mirror(carrier: RpcCarrier, folder: Path) -> None:
     """Let the first worker of a machine show those of the others too. torchrun starts ranks machine by machine."""
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
-    if local == "0" and size.isdigit() and int(size) < transport.num_workers:
-        own = range(transport.worker, transport.worker + int(size))
-        remote = [worker for worker in range(transport.num_workers) if worker not in own]
-        Mirror(transport, folder, remote).start()
+    if local == "0" and size.isdigit() and int(size) < carrier.num_workers:
+        own = range(carrier.worker, carrier.worker + int(size))
+        remote = [worker for worker in range(carrier.num_workers) if worker not in own]
+        Mirror(carrier, folder, remote).start()
         _files.update(folder / f"{kind}-{worker}" for kind in ("worker", "plan") for worker in remote)
 
 

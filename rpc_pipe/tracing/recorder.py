@@ -36,7 +36,7 @@ class Recorder:
         """Return the trace of all workers on worker 0, None elsewhere. All workers call this."""
 
         def own(actor: WorkerActor) -> Tree:
-            offset, error = (0, 0) if actor.worker == 0 else actor.transport.clock_offset(0)
+            offset, error = (0, 0) if actor.worker == 0 else actor.carrier.clock_offset(0)
             return {"offset": offset, "error": error, "steps": [pack_record(r) for r in self._kept[actor.worker]]}
 
         parts = self._pipeline.gather("trace", own)

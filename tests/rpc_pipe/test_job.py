@@ -10,12 +10,9 @@ def test_alone_under_torchrun_and_under_our_launcher():
     assert current_job({}) is None
     job = current_job(TORCHRUN)
     assert (job.worker, job.num_workers, job.init_method, job.interface) == (1, 2, "env://", "lo")
-    assert (job.local_workers, job.homes, job.lanes) == (1, True, True)
-    two = current_job(TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "RPC_PIPE_HOMES": "off"})
-    assert (two.local_workers, two.homes) == (2, False)
+    assert job.shared_memory
     ours = current_job({"RANK": "0", "WORLD_SIZE": "3", "RPC_PIPE_INIT": "file:///tmp/x"})
     assert (ours.num_workers, ours.init_method, ours.interface) == (3, "file:///tmp/x", "lo")
-    assert ours.local_workers == 3
 
 
 @pytest.mark.parametrize(
@@ -24,7 +21,6 @@ def test_alone_under_torchrun_and_under_our_launcher():
         ({"MASTER_PORT": None}, "MASTER_PORT: not set, but RANK, WORLD_SIZE, MASTER_ADDR is"),
         ({"RANK": "two"}, "RANK 'two': must be a whole number"),
         ({"RANK": "2"}, "RANK 2: must be 0 to WORLD_SIZE - 1 = 1"),
-        ({"LOCAL_WORLD_SIZE": "all"}, "LOCAL_WORLD_SIZE 'all': must be a whole number"),
         ({"MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR no.such.host.invalid"),
     ],
 )

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from processes import ROOT, SMALL, TEXT, environment
 
-from rpc_pipe.workers.transport import shared_memory as lane
+from rpc_pipe.workers.transport.shared_memory import POSSIBLE
 
 SCRIPT = """
 import sys
@@ -36,7 +36,7 @@ x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.aran
 for _ in range(int(sys.argv[1])):
     loss = pipe.step((x, y))
 pipe.barrier()
-assert len(pipe.actors[0].transport.outbox) == 0
+assert len(pipe.actors[0].carrier.outbox) == 0
 print(f"{loss:.6f} {pipe.predict(x).shape[0]}\\n", end="")  # in one piece: others write too
 """
 
@@ -80,14 +80,16 @@ def test_verify_over_rpc_is_identical(schedule, workers, microbatches):
 @pytest.mark.parametrize("wanted", ["on", "off"])
 def test_shared_memory_changes_nothing_but_the_way(tmp_path, wanted):
     script = tmp_path / "train.py"
-    # what has been read, as a worker that leaves takes its lanes with it
-    came = "[peer for peer, _, counters in pipe.actors[0].transport.lanes._readers if counters[0]]"
-    script.write_text(SCRIPT + f"print('came by lane from', sorted({came}))")
+    # what has been read, as a worker that leaves takes its channels with it
+    came = "[peer for peer, _, counters in pipe.actors[0].carrier.channels._readers if counters[0]]"
+    script.write_text(SCRIPT + f"print('came by shared memory from', sorted({came}))")
     done = rpc_pipe("run", script, "--workers", 3, "--", 3, RPC_PIPE_SHARED_MEMORY=wanted)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("0.773034 8") == 3, done.stdout
-    if lane.POSSIBLE:
-        assert ("came by lane from [0, 2]" in done.stdout) == (wanted == "on"), done.stdout  # worker 1's neighbours
+    if POSSIBLE:
+        assert ("came by shared memory from [0, 2]" in done.stdout) == (wanted == "on"), (
+            done.stdout
+        )  # worker 1's neighbours
 
 
 def test_the_main_job_trains_saves_and_tells(tmp_path):
@@ -205,7 +207,6 @@ def test_ctrl_c_once_finishes_the_step_and_twice_kills(interrupts):
         (["run"], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT: not set, but RANK is"),
         (["run"], {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK 3: must be 0 to"),
         (["run", "--steps", "1"], {"RPC_PIPE_SHARED_MEMORY": "no"}, "RPC_PIPE_SHARED_MEMORY 'no': must be on or off"),
-        (["run", "--steps", "1"], {"RPC_PIPE_HOMES": "1"}, "RPC_PIPE_HOMES '1': must be on or off"),
         (["run", "no_such_script.py"], {}, "no_such_script.py: there is no such file"),
         (["run", "--device", "cuda:7"], {}, "device 'cuda:7'"),
         (["simulate", "--cost", "F=1,X=2"], {}, "--cost X=2: kinds are"),

@@ -1,4 +1,4 @@
-"""The face, over the in-process transport."""
+"""The face, over the in-process carrier."""
 
 import threading
 from functools import partial

@@ -1,4 +1,4 @@
-"""A worker's end of the transport."""
+"""A worker's end of the carrier."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from rpc_pipe.dependency import F, PeerLost, Stalled
 from rpc_pipe.workers.compute.device import CpuCourier
 from rpc_pipe.workers.mailbox import Mailbox
-from rpc_pipe.workers.transport.local import LocalTransport
+from rpc_pipe.workers.transport.local import LocalCarrier
 from rpc_pipe.workers.transport.outbox import Outbox
 from rpc_pipe.workers.transport.payload import pack
 
@@ -16,7 +16,7 @@ PAYLOAD = pack(torch.ones(2))
 @pytest.fixture
 def mailboxes():
     outboxes = [Outbox(), Outbox()]
-    both = [Mailbox(LocalTransport(worker, outboxes), CpuCourier(), stall_s=0.05) for worker in range(2)]
+    both = [Mailbox(LocalCarrier(worker, outboxes), CpuCourier(), stall_s=0.05) for worker in range(2)]
     for mailbox in both:
         mailbox.begin()
     return both
@@ -27,7 +27,7 @@ def test_what_is_pulled_arrives_once_it_is_published(mailboxes):
     second.pull(0, [(F(0, 0), True), (F(0, 1), False)])
     assert second.arrivals() == []
     first.publish("0F0", PAYLOAD, [1])
-    first.mark("0F1")
+    first.finished("0F1")
     arrived, finished = second.arrivals()
     assert (arrived.what, arrived.peer, arrived.payload) == (F(0, 0), 0, PAYLOAD)
     assert (finished.what, finished.peer, finished.payload) == (F(0, 1), 0, None)
@@ -37,7 +37,7 @@ def test_who_is_runs_behind_still_learns_what_was_finished(mailboxes):
     """Varuna over RPC hung within 100 steps: workers that gave away their weights without waiting ran two runs
     ahead, and forgot what they had finished before the slower ones had asked for it."""
     first, second = mailboxes
-    first.mark("0F1")
+    first.finished("0F1")
     for _ in range(3):
         first.begin()
     second.pull(0, [(F(0, 1), False)])
@@ -56,7 +56,7 @@ def test_who_waits_in_vain_says_for_what(mailboxes):
 
 
 def test_a_peer_that_is_gone_is_named(mailboxes):
-    class Broken(LocalTransport):
+    class Broken(LocalCarrier):
         def pull(self, peer, questions, *, polled):
             for deliver in questions.values():
                 deliver("connection reset", 0)
@@ -71,7 +71,7 @@ def test_a_peer_that_is_gone_is_named(mailboxes):
 def test_a_compute_thread_that_runs_ahead_of_its_device_receives_nothing_itself(in_step):
     asked = []
 
-    class Noted(LocalTransport):
+    class Noted(LocalCarrier):
         def pull(self, peer, questions, *, polled):
             asked.append(polled)
 
@@ -82,11 +82,11 @@ def test_a_compute_thread_that_runs_ahead_of_its_device_receives_nothing_itself(
     assert asked == [in_step]
 
 
-def test_a_barrier_takes_no_lane_from_everyone_to_everyone():
+def test_a_barrier_takes_no_memory_from_everyone_to_everyone():
     """Read, not met: 64 workers on a host would have taken 4 GiB for what they say once."""
     asked = []
 
-    class Noted(LocalTransport):
+    class Noted(LocalCarrier):
         def pull(self, peer, questions, *, polled):
             asked.append((peer, polled))
 

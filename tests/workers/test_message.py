@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from rpc_pipe.workers.transport.exchange import Message
-from rpc_pipe.workers.transport.message import from_wire, to_wire
+from rpc_pipe.workers.transport.message import decode, encode
 from rpc_pipe.workers.transport.payload import pack, unpack
 
 COMPLEX = torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3)
 
 
 def through(payload):
-    message = from_wire(*to_wire(Message([(1, "0F1")], [(1, "0F0")], [((1, "1B0"), payload)])))
+    message = decode(*encode(Message([(1, "0F1")], [(1, "0F0")], [((1, "1B0"), payload)])))
     assert (message.asks, message.taken) == ([(1, "0F1")], [(1, "0F0")])
     ((key, answer),) = message.answers
     assert key == (1, "1B0")

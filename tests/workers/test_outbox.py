@@ -53,12 +53,12 @@ def test_asking_again_replaces_the_question():
     assert (first, second) == ([], [PAYLOAD])
 
 
-def test_a_mark_answers_without_payload():
+def test_that_it_is_finished_is_an_answer_without_payload():
     outbox, answers = Outbox(), []
     outbox.begin_run()
     outbox.ask((1, "0F0 done"), 1, answers.append)
     assert answers == []
-    outbox.mark((1, "0F0 done"))
+    outbox.finish((1, "0F0 done"))
     outbox.ask((1, "0F0 done"), 2, answers.append)
     assert answers == [None, None]
 
@@ -66,7 +66,7 @@ def test_a_mark_answers_without_payload():
 def test_of_runs_that_are_over_every_action_is_finished():
     outbox, answers = Outbox(), []
     outbox.begin_run()
-    outbox.mark((1, "0F0 done"))
+    outbox.finish((1, "0F0 done"))
     outbox.put(KEY, PAYLOAD, [2])
     outbox.begin_run()
     outbox.ask((1, "0F0 done"), 1, answers.append)

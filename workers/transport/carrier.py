@@ -12,7 +12,7 @@ from .outbox import Answer, Key, Outbox
 Deliver = Callable[[Answer | str, int], None]
 
 
-class Transport(Protocol):
+class Carrier(Protocol):
     """Carries pulls between the outboxes of workers."""
 
     worker: int
@@ -33,7 +33,7 @@ class Transport(Protocol):
         """Send what the compute thread, which calls this, has gathered; `busy`: it has something else to do."""
 
     def poll(self) -> None:
-        """Deliver what has come without a thread of the transport. For the compute thread."""
+        """Deliver what has come without a thread of the carrier. For the compute thread."""
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until there is something to look at; False: nothing came in time. May return for nothing."""

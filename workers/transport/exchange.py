@@ -49,7 +49,7 @@ class Outgoing(NamedTuple):
     held: Any
 
 
-class Line:
+class Exchange:
     """One worker's end of its exchange with one peer. Thread-safe.
 
     Every method but `outgoing` says whether something is to be sent now; whoever calls it then has

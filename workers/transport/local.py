@@ -8,10 +8,10 @@ from functools import partial
 
 from .carrier import Deliver
 from .outbox import Answer, Key, Outbox
-from .wakeup import Bell
+from .wakeup import Wakeup
 
 
-class LocalTransport:
+class LocalCarrier:
     """Carries pulls to the outboxes of the same process."""
 
     def __init__(self, worker: int, outboxes: list[Outbox]) -> None:
@@ -19,7 +19,7 @@ class LocalTransport:
         self.num_workers = len(outboxes)
         self.outbox = outboxes[worker]
         self._outboxes = outboxes
-        self._bell = Bell()
+        self._wakeup = Wakeup()
 
     def pull(self, peer: int, questions: Mapping[Key, Deliver], *, polled: bool) -> None:
         for key, deliver in questions.items():
@@ -39,10 +39,10 @@ class LocalTransport:
         pass
 
     def wait(self, timeout_s: float) -> bool:
-        return self._bell.wait(timeout_s)
+        return self._wakeup.wait(timeout_s)
 
     def wake(self) -> None:
-        self._bell.ring()
+        self._wakeup.notify()
 
     def settle(self, timeout_s: float) -> None:
         pass

@@ -16,7 +16,7 @@ from .payload import Payload, compact
 _INLINE_BYTES = 2**15
 
 
-def to_wire(message: Message) -> tuple[bytes, list[Tensor]]:
+def encode(message: Message) -> tuple[bytes, list[Tensor]]:
     """Pickle a message, small tensors included; large ones travel beside it."""
     large: list[Tensor] = []
 
@@ -37,7 +37,7 @@ def to_wire(message: Message) -> tuple[bytes, list[Tensor]]:
     return pickle.dumps((message.asks, message.taken, answers), pickle.HIGHEST_PROTOCOL), large
 
 
-def from_wire(data: bytes, large: list[Tensor]) -> Message:
+def decode(data: bytes, large: list[Tensor]) -> Message:
     asks, taken, answers = pickle.loads(data)
     beside = iter(large)
 

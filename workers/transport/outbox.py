@@ -34,7 +34,7 @@ class Outbox:
         #: payload (None while it is on its way here from the device) and who has not taken it
         self._payloads: dict[Key, tuple[Payload | None, set[int]]] = {}
         #: finished actions of this run; of those before it all are
-        self._marks: set[Key] = set()
+        self._finished: set[Key] = set()
         self._asked: dict[Key, dict[int, Reply]] = {}
         self._failure: WorkerFailure | None = None
 
@@ -45,7 +45,7 @@ class Outbox:
         """Count another run. Every action of those before it is finished, whoever still asks, so nothing is kept."""
         with self._lock:
             self.run += 1
-            self._marks.clear()
+            self._finished.clear()
 
     def promise(self, key: Key, consumers: Iterable[int]) -> None:
         """Announce that `put` will offer a payload to `consumers` later; from now the outbox is not empty."""
@@ -63,10 +63,10 @@ class Outbox:
             assert consumer in waiting, f"worker {consumer} asked for {key}, which is for {waiting}"
             reply(payload)
 
-    def mark(self, key: Key) -> None:
+    def finish(self, key: Key) -> None:
         """Note that `key` is finished, for those who need to know only that."""
         with self._lock:
-            self._marks.add(key)
+            self._finished.add(key)
             asked = self._asked.pop(key, {})
         for reply in asked.values():
             reply(None)
@@ -75,7 +75,7 @@ class Outbox:
         """Call `reply` with what `key` holds, now or when it is there. Asking again replaces the question."""
         with self._lock:
             answer: Answer = self._failure
-            known = key in self._marks or key[0] < self.run
+            known = key in self._finished or key[0] < self.run
             if answer is None and key in self._payloads:
                 answer, known = self._payloads[key][0], False
             if answer is None and not known:

@@ -14,7 +14,7 @@ OVERHEAD_BYTES = 3 * LINE
 WRITTEN = LINE // 8
 
 
-class Ring:
+class RingBuffer:
     """Records in shared memory, for one writer and one reader.
 
     Two counters of bytes, each with one owner, say what has been read and written. A record lies in one piece; where

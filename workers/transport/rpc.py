@@ -1,11 +1,11 @@
 """Workers as processes over `torch.distributed.rpc` (TensorPipe). The only file that imports it.
 
-A pull is a long poll, and what is said in both directions shares messages: see `line.py`. The handler of a
+A pull is a long poll, and what is said in both directions shares messages: see `exchange.py`. The handler of a
 request returns a future that is completed when there is something to say, so it holds no thread and
 computes nothing. Serialisation and hand-over to TensorPipe take 100 to 300 us a message, waking another thread
 30 us and then some 100 us of latency. So what the compute thread has to say it sends itself when it would wait
 anyway, and leaves to the sender's thread when it has something to compute. Answers to a worker of the same host
-take a shorter way: see `lane.py`.
+take a shorter way: see `shared_memory.py`.
 
 Options by measurement on one host, torch 2.13 (round trip of 256 KiB; CPU of an idle agent):
 the default shm transport 396 us but 1.0 core of busy polling per process; uv 604 us and no idle CPU. With as
@@ -37,13 +37,12 @@ from torch.futures import Future
 
 from ...dependency import ConfigError, WorkerFailure
 from .carrier import Deliver
-from .exchange import NOTHING, Line, Message
-from .home import Home
-from .message import from_wire, to_wire
+from .exchange import NOTHING, Exchange, Message
+from .message import decode, encode
 from .outbox import Answer, Key, Outbox
 from .payload import Payload
-from .shared_memory import Lanes, Offer
-from .wakeup import Bell
+from .shared_memory import Channels, Offer
+from .wakeup import Wakeup
 
 #: handlers do not block, so few are enough for any number of workers
 _RPC_THREADS = 2
@@ -56,7 +55,7 @@ _LOOK_EVERY_S = 1.0
 #: how long a leaving worker waits for the others to read its last message
 _LEAVE_S = 5.0
 
-_endpoint: RpcTransport | None = None
+_endpoint: RpcCarrier | None = None
 _pinned = threading.local()
 
 
@@ -77,35 +76,35 @@ def _exchange(peer: int, *wire: Any) -> Future[Any]:
     assert _endpoint is not None
     _pin_thread_state()
     future: Future[Any] = Future()
-    _endpoint.line(peer).hold(future)
-    _endpoint.received(peer, from_wire(*wire), own=False)
+    _endpoint.exchange(peer).hold(future)
+    _endpoint.received(peer, decode(*wire), own=False)
     return future
 
 
 def _offered(peer: int, data: bytes, _: list[Tensor]) -> bool:
-    """Runs at who may answer `peer` through a lane from now on; returns whether it will."""
-    return _endpoint is not None and _endpoint.lanes.accept(peer, pickle.loads(data))
+    """Runs at who may answer `peer` through shared memory from now on; returns whether it will."""
+    return _endpoint is not None and _endpoint.channels.accept(peer, pickle.loads(data))
 
 
 def _leave(peer: int, *wire: Any) -> None:
     """Runs at the receiver of `peer`'s last message."""
     if _endpoint is not None:
-        _endpoint.received(peer, from_wire(*wire), own=False)
+        _endpoint.received(peer, decode(*wire), own=False)
         _endpoint.gone(peer)
-        _answer_all(_endpoint.line(peer).close())
+        _answer_all(_endpoint.exchange(peer).close())
 
 
 def _hurry(peer: int, *_: Any) -> None:
     """Runs at who is to tell `peer` now what has arrived from it."""
     if _endpoint is not None:
-        _endpoint.line(peer).flush()
+        _endpoint.exchange(peer).flush()
         _endpoint.post(peer)
 
 
 def _answer_all(held: list[Future[Any]]) -> None:
     """Give requests back without a word, so that none breaks when this worker or its peer leaves."""
     for future in held:
-        future.set_result(to_wire(NOTHING))
+        future.set_result(encode(NOTHING))
 
 
 def _clock() -> int:
@@ -117,7 +116,7 @@ def _look(seen: int) -> bytes:
     return b"" if _endpoint is None or _endpoint.exhibit is None else _endpoint.exhibit(seen)
 
 
-class RpcTransport:
+class RpcCarrier:
     """Joins the group of workers and carries pulls over RPC. One for the life of a process.
 
     Args:
@@ -125,8 +124,7 @@ class RpcTransport:
         num_workers: how many join; the call returns when all have.
         init_method: where they meet: `file:///path`, `tcp://host:port` or `env://`.
         join_timeout_s: for how long to wait for the others.
-        lanes: whether workers of one host answer each other through shared memory, where that is possible.
-        home: where the compute thread wakes up; None: anywhere.
+        shared_memory: whether workers of one host answer each other through it, where that is possible.
 
     Raises:
         ConfigError: the others did not come, or the address cannot be used.
@@ -139,14 +137,13 @@ class RpcTransport:
         init_method: str,
         join_timeout_s: float = 120.0,
         *,
-        lanes: bool = True,
-        home: Home | None = None,
+        shared_memory: bool = True,
     ) -> None:
         global _endpoint
         self.worker = worker
         self.num_workers = num_workers
         self.outbox = Outbox()
-        self._lines: dict[int, Line] = {}
+        self._exchanges: dict[int, Exchange] = {}
         self._posted: deque[int] = deque()  # peers that the compute thread has something to say to
         self._broken: deque[tuple[int, str]] = deque()  # peers that cannot be reached, and why
         self._compute_thread = threading.get_ident()
@@ -154,7 +151,7 @@ class RpcTransport:
         self._infos: dict[int, Any] = {}
         self._closed = False
         #: to and from workers of this host
-        self.lanes = Lanes(Bell(home), wanted=lanes)
+        self.channels = Channels(Wakeup(), wanted=shared_memory)
         #: what is shown to those who watch from other machines; see rpc_pipe/dispatch/mirror.py
         self.exhibit: Callable[[int], bytes] | None = None
         _endpoint = self
@@ -178,16 +175,16 @@ class RpcTransport:
         self._sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
         self._sender.start()
 
-    def line(self, peer: int) -> Line:
+    def exchange(self, peer: int) -> Exchange:
         """This worker's end of its exchange with `peer`."""
-        line = self._lines.get(peer)
+        exchange = self._exchanges.get(peer)
         # setdefault, in one step of the interpreter: handlers and the compute thread may both come first
-        return self._lines.setdefault(peer, Line()) if line is None else line
+        return self._exchanges.setdefault(peer, Exchange()) if exchange is None else exchange
 
     def pull(self, peer: int, questions: Mapping[Key, Deliver], *, polled: bool) -> None:
         if polled:
-            self._send_offer(peer, self.lanes.offer(peer))
-        self.line(peer).ask(questions)
+            self._send_offer(peer, self.channels.offer(peer))
+        self.exchange(peer).ask(questions)
         self.post(peer)
 
     def _send_offer(self, peer: int, offer: Offer | None) -> None:
@@ -195,38 +192,38 @@ class RpcTransport:
             return
 
         def decided(future: Future[Any]) -> None:
-            with suppress(RuntimeError):  # gone; the line will tell
+            with suppress(RuntimeError):  # gone; the exchange will tell
                 if not future.value():
-                    self.lanes.refused(peer)
+                    self.channels.refused(peer)
 
         with suppress(RuntimeError):
             self._request(peer, _offered, (pickle.dumps(offer), []), _PING_S).add_done_callback(decided)
 
     def poll(self) -> None:
-        for peer, (key, answer, at_ns) in self.lanes.read():
-            deliver = self.line(peer).answered(key)
+        for peer, (key, answer, at_ns) in self.channels.read():
+            deliver = self.exchange(peer).answered(key)
             if deliver is not None:
                 deliver(answer, at_ns)
         while self._broken:  # after what the peer had still answered
             peer, text = self._broken.popleft()
-            for deliver in self.line(peer).broken():
+            for deliver in self.exchange(peer).broken():
                 deliver(text, time.perf_counter_ns())
 
     def wait(self, timeout_s: float) -> bool:
-        return self.lanes.bell.wait(timeout_s)
+        return self.channels.wakeup.wait(timeout_s)
 
     def wake(self) -> None:
         if threading.get_ident() != self._compute_thread:
-            self.lanes.bell.ring()
+            self.channels.wakeup.notify()
 
     def gone(self, peer: int) -> None:
         """`peer` takes nothing more."""
-        self.lanes.gone(peer)
+        self.channels.gone(peer)
         self.outbox.leaves(peer)
 
     def flush(self) -> None:
-        for peer, line in list(self._lines.items()):
-            line.flush()
+        for peer, exchange in list(self._exchanges.items()):
+            exchange.flush()
             self.post(peer)
 
     def dispatch(self, busy: bool) -> None:
@@ -240,27 +237,27 @@ class RpcTransport:
 
     def received(self, peer: int, message: Message, own: bool) -> None:
         """Take in a message of `peer`; `own`: it answers a request of this worker."""
-        for deliver, answer in self.line(peer).received(message, own):
+        for deliver, answer in self.exchange(peer).received(message, own):
             deliver(answer, time.perf_counter_ns())
             if isinstance(answer, WorkerFailure):
-                self.lanes.gone(peer)
+                self.channels.gone(peer)
             elif isinstance(answer, Payload):
-                self._send_offer(peer, self.lanes.offer_larger(peer, answer.num_bytes))
+                self._send_offer(peer, self.channels.offer_larger(peer, answer.num_bytes))
         self.outbox.taken(message.taken, peer)
         for key in message.asks:
             self.outbox.ask(key, peer, partial(self._answer, peer, key))
         self.post(peer)
 
     def _answer(self, peer: int, key: Key, answer: Answer) -> None:
-        if self.lanes.write(peer, key, answer):
+        if self.channels.write(peer, key, answer):
             self.outbox.taken([key], peer)  # it is in the peer's memory
             return
-        self.line(peer).answer(key, answer)
+        self.exchange(peer).answer(key, answer)
         self.post(peer)
 
     def post(self, peer: int) -> None:
         """Have said what there is to say to `peer`."""
-        if not self.line(peer).urgent:
+        if not self.exchange(peer).urgent:
             return
         if threading.get_ident() == self._compute_thread:
             self._posted.append(peer)
@@ -273,10 +270,10 @@ class RpcTransport:
             self._send(peer)
 
     def _send(self, peer: int) -> None:
-        outgoing = self.line(peer).outgoing()
+        outgoing = self.exchange(peer).outgoing()
         if outgoing is None:
             return
-        wire = to_wire(outgoing.message)
+        wire = encode(outgoing.message)
         if outgoing.held is not None:
             outgoing.held.set_result(wire)
             return
@@ -311,14 +308,14 @@ class RpcTransport:
         except RuntimeError as error:
             self._failed(peer, str(error))
         else:
-            self.received(peer, from_wire(*wire), own=True)
+            self.received(peer, decode(*wire), own=True)
 
     def _failed(self, peer: int, text: str) -> None:
         if self._closed:
             return
         self.gone(peer)
         self._broken.append((peer, text.strip().split("\n")[0]))
-        self.lanes.bell.ring()
+        self.channels.wakeup.notify()
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Of eight pings the fastest counts, as its asymmetry can be the least (Cristian 1989)."""
@@ -345,14 +342,14 @@ class RpcTransport:
         self._to_send.put(None)
         self._sender.join(_LEAVE_S)
         deadline = time.monotonic() + _LEAVE_S
-        goodbyes = [self._say_goodbye(peer, line) for peer, line in list(self._lines.items())]
+        goodbyes = [self._say_goodbye(peer, exchange) for peer, exchange in list(self._exchanges.items())]
         while not all(future.done() for future in goodbyes if future) and time.monotonic() < deadline:
             time.sleep(0.005)
         rpc.shutdown(graceful=False)
 
     def settle(self, timeout_s: float) -> None:
         deadline, pause = time.monotonic() + timeout_s, 0.001
-        while self.lanes.unread() and time.monotonic() < deadline:
+        while self.channels.unread() and time.monotonic() < deadline:
             time.sleep(pause)
             pause = min(2 * pause, _LOOK_EVERY_S)
 
@@ -363,17 +360,17 @@ class RpcTransport:
         while (waiting := self._waiting()) and time.monotonic() < deadline:
             for peer in waiting:
                 with suppress(RuntimeError):  # gone; its broken requests tell so
-                    self._request(peer, _hurry, to_wire(NOTHING), _PING_S)
+                    self._request(peer, _hurry, encode(NOTHING), _PING_S)
             self.poll()  # the others may be leaving too
             time.sleep(pause)
             pause = min(2 * pause, _LOOK_EVERY_S)
 
     def _waiting(self) -> set[int]:
-        return set() if self.outbox.failed else self.outbox.waiting() | self.lanes.unread()
+        return set() if self.outbox.failed else self.outbox.waiting() | self.channels.unread()
 
-    def _say_goodbye(self, peer: int, line: Line) -> Future[Any] | None:
-        wire = to_wire(line.last_words())
-        _answer_all(line.close())
+    def _say_goodbye(self, peer: int, exchange: Exchange) -> Future[Any] | None:
+        wire = encode(exchange.last_words())
+        _answer_all(exchange.close())
         try:
             return self._request(peer, _leave, wire, _LEAVE_S)
         except RuntimeError:

@@ -1,14 +1,14 @@
-"""Lanes: answers between workers of one host, through memory that both have mapped.
+"""Channels: answers between workers of one host, through memory that both have mapped.
 
-    worker 0: compute thread ── writes 0F5, rings ──> worker 1: compute thread wakes and reads it
+    worker 0: compute thread ── writes 0F5, wakes ──> worker 1: compute thread reads it
 
 A message of RPC wakes four threads one after the other: the network's thread here and there, an RPC thread, the
-compute thread. A lane wakes one. Questions and everything between hosts go by RPC, which also tells when a peer dies;
-so does what does not fit into the lane. Where that is so because payloads are larger than it was made for, its reader
-offers a larger one. (TensorPipe's own shared memory polls: a core per process, see `rpc.py`.)
+compute thread. A channel wakes one. Questions and everything between hosts go by RPC, which also tells when a peer
+dies; so does what does not fit into the channel. Where that is so because payloads are larger than it was made for,
+its reader offers a larger one. (TensorPipe's own shared memory polls: a core per process, see `rpc.py`.)
 
-The reader of a lane makes it and offers it to the writer, in memory without a name (memfd_create(2)): nothing is left
-behind, however a process ends, and the size of /dev/shm, 64 MB in many containers, does not matter.
+The reader of a channel makes it and offers it to the writer, in memory without a name (memfd_create(2)): nothing is
+left behind, however a process ends, and the size of /dev/shm, 64 MB in many containers, does not matter.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from torch import Tensor
 
 from .outbox import Answer, Key
 from .payload import Payload, Place
-from .ring_buffer import LINE, OVERHEAD_BYTES, TOKEN_BYTES, WRITTEN, Ring
-from .wakeup import Bell, Ringer
+from .ring_buffer import LINE, OVERHEAD_BYTES, TOKEN_BYTES, WRITTEN, RingBuffer
+from .wakeup import Notifier, Wakeup
 
-#: what the first lane takes, bytes of a payload; where payloads turn out to be larger, so is the next one
+#: what the first channel takes, bytes of a payload; where payloads turn out to be larger, so is the next one
 _FIRST = 2**18
-#: what is larger yet goes by RPC: time is then that of touching memory, which should not be wasted on lanes
+#: what is larger yet goes by RPC: time is then that of touching memory, which should not be wasted on channels
 LARGEST = 2**22
-#: how many of the largest payloads a lane holds; who reads too slowly gets the rest by RPC
+#: how many of the largest payloads a channel holds; who reads too slowly gets the rest by RPC
 _ROOM = 4
 #: size of the whole record, ns when it was written, run, number of its form, sizes of its name and of a new form
 _HEAD = struct.Struct("<QqqIII")
@@ -52,7 +52,7 @@ _LITTLE = 2**15
 _copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memmove", ctypes.PyDLL(None))
 )
-#: whether there can be lanes here: others see what an x86 processor stores in the order in which it does
+#: whether there can be channels here: others see what an x86 processor stores in the order in which it does
 POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
 
 
@@ -61,9 +61,9 @@ class Offer(NamedTuple):
 
     host: tuple[str, ...]
     process: int
-    #: descriptors of that process: of the memory, and of the bell
+    #: descriptors of that process: of the memory, and of the wakeup
     memory: int
-    bell: int
+    wakeup: int
     #: of the memory
     size: int
     #: what is at its beginning, so that no other memory is taken for it
@@ -71,7 +71,7 @@ class Offer(NamedTuple):
 
 
 class Told(NamedTuple):
-    """An answer that came by a lane, and when it was written, by the host's `perf_counter_ns`."""
+    """An answer that came by a channel, and when it was written, by the host's `perf_counter_ns`."""
 
     key: Key
     answer: Answer
@@ -79,22 +79,22 @@ class Told(NamedTuple):
 
 
 def _host() -> tuple[str, ...]:
-    """What processes share that may use lanes: kernel, process numbers, and network, or they count as two hosts."""
+    """What processes share that may use channels: kernel, process numbers, and network, or they count as two hosts."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")
 
 
-class Lanes:
-    """A worker's lanes, in both directions; where there can be none, nothing is offered, accepted or written.
+class Channels:
+    """A worker's channels, in both directions; where there can be none, nothing is offered, accepted or written.
 
     Args:
-        bell: rung when there is something to read.
+        wakeup: notified when there is something to read.
         wanted: whether to have any.
     """
 
-    def __init__(self, bell: Bell, *, wanted: bool = True) -> None:
-        self.bell = bell
-        #: who is on this host; None: no lanes
+    def __init__(self, wakeup: Wakeup, *, wanted: bool = True) -> None:
+        self.wakeup = wakeup
+        #: who is on this host; None: no channels
         self._host: tuple[str, ...] | None = None
         if wanted and POSSIBLE:
             with suppress(OSError):  # a sandbox that does not say
@@ -103,17 +103,17 @@ class Lanes:
         self._lock = threading.Lock()
         #: what payloads the peers can write, bytes; the largest there are if they are not to be asked again
         self._offered: dict[int, int] = {}
-        #: (peer, the lane's reader, its counters); lanes that have been replaced too, as they may not be empty
+        #: (peer, the channel's reader, its counters); channels that have been replaced too, as they may not be empty
         self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
         self._writers: dict[int, _Writer] = {}
 
     def offer(self, peer: int) -> Offer | None:
-        """Return a lane that `peer` may write; None: it has been offered one, or there is none."""
+        """Return a channel that `peer` may write; None: it has been offered one, or there is none."""
         with self._lock:
             return None if self._host is None or peer in self._offered else self._offer(peer, self._host, _FIRST)
 
     def offer_larger(self, peer: int, payload_bytes: int) -> Offer | None:
-        """Return a lane with room for such payloads, if `peer` has one that is too small for them."""
+        """Return a channel with room for such payloads, if `peer` has one that is too small for them."""
         with self._lock:
             if self._host is None or not self._offered.get(peer, LARGEST) < payload_bytes <= LARGEST:
                 return None
@@ -127,17 +127,17 @@ class Lanes:
             return None
         self._offered[peer] = largest
         self._readers = (*self._readers, (peer, reader, reader.ring.counters))
-        return Offer(host, os.getpid(), memory, self.bell.descriptor, reader.ring.size, reader.ring.token)
+        return Offer(host, os.getpid(), memory, self.wakeup.descriptor, reader.ring.size, reader.ring.token)
 
     def refused(self, peer: int) -> None:
-        """`peer`, on another host, will not write the lane that it was offered last; offer no more."""
+        """`peer`, on another host, will not write the channel that it was offered last; offer no more."""
         with self._lock:
             self._offered[peer] = LARGEST
             last = max(i for i, (reads_from, *_) in enumerate(self._readers) if reads_from == peer)
             self._readers = self._readers[:last] + self._readers[last + 1 :]
 
     def accept(self, peer: int, offer: Offer) -> bool:
-        """Write to `peer` through the lane that it offers, if it is on this host; return whether it is."""
+        """Write to `peer` through the channel that it offers, if it is on this host; return whether it is."""
         if offer.host != self._host:
             return False
         writer = _accepted(offer)
@@ -179,11 +179,11 @@ class Lanes:
 
 
 def _new_reader(size: int) -> tuple[int, _Reader]:
-    """Return the reading end of a new lane, and the descriptor of its memory, which lives as long."""
-    memory = os.memfd_create("rpc-pipe lane")
+    """Return the reading end of a new channel, and the descriptor of its memory, which lives as long."""
+    memory = os.memfd_create("rpc-pipe channel")
     try:
         os.posix_fallocate(memory, 0, size)  # now, rather than a SIGBUS later
-        ring = Ring(mmap.mmap(memory, size))
+        ring = RingBuffer(mmap.mmap(memory, size))
     except BaseException:
         os.close(memory)
         raise
@@ -194,14 +194,14 @@ def _new_reader(size: int) -> tuple[int, _Reader]:
 
 
 def _accepted(offer: Offer) -> _Writer | None:
-    """Return the writer's end of a lane on this host, None if it cannot be reached."""
+    """Return the writer's end of a channel on this host, None if it cannot be reached."""
     with suppress(OSError):
         memory = os.open(f"/proc/{offer.process}/fd/{offer.memory}", os.O_RDWR | os.O_CLOEXEC)
         try:
             if os.fstat(memory).st_size == offer.size:
-                ring = Ring(mmap.mmap(memory, offer.size))
+                ring = RingBuffer(mmap.mmap(memory, offer.size))
                 if ring.token == offer.token:
-                    return _Writer(ring, Ringer.of(offer.process, offer.bell))
+                    return _Writer(ring, Notifier.of(offer.process, offer.wakeup))
         finally:
             os.close(memory)
     return None
@@ -220,13 +220,13 @@ class _Form(NamedTuple):
 
 
 class _Writer:
-    """The writing end of a lane. Thread-safe."""
+    """The writing end of a channel. Thread-safe."""
 
-    def __init__(self, ring: Ring, bell: Ringer) -> None:
+    def __init__(self, ring: RingBuffer, notifier: Notifier) -> None:
         self._ring = ring
-        self._bell = bell
+        self._notifier = notifier
         self._largest = ring.size // _ROOM
-        #: the smaller lane that this one replaces
+        #: the smaller channel that this one replaces
         self.before: _Writer | None = None
         self._lock = threading.Lock()
         #: shapes and structure of payloads, told once
@@ -277,7 +277,7 @@ class _Writer:
                 if form.number != _UNNUMBERED:
                     self._forms[described] = form._replace(definition=b"")
             self._ring.written(size)
-        self._bell.ring()
+        self._notifier.notify()
         return True
 
     def _new_form(self, described: Any, tensors: list[Tensor], known: bool) -> _Form:
@@ -287,9 +287,9 @@ class _Writer:
 
 
 class _Reader:
-    """The reading end of a lane."""
+    """The reading end of a channel."""
 
-    def __init__(self, ring: Ring) -> None:
+    def __init__(self, ring: RingBuffer) -> None:
         self.ring = ring
         self._forms: dict[int, Any] = {}
 

@@ -1,4 +1,4 @@
-"""What a compute thread sleeps on until something has come for it: rung by threads, and by other processes."""
+"""What a compute thread sleeps on until something has come for it: notified by threads, and by other processes."""
 
 from __future__ import annotations
 
@@ -7,56 +7,44 @@ import select
 import weakref
 from contextlib import suppress
 
-from .home import Home
-
 _LONGEST_MS = 2**31 - 1
 
 
-class Bell:
-    """A pipe. Rings that nobody waits for are not lost, but may count as one.
-
-    Args:
-        home: where its one waiter wakes up; None: anywhere.
+class Wakeup:
+    """A pipe. Notifications that nobody waits for are not lost, but may count as one.
 
     A POSIX semaphore in shared memory was no faster: 8 workers on 2 cores, 2/4 ms a stage, 166 ms a step against 165.
     """
 
-    def __init__(self, home: Home | None = None) -> None:
-        self._home = home
-        self._hear, ringing = os.pipe()
-        weakref.finalize(self, os.close, self._hear)
-        self._ringer = Ringer(ringing)
-        os.set_blocking(self._hear, False)
-        os.set_blocking(ringing, False)
+    def __init__(self) -> None:
+        self._read, write = os.pipe()
+        weakref.finalize(self, os.close, self._read)
+        self._notifier = Notifier(write)
+        os.set_blocking(self._read, False)
+        os.set_blocking(write, False)
         self._poll = select.poll()
-        self._poll.register(self._hear, select.POLLIN)
+        self._poll.register(self._read, select.POLLIN)
 
     @property
     def descriptor(self) -> int:
-        """Of this process, for `Ringer.of`."""
-        return self._ringer.descriptor
+        """Of this process, for `Notifier.of`."""
+        return self._notifier.descriptor
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake who waits, or who will."""
-        self._ringer.ring()
+        self._notifier.notify()
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until the bell has rung since the last wait; False: it has not, in time. May wake for nothing."""
-        home = self._home
-        allowed = home.enter() if home is not None else None
-        try:
-            rung = self._poll.poll(min(1000 * timeout_s, _LONGEST_MS))
-        finally:
-            if home is not None and allowed:
-                home.leave(allowed)
-        if not rung:
+        """Sleep until notified since the last wait; False: nobody did, in time. May wake for nothing."""
+        notified = self._poll.poll(min(1000 * timeout_s, _LONGEST_MS))
+        if not notified:
             return False
-        os.read(self._hear, 4096)
+        os.read(self._read, 4096)
         return True
 
 
-class Ringer:
-    """What rings a bell.
+class Notifier:
+    """The end of a wakeup that notifies.
 
     Args:
         descriptor: of the pipe's end, which does not block; closed when this is forgotten.
@@ -67,16 +55,16 @@ class Ringer:
         weakref.finalize(self, os.close, descriptor)
 
     @classmethod
-    def of(cls, process: int, descriptor: int) -> Ringer:
-        """Return what rings the bell of another process of the same user.
+    def of(cls, process: int, descriptor: int) -> Notifier:
+        """Return the notifier of a wakeup of another process of the same user.
 
         Raises:
             OSError: there is none.
         """
         return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Wake who waits, or who will, if there is anybody."""
-        # BlockingIOError: it is full of rings. BrokenPipeError: its owner is gone.
+        # BlockingIOError: it is full. BrokenPipeError: its owner is gone.
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self.descriptor, b"\0")

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc_pipe.workers.transport.exchange import Line, Message
+from rpc_pipe.workers.transport.exchange import Exchange, Message
 from rpc_pipe.workers.transport.outbox import Outbox
 from rpc_pipe.workers.transport.payload import Payload
 
@@ -15,11 +15,11 @@ PAYLOAD = Payload([], None)
 
 
 class Network:
-    """Two workers' outboxes and lines; carries their messages in any order."""
+    """Two workers' outboxes and exchanges; carries their messages in any order."""
 
     def __init__(self, seed=0):
         self.random = random.Random(seed)
-        self.lines = Line(), Line()
+        self.exchanges = Exchange(), Exchange()
         self.outboxes = Outbox(), Outbox()
         self.delivered = Counter()
         self.under_way = []  # (sender, message, the request it answers)
@@ -29,14 +29,14 @@ class Network:
         def deliver(answer):
             self.delivered[key] += 1
 
-        self.lines[worker].ask({key: deliver})
+        self.exchanges[worker].ask({key: deliver})
         self.send(worker)
 
     def publish(self, worker, key):
         self.outboxes[worker].put(key, PAYLOAD, [1 - worker])
 
     def send(self, worker):
-        while outgoing := self.lines[worker].outgoing():
+        while outgoing := self.exchanges[worker].outgoing():
             self.sent += 1
             self.under_way.append((worker, outgoing.message, outgoing.held))
 
@@ -44,8 +44,8 @@ class Network:
         sender, message, held = self.under_way.pop(self.random.randrange(len(self.under_way)))
         receiver = 1 - sender
         if held is None:
-            self.lines[receiver].hold("request")
-        for deliver, answer in self.lines[receiver].received(message, own=held is not None):
+            self.exchanges[receiver].hold("request")
+        for deliver, answer in self.exchanges[receiver].received(message, own=held is not None):
             deliver(answer)
         self.outboxes[receiver].taken(message.taken, sender)
         for key in message.asks:
@@ -53,7 +53,7 @@ class Network:
         self.send(receiver)
 
     def _answer(self, worker, key, answer):
-        self.lines[worker].answer(key, answer)
+        self.exchanges[worker].answer(key, answer)
         self.send(worker)
 
     def settle(self):
@@ -75,8 +75,8 @@ def test_every_question_is_answered_once_in_any_order(seed, count):
             network.carry()
     network.settle()
     assert network.delivered == {key: 1 for _, _, key in todo}
-    for worker, line in enumerate(network.lines):
-        line.flush()
+    for worker, exchange in enumerate(network.exchanges):
+        exchange.flush()
         network.send(worker)
     network.settle()
     assert [len(outbox) for outbox in network.outboxes] == [0, 0]
@@ -117,13 +117,13 @@ def test_where_payloads_go_one_way_few_messages_are_alone():
 
 
 def test_a_lost_peer_is_told_to_whoever_waits():
-    line, told = Line(), []
-    line.ask({(1, "F0"): told.append})
-    assert line.outgoing() is not None
-    for deliver in line.broken():
+    exchange, told = Exchange(), []
+    exchange.ask({(1, "F0"): told.append})
+    assert exchange.outgoing() is not None
+    for deliver in exchange.broken():
         deliver("gone")
     assert told == ["gone"]
-    assert line.broken() == []
+    assert exchange.broken() == []
 
 
 def test_one_request_always_stays_with_the_peer_so_that_its_death_is_noticed():
@@ -134,26 +134,26 @@ def test_one_request_always_stays_with_the_peer_so_that_its_death_is_noticed():
         network.publish(1, (1, f"B{m}"))
         network.ask(0, (1, f"B{m + 1}"))
         network.settle()
-        assert network.lines[0]._outstanding >= 1
+        assert network.exchanges[0]._outstanding >= 1
 
 
 def test_after_a_goodbye_nothing_is_said():
-    line = Line()
-    line.hold("request")
-    line.ask({(1, "F0"): lambda answer: None})
-    assert line.close() == ["request"]
-    assert line.outgoing() is None
+    exchange = Exchange()
+    exchange.hold("request")
+    exchange.ask({(1, "F0"): lambda answer: None})
+    assert exchange.close() == ["request"]
+    assert exchange.outgoing() is None
 
 
 @pytest.mark.parametrize("count", [7, 8])
 def test_arrivals_are_told_alone_only_when_there_are_many(count):
-    line = Line()
-    line.ask({(1, f"F{m}"): lambda answer: None for m in range(count)})
-    assert line.outgoing() is not None
+    exchange = Exchange()
+    exchange.ask({(1, f"F{m}"): lambda answer: None for m in range(count)})
+    assert exchange.outgoing() is not None
     for m in range(count):
-        line.received(line_message((1, f"F{m}")), own=False)
-    assert line.urgent == (count == 8)
+        exchange.received(answering((1, f"F{m}")), own=False)
+    assert exchange.urgent == (count == 8)
 
 
-def line_message(key):
+def answering(key):
     return Message([], [], [(key, PAYLOAD)])

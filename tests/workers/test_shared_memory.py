@@ -1,4 +1,4 @@
-"""Lanes between workers of one host: what goes in comes out, in order, once, the same; the rest is refused."""
+"""Channels between workers of one host: what goes in comes out, in order, once, the same; the rest is refused."""
 
 import os
 import pickle
@@ -12,20 +12,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc_pipe.dependency import WorkerFailure
-from rpc_pipe.workers.transport import shared_memory as lane
+from rpc_pipe.workers.transport import shared_memory as module
 from rpc_pipe.workers.transport.payload import Payload, pack
-from rpc_pipe.workers.transport.shared_memory import Lanes
-from rpc_pipe.workers.transport.wakeup import Bell
+from rpc_pipe.workers.transport.shared_memory import Channels
+from rpc_pipe.workers.transport.wakeup import Wakeup
 
-pytestmark = pytest.mark.skipif(not lane.POSSIBLE, reason="lanes are for Linux on x86-64")
+pytestmark = pytest.mark.skipif(not module.POSSIBLE, reason="channels are for Linux on x86-64")
 
 
 @pytest.fixture
 def ends():
-    """A lane that one object writes and reads: worker 0 to itself, as the memory does not care."""
-    lanes = Lanes(Bell())
-    assert lanes.accept(0, lanes.offer(0))
-    return lanes
+    """A channel that one object writes and reads: worker 0 to itself, as the memory does not care."""
+    channels = Channels(Wakeup())
+    assert channels.accept(0, channels.offer(0))
+    return channels
 
 
 def same(a, b):
@@ -84,7 +84,7 @@ def test_being_finished_is_an_answer_too(ends):
     "answer",
     [
         WorkerFailure(0, "0F0", 1, "summary", "trace"),
-        pack(torch.zeros(lane._FIRST // 4 + 1)),
+        pack(torch.zeros(module._FIRST // 4 + 1)),
         pack(torch.zeros(4, 4).to_sparse()),
         pack(torch.complex(torch.ones(2), torch.ones(2)).conj()),
         Payload([torch.zeros(100)[::2]], None),
@@ -122,7 +122,7 @@ def test_a_form_that_was_not_written_is_told_the_next_time(ends):
 
 
 def test_shapes_without_end_are_told_each_time(ends, monkeypatch):
-    monkeypatch.setattr(lane, "_MOST_FORMS", 3)
+    monkeypatch.setattr(module, "_MOST_FORMS", 3)
     for size in (*range(10), *range(10)):
         payload = pack(torch.randn(size))
         assert ends.write(0, (1, "0F0"), payload)
@@ -133,45 +133,45 @@ def test_shapes_without_end_are_told_each_time(ends, monkeypatch):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.sampled_from([10, 1000, 50_000]))
 def test_any_interleaving_of_writing_and_reading_keeps_the_order(seed, largest):
-    draw, lanes, expected = random.Random(seed), Lanes(Bell()), deque()
-    lanes.accept(0, lanes.offer(0))
+    draw, channels, expected = random.Random(seed), Channels(Wakeup()), deque()
+    channels.accept(0, channels.offer(0))
     for number in range(200):
         payload = pack((torch.full((draw.randrange(largest),), float(number)), number))
-        if lanes.write(0, (number, f"0F{number}"), payload):
+        if channels.write(0, (number, f"0F{number}"), payload):
             expected.append((number, payload))
         else:
-            assert expected, "an empty lane has room"
+            assert expected, "an empty channel has room"
         if draw.random() < 0.2:
-            for _, record in lanes.read():
+            for _, record in channels.read():
                 at, wanted = expected.popleft()
                 assert record.key == (at, f"0F{at}") and same(record.answer, wanted)
-    assert len(lanes.read()) == len(expected)
+    assert len(channels.read()) == len(expected)
 
 
-def test_a_lane_is_offered_once_and_only_to_this_host(ends):
+def test_a_channel_is_offered_once_and_only_to_this_host(ends):
     assert ends.offer(0) is None
     offer = ends.offer(1)
     assert not ends.accept(1, offer._replace(host=(*offer.host[:2], "net:[1]")))
     assert not ends.accept(1, offer._replace(token=bytes(len(offer.token))))
     assert not ends.accept(1, offer._replace(process=2**22 + 1))
     assert not ends.accept(1, offer._replace(memory=0))
-    assert not ends.accept(1, offer._replace(bell=10**6))
+    assert not ends.accept(1, offer._replace(wakeup=10**6))
     assert not ends.accept(1, offer._replace(size=2**30))
     assert not ends.write(1, (1, "0F0"), None)
     assert ends.accept(1, pickle.loads(pickle.dumps(offer)))
 
 
-def test_larger_payloads_get_a_larger_lane(ends):
+def test_larger_payloads_get_a_larger_channel(ends):
     small, large = pack(torch.ones(10)), pack(torch.randn(10**6))
     assert ends.write(0, (1, "small"), small) and not ends.write(0, (1, "large"), large)
     assert ends.offer_larger(0, 2**18) is None, "that much it takes already"
     assert ends.accept(0, ends.offer_larger(0, 4 * 10**6))
-    assert ends.unread() == {0}, "what the lane before still holds is not forgotten"
+    assert ends.unread() == {0}, "what the channel before still holds is not forgotten"
     assert ends.write(0, (1, "large"), large) and ends.write(0, (1, "small again"), small)
     read = {record.key[1]: record.answer for _, record in ends.read()}
     assert list(read) == ["small", "large", "small again"] and same(read["large"], large)
     assert not ends.unread()
-    assert ends.offer_larger(0, 4 * 10**6) is None and ends.offer_larger(0, lane.LARGEST + 1) is None
+    assert ends.offer_larger(0, 4 * 10**6) is None and ends.offer_larger(0, module.LARGEST + 1) is None
     assert ends.offer_larger(1, 4 * 10**6) is None, "who has none gets none: it may not be wanted"
 
 
@@ -179,11 +179,11 @@ def test_a_peer_on_another_host_is_asked_once(ends):
     assert ends.offer(1) is not None
     ends.refused(1)
     assert ends.offer(1) is None and ends.offer_larger(1, 10**6) is None
-    assert ends.write(0, (1, "0F0"), None) and len(ends.read()) == 1, "the other lanes are as they were"
+    assert ends.write(0, (1, "0F0"), None) and len(ends.read()) == 1, "the other channels are as they were"
 
 
-def test_lanes_can_be_turned_off(ends):
-    off = Lanes(Bell(), wanted=False)
+def test_channels_can_be_turned_off(ends):
+    off = Channels(Wakeup(), wanted=False)
     assert off.offer(0) is None and not off.read()
     assert not off.accept(0, ends.offer(1)) and not off.write(0, (1, "0F0"), None)
 
@@ -200,12 +200,12 @@ def test_the_default_device_is_not_where_payloads_arrive(ends):
     assert record.answer.tensors[0].tolist() == [1, 1, 1]
 
 
-def test_a_sandbox_that_does_not_say_who_is_on_this_host_has_no_lanes(monkeypatch):
+def test_a_sandbox_that_does_not_say_who_is_on_this_host_has_no_channels(monkeypatch):
     def refuse():
         raise PermissionError("/proc/sys/kernel/random/boot_id")
 
-    monkeypatch.setattr(lane, "_host", refuse)
-    assert Lanes(Bell()).offer(0) is None
+    monkeypatch.setattr(module, "_host", refuse)
+    assert Channels(Wakeup()).offer(0) is None
 
 
 def test_offers_may_overtake_each_other(ends):
@@ -215,12 +215,12 @@ def test_offers_may_overtake_each_other(ends):
     assert ends.write(1, (1, "0F0"), pack(torch.zeros(10**6 // 4))), "the larger one stays"
 
 
-def test_a_system_without_such_memory_has_no_lanes(monkeypatch):
+def test_a_system_without_such_memory_has_no_channels(monkeypatch):
     def refuse(name):
         raise OSError("not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
-    assert Lanes(Bell()).offer(0) is None
+    assert Channels(Wakeup()).offer(0) is None
 
 
 def test_who_is_gone_reads_nothing_more(ends):
@@ -232,15 +232,15 @@ def test_who_is_gone_reads_nothing_more(ends):
 
 def test_a_writer_may_die():
     """The reader keeps what was written, and nothing is left in the file system."""
-    ends = Lanes(Bell())
+    ends = Channels(Wakeup())
     offer = ends.offer(1)
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
-        writer = Lanes(Bell())
+        writer = Channels(Wakeup())
         ok = writer.accept(1, offer) and writer.write(1, (1, "0F0"), pack(torch.ones(2)))
         os._exit(0 if ok else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert ends.bell.wait(60)
+    assert ends.wakeup.wait(60)
     ((peer, record),) = ends.read()
     assert peer == 1 and torch.equal(record.answer.tensors[0], torch.ones(2))

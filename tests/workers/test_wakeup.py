@@ -1,0 +1,95 @@
+"""Wakeups, between threads and between processes."""
+
+import gc
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from rpc_pipe.workers.transport.wakeup import Notifier, Wakeup
+
+linux_only = pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="for Linux")
+
+
+@pytest.fixture
+def wakeup():
+    return Wakeup()
+
+
+def test_a_notice_before_the_wait_is_not_lost(wakeup):
+    wakeup.notify()
+    assert wakeup.wait(60)
+
+
+def test_many_notices_end_one_wait(wakeup):
+    for _ in range(3):
+        wakeup.notify()
+    assert wakeup.wait(60)
+    assert not wakeup.wait(0.01)
+
+
+def test_no_notice_no_wake(wakeup):
+    assert not wakeup.wait(0)
+    assert not wakeup.wait(0.01)
+
+
+def test_a_wait_has_its_own_deadline_whatever_those_before_had(wakeup):
+    wakeup.notify()
+    assert wakeup.wait(1e6)
+    began = time.monotonic()
+    assert not wakeup.wait(0.2)
+    assert time.monotonic() - began >= 0.2
+
+
+def test_a_thread_wakes_another(wakeup):
+    threading.Timer(0.05, wakeup.notify).start()
+    assert wakeup.wait(1e6)
+
+
+def test_a_signal_is_handled_while_waiting(wakeup):
+    class Interrupted(Exception):
+        pass
+
+    def handler(*_):
+        raise Interrupted
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+        with pytest.raises(Interrupted):
+            wakeup.wait(60)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_who_notifies_never_waits(wakeup):
+    for _ in range(100_000):  # more than a pipe holds
+        wakeup.notify()
+    assert wakeup.wait(60)
+
+
+@linux_only
+def test_a_process_wakes_another(wakeup):
+    process = os.getpid()
+    child = os.fork()
+    if child == 0:
+        Notifier.of(process, wakeup.descriptor).notify()
+        os._exit(0)
+    assert wakeup.wait(60)
+    os.waitpid(child, 0)
+
+
+@linux_only
+def test_what_is_forgotten_is_closed_and_notified_in_vain():
+    before = len(os.listdir("/proc/self/fd"))
+    wakeup = Wakeup()
+    notifier = Notifier.of(os.getpid(), wakeup.descriptor)
+    del wakeup
+    gc.collect()
+    notifier.notify()
+    del notifier
+    assert len(os.listdir("/proc/self/fd")) == before
+    with pytest.raises(OSError):
+        Notifier.of(os.getpid(), 10**6)
