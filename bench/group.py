@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rpc_pipe.tracing import run_folders as jobs
+from rpc_pipe.tracing import run_folders
 
 from .devices import calibrate, instantly
 from .systems import SYSTEMS, Job, reference
@@ -103,7 +103,7 @@ def _be(job: Job, rank: int, folder: Path, number: int) -> None:
 
 def _environment(job: Job, rank: int, folder: Path, number: int) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.workers), jobs.FOLDER: str(folder)}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(job.workers), run_folders.FOLDER: str(folder)}
     host = os.environ.get("HOST_ADDR_0")
     if host is None:
         meeting = f"file://{folder}/meet-{number}"

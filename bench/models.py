@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rpc_pipe.commands.settings import GPTConfig
 from rpc_pipe.demo.gpt import gpt_layers
+from rpc_pipe.demo.settings import GPTConfig
 from rpc_pipe.demo.text import default_text
 from rpc_pipe.dependency import Action, B, F, I, Kind, R, W
 from rpc_pipe.planning.measure import measure

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from rich.console import Console
 
-from rpc_pipe.tracing import run_folders as jobs
+from rpc_pipe.tracing import run_folders
 
 _RUN = [sys.executable, "-m", "rpc_pipe", "run", "--json", "--workers", "2"]
 #: for the cost, and for the rest, where many short steps tell more
@@ -32,7 +32,7 @@ _WATCH = [sys.executable, "-m", "rpc_pipe", "watch"]
 
 def start(steps: int, model: list[str], boards: bool = True) -> subprocess.Popen[str]:
     """Start a training."""
-    environment = {**os.environ, **({} if boards else {jobs.FOLDER: "off"})}
+    environment = {**os.environ, **({} if boards else {run_folders.FOLDER: "off"})}
     return subprocess.Popen(
         [*_RUN, *model, "--steps", str(steps)],
         stdout=subprocess.PIPE,
@@ -56,7 +56,7 @@ def result(training: subprocess.Popen[str]) -> dict[str, Any]:
 
 def until_it_trains(training: subprocess.Popen[str]) -> None:
     """Wait until the workers have boards."""
-    folder = jobs.root() / f"run-{training.pid}"
+    folder = run_folders.root() / f"run-{training.pid}"
     while training.poll() is None and not list(folder.glob("worker-*")):
         time.sleep(0.05)
 

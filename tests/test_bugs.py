@@ -179,6 +179,6 @@ def test_ctrl_c_before_anything_runs_is_not_a_crash(monkeypatch):
     def interrupted(address):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "open_source", interrupted)
+    monkeypatch.setattr(command, "_open_source", interrupted)
     monkeypatch.setattr(command.os, "nice", lambda _: 0)
     assert cli.main(["watch"]) == 130

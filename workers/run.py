@@ -11,7 +11,7 @@ from ..dependency import PER_REPLICA, Action, B, Entry, F, G, I, Order, R, Spec,
 from .compute.device import Mark
 from .compute.result import Losses, Result, pack_outputs
 from .compute.shard import Shard
-from .hooks import Arrived, Blocked, Record, StepRecord
+from .hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 from .mailbox import Arrival
 from .state import Instruction, Pull, WorkerState
 from .transport.payload import Payload, Tree, pack, unpack
@@ -284,7 +284,7 @@ class Run:
                 time.perf_counter_ns(),
                 records,
                 self._arrived,
-                [time for shard in actor.shards.values() for time in shard.layer_times or ()],
+                [LayerTime(*time) for shard in actor.shards.values() for time in shard.layer_times or ()],
                 float("nan") if loss is None else loss,
                 self._work.rows,
                 self._work.tokens,

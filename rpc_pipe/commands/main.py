@@ -15,15 +15,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ..demo.settings import TrainOptions
 from ..demo.text import find_text
 from ..dependency import ConfigError, ScheduleError
 from ..dispatch import command as watching
 from ..launching.job import current_job
 from ..launching.launcher import as_worker, launch
 from ..launching.report import Reporter
-from ..planning.options import schedule_options
+from ..planning.options import PipeOptions, schedule_options
 from . import plan as planning
-from .settings import PipeOptions, TrainOptions, VerifyOptions
+from .settings import VerifyOptions
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

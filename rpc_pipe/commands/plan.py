@@ -6,16 +6,19 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..demo.settings import TrainOptions
 from ..dependency import Action, ConfigError, PipeError, Spec, check_all
 from ..drawing.chrome import write_chrome
+from ..drawing.comparison import table
 from ..drawing.page import Picture, draw_page
 from ..drawing.svg import draw_svg
 from ..drawing.timeline import draw
 from ..launching.report import Reporter
-from ..planning.compare import Row, Work, compare, table, verdict
+from ..planning.compare import ModelCosts, Row, compare, verdict
 from ..planning.footprint import Size
 from ..planning.options import (
     make_spec,
@@ -32,7 +35,6 @@ from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.torch_csv import export_csv
 from ..planning.waits import waits
 from ..schedules import SCHEDULES
-from .settings import TrainOptions
 
 #: more actions than this are not drawn in the terminal
 _MOST_DRAWN = 4000
@@ -188,12 +190,14 @@ def _compare(parsed: argparse.Namespace, argv: list[str]) -> int:
         key: parse_bytes(f"--memory {key}", text) for key, text in parse_assignments("--memory", parsed.memory).items()
     }
     limit = sizes.pop("limit", None)
-    work = _measured(parsed) if parsed.measure else Work(parsed.workers, [parse_costs(parsed.cost)], _given(sizes))
-    if limit is not None and not work.sizes:
+    model = (
+        _measured(parsed) if parsed.measure else ModelCosts(parsed.workers, [parse_costs(parsed.cost)], _given(sizes))
+    )
+    if limit is not None and not model.sizes:
         raise ConfigError(
             f"--memory limit={limit:g}: add sizes to compare with, such as activations=64MB; or --measure"
         )
-    rows = compare(work, parsed.microbatches, comm=comm, limit=limit, order=parsed.order)
+    rows = compare(model, parsed.microbatches, comm=comm, limit=limit, order=parsed.order)
     if parsed.json:
         print(json.dumps([_as_json(row) for row in rows]))
         return 0
@@ -215,20 +219,25 @@ def _given(sizes: dict[str, float]) -> list[Size]:
     return [Size(**sizes, outputs=sizes.get("inputs", 0))] if sizes else []
 
 
-def _measured(parsed: argparse.Namespace) -> Work:
-    from ..planning.measure import measure_gpt
+def _measured(parsed: argparse.Namespace) -> ModelCosts:
+    """Measure the main job's model, on one microbatch of its batch and one thread."""
+    import torch
 
-    options = TrainOptions(
-        workers=parsed.workers,
-        microbatches=parsed.microbatches,
-        width=parsed.width,
-        depth=parsed.depth,
-        heads=parsed.heads,
-        context=parsed.context,
-        batch=parsed.batch,
+    from ..demo.gpt import VOCABULARY, gpt_layers, next_byte_loss
+    from ..planning.measure import measure
+
+    names = ("width", "depth", "heads", "context", "batch")
+    config = TrainOptions(**{name: getattr(parsed, name) for name in names}).gpt
+    torch.set_num_threads(1)
+    tokens = torch.randint(VOCABULARY, (max(1, parsed.batch // parsed.microbatches), config.context))
+    costs = measure(
+        [layer() for layer in gpt_layers(config)],
+        tokens,
+        target=tokens,
+        loss_fn=next_byte_loss,
+        optimizer=partial(torch.optim.AdamW, lr=TrainOptions.lr),
     )
-    layers = measure_gpt(options)
-    return Work(parsed.workers, [layer.times for layer in layers], [layer.size for layer in layers], by_layer=True)
+    return ModelCosts(parsed.workers, [layer.times for layer in costs], [layer.size for layer in costs], by_layer=True)
 
 
 def _export(parsed: argparse.Namespace, argv: list[str]) -> int:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 from ..demo.gpt import gpt_layers, next_byte_loss
+from ..demo.settings import GPTConfig
 from ..dependency import ACCUMULATING, Spec, local_order
 from ..launching import launcher_link as link
 from ..model.partition import Partition
@@ -21,7 +22,7 @@ from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness
 from ..workers.transport.payload import split_rows
-from .settings import GPTConfig, VerifyOptions
+from .settings import VerifyOptions
 
 Layers = Sequence[Callable[[], nn.Module]]
 Batch = tuple[Tensor, Tensor]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ..commands.settings import GPTConfig
+from .settings import GPTConfig
 
 VOCABULARY = 256
 

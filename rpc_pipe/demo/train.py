@@ -15,7 +15,6 @@ import torch
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from ..commands.settings import TrainOptions
 from ..drawing.timeline import draw
 from ..launching import launcher_link as link
 from ..pipeline import Pipeline
@@ -25,6 +24,7 @@ from ..tracing.recorder import Recorder
 from ..tracing.trace import Trace, planned_and_actual
 from .corpus import Corpus
 from .gpt import gpt_layers, next_byte_loss
+from .settings import TrainOptions
 
 _HELD_OUT_BATCHES = 16
 #: steps recorded for the timeline and the measured bubble

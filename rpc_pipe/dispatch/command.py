@@ -17,11 +17,12 @@ from rich.live import Live as Display
 from rich.text import Text
 
 from ..dependency import ConfigError
+from ..tracing import run_folders
 from ..tracing.board import MOST_SLOTS
+from ..tracing.boards import Boards, Source
 from ..tracing.trace import Trace
 from .recording import Recording, Replay
 from .rollcall import newest_frames
-from .source import Boards, Source, open_source
 from .terminal import Screen
 from .view import View
 
@@ -67,13 +68,26 @@ def _watch(parsed: argparse.Namespace, argv: list[str]) -> int:
     steps = _parse_steps(parsed.steps)
     with contextlib.suppress(OSError):
         os.nice(19)  # whatever the machine has is for the workers
-    source = open_source(parsed.address)
+    source = _open_source(parsed.address)
     watcher = _Watcher(source, parsed, steps)
     try:
         asyncio.run(watcher.run())
     except KeyboardInterrupt:
         watcher.console.print(f"no longer watching {source.name}", markup=False, soft_wrap=True)
     return 0
+
+
+def _open_source(address: str | None) -> Source:
+    """Return the recording, or the run on this machine, that `address` names.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    if address is not None and Path(address).is_file():
+        return Replay(Path(address))
+    if address is not None and address.endswith(".jsonl"):
+        raise ConfigError(f"watch {address}: there is no such file")
+    return Boards(run_folders.find(address))
 
 
 class _Watcher:

@@ -19,8 +19,8 @@ from typing import Any, TextIO
 
 from ..dependency import Action, ConfigError
 from ..tracing.board import Live, State
+from ..tracing.boards import News
 from ..workers.hooks import Arrived, LayerTime, Record, StepRecord
-from .source import News
 from .view import View
 
 #: a look brings so many at most, fewer than a view keeps

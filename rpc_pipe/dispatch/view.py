@@ -15,12 +15,12 @@ from ..dependency import ConfigError, F, Spec
 from ..planning.simulator import simulate
 from ..planning.span import Span
 from ..tracing.board import Live, State
-from ..tracing.listed import spec_of_programs
+from ..tracing.boards import News
+from ..tracing.listing import spec_of_programs
 from ..tracing.lost import Lost, attribute
 from ..tracing.trace import Trace, ways
 from ..workers.hooks import StepRecord
 from .rollcall import blame, duration, roll_call
-from .source import News
 
 #: steps kept in full, and points of the loss curve
 _KEPT_STEPS, _KEPT_LOSSES = 64, 20_000

@@ -21,8 +21,8 @@ from aiohttp import web
 
 from ..dependency import ConfigError
 from ..drawing.page import encode, with_parts
+from ..tracing.boards import Source
 from .metrics import render
-from .source import Source
 from .summary import describe, draw_steps, finite
 from .view import View
 

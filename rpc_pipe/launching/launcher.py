@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError, PeerLost, PipeError, ScheduleError
-from ..dispatch.source import Boards
 from ..dispatch.view import View
-from ..tracing import run_folders as jobs
+from ..tracing import run_folders
 from ..tracing.board import Live
+from ..tracing.boards import Boards
 from . import launcher_link as link
 from .job import INIT
 from .report import Reporter
@@ -127,11 +127,11 @@ class Launcher:
 
     def _make_boards(self) -> Boards | None:
         """Make the folder for the workers' boards; without it the run cannot be watched, and goes on all the same."""
-        if os.environ.get(jobs.FOLDER) == jobs.OFF:
+        if os.environ.get(run_folders.FOLDER) == run_folders.OFF:
             return None
         try:
-            folder = jobs.new_folder()
-            (folder / jobs.LAUNCHER).write_text(jobs.identity())
+            folder = run_folders.new_folder()
+            (folder / run_folders.LAUNCHER).write_text(run_folders.identity())
         except (OSError, ConfigError) as error:
             self._reporter.console.print(f"this run cannot be watched: {error}", markup=False)
             return None
@@ -141,7 +141,7 @@ class Launcher:
         environment = os.environ | {
             "WORLD_SIZE": str(self._num_workers),
             INIT: init_method,
-            jobs.FOLDER: jobs.OFF if self._boards is None else str(self._boards.folder),
+            run_folders.FOLDER: run_folders.OFF if self._boards is None else str(self._boards.folder),
             "PYTHONUNBUFFERED": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads)),
             # A peer's death makes TensorPipe print warnings; we report the cause instead.

@@ -19,17 +19,14 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
-from ..tracing import run_folders as jobs
+from ..tracing import run_folders
 from ..tracing.board import BoardWriter
-from ..tracing.listed import list_program
-from ..tracing.mirror import WATCHED, Mirror, exhibit
-
-if TYPE_CHECKING:
-    from ..pipeline import Pipeline
-    from ..workers.transport.rpc import RpcCarrier
+from ..tracing.listing import list_program
+from ..tracing.mirror import WATCHED, Mirror, RemoteBoards, exhibit
+from ..tracing.training import Training
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +37,16 @@ STOP = b"s"
 #: on this signal a worker writes the stacks of its threads to `stacks-<process>`; users have others for their own
 _STACKS = signal.SIGRTMIN + 7
 
+
+class Attachable(Training, Protocol):
+    """A training that the launcher can stop."""
+
+    def request_stop(self) -> None:
+        """Ask all workers to stop after the step that runs now."""
+
+
 _lock = threading.Lock()
-_pipelines: WeakSet[Pipeline] = WeakSet()
+_pipelines: WeakSet[Attachable] = WeakSet()
 _writers: dict[Path, BoardWriter] = {}
 #: what this process has for watchers
 _files: set[Path] = set()
@@ -85,7 +90,7 @@ def _follow(descriptor: int) -> None:
     os._exit(1)  # the launcher is gone, however it went
 
 
-def attach(pipeline: Pipeline) -> None:
+def attach(pipeline: Attachable) -> None:
     """Pass the launcher's orders on to `pipeline` and let watchers see what its workers do."""
     _pipelines.add(pipeline)
     if _stop_requested:
@@ -101,23 +106,21 @@ def attach(pipeline: Pipeline) -> None:
 @cache
 def _folder() -> Path | None:
     """One for the life of the process: the boards of its next pipeline replace those of the last."""
-    return jobs.folder(os.environ)
+    return run_folders.folder(os.environ)
 
 
-def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
-    from ..workers.transport.rpc import RpcCarrier  # here, so that the launcher loads without torch
-
+def _keep_boards(pipeline: Training, folder: Path) -> None:
     spec = pipeline.spec
     _offer_stacks(folder)
 
     def board(worker: int) -> BoardWriter:
         program, shards = pipeline.program(worker), pipeline.shards(worker)
         listed = list_program(spec, worker, pipeline.order, program)
-        jobs.write_program(folder, worker, listed)
+        run_folders.write_program(folder, worker, listed)
         header = {
             "worker": worker,
             "num_workers": spec.num_workers,
-            "process": jobs.identity(),
+            "process": run_folders.identity(),
             "host": socket.gethostname(),
             "device": str(pipeline.actors[0].courier.device),
             "schedule": listed["schedule"],
@@ -141,13 +144,13 @@ def _keep_boards(pipeline: Pipeline, folder: Path) -> None:
 
     pipeline.listen(board)
     for actor in pipeline.actors:
-        if isinstance(actor.carrier, RpcCarrier):
+        if isinstance(actor.carrier, RemoteBoards):
             actor.carrier.exhibit = exhibit(folder, actor.worker)
             _keep_mirror(actor.carrier, folder)
 
 
 @cache
-def _keep_mirror(carrier: RpcCarrier, folder: Path) -> None:
+def _keep_mirror(carrier: RemoteBoards, folder: Path) -> None:
     """Let the first worker of a machine show those of the others too. torchrun starts ranks machine by machine."""
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if local == "0" and size.isdigit() and int(size) < carrier.num_workers:
@@ -170,7 +173,7 @@ def _leave_boards() -> None:
     """Say that the workers have left; clear up, unless a launcher does, which still wants to read."""
     for writer in _writers.values():
         writer.close()
-    if jobs.FOLDER not in os.environ:
+    if run_folders.FOLDER not in os.environ:
         for file in _files:
             file.unlink(missing_ok=True)
             with suppress(OSError):  # others are still there

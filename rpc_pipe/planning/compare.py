@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.table import Table
-
 from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, W, check_all
 from ..model.cut import cut
 from ..schedules import SCHEDULES
@@ -29,7 +27,7 @@ _STEPS = 4
 
 
 @dataclass(frozen=True)
-class Work:
+class ModelCosts:
     """What a microbatch costs on a stage, by the number of stages the model is cut into.
 
     Either from the costs and sizes of a worker's share, 1/P of the model, divided evenly among its stages; or from
@@ -121,25 +119,25 @@ class Row:
 
 
 def compare(
-    work: Work, num_microbatches: int, *, comm: float = 0, limit: float | None = None, order: Order | None = None
+    model: ModelCosts, num_microbatches: int, *, comm: float = 0, limit: float | None = None, order: Order | None = None
 ) -> list[Row]:
     """Return a row for every schedule, the fastest first; what cannot be used, or not within `limit` bytes, last."""
-    rows = [_row(name, parameters, work, num_microbatches, comm, limit, order) for name, parameters in VARIANTS]
+    rows = [_row(name, parameters, model, num_microbatches, comm, limit, order) for name, parameters in VARIANTS]
     return sorted(rows, key=lambda row: (bool(row.refused), row.makespan, row.peak_activations))
 
 
 def _row(
     name: str,
     parameters: Mapping[str, Any],
-    work: Work,
+    model: ModelCosts,
     num_microbatches: int,
     comm: float,
     limit: float | None,
     order: Order | None,
 ) -> Row:
     try:
-        spec = make_spec(name, work.num_workers, num_microbatches, parameters)
-        stages = work.stage_costs(spec.num_stages)
+        spec = make_spec(name, model.num_workers, num_microbatches, parameters)
+        stages = model.stage_costs(spec.num_stages)
         check_all(spec)
     except PipeError as error:
         return Row(name, parameters, refused=str(error))
@@ -148,7 +146,7 @@ def _row(
         return stages[action.stage].get(action.kind, 0)
 
     result = simulate(spec, cost, comm=comm, order=order)
-    memory = max(peak_bytes(result, work.stage_sizes(spec.num_stages))) if work.sizes else None
+    memory = max(peak_bytes(result, model.stage_sizes(spec.num_stages))) if model.sizes else None
     too_much = limit is not None and memory is not None and memory > limit
     return Row(
         name,
@@ -163,32 +161,6 @@ def _row(
         spec.num_routes,
         f"needs {tell_bytes(memory)}" if too_much and memory is not None else "",
     )
-
-
-def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table:
-    """Draw rows; 80 columns are enough. `acts`: activations in worker's shares; `copies`: of the weights."""
-    drawn = Table(title=f"{num_workers} workers, {num_microbatches} microbatches", box=None, pad_edge=False)
-    drawn.add_column("schedule", no_wrap=True)
-    headings = ["makespan", "step", "bubble", "acts"]
-    with_memory = any(row.peak_memory is not None for row in rows)
-    for heading in [*headings, *(["memory"] if with_memory else []), "msgs", "copies"]:
-        drawn.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
-        if row.refused and not row.makespan:
-            continue
-        memory = [tell_bytes(row.peak_memory or 0)] if with_memory else []
-        drawn.add_row(
-            row.name,
-            f"{row.makespan:.5g}",
-            f"{row.step_time:.5g}",
-            f"{row.bubble:.1%}",
-            f"{row.peak_activations:.3g}",
-            *memory,
-            str(row.messages),
-            str(row.weight_copies),
-            style="dim" if row.refused else None,
-        )
-    return drawn
 
 
 def verdict(rows: Sequence[Row], limit: float | None) -> str:

@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from ..commands.settings import TrainOptions
-from ..demo.gpt import VOCABULARY, gpt_layers, next_byte_loss
 from ..dependency import B, F, I, Kind, R, W
 from ..workers.compute.shard import LossFn, OptimizerFactory
 from ..workers.compute.split_backward import Saved, backward_inputs
@@ -54,16 +51,6 @@ def measure(
         costs.append(LayerCost(_medians(times), _with_shard(size, module, optimizer)))
         inputs = outputs
     return costs
-
-
-def measure_gpt(options: TrainOptions) -> list[LayerCost]:
-    """Measure the main job's model, on one microbatch of its batch and one thread."""
-    torch.set_num_threads(1)
-    rows = max(1, options.batch // options.microbatches)
-    tokens = torch.randint(VOCABULARY, (rows, options.gpt.context))
-    layers = [layer() for layer in gpt_layers(options.gpt)]
-    optimizer = partial(torch.optim.AdamW, lr=options.lr)
-    return measure(layers, tokens, target=tokens, loss_fn=next_byte_loss, optimizer=optimizer)
 
 
 def _medians(times: dict[Kind, list[float]]) -> dict[Kind, float]:

@@ -8,10 +8,12 @@ import importlib.util
 import sys
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..dependency import ConfigError, Kind, Spec
+from ..dependency import ConfigError, Kind, Order, Spec, check_all
+from ..model.cut import cut
 from ..schedules import SCHEDULES
 from .simulator import Link
 from .torch_csv import import_csv
@@ -103,7 +105,7 @@ def make_spec(
 def parameter_types(cls: type[Spec]) -> dict[str, Any]:
     """Return the schedule's own parameters with their types."""
     hints = typing.get_type_hints(cls)
-    own = (field.name for field in dataclasses.fields(cls))
+    own = (parameter.name for parameter in dataclasses.fields(cls))
     return {name: hints[name] for name in own if name not in ("num_workers", "num_microbatches")}
 
 
@@ -128,6 +130,55 @@ def _convert(schedule: str, key: str, value: Any, wanted: Any) -> Any:
             continue
     names = " or ".join(kind.__name__ for kind in types)
     raise ConfigError(f"{key}={value}: schedule {schedule} takes {names}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipeOptions:
+    """How the pipeline is made."""
+
+    workers: int = 2
+    schedule: str = "1f1b"
+    schedule_options: dict[str, str] = field(default_factory=dict)
+    microbatches: int = 8
+    order: Order | None = None
+    split: list[int] | None = None
+    device: str = "cpu"
+    seed: int = 0
+    threads: int = 1
+    steps: int = 100
+
+    def for_pipeline(self) -> dict[str, Any]:
+        """Return the options that `Pipeline` takes as they are."""
+        return {
+            "num_microbatches": self.microbatches,
+            "num_workers": self.workers,
+            "schedule": self.schedule,
+            "schedule_options": dict(self.schedule_options),
+            "split": self.split,
+            "order": self.order,
+            "device": self.device,
+            "seed": self.seed,
+        }
+
+    def spec(self, num_layers: int) -> Spec:
+        """Make the spec and check everything that can be checked before a worker is started.
+
+        Raises:
+            ConfigError: an option that cannot work.
+            ScheduleError: a relation that cannot run.
+        """
+        for name in ("threads", "steps"):
+            at_least(name, getattr(self, name), 1)
+        spec = make_spec(self.schedule, self.workers, self.microbatches, self.schedule_options)
+        cut(num_layers, spec.num_stages, self.split)
+        check_all(spec)
+        return spec
+
+
+def at_least(name: str, value: int, least: int) -> None:
+    """Refuse a number that is too small."""
+    if value < least:
+        raise ConfigError(f"--{name} {value}: must be at least {least}")
 
 
 def parse_assignments(option: str, texts: Sequence[str]) -> dict[str, str]:

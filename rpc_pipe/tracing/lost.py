@@ -25,7 +25,7 @@ from statistics import median, median_low
 from ..dependency import Action, B, F, Kind
 from ..planning.simulator import Cost, Link, simulate
 from ..workers.hooks import StepRecord
-from .listed import name_of
+from .listing import name_of
 from .trace import Trace, ways
 
 #: on the way for so long a payload is the runtime's affair: serialisation and threads that must wake (bench/hops.py)

@@ -17,9 +17,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from . import run_folders as jobs
+from . import run_folders
 from .board import Board, BoardWriter, pack_live, pack_record, packed_size, unpack_live, unpack_record
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,9 @@ class _Answer(Protocol):
     def value(self) -> Any: ...
 
 
-class Window(Protocol):
-    """A transport through which other machines' boards can be seen."""
+@runtime_checkable
+class RemoteBoards(Protocol):
+    """A carrier through which other machines' boards can be seen."""
 
     worker: int
     num_workers: int
@@ -78,10 +79,10 @@ def exhibit(folder: Path, worker: int) -> Callable[[int], bytes]:
 class Mirror(threading.Thread):
     """Keeps copies of the boards of workers on other machines in `folder`, while somebody looks there."""
 
-    def __init__(self, window: Window, folder: Path, remote: list[int]) -> None:
+    def __init__(self, carrier: RemoteBoards, folder: Path, remote: list[int]) -> None:
         super().__init__(name="mirror", daemon=True)
         self._folder = folder
-        self._images = [_Image(window, folder, peer) for peer in remote]
+        self._images = [_Image(carrier, folder, peer) for peer in remote]
 
     def run(self) -> None:
         while True:
@@ -105,8 +106,8 @@ def _is_watched(folder: Path) -> bool:
 class _Image:
     """A copy of one worker's board, its times put to this machine's clock."""
 
-    def __init__(self, window: Window, folder: Path, peer: int) -> None:
-        self._window = window
+    def __init__(self, carrier: RemoteBoards, folder: Path, peer: int) -> None:
+        self._carrier = carrier
         self._folder = folder
         self.peer = peer
         self._asked: _Answer | None = None
@@ -126,9 +127,9 @@ class _Image:
                 self._take(asked.value())
         with contextlib.suppress(RuntimeError):
             if time.monotonic() > self._compared + _COMPARE_EVERY_S or not self._compared:
-                offset, self._error_ns = self._window.clock_offset(self.peer)
+                offset, self._error_ns = self._carrier.clock_offset(self.peer)
                 self._offset_ns, self._compared = -offset, time.monotonic()
-            self._asked = self._window.look(self.peer, self._seen)
+            self._asked = self._carrier.look(self.peer, self._seen)
 
     def _take(self, answer: bytes) -> None:
         if not answer:
@@ -140,7 +141,7 @@ class _Image:
             return
         if "header" in head:
             self._clock_ns = head["clock_ns"]
-            jobs.write_program(self._folder, self.peer, head["plan"])
+            run_folders.write_program(self._folder, self.peer, head["plan"])
             self._writer = BoardWriter(
                 self._folder / f"worker-{self.peer}", self._header(head["header"]), *head["sizes"]
             )
@@ -156,4 +157,4 @@ class _Image:
     def _header(self, header: dict[str, Any]) -> dict[str, Any]:
         # The process that keeps the copy is the one that a watcher here can see; its stacks are not the worker's.
         own = {key: value for key, value in header.items() if key != "stacks_signal"}
-        return {**own, "process": jobs.identity(), "clock_error_ms": self._error_ns / 1e6}
+        return {**own, "process": run_folders.identity(), "clock_error_ms": self._error_ns / 1e6}

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..dependency import F, Spec
-from ..pipeline import Pipeline
-from ..workers.actor import WorkerActor
 from ..workers.hooks import Listener, StepRecord
-from ..workers.transport.payload import Tree
 from .board import pack_record, unpack_record
 from .trace import Trace
+from .training import Training
+
+if TYPE_CHECKING:
+    from ..workers.actor import WorkerActor
+    from ..workers.transport.payload import Tree
 
 
 class Recorder:
     """Keeps the last `num_steps` steps of the workers of this process."""
 
-    def __init__(self, pipeline: Pipeline, num_steps: int = 16) -> None:
+    def __init__(self, pipeline: Training, num_steps: int = 16) -> None:
         self._pipeline = pipeline
         self._kept: dict[int, deque[StepRecord]] = {}
 

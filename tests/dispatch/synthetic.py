@@ -3,12 +3,12 @@
 from collections import Counter, defaultdict
 
 from rpc_pipe.dependency import B, F, U, entries
-from rpc_pipe.dispatch.source import News
 from rpc_pipe.dispatch.view import View
 from rpc_pipe.planning.options import make_spec
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.tracing.listed import list_program
+from rpc_pipe.tracing.boards import News
+from rpc_pipe.tracing.listing import list_program
 from rpc_pipe.tracing.trace import Trace
 from rpc_pipe.workers.hooks import Arrived, LayerTime, Record, StepRecord
 

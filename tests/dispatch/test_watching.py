@@ -12,10 +12,10 @@ import time
 import pytest
 from processes import ROOT, SMALL, TEXT, environment
 
-from rpc_pipe.dispatch.source import Boards
 from rpc_pipe.dispatch.view import View
-from rpc_pipe.tracing import run_folders as jobs
+from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.board import MOST_SLOTS, Board
+from rpc_pipe.tracing.boards import Boards
 
 TRAIN = ["--workers", "2", *SMALL, *TEXT]
 
@@ -61,10 +61,10 @@ def watch(*arguments, timeout=60):
 def training(*arguments):
     """A run, its workers' boards in sight."""
     with start("run", *arguments) as run:
-        folder = jobs.root() / f"run-{run.pid}"
+        folder = run_folders.root() / f"run-{run.pid}"
         try:
             deadline = time.monotonic() + 60
-            while len(jobs.boards(folder)) < 2 and time.monotonic() < deadline and run.poll() is None:
+            while len(run_folders.boards(folder)) < 2 and time.monotonic() < deadline and run.poll() is None:
                 time.sleep(0.05)
             yield run, folder
         finally:
@@ -103,7 +103,7 @@ def test_watchers_that_are_killed_or_stopped_change_nothing():
     watched = json.loads(out)
     for key in ("loss", "held_out_loss", "steps"):
         assert watched[key] == expected[key]
-    assert not (jobs.root() / name).exists()
+    assert not (run_folders.root() / name).exists()
 
 
 def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
@@ -161,16 +161,16 @@ def test_a_stall_is_told_with_the_culprit_and_its_stacks(tmp_path):
 
 def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    before = set(jobs.root().iterdir())
+    before = set(run_folders.root().iterdir())
     with subprocess.Popen([sys.executable, tmp_path / "train.py", "400"], env=environment(), cwd=ROOT) as run:
-        folder = jobs.root() / f"run-{run.pid}"
+        folder = run_folders.root() / f"run-{run.pid}"
         deadline = time.monotonic() + 60
-        while len(jobs.boards(folder)) < 2 and time.monotonic() < deadline:
+        while len(run_folders.boards(folder)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         code, out, err = watch(folder.name, "--once")
         assert code == 0 and "1f1b on 2 workers" in out, out + err
         assert run.wait(60) == 0
-    assert not folder.exists() and not set(jobs.root().iterdir()) - before
+    assert not folder.exists() and not set(run_folders.root().iterdir()) - before
 
 
 def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
@@ -185,7 +185,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
         folder.mkdir()
         variables = {
             "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port, jobs.FOLDER: folder,
+            "MASTER_PORT": port, run_folders.FOLDER: folder,
         }  # fmt: skip
         command = [sys.executable, tmp_path / "train.py", "300"]
         runs.append(subprocess.Popen(command, env=environment(**{k: str(v) for k, v in variables.items()}), cwd=ROOT))
@@ -197,7 +197,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
             time.sleep(0.2)
         assert len(view.rows()) == 2 and len(view.complete_steps(0)) >= 5 and view.lost() is not None
         assert view.rows()[1].state in ("runs", "waits", "between") and 0 < view.clock_error_ms < 1000
-        assert len(jobs.boards(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
+        assert len(run_folders.boards(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
         assert [run.wait(60) for run in runs] == [0, 0]
     finally:
         for run in runs:
@@ -207,14 +207,14 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
 
 def test_what_a_killed_run_left_is_swept(tmp_path):
     with training(*TRAIN, "--steps", 100000) as (run, folder):
-        workers = [board.header["process"] for board in jobs.boards(folder).values()]
+        workers = [board.header["process"] for board in run_folders.boards(folder).values()]
         run.kill()
         deadline = time.monotonic() + 20
-        while any(map(jobs.alive, workers)) and time.monotonic() < deadline:
+        while any(map(run_folders.alive, workers)) and time.monotonic() < deadline:
             time.sleep(0.05)
         run.communicate()
         assert folder.exists()
-        jobs.sweep()
+        run_folders.sweep()
         assert not folder.exists()
 
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, F, I, R, W
-from rpc_pipe.planning.compare import Work, compare, complete, table, verdict
+from rpc_pipe.drawing.comparison import table
+from rpc_pipe.planning.compare import ModelCosts, compare, complete, verdict
 from rpc_pipe.planning.footprint import Size, num_messages, peak_bytes
 from rpc_pipe.planning.measure import measure
 from rpc_pipe.planning.simulator import simulate, uniform
@@ -66,7 +67,7 @@ def test_costs_that_are_not_given_follow_from_the_others():
 
 
 def test_the_fastest_comes_first_and_what_cannot_be_last():
-    rows = compare(Work(3, [COST]), 6)
+    rows = compare(ModelCosts(3, [COST]), 6)
     assert [row.makespan for row in rows if not row.refused] == sorted(row.makespan for row in rows if not row.refused)
     assert {row.schedule for row in rows} == set(SCHEDULES)
     refused = [row for row in rows if row.refused]
@@ -80,7 +81,7 @@ def test_the_fastest_comes_first_and_what_cannot_be_last():
 
 def test_what_does_not_fit_is_left_out():
     size = Size(weights=10, activations=10)
-    rows = compare(Work(4, [COST], [size]), 8, limit=50)
+    rows = compare(ModelCosts(4, [COST], [size]), 8, limit=50)
     fits = {row.schedule for row in rows if not row.refused}
     assert {"1f1b", "zb-h1", "v-min"} <= fits and not fits & {"gpipe", "zb-h2", "dualpipe"}
     assert all(row.peak_memory <= 50 for row in rows if not row.refused)
@@ -105,8 +106,8 @@ def test_layers_are_measured_and_cut():
     assert costs[1].size.after_inputs == 0 < costs[1].size.activations, "a ReLU has no weights"
     assert costs[-1].size.outputs == 0, "the loss goes nowhere"
     assert all(cost.times[kind] >= 0 for cost in costs for kind in (F, B, I, W, R))
-    work = Work(2, [cost.times for cost in costs], [cost.size for cost in costs], by_layer=True)
-    halves = work.stage_sizes(2)
+    model = ModelCosts(2, [cost.times for cost in costs], [cost.size for cost in costs], by_layer=True)
+    halves = model.stage_sizes(2)
     assert sum(half.weights for half in halves) == sum(cost.size.weights for cost in costs)
     assert (halves[0].inputs, halves[0].outputs, halves[1].inputs) == (4 * 32 * 64,) * 3
 

@@ -14,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..hooks import LayerTime
 from ..transport.payload import Payload, Tree, map_tensors, pack, tensors_of, unpack
 from .randomness import Randomness
 from .result import Losses
@@ -49,8 +48,8 @@ class Shard:
         self.layers = list(layers)
         self.loss_fn = loss_fn
         self.losses = Losses()
-        #: filled by the next forward if empty; None: not wanted
-        self.layer_times: list[LayerTime] | None = None
+        #: (kind of layer, ns) as in `LayerTime`; filled by the next forward if empty; None: not wanted
+        self.layer_times: list[tuple[int, int]] | None = None
         self._layer_kinds: dict[tuple[Any, ...], int] = {}
         self._randomness = randomness
         # What arrives is a leaf, and others may hold its storage: a layer such as ReLU(inplace=True) at the start
@@ -129,7 +128,7 @@ class Shard:
         with saved.hooks() if saved is not None and torch.is_grad_enabled() else nullcontext():
             if self._writes_inputs:
                 tree = map_tensors(tree, torch.clone)
-            times: list[LayerTime] | None = None if self.layer_times else self.layer_times
+            times: list[tuple[int, int]] | None = None if self.layer_times else self.layer_times
             for index, module in self.layers:
                 with randomness.lock:
                     randomness.seed_forward(step, microbatch, index)
@@ -142,7 +141,7 @@ class Shard:
             self._kept[microbatch] = owing, roots, saved
         return pack(tree) if share is None else None
 
-    def _timed(self, index: int, module: nn.Module, tree: Tree, times: list[LayerTime]) -> Tree:
+    def _timed(self, index: int, module: nn.Module, tree: Tree, times: list[tuple[int, int]]) -> Tree:
         """Call a layer and note how long it took."""
         key = index, *(tensor.shape for tensor in tensors_of(tree))
         kind = self._layer_kinds.get(key)
@@ -150,7 +149,7 @@ class Shard:
             kind = self._layer_kinds[key] = zlib.crc32(repr((module, key[1:])).encode())
         begin = time.perf_counter_ns()
         output = module(tree)
-        times.append(LayerTime(kind, time.perf_counter_ns() - begin))
+        times.append((kind, time.perf_counter_ns() - begin))
         return output
 
     def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:

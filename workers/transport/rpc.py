@@ -152,7 +152,7 @@ class RpcCarrier:
         self._closed = False
         #: to and from workers of this host
         self.channels = Channels(Wakeup(), wanted=shared_memory)
-        #: what is shown to those who watch from other machines; see rpc_pipe/dispatch/mirror.py
+        #: what is shown to those who watch from other machines; see rpc_pipe/tracing/mirror.py
         self.exhibit: Callable[[int], bytes] | None = None
         _endpoint = self
         options = rpc.TensorPipeRpcBackendOptions(

@@ -1,4 +1,4 @@
-"""Where a watcher's news come from: the boards of a run on this machine, or a recording."""
+"""What a look at the workers of a run brings, and the boards of a run on this machine, which bring it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..dependency import ConfigError
-from ..tracing import run_folders as jobs
-from ..tracing.board import Board, Live, State
-from ..tracing.mirror import WATCHED
 from ..workers.hooks import StepRecord
+from . import run_folders
+from .board import Board, Live, State
+from .mirror import WATCHED
 
 #: how long a stuck worker has to write its stacks
 _STACKS_S = 2.0
@@ -81,7 +80,7 @@ class Boards:
         for worker, board in boards.items():
             news.records += board.records()
             lives[worker] = board.live()
-            process = jobs.state_of(board.header["process"])
+            process = run_folders.state_of(board.header["process"])
             if lives[worker].state is State.LEFT or process in ("", "Z", "X"):
                 self._gone.add(worker)
             elif process == "T" and "stacks_signal" in board.header:  # not of a mirror's process
@@ -95,7 +94,7 @@ class Boards:
     @property
     def over(self) -> bool:
         if not self._boards:
-            return self.folder not in jobs.running()
+            return self.folder not in run_folders.running()
         return self._gone.issuperset(self._boards)
 
     def stacks(self, worker: int) -> str:
@@ -108,7 +107,7 @@ class Boards:
         file = self.folder / f"stacks-{number}"
         try:
             before = file.stat().st_size  # it is there, so the handler is too
-            if not jobs.alive(header["process"]) or jobs.state_of(header["process"]) == "?":
+            if not run_folders.alive(header["process"]) or run_folders.state_of(header["process"]) == "?":
                 return ""  # another process may have its number now
             os.kill(int(number), header["stacks_signal"])
             deadline = time.monotonic() + _STACKS_S
@@ -131,7 +130,7 @@ class Boards:
                 if worker not in self._boards or self._boards[worker][0] != inode:
                     self._boards[worker] = inode, Board(file)
                     self._gone.discard(worker)
-                    self._programs = {**self._programs, **jobs.programs(self.folder)}
+                    self._programs = {**self._programs, **run_folders.programs(self.folder)}
             except (OSError, ValueError):  # just removed
                 continue
 
@@ -140,18 +139,3 @@ def _tells(stack: str) -> bool:
     """Tell whether a thread's stack says what a worker is doing: not our own helpers', nor those without Python."""
     lines = stack.strip().splitlines()[1:2]
     return bool(lines) and "File" in lines[0] and not any(name in lines[0] for name in _HELPERS)
-
-
-def open_source(address: str | None) -> Source:
-    """Return the recording, or the run on this machine, that `address` names.
-
-    Raises:
-        ConfigError: there is none, or several.
-    """
-    if address is not None and Path(address).is_file():
-        from .recording import Replay
-
-        return Replay(Path(address))
-    if address is not None and address.endswith(".jsonl"):
-        raise ConfigError(f"watch {address}: there is no such file")
-    return Boards(jobs.find(address))

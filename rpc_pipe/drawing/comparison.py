@@ -1,0 +1,35 @@
+"""Schedules side by side as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from ..planning.compare import Row, tell_bytes
+
+
+def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table:
+    """Draw rows; 80 columns are enough. `acts`: activations in worker's shares; `copies`: of the weights."""
+    drawn = Table(title=f"{num_workers} workers, {num_microbatches} microbatches", box=None, pad_edge=False)
+    drawn.add_column("schedule", no_wrap=True)
+    headings = ["makespan", "step", "bubble", "acts"]
+    with_memory = any(row.peak_memory is not None for row in rows)
+    for heading in [*headings, *(["memory"] if with_memory else []), "msgs", "copies"]:
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        if row.refused and not row.makespan:
+            continue
+        memory = [tell_bytes(row.peak_memory or 0)] if with_memory else []
+        drawn.add_row(
+            row.name,
+            f"{row.makespan:.5g}",
+            f"{row.step_time:.5g}",
+            f"{row.bubble:.1%}",
+            f"{row.peak_activations:.3g}",
+            *memory,
+            str(row.messages),
+            str(row.weight_copies),
+            style="dim" if row.refused else None,
+        )
+    return drawn
