@@ -161,7 +161,6 @@ def test_a_stall_is_told_with_the_culprit_and_its_stacks(tmp_path):
 
 def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    before = set(run_folders.root().iterdir())
     with subprocess.Popen([sys.executable, tmp_path / "train.py", "400"], env=environment(), cwd=ROOT) as run:
         folder = run_folders.root() / f"run-{run.pid}"
         deadline = time.monotonic() + 60
@@ -170,7 +169,7 @@ def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
         code, out, err = watch(folder.name, "--once")
         assert code == 0 and "1f1b on 2 workers" in out, out + err
         assert run.wait(60) == 0
-    assert not folder.exists() and not set(run_folders.root().iterdir()) - before
+    assert not list(run_folders.root().glob(f"{folder.name}*"))  # other runs may go on
 
 
 def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
