@@ -159,7 +159,7 @@ def test_outboxes_and_activations_are_empty_after_every_step():
     for call in (pipe.step, pipe.evaluate, pipe.step):
         call((X, Y))
         for actor in pipe.actors:
-            assert len(actor.transport.outbox) == 0
+            assert len(actor.carrier.outbox) == 0
             assert all(shard.num_kept == 0 for shard in actor.shards.values())
 
 
