@@ -1,6 +1,7 @@
 """Pure theory of pipeline schedules: actions, relation, checks. Standard library only."""
 
 from .action import ACCUMULATING, PER_REPLICA, Action, B, F, G, I, Kind, R, U, W
+from .answers import blaming
 from .check import check, check_all
 from .errors import ConfigError, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
 from .order import local_order
@@ -30,6 +31,7 @@ __all__ = [
     "U",
     "W",
     "WorkerFailure",
+    "blaming",
     "check",
     "check_all",
     "entries",

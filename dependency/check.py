@@ -8,20 +8,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
 
 from .action import PER_REPLICA, Action, F
+from .answers import actions_in, blaming, bound, check_answers, looked_at, own_actions, slot_of, updates_of
 from .draw import draw_edge, draw_held, draw_listed
 from .errors import ScheduleError
 from .memory import peak_at_any_timing, peak_in_order
 from .order import has_program, has_slot, local_order
 from .program import entries, order_limit
 from .spec import ENDLESS, Spec
-from .unroll import check_acyclic
-
-#: how much of an endless stream is looked at
-_ENDLESS_PREFIX = 4096
+from .unroll import check_acyclic, refuse_endless
 
 
 def check(spec: Spec, worker: int) -> None:
@@ -30,118 +28,136 @@ def check(spec: Spec, worker: int) -> None:
     Raises:
         ScheduleError: a rule is broken; the text names the action, the rule and what would be right.
     """
-    _check_placement(spec)
-    _check_programs(spec)
-    _check_relation(spec, worker)
-    _check_memory(spec, worker)
+    with blaming(type(spec)):
+        check_answers(spec)
+        _check_runs(spec, [worker])
+        _check_memory(spec, worker)
 
 
 def check_all(spec: Spec) -> None:
     """Check the part of every worker, as the simulator and the launcher do before anything is started."""
-    _check_placement(spec)
-    _check_programs(spec)
-    for rule in (_check_relation, _check_memory):
+    with blaming(type(spec)):
+        check_answers(spec)
+        _check_runs(spec, range(spec.num_workers))
         for worker in range(spec.num_workers):
-            rule(spec, worker)
+            _check_memory(spec, worker)
 
 
-def _check_placement(spec: Spec) -> None:
-    for route in range(spec.num_routes):
-        for stage in range(spec.num_stages):
-            at = spec.place(stage, route)
-            if not 0 <= at < spec.num_workers:
-                raise ScheduleError(
-                    f"place: stage {stage} (route {route}) is on worker {at}; workers are 0 to {spec.num_workers - 1}"
-                )
-
-
-def _check_programs(spec: Spec) -> None:
-    """Check listed programs, all of them: only together they can be shown to run."""
-    if has_slot(spec) or not has_program(spec):
+def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
+    """Check that what `workers` run can be run: from their own parts if there are slots, else from all together."""
+    if has_slot(spec):
+        for worker in workers:
+            for action in own_actions(spec, worker):
+                slot_of(spec, action)
+            for action in looked_at(spec, local_order(spec, worker)):
+                _check_needs(spec, worker, action, slotted=True)
         return
-    programs = [list(spec.program(worker)) for worker in range(spec.num_workers)]
+    refuse_endless(spec)
     for worker in range(spec.num_workers):
-        _check_listed_once(spec, programs, worker)
-    check_acyclic(spec, programs)
+        for action in own_actions(spec, worker):
+            _check_needs(spec, worker, action, slotted=False)
+    if has_program(spec):
+        programs = [actions_in(spec.program(worker), f"program({worker})") for worker in range(spec.num_workers)]
+        for worker in range(spec.num_workers):
+            _check_listed_once(spec, programs, worker)
+        check_acyclic(spec, programs)
 
 
-def _check_relation(spec: Spec, worker: int) -> None:
-    slotted = has_slot(spec)
-    for action in islice(local_order(spec, worker), _prefix(spec)):
-        if action.kind not in PER_REPLICA or not spec.synchronous:
-            _check_edges(spec, worker, action, slotted)
-
-
-def _prefix(spec: Spec) -> int | None:
-    return _ENDLESS_PREFIX if spec.num_microbatches == ENDLESS else None
-
-
-def _check_edges(spec: Spec, worker: int, action: Action, slotted: bool) -> None:
-    slot = spec.slot(action) if slotted else 0
-    for need in spec.needs(action):
-        stage, _, microbatch = need
-        if not 0 <= stage < spec.num_stages or microbatch >= spec.num_microbatches:
-            raise ScheduleError(
-                f"after({action}) names {need}, which does not exist: "
-                f"stages are 0 to {spec.last_stage}, microbatches 0 to {spec.num_microbatches - 1}"
-            )
-        known = spec.actions(stage, microbatch) if need.kind not in PER_REPLICA else (need,)
-        if need not in known:
-            raise ScheduleError(
-                f"after({action}) names {need}, but of microbatch {microbatch} stage {stage} runs only the kinds "
-                f"{', '.join(a.kind.value for a in known)}"
-            )
-        if abs(stage - action.stage) > 1 and spec.worker(need) != worker:
+def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> None:
+    """Check what `action` waits for, unless it ends a synchronous step, of which a schedule says nothing."""
+    if action.kind in PER_REPLICA and spec.synchronous:
+        return
+    named = [need for need in actions_in(spec.after(action), f"after({action})") if need.microbatch >= 0]
+    for need in named:
+        _check_exists(spec, action, need)
+        if abs(need.stage - action.stage) > 1 and spec.worker(need) != worker:
+            away = abs(need.stage - action.stage)
             raise ScheduleError(
                 f"after({action}) names {need} of worker {spec.worker(need)}, which is no neighbour: "
                 f"only stages {max(0, action.stage - 1)} to {min(spec.last_stage, action.stage + 1)} "
                 f"and the stages of worker {worker} may be named",
-                draw_edge(spec, need, action, f", {abs(stage - action.stage)} stages away") if slotted else "",
+                draw_edge(spec, need, action, f", {away} stages away") if slotted else "",
             )
-        if slotted and (need.kind not in PER_REPLICA or not spec.synchronous) and spec.slot(need) >= slot:
+    for need in spec.needs(action) if slotted else ():
+        slot, before = slot_of(spec, action), slot_of(spec, need)
+        if before >= slot:
             raise ScheduleError(
-                f"{action} (slot {slot}) needs {need} (slot {spec.slot(need)}): the slot must grow along every edge",
+                f"{action} (slot {slot}) needs {need} (slot {before}): the slot must grow along every edge",
                 draw_edge(spec, need, action, f", so the slot of {need} must be the smaller one"),
             )
+
+
+def _check_exists(spec: Spec, action: Action, need: Action) -> None:
+    """Check that `need`, which after(action) names, is run by somebody."""
+    stage, kind, microbatch = need
+    if kind in PER_REPLICA and spec.synchronous:
+        raise ScheduleError(
+            f"after({action}) names {need}, but {kind!r} ends the step: "
+            "only what is done with a microbatch may be named"
+        )
+    if not 0 <= stage < spec.num_stages or microbatch >= spec.num_microbatches:
+        raise ScheduleError(
+            f"after({action}) names {need}, which does not exist: "
+            f"stages are 0 to {spec.last_stage}, microbatches 0 to {spec.num_microbatches - 1}"
+        )
+    if kind in PER_REPLICA:
+        if all(need not in updates_of(spec, stage, route) for route in range(spec.num_routes)):
+            raise ScheduleError(f"after({action}) names {need}, which updates({stage}, ...) does not list")
+        return
+    known = spec.actions(stage, microbatch)
+    if need not in known:
+        raise ScheduleError(
+            f"after({action}) names {need}, but of microbatch {microbatch} stage {stage} runs only the kinds "
+            f"{', '.join(repr(a.kind) for a in known)}"
+        )
 
 
 def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) -> None:
     seen: set[Action] = set()
     for action in programs[worker]:
-        if (at := spec.worker(action)) != worker:
+        wrong = _why_not_listed(spec, worker, action, seen)
+        if wrong:
+            at = {spec.worker(action)} if "placed" in wrong else set()
             raise ScheduleError(
-                f"program({worker}) lists {action}, which is placed on worker {at}: "
-                "an action is run by exactly one worker",
-                draw_listed(programs, action, {worker, at}),
-            )
-        if action in seen:
-            raise ScheduleError(f"program({worker}) lists {action} twice", draw_listed(programs, action, {worker}))
-        known = spec.actions(action.stage, action.microbatch)
-        if action.kind not in PER_REPLICA and action not in known:
-            raise ScheduleError(
-                f"program({worker}) lists {action}, but of microbatch {action.microbatch} stage {action.stage} runs "
-                f"only {', '.join(map(str, known))}",
-                draw_listed(programs, action, {worker}),
+                f"program({worker}) lists {action}{wrong}", draw_listed(programs, action, {worker} | at)
             )
         seen.add(action)
-    for stage, route in spec.hosted(worker):
-        for microbatch in range(spec.num_microbatches):
-            for action in spec.actions(stage, microbatch):
-                if spec.route(microbatch) == route and action not in seen:
-                    raise ScheduleError(
-                        f"program({worker}) does not list {action}", draw_listed(programs, action, {worker})
-                    )
+    for action in own_actions(spec, worker):
+        if action not in seen:
+            raise ScheduleError(f"program({worker}) does not list {action}", draw_listed(programs, action, {worker}))
+
+
+def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) -> str:
+    """Say what is wrong with listing `action` in the program of `worker`; nothing is an empty text."""
+    stage, kind, microbatch = action
+    if kind in PER_REPLICA and spec.synchronous:
+        return f", but {kind!r} ends the step by itself: only what is done with a microbatch is listed"
+    if not 0 <= stage < spec.num_stages or not 0 <= microbatch < spec.num_microbatches:
+        return (
+            f", which does not exist: stages are 0 to {spec.last_stage}, microbatches 0 to {spec.num_microbatches - 1}"
+        )
+    if (at := spec.worker(action)) != worker:
+        return f", which is placed on worker {at}: an action is run by exactly one worker"
+    if action in seen:
+        return " twice"
+    known = spec.actions(stage, microbatch)
+    if kind in PER_REPLICA:
+        known = updates_of(spec, stage, spec.route(microbatch))
+    if action not in known:
+        return f", but of microbatch {microbatch} stage {stage} runs only {', '.join(map(str, known))}"
+    return ""
 
 
 def _check_memory(spec: Spec, worker: int) -> None:
     """Check that activations are bounded by the relation, not by luck."""
-    claimed = spec.peak_activations(worker)
+    bound(spec, "activation_limit", worker)
+    claimed = bound(spec, "peak_activations", worker)
     if claimed is None:
         claimed = order_limit(spec, worker)
     if claimed is None and spec.num_microbatches != ENDLESS:
         # Windows do not bind while there are few microbatches; what grows with them is seen with many.
         spec = replace(spec, num_microbatches=4 * (spec.num_microbatches + spec.num_workers))
-    program = list(islice(entries(spec, worker), _prefix(spec)))
+    program = list(looked_at(spec, entries(spec, worker)))
     actions = [entry.action for entry in program]
     in_order = peak_in_order(actions)
     if claimed is not None and in_order > claimed:

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 
-from .action import PER_REPLICA, Action, F
+from .action import Action, F
 from .draw import draw_cycle
 from .errors import ScheduleError
 from .spec import ENDLESS, Spec
@@ -22,8 +22,8 @@ def unroll(spec: Spec) -> list[list[Action]]:
     Raises:
         ScheduleError: the relation has a cycle, which is drawn.
     """
-    _refuse_endless(spec)
-    needs = {action: [n for n in spec.needs(action) if n.kind not in PER_REPLICA] for action in all_actions(spec)}
+    refuse_endless(spec)
+    needs = {action: spec.needs(action) for action in all_actions(spec)}
     order: list[list[Action]] = [[] for _ in range(spec.num_workers)]
     for action in _greedy(spec, needs):
         order[spec.worker(action)].append(action)
@@ -36,8 +36,8 @@ def check_acyclic(spec: Spec, programs: list[list[Action]]) -> None:
     Raises:
         ScheduleError: the relation and the programs together have a cycle, which is drawn.
     """
-    _refuse_endless(spec)
-    needs = {a: [n for n in spec.needs(a) if n.kind not in PER_REPLICA] for program in programs for a in program}
+    refuse_endless(spec)
+    needs = {action: spec.needs(action) for program in programs for action in program}
     for program in programs:
         for before, action in itertools.pairwise(program):
             needs[action].append(before)
@@ -46,13 +46,17 @@ def check_acyclic(spec: Spec, programs: list[list[Action]]) -> None:
 
 
 def all_actions(spec: Spec) -> Iterator[Action]:
-    """Yield every action of a step but those that end it."""
+    """Yield every action of a step but those that end it, which nothing waits for."""
     for microbatch in range(spec.num_microbatches):
         for stage in range(spec.num_stages):
             yield from spec.actions(stage, microbatch)
+    if not spec.synchronous:
+        for route in range(spec.num_routes):
+            for stage in range(spec.num_stages):
+                yield from spec.updates(stage, route)
 
 
-def _refuse_endless(spec: Spec) -> None:
+def refuse_endless(spec: Spec) -> None:
     if spec.num_microbatches == ENDLESS:
         raise ScheduleError(f"{type(spec).__name__}: an endless stream needs a slot formula")
 

@@ -87,13 +87,13 @@ class Pipeline:
         self.num_workers = job.num_workers if job else 2 if num_workers is None else num_workers
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
         _refuse_untrainable(self.spec)
+        workers = [job.worker] if job else list(range(self.num_workers))
+        for worker in workers:
+            check(self.spec, worker)
         self.partition = Partition(model, self.spec.num_stages, split)
         self._order = order or self.spec.order
         self._plans: dict[int, Spec] = {}
         self._programs: dict[tuple[Spec, int, bool], list[Entry]] = {}
-        workers = [job.worker] if job else list(range(self.num_workers))
-        for worker in workers:
-            check(self.spec, worker)
         courier = courier_for(device)
         randomness = Randomness(seed, courier.device)
 

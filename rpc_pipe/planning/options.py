@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..dependency import ConfigError, Kind, Order, Spec, check_all
+from ..dependency import ConfigError, Kind, Order, Spec, blaming, check_all
 from ..model.cut import cut
 from ..schedules import SCHEDULES
 from .simulator import Link
@@ -97,7 +97,8 @@ def make_spec(
             raise ConfigError(f"{key}: schedule {name} has no such parameter; it has {', '.join(known) or 'none'}")
         values[key] = _convert(name, key, value, known[key])
     try:
-        return cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
+        with blaming(cls):
+            return cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
     except (TypeError, NotImplementedError) as error:
         raise ConfigError(f"schedule {name}: {error}") from error
 
@@ -170,8 +171,8 @@ class PipeOptions:
         for name in ("threads", "steps"):
             at_least(name, getattr(self, name), 1)
         spec = make_spec(self.schedule, self.workers, self.microbatches, self.schedule_options)
-        cut(num_layers, spec.num_stages, self.split)
         check_all(spec)
+        cut(num_layers, spec.num_stages, self.split)
         return spec
 
 

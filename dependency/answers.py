@@ -1,0 +1,266 @@
+"""What a schedule's methods answer, looked at before it is used: a wrong type or an exception becomes one sentence."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from itertools import islice
+from numbers import Integral
+from types import CodeType, TracebackType
+from typing import TypeVar, get_args
+
+from .action import Action, Kind, U
+from .errors import PipeError, ScheduleError
+from .spec import ENDLESS, Order, Spec
+
+#: what a schedule declares as a number, and what it answers when it is asked
+_NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")
+_METHODS = ("place", "route", "splits", "recomputes", "after", "slot", "program", "updates")
+_BOUNDS = ("activation_limit", "peak_activations")
+#: how much of an endless stream is looked at
+_ENDLESS_PREFIX = 4096
+
+T = TypeVar("T")
+
+
+def looked_at(spec: Spec, things: Iterable[T]) -> Iterator[T]:
+    """Yield what is looked at: of an endless stream the beginning."""
+    return islice(things, _ENDLESS_PREFIX if spec.num_microbatches == ENDLESS else None)
+
+
+@contextmanager
+def blaming(schedule: type[Spec]) -> Iterator[None]:
+    """Turn an exception inside a method of the schedule into a sentence that names the method and its arguments.
+
+    Raises:
+        ScheduleError: instead of that exception.
+    """
+    try:
+        yield
+    except PipeError:
+        raise
+    except Exception as error:
+        call = _first_call(schedule, error.__traceback__)
+        if call is None:
+            raise
+        where = _last_line(error.__traceback__)
+        raise ScheduleError(f"{call} raised {type(error).__name__}: {error} ({where})") from error
+
+
+def _first_call(schedule: type[Spec], traceback: TracebackType | None) -> str | None:
+    """Return the outermost call of a method of `schedule` that is not `Spec`'s own, as it would be typed."""
+    while traceback is not None:
+        frame = traceback.tb_frame
+        name = _name_of(schedule, frame.f_code)
+        if name is not None and not _is_ours(frame.f_code, frame.f_globals):
+            names, rest, _, values = inspect.getargvalues(frame)
+            asked_with = [*(values[each] for each in names[1:]), *(values[rest] if rest else ())]
+            is_property = not callable(inspect.getattr_static(schedule, name))
+            return name if is_property else f"{name}({', '.join(map(repr, asked_with))})"
+        traceback = traceback.tb_next
+    return None
+
+
+def _name_of(schedule: type[Spec], code: CodeType) -> str | None:
+    """Return the name under which `schedule` has a method or property of this code; None: it has none."""
+    for name in dir(schedule):
+        thing = inspect.getattr_static(schedule, name)
+        function = getattr(thing, "fget", None) or getattr(thing, "func", None) or thing
+        if getattr(inspect.unwrap(function), "__code__", None) is code:
+            return name
+    return None
+
+
+def _last_line(traceback: TracebackType | None) -> str:
+    where = ""
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if not _is_ours(code, traceback.tb_frame.f_globals):
+            where = f"line {traceback.tb_lineno} of {code.co_filename}"
+        traceback = traceback.tb_next
+    return where
+
+
+def _is_ours(code: CodeType, module: dict[str, object]) -> bool:
+    """Tell whether nobody can look into it: what all schedules inherit, and what is made for dataclasses."""
+    return module.get("__name__") == Spec.__module__ or code.co_filename.startswith("<")
+
+
+def check_answers(spec: Spec) -> None:
+    """Check what a schedule declares and how it can be asked, and each place, route and bound that it answers.
+
+    Raises:
+        ScheduleError: the text names the method, the argument it was asked with, the answer and the rule.
+    """
+    for name in _NUMBERS:
+        value = getattr(spec, name)
+        if callable(value):
+            raise ScheduleError(f"{name} is a method: write @property above it")
+        if not _is_whole(value) or value < 1:
+            raise ScheduleError(f"{name} is {value!r}: it must be a whole number, at least 1")
+    if spec.order not in get_args(Order):
+        raise ScheduleError(f"order is {spec.order!r}: it must be one of {', '.join(get_args(Order))}")
+    for name, value in spec.parameters().items():
+        _check_hashable(name, value)
+    for name in (*_METHODS, *_BOUNDS):
+        _check_callable(spec, name)
+    for route in range(spec.num_routes):
+        for stage in range(spec.num_stages):
+            _check_place(spec, stage, route)
+    if type(spec).route is not Spec.route:
+        for microbatch in looked_at(spec, range(spec.num_microbatches)):
+            _check_route(spec, microbatch)
+    if type(spec).recomputes is not Spec.recomputes:
+        for stage in range(spec.num_stages):
+            _check_truth(f"recomputes({stage})", spec.recomputes(stage))
+    if spec.synchronous and type(spec).updates is not Spec.updates:
+        for route in range(spec.num_routes):
+            for stage in range(spec.num_stages):
+                updates_of(spec, stage, route)
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int or isinstance(value, Integral)
+
+
+def _check_hashable(name: str, value: object) -> None:
+    try:
+        hash(value)
+    except TypeError:
+        raise ScheduleError(f"{name} is {value!r}: a parameter must be hashable, such as a tuple") from None
+
+
+def _check_callable(spec: Spec, name: str) -> None:
+    asked_with = list(inspect.signature(getattr(Spec, name)).parameters)[1:]
+    try:
+        inspect.signature(getattr(spec, name)).bind(*asked_with)
+    except TypeError:
+        call = f"{name}({', '.join(asked_with)})"
+        raise ScheduleError(
+            f"{type(spec).__name__}.{name} cannot be called as {call}, which is how it is asked"
+        ) from None
+
+
+def _check_place(spec: Spec, stage: int, route: int) -> None:
+    at = spec.place(stage, route)
+    if not _is_whole(at):
+        raise ScheduleError(
+            f"place({stage}, {route}) returned {at!r}: it must be a worker, 0 to {spec.num_workers - 1}"
+        )
+    if not 0 <= at < spec.num_workers:
+        raise ScheduleError(
+            f"place: stage {stage} (route {route}) is on worker {at}; workers are 0 to {spec.num_workers - 1}"
+        )
+
+
+def _check_route(spec: Spec, microbatch: int) -> None:
+    route = spec.route(microbatch)
+    if not _is_whole(route) or not 0 <= route < spec.num_routes:
+        raise ScheduleError(
+            f"route({microbatch}) returned {route!r}: routes are 0 to {spec.num_routes - 1}, as num_routes is "
+            f"{spec.num_routes}"
+        )
+
+
+def _check_truth(call: str, answer: object) -> None:
+    if answer not in (True, False):
+        raise ScheduleError(f"{call} returned {answer!r}: it must be True or False")
+
+
+def bound(spec: Spec, name: str, worker: int) -> int | None:
+    """Return what the method `name` says that `worker` may hold.
+
+    Raises:
+        ScheduleError: it is neither a whole number nor None.
+    """
+    value: int | None = getattr(spec, name)(worker)
+    if value is not None and not _is_whole(value):
+        raise ScheduleError(f"{name}({worker}) returned {value!r}: it must be a whole number, or None for no bound")
+    return value
+
+
+def slot_of(spec: Spec, action: Action) -> int:
+    """Return the slot of `action`.
+
+    Raises:
+        ScheduleError: it is not a whole number.
+    """
+    slot = spec.slot(action)
+    if not _is_whole(slot):
+        raise ScheduleError(f"slot({action}) returned {slot!r}: it must be a whole number")
+    return slot
+
+
+def actions_in(answer: object, call: str) -> list[Action]:
+    """Return the actions in what `call` answered.
+
+    Raises:
+        ScheduleError: it is no iterable of actions.
+    """
+    if isinstance(answer, Action):
+        raise ScheduleError(f"{call} returned the action {answer} alone: it must be in a list, [{answer}]")
+    if isinstance(answer, str) or not isinstance(answer, Iterable):
+        raise ScheduleError(f"{call} returned {answer!r}: it must return a list of actions, [] if there are none")
+    actions = list(answer)
+    for action in actions:
+        if not _is_action(action):
+            shown = tuple(action) if isinstance(action, Action) else action
+            raise ScheduleError(
+                f"{call} gives {shown!r}, which is no action: write F(stage, microbatch), both whole numbers"
+            )
+    return actions
+
+
+def _is_action(thing: object) -> bool:
+    return (
+        isinstance(thing, Action)
+        and isinstance(thing.kind, Kind)
+        and _is_whole(thing.stage)
+        and _is_whole(thing.microbatch)
+    )
+
+
+def own_actions(spec: Spec, worker: int) -> Iterator[Action]:
+    """Yield what `worker` runs, by stage and microbatch, without what ends a synchronous step."""
+    mixed = type(spec).splits is not Spec.splits
+    for stage, route in spec.hosted(worker):
+        for microbatch in looked_at(spec, range(spec.num_microbatches)):
+            if spec.num_routes == 1 or spec.route(microbatch) == route:
+                if mixed:
+                    _check_truth(f"splits({stage}, {microbatch})", spec.splits(stage, microbatch))
+                yield from spec.actions(stage, microbatch)
+        if not spec.synchronous:
+            yield from updates_of(spec, stage, route)
+
+
+@lru_cache(maxsize=1024)
+def updates_of(spec: Spec, stage: int, route: int) -> tuple[Action, ...]:
+    """Return the updates of a replica of a stage.
+
+    Raises:
+        ScheduleError: they are not what the stage can run.
+    """
+    call = f"updates({stage}, {route})"
+    answer = spec.updates(stage, route)
+    most = 1 if spec.synchronous else spec.num_microbatches
+    if isinstance(answer, Iterator):  # it may never end
+        answer = islice(answer, _ENDLESS_PREFIX if spec.num_microbatches == ENDLESS else most + 1)
+    updates = actions_in(answer, call)
+    if spec.synchronous and updates != [U(stage, route)]:
+        raise ScheduleError(f"{call} returned {updates}: a synchronous step has one update, [{U(stage, route)}]")
+    if len(updates) > most:
+        raise ScheduleError(f"{call} gives more updates than there are microbatches, {most}")
+    for update in updates:
+        if update.kind is not U or update.stage != stage or update.microbatch < 0:
+            raise ScheduleError(f"{call} gives {update}, which is no update of stage {stage}, such as {U(stage, 0)}")
+        if spec.worker(update) != spec.place(stage, route):
+            raise ScheduleError(
+                f"{call} gives {update}, which is placed on worker {spec.worker(update)}: "
+                f"the replica is on worker {spec.place(stage, route)}"
+            )
+    if len(set(updates)) < len(updates):
+        twice = next(update for update in updates if updates.count(update) > 1)
+        raise ScheduleError(f"{call} gives {twice} twice")
+    return tuple(updates)

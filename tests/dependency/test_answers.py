@@ -1,0 +1,222 @@
+"""What is said to a schedule whose methods answer what they must not: one sentence, never a traceback of ours."""
+
+import re
+import sys
+from itertools import count
+
+import pytest
+
+from rpc_pipe.dependency import Action, B, F, G, I, ScheduleError, Spec, U, check, check_all
+from rpc_pipe.planning.options import make_spec
+from rpc_pipe.schedules import OneFOneB
+
+
+def broken(base=OneFOneB, **methods):
+    """Return 1F1B of 2 workers and 4 microbatches, or another, with these methods instead of its own."""
+    return type("Mine", (base,), methods)(num_workers=2, num_microbatches=4)
+
+
+def first(action, answer, otherwise=()):
+    """Return an `after` that answers something for one action."""
+    return lambda self, a: answer if a == action else otherwise
+
+
+AFTER = [
+    (None, r"after(1F1) returned None: it must return a list of actions, [] if there are none"),
+    (B(1, 0), "after(1F1) returned the action 1B0 alone: it must be in a list, [1B0]"),
+    ("1B0", "after(1F1) returned '1B0': it must return a list of actions, [] if there are none"),
+    (3, "after(1F1) returned 3: it must return a list of actions, [] if there are none"),
+    (["1B0"], "after(1F1) gives '1B0', which is no action: write F(stage, microbatch), both whole numbers"),
+    ([(1, B, 0)], "after(1F1) gives (1, B, 0), which is no action"),
+    ([None], "after(1F1) gives None, which is no action"),
+    ([B(1, 0.5)], "after(1F1) gives (1, B, 0.5), which is no action"),
+    ([B(1.0, 0)], "after(1F1) gives (1.0, B, 0), which is no action"),
+    ([Action(1, "B", 0)], "after(1F1) gives (1, 'B', 0), which is no action"),
+    ([B(1, 4)], "after(1F1) names 1B4, which does not exist: stages are 0 to 1, microbatches 0 to 3"),
+    ([B(2, 0)], "after(1F1) names 2B0, which does not exist: stages are 0 to 1, microbatches 0 to 3"),
+    ([B(-1, 0)], "after(1F1) names -1B0, which does not exist"),
+    ([I(1, 0)], "after(1F1) names 1I0, but of microbatch 0 stage 1 runs only the kinds F, B"),
+    ([U(1, 0)], "after(1F1) names 1U0, but U ends the step: only what is done with a microbatch may be named"),
+    ([G(0, 0)], "after(1F1) names 0G0, but G ends the step: only what is done with a microbatch may be named"),
+]
+
+
+@pytest.mark.parametrize("slotted", [True, False], ids=["slot", "unrolled"])
+@pytest.mark.parametrize("answer, says", AFTER, ids=range(len(AFTER)))
+def test_what_after_must_not_answer(answer, says, slotted):
+    spec = broken(OneFOneB if slotted else Spec, after=first(F(1, 1), answer))
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        check_all(spec)
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        check(spec, 1)
+
+
+def test_what_after_may_answer():
+    def after(self, a):
+        yield from [B(a.stage, a.microbatch - 2)] if a.kind is F else ()
+
+    check_all(broken(Spec, after=after))
+
+
+METHODS = [
+    ({"num_stages": 0}, "num_stages is 0: it must be a whole number, at least 1"),
+    ({"num_stages": -1}, "num_stages is -1: it must be a whole number, at least 1"),
+    ({"num_stages": 2.0}, "num_stages is 2.0: it must be a whole number"),
+    ({"num_stages": lambda self: 2}, "num_stages is a method: write @property above it"),
+    ({"num_stages": property(lambda self: 2 // 0)}, "num_stages raised ZeroDivisionError: "),
+    ({"num_routes": 0}, "num_routes is 0: it must be a whole number, at least 1"),
+    ({"num_routes": None}, "num_routes is None: it must be a whole number, at least 1"),
+    ({"order": "best"}, "order is 'best': it must be one of ready, fixed"),
+    ({"place": lambda self, s, r: None}, "place(0, 0) returned None: it must be a worker, 0 to 1"),
+    ({"place": lambda self, s, r: s / 1}, "place(0, 0) returned 0.0: it must be a worker, 0 to 1"),
+    ({"place": lambda self, s, r: s - 1}, "place: stage 0 (route 0) is on worker -1; workers are 0 to 1"),
+    ({"place": lambda self, s: s}, "Mine.place cannot be called as place(stage, route), which is how it is asked"),
+    ({"after": lambda self: []}, "Mine.after cannot be called as after(action)"),
+    ({"slot": 3}, "Mine.slot cannot be called as slot(action)"),
+    ({"route": lambda self, m: 1}, "route(0) returned 1: routes are 0 to 0, as num_routes is 1"),
+    ({"route": lambda self, m: m - 1}, "route(0) returned -1: routes are 0 to 0"),
+    ({"route": lambda self, m: None}, "route(0) returned None: routes are 0 to 0"),
+    ({"splits": lambda self, s, m: None}, "splits(0, 0) returned None: it must be True or False"),
+    ({"recomputes": lambda self, s: "no"}, "recomputes(0) returned 'no': it must be True or False"),
+    ({"slot": lambda self, a: None}, "slot(0F0) returned None: it must be a whole number"),
+    ({"slot": lambda self, a: a.microbatch / 2}, "slot(0F0) returned 0.0: it must be a whole number"),
+    ({"peak_activations": lambda self, w: "2"}, "peak_activations(0) returned '2': it must be a whole number, or None"),
+    ({"activation_limit": lambda self, w: 2.5}, "activation_limit(0) returned 2.5: it must be a whole number, or None"),
+    ({"updates": lambda self, s, r: []}, "updates(0, 0) returned []: a synchronous step has one update, [0U0]"),
+    ({"updates": lambda self, s, r: None}, "updates(0, 0) returned None: it must return a list of actions"),
+]
+
+
+@pytest.mark.parametrize("methods, says", METHODS, ids=lambda value: str(value)[:50])
+def test_what_methods_must_not_answer(methods, says):
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        check_all(broken(**methods))
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    {
+        "place": "place(0, 0)",
+        "after": "after(0F0)",
+        "slot": "slot(0F0)",
+        "route": "route(0)",
+        "splits": "splits(0, 0)",
+        "recomputes": "recomputes(0)",
+        "updates": "updates(0, 0)",
+        "peak_activations": "peak_activations(0)",
+        "activation_limit": "activation_limit(0)",
+        "order": "order",
+        "num_stages": "num_stages",
+        "num_routes": "num_routes",
+    }.items(),
+)
+def test_an_exception_in_a_method_names_the_call(name, says):
+    def wrong(self, *asked):
+        return {}["window"]
+
+    method = property(wrong) if name in ("order", "num_stages", "num_routes") else wrong
+    with pytest.raises(ScheduleError, match=re.escape(f"{says} raised KeyError: 'window' (line ")):
+        check_all(broken(**{name: method}))
+
+
+def test_the_outermost_call_is_blamed_not_what_it_calls():
+    class Deep(OneFOneB):
+        def in_flight(self, stage):
+            return [][stage]
+
+    with pytest.raises(ScheduleError, match=r"^after\(0F0\) raised IndexError: .*test_answers.py\)$"):
+        check_all(Deep(num_workers=2, num_microbatches=2))
+
+
+def test_an_exception_while_a_schedule_is_made_names_the_line():
+    class Mutable(OneFOneB):
+        def __post_init__(self):
+            self.ahead = 3
+
+    with pytest.raises(ScheduleError, match=r"^__post_init__\(\) raised FrozenInstanceError: .*test_answers.py\)$"):
+        make_spec(Mutable, 2, 4)
+
+
+def test_an_error_of_our_own_is_not_blamed_on_the_schedule(monkeypatch):
+    monkeypatch.setattr(sys.modules[check.__module__], "entries", lambda spec, worker: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        check_all(OneFOneB(num_workers=2, num_microbatches=2))
+
+
+def test_parameters_must_be_hashable():
+    class Windows(OneFOneB):
+        windows: tuple[int, ...] = ()
+
+    with pytest.raises(ScheduleError, match=r"windows is \[2, 1\]: a parameter must be hashable, such as a tuple"):
+        check_all(Windows(num_workers=2, num_microbatches=4, windows=[2, 1]))
+    check_all(Windows(num_workers=2, num_microbatches=4, windows=(2, 1)))
+
+
+PROGRAMS = [
+    (None, r"program(0) returned None: it must return a list of actions, [] if there are none"),
+    ([F(0, 0), "0B0"], "program(0) gives '0B0', which is no action"),
+    ([F(0, 0), B(0, 0), U(0, 0)], "program(0) lists 0U0, but U ends the step by itself"),
+    ([G(0, 0)], "program(0) lists 0G0, but G ends the step by itself"),
+    ([F(0, 4)], "program(0) lists 0F4, which does not exist: stages are 0 to 1, microbatches 0 to 3"),
+    ([F(0, -1)], "program(0) lists 0F-1, which does not exist"),
+    ([F(-1, 0)], "program(0) lists -1F0, which does not exist"),
+    ([F(2, 0)], "program(0) lists 2F0, which does not exist"),
+    ([I(0, 0)], "program(0) lists 0I0, but of microbatch 0 stage 0 runs only 0F0, 0B0"),
+    ([F(1, 0)], "program(0) lists 1F0, which is placed on worker 1: an action is run by exactly one worker"),
+    ([F(0, 0), F(0, 0)], "program(0) lists 0F0 twice"),
+    ([F(0, 0)], "program(0) does not list 0B0"),
+]
+
+
+@pytest.mark.parametrize("listed, says", PROGRAMS, ids=lambda value: str(value)[:40])
+def test_what_a_program_must_not_list(listed, says):
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        check_all(broken(Spec, program=lambda self, worker: listed))
+
+
+class Stream(Spec):
+    """An update after every microbatch; each of these may be replaced."""
+
+    synchronous = False
+
+    def updates(self, stage, route):
+        return (U(stage, m) for m in range(self.num_microbatches))
+
+    def after(self, a):
+        if a.kind is F:
+            return [B(a.stage, a.microbatch - 2), U(a.stage, a.microbatch - 3)]
+        return [B(a.stage, a.microbatch), U(a.stage, a.microbatch - 1)] if a.kind is U else []
+
+    def slot(self, a):
+        base = 3 * (2 * a.microbatch + (a.stage if a.kind is F else 2 * self.num_stages - 1 - a.stage))
+        return base + (a.kind is U)
+
+
+@pytest.mark.parametrize(
+    "methods, says",
+    [
+        (
+            {"updates": lambda self, s, r: map(lambda k: U(s, k), count())},
+            "gives more updates than there are microbatches",
+        ),
+        (
+            {"updates": lambda self, s, r: [B(s, 0)]},
+            "updates(0, 0) gives 0B0, which is no update of stage 0, such as 0U0",
+        ),
+        ({"updates": lambda self, s, r: [U(s, 0), U(s, 0)]}, "updates(0, 0) gives 0U0 twice"),
+        ({"updates": lambda self, s, r: []}, "after(0F3) names 0U0, which updates(0, ...) does not list"),
+        ({"after": first(F(1, 1), [G(1, 0)])}, "after(1F1) names 1G0"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_updates_of_a_stream(methods, says):
+    check_all(broken(Stream))
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        check_all(broken(Stream, **methods))
+
+
+def test_an_endless_stream_is_refused_without_a_slot():
+    for methods in ({}, {"program": lambda self, worker: (F(worker, m) for m in count())}):
+        spec = type("Mine", (Spec,), {"synchronous": False, **methods})(num_workers=2, num_microbatches=2**63 - 1)
+        with pytest.raises(ScheduleError, match="Mine: an endless stream needs a slot formula"):
+            check_all(spec)
