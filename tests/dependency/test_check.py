@@ -190,11 +190,12 @@ def test_a_spec_without_slot_runs_in_a_greedy_order():
 def test_one_worker_of_a_huge_run_checks_itself_quickly():
     """The bar is 1 s and 200 MB; other workers' actions must not be enumerated."""
     spec = OneFOneB(num_workers=1024, num_microbatches=8192)
-    tracemalloc.start()
     begin = time.process_time()
     check(spec, 500)
+    assert time.process_time() - begin < 3  # generous: the machine may be shared
+    tracemalloc.start()
+    check(spec, 500)
     program = list(entries(spec, 500))
-    assert time.process_time() - begin < 5  # generous: under tracemalloc, on a shared machine
     assert tracemalloc.get_traced_memory()[1] < 100e6
     tracemalloc.stop()
     assert len(program) == 2 * 8192 + 1
