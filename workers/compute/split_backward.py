@@ -9,28 +9,37 @@ A node that can compute its two gradients apart (a matrix product, a convolution
 one of them. Any other node runs once, in I, and what it makes for the weights waits for W: for a norm or a scale
 that is the size of the weights. After I, everything saved in forward is freed but for what the nodes of W still
 read.
+
+What meets in one place must be summed in one pass, in autograd's own order. So I also makes the gradients of a weight
+that several paths lead to, be it from several nodes or from an output of the stage that is made of weights alone; and
+those of all weights where forward has registered hooks, which a node that runs twice would call twice.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 #: nodes whose formula computes the gradient of each operand by itself, and only if it is asked for
 _SEPARABLE = frozenset((
     "AddmmBackward", "MmBackward", "BmmBackward", "BaddbmmBackward", "AddbmmBackward", "AddmvBackward", "MvBackward",
     "LinearBackward", "ConvolutionBackward", "ConvolutionBackwardOverrideable", "ConvolutionOverrideableBackward",
 ))  # fmt: skip
+#: nodes that hide what they have saved
+_OPAQUE = frozenset(("CopySlices", "CppFunction"))
 
 #: where a gradient enters a node: the node and which of its outputs the gradient is for
 _Edge = tuple[Node, int]
+#: a run of the engine: where it starts with which gradients
+_Starts = list[tuple[_Edge, Tensor]]
 
 
 class Saved:
@@ -38,14 +47,18 @@ class Saved:
 
     def __init__(self) -> None:
         self._handles: list[_Handle] = []
-        #: handles that are being read, while it is found out which
-        self._seen: set[_Handle] | None = None
+        #: whether forward may have registered hooks of tensors or nodes
+        self.hooked = False
         #: handles that outlive their first use; None while nothing is freed
         self._kept: set[_Handle] | None = None
 
-    def hooks(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
         """Return a context in which what autograd saves is saved here."""
-        return saved_tensors_hooks(self._save, self._load)
+        num_registered = RemovableHandle.next_id  # of the process; a node does not tell its hooks
+        with saved_tensors_hooks(self._save, self._load):
+            yield
+        self.hooked |= RemovableHandle.next_id != num_registered
 
     @contextmanager
     def freeing(self, later: Iterable[Node], several_times: Iterable[Node]) -> Iterator[None]:
@@ -53,8 +66,8 @@ class Saved:
 
         What the nodes `several_times` use is freed only at the end.
         """
-        kept = self._read_by(later)
-        self._kept = kept | self._read_by(several_times)
+        kept = {handle for node in later for handle in _handles(node)}
+        self._kept = kept | {handle for node in several_times for handle in _handles(node)}
         try:
             yield
         finally:
@@ -70,15 +83,6 @@ class Saved:
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return sum(size for address, size in sizes.items() if address not in without)
 
-    def _read_by(self, nodes: Iterable[Node]) -> set[_Handle]:
-        seen: set[_Handle] = set()
-        self._seen = seen
-        for node in nodes:
-            for name in _saved_names(type(node)):
-                getattr(node, name)
-        self._seen = None
-        return seen
-
     def _save(self, tensor: Tensor) -> _Handle:
         # Detached: a saved output would otherwise hold the node that holds it.
         handle = _Handle(tensor.detach(), tensor._version)
@@ -93,9 +97,7 @@ class Saved:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was used"
             )
-        if self._seen is not None:
-            self._seen.add(handle)
-        elif self._kept is not None and handle not in self._kept:
+        if self._kept is not None and handle not in self._kept:
             handle.tensor = None
         return tensor
 
@@ -111,12 +113,26 @@ class _Handle:
 _names: dict[type, list[str]] = {}
 
 
-def _saved_names(node: type) -> list[str]:
-    """Return the attributes through which a node's saved tensors are read."""
-    if node not in _names:
-        found = [name for name in dir(node) if name.startswith("_saved_")]
-        _names[node] = found or [name for name in ("saved_tensors",) if hasattr(node, name)]
-    return _names[node]
+def _packed(node: Node) -> Iterator[Any]:
+    """Yield what stands for each tensor that `node` has saved, without unpacking it."""
+    kind = type(node)
+    if kind not in _names:
+        _names[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
+    for name in _names[kind]:
+        raw = getattr(node, name)
+        for saved in raw if isinstance(raw, tuple) else (raw,):
+            yield saved.data
+
+
+def _handles(node: Node) -> Iterator[_Handle]:
+    return (packed for packed in _packed(node) if isinstance(packed, _Handle))
+
+
+def _may_wait(node: Node) -> bool:
+    """Tell whether `node` may run after I: not if that would recompute a checkpoint twice, or use what is freed."""
+    if type(node).__name__ in _OPAQUE:
+        return False
+    return all(packed is None or isinstance(packed, (_Handle, Tensor)) for packed in _packed(node))
 
 
 def backward_inputs(
@@ -129,59 +145,85 @@ def backward_inputs(
         inputs: leaves. Their data is freed.
         saved: what the forward that made `roots` has saved.
     """
-    starts = [(edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)]
     first = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)]
-    graph = _Graph([node for node, _ in starts], {get_gradient_edge(leaf).node for leaf in inputs})
-    along = [i for i, (node, _) in enumerate(starts) if node in graph.to_inputs]
-    cut = graph.cut()
-    # Roots that no input is reached from are all for later; so is everything on the first stage.
-    at = {starts[i]: first[i] for i in range(len(starts)) if i not in along}
-    found: Sequence[Tensor | None] = [None] * len(inputs)
-    with saved.freeing(graph.below([*cut, *at]), graph.written_in_python):
-        if along:
-            wanted: list[Any] = [*inputs, *(GradientEdge(*edge) for edge in cut)]
-            found = torch.autograd.grad(
-                [roots[i] for i in along],
-                wanted,
-                [first[i] for i in along],
-                retain_graph=True,
-                allow_unused=True,
-            )
-    at |= {edge: grad for edge, grad in zip(cut, found[len(inputs) :], strict=False) if grad is not None}
-    deferred = Deferred(at, graph)
+    starts = list(zip(((edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)), first, strict=True))
+    graph = _Graph([edge for edge, _ in starts], {get_gradient_edge(leaf).node for leaf in inputs})
+    now, later = graph.divided(all_now=saved.hooked)
+    along: _Starts = []
+    apart: _Starts = []
+    for start in starts:
+        (apart if graph.outputs in later and start[0][0] not in graph.to_inputs else along).append(start)
+    weights = list(dict.fromkeys(leaf for part in now for leaf in part.leaves))
+    cut = [edge for part in later if part is not graph.outputs for edge in part.edges]
+    wanted = [*((get_gradient_edge(leaf).node, 0) for leaf in inputs), *((leaf, 0) for leaf in weights), *cut]
+    found: Sequence[Tensor | None] = [None] * len(wanted)
+    if along:
+        with saved.freeing((node for part in later for node in part.nodes), graph.written_in_python):
+            found = _run(along, wanted, retain_graph=True)
     for leaf in inputs:
         # The graph that leads here stays until W; the leaf in it would hold the activation.
         leaf.data = leaf.data.new_empty(0)
-    return list(found[: len(inputs)]), deferred
+    at = dict(zip(wanted, found, strict=True))
+    runs = [(apart, part.leaves) for part in later if part is graph.outputs]
+    runs += [(_there(part.edges, at), part.leaves) for part in later if part is not graph.outputs]
+    return _unshared(found, len(inputs)), Deferred([(leaf, at[leaf, 0]) for leaf in weights], runs)
+
+
+def _there(edges: Iterable[_Edge], at: Mapping[_Edge, Tensor | None]) -> _Starts:
+    return [(edge, grad) for edge in edges if (grad := at[edge]) is not None]
+
+
+def _unshared(grads: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
+    """Return the first `count` gradients, copied where they share memory: whoever gets one may write to it."""
+    users = Counter(_address(grad) for grad in grads if grad is not None)
+    return [grad.clone() if grad is not None and users[_address(grad)] > 1 else grad for grad in grads[:count]]
+
+
+def _address(grad: Tensor) -> int:
+    return grad.untyped_storage().data_ptr() if grad.layout is torch.strided else -id(grad)
+
+
+def _run(starts: _Starts, wanted: Iterable[_Edge], retain_graph: bool = False) -> Sequence[Tensor | None]:
+    """Return the gradients that arrive at the edges `wanted`, from those at `starts` on."""
+    edges = [GradientEdge(*edge) for edge, _ in starts]
+    grads = [grad for _, grad in starts]
+    places = [GradientEdge(*edge) for edge in wanted]
+    return torch.autograd.grad(edges, places, grads, retain_graph=retain_graph, allow_unused=True)
 
 
 class Deferred:
-    """The weights' part of a backward, with the gradients where it starts."""
+    """The weights' part of a backward, with the gradients where it starts.
 
-    def __init__(self, starts: dict[_Edge, Tensor], graph: _Graph) -> None:
-        # From a separable node the engine would run on to the weights of earlier layers: one by one, for its own.
-        alone = [edge for edge in starts if edge[0] in graph.to_inputs]
-        together = [edge for edge in starts if edge[0] not in graph.to_inputs]
-        #: runs of the engine: (where it starts, the gradients there, the leaves it is for)
-        self._runs = [
-            (edges, [starts[edge] for edge in edges], _leaves(graph.below(edges)))
-            for edges in ([edge] for edge in alone)
-        ]
-        if together:
-            self._runs.append((together, [starts[edge] for edge in together], _leaves(graph.below(together))))
+    Args:
+        sums: leaves of the graph, and their gradients as I has made them.
+        runs: where to start the engine, and the leaves to run to.
+    """
+
+    def __init__(self, sums: Iterable[tuple[Node, Tensor | None]], runs: Iterable[tuple[_Starts, list[Node]]]) -> None:
+        self._sums = [(leaf, grad) for leaf, grad in sums if grad is not None]
+        self._runs = [(starts, leaves) for starts, leaves in runs if starts and leaves]
 
     def run(self) -> None:
         """Add to the gradients of the weights."""
-        for edges, grads, leaves in self._runs:
-            weights = [leaf.variable for leaf in leaves]  # type: ignore[attr-defined]
-            found = torch.autograd.grad([GradientEdge(*edge) for edge in edges], weights, grads, allow_unused=True)
-            for weight, grad in zip(weights, found, strict=True):
-                if grad is not None:
-                    _accumulate(weight, grad)
+        for leaf, grad in self._sums:
+            _accumulate(leaf, grad)
+        for starts, leaves in self._runs:
+            for leaf, found in zip(leaves, _run(starts, [(leaf, 0) for leaf in leaves]), strict=True):
+                if found is not None:
+                    _accumulate(leaf, found)
+        self._sums.clear()
         self._runs.clear()
 
+    def num_bytes(self) -> int:
+        """Return the bytes of the gradients that wait here, each storage once."""
+        grads = [grad for _, grad in self._sums] + [grad for starts, _ in self._runs for _, grad in starts]
+        storages = [grad.untyped_storage() for grad in grads if grad.layout is torch.strided]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
-def _accumulate(weight: Tensor, grad: Tensor) -> None:
+
+def _accumulate(leaf: Node, grad: Tensor) -> None:
+    """Add to the gradient of the weight that `leaf` stands for, and call the hooks that wait for it."""
+    weight: Tensor = leaf.variable  # type: ignore[attr-defined]
     if weight.grad is None:
         # A copy: what autograd returns may be shared, with another weight or with what was received.
         weight.grad = grad.clone() if grad.is_sparse else torch.empty_like(weight).copy_(grad)
@@ -189,51 +231,72 @@ def _accumulate(weight: Tensor, grad: Tensor) -> None:
         weight.grad = grad + weight.grad
     else:
         weight.grad += grad
+    for hook in list((weight._post_accumulate_grad_hooks or {}).values()):
+        hook(weight)
+
+
+class _Part(NamedTuple):
+    """A part of the graph that reaches only weights."""
+
+    #: where it starts
+    edges: list[_Edge]
+    nodes: list[Node]
+    #: nodes of the weights that it leads to
+    leaves: list[Node]
 
 
 class _Graph:
-    """The part of the autograd graph that one microbatch made on one stage."""
+    """The part of the autograd graph that one microbatch made on one stage.
 
-    def __init__(self, roots: Sequence[Node], inputs: set[Node]) -> None:
-        self._order = _children_first(roots)
+    Args:
+        roots: where backward starts.
+        inputs: nodes of the stage's inputs.
+    """
+
+    def __init__(self, roots: Sequence[_Edge], inputs: set[Node]) -> None:
+        self._order = _children_first(node for node, _ in roots)
         #: nodes that may read what they saved several times
         self.written_in_python = [node for node in self._order if isinstance(node, BackwardCFunction)]
         #: nodes from which an input can be reached
         self.to_inputs: set[Node] = set()
         #: those of them from which a path leaves that reaches only weights -> where it leads
-        self.leaving: dict[Node, list[_Edge]] = {}
+        self._leaving: dict[Node, list[_Edge]] = {}
         for node in self._order:
             children = [(child, i) for child, i in node.next_functions if child is not None]
             if node in inputs or any(child in self.to_inputs for child, _ in children):
                 self.to_inputs.add(node)
                 if leaving := [edge for edge in children if edge[0] not in self.to_inputs]:
-                    self.leaving[node] = leaving
+                    self._leaving[node] = leaving
+        #: what the outputs that no input is reached from are made of
+        self.outputs = _part([edge for edge in roots if edge[0] not in self.to_inputs])
 
-    def below(self, edges: Iterable[_Edge]) -> list[Node]:
-        """Return the nodes that run in W from `edges` on: of separable nodes only what leads to their weights."""
-        starts = list(dict.fromkeys(node for node, _ in edges))
-        again = [node for node in starts if node in self.to_inputs]
-        onward = [child for node in again for child, _ in self.leaving[node]]
-        return again + _children_first([*onward, *(node for node in starts if node not in self.to_inputs)])
-
-    def cut(self) -> list[_Edge]:
-        """Return where W starts: at a separable node, which runs once more, or behind a node that runs once, in I.
-
-        A weight that several nodes lead to is summed in I, in autograd's own order.
-        """
-        leaves = {node: _leaves(_children_first([c for c, _ in edges])) for node, edges in self.leaving.items()}
-        users = Counter(leaf for below in leaves.values() for leaf in below)
-        cut: dict[_Edge, None] = {}
+    def divided(self, all_now: bool) -> tuple[list[_Part], list[_Part]]:
+        """Return the parts for whose weights all is done in I, and those that run in W."""
+        parts = [self.outputs]
+        if not self.to_inputs:  # as on the first stage
+            return [], parts
+        seen: set[_Edge] = set()
         for node in reversed(self._order):
-            if node not in self.leaving:
-                continue
-            if any(users[leaf] > 1 for leaf in leaves[node]):
-                cut |= dict.fromkeys((leaf, 0) for leaf in leaves[node])
-            elif node.name().rstrip("0123456789") in _SEPARABLE:
-                cut[node, 0] = None  # such a node has one output
+            leaving = self._leaving.get(node, [])
+            if leaving and node.name().rstrip("0123456789") in _SEPARABLE and _may_wait(node):
+                below = _part(leaving)
+                parts.append(_Part([(node, 0)], [node, *below.nodes], below.leaves))  # such a node has one output
             else:
-                cut |= dict.fromkeys(self.leaving[node])
-        return list(cut)
+                parts += [_part([edge]) for edge in leaving if edge not in seen]
+                seen |= set(leaving)
+        users = Counter(leaf for part in parts for leaf in part.leaves)
+        now: list[_Part] = []
+        later: list[_Part] = []
+        for part in parts:
+            shared = any(users[leaf] > 1 for leaf in part.leaves)
+            ready = part is not self.outputs and (all_now or part.nodes == part.leaves)
+            (now if shared or ready or not all(map(_may_wait, part.nodes)) else later).append(part)
+        return now, later
+
+
+def _part(edges: list[_Edge]) -> _Part:
+    nodes = _children_first(node for node, _ in edges)
+    return _Part(edges, nodes, [node for node in nodes if hasattr(node, "variable")])
 
 
 def _children_first(roots: Iterable[Node]) -> list[Node]:
@@ -250,7 +313,3 @@ def _children_first(roots: Iterable[Node]) -> list[Node]:
             stack.append((node, True))
             stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
     return order
-
-
-def _leaves(nodes: Iterable[Node]) -> list[Node]:
-    return [node for node in nodes if not node.next_functions]
