@@ -3,7 +3,7 @@
 from .action import ACCUMULATING, PER_REPLICA, Action, B, F, G, I, Kind, R, U, W
 from .answers import blaming
 from .check import check, check_all
-from .errors import ConfigError, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
+from .errors import ConfigError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
 from .order import local_order
 from .program import Entry, Pulled, entries, order_limit
 from .spec import ENDLESS, Order, Spec
@@ -15,6 +15,7 @@ __all__ = [
     "Action",
     "B",
     "ConfigError",
+    "Disagreement",
     "Entry",
     "F",
     "G",

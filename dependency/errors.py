@@ -3,6 +3,7 @@
     PipeError
     ├── ScheduleError      the author of a schedule: the relation cannot be run; carries a drawing
     ├── ConfigError        the user: an option, its value, the rule, the nearest valid value
+    ├── Disagreement       the script: workers were not asked for the same; who was asked for what
     ├── WorkerFailure      a worker raised: who, where (`2B3`, step), traceback as text
     ├── PeerLost           a peer stopped answering: a consequence, the cause is at the peer
     └── Stalled            nothing finished before the deadline: who waits for what
@@ -40,6 +41,10 @@ class ScheduleError(PipeError, ValueError):
 
 class ConfigError(PipeError, ValueError):
     """An option has a value that cannot work; the text says what would."""
+
+
+class Disagreement(PipeError, RuntimeError):
+    """Workers were given different batches, made different calls, or began with different replicas."""
 
 
 class WorkerFailure(PipeError, RuntimeError):

@@ -7,6 +7,8 @@ workers that `rpc-pipe run` or torchrun started, over RPC. All workers make the 
 from __future__ import annotations
 
 import copy
+import re
+import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -24,11 +26,13 @@ from .model.partition import Model, Partition
 from .planning.options import ScheduleLike, make_spec
 from .workers.actor import WorkerActor
 from .workers.compute.device import courier_for
+from .workers.compute.digest import describe, digest
 from .workers.compute.randomness import Randomness, preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
 from .workers.hooks import Listener
 from .workers.run import Work
+from .workers.transport.call import Call
 from .workers.transport.carrier import Carrier
 from .workers.transport.local import LocalCarrier
 from .workers.transport.outbox import Outbox
@@ -96,11 +100,17 @@ class Pipeline:
         self._programs: dict[tuple[Spec, int, bool], list[Entry]] = {}
         courier = courier_for(device)
         randomness = Randomness(seed, courier.device)
+        # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
+        self._described = _describe(self.spec, self.partition.ranges, seed)
+        self._weights = ""
 
         def shard(stage: int, route: int) -> Shard:
             layers = self.partition.build(stage, randomness)
             if route > 0:
                 layers = copy.deepcopy(layers)  # a replica; a module given by the user exists once
+            if self.spec.num_routes > 1:
+                tensors = [tensor for _, module in layers for tensor in module.state_dict().values()]
+                self._weights += f"{stage}={digest(tensors):x} "
             for _, module in layers:
                 module.to(courier.device)
             last = stage == self.spec.last_stage
@@ -148,19 +158,19 @@ class Pipeline:
         """
         if self._stopped:
             raise SystemExit(130)
-        result = self._run(batch, microbatches, train=True)
+        result = self._run(f"step {self._actors[0].step}", batch, microbatches, train=True)
         assert result.loss is not None
         return result.loss
 
     def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> float:
         """Return the loss of a batch without training on it, on every worker."""
-        result = self._run(batch, microbatches, train=False)
+        result = self._run("evaluate", batch, microbatches, train=False)
         assert result.loss is not None
         return result.loss
 
     def predict(self, inputs: Tree) -> Tree:
         """Return the model's output for `inputs`, on every worker, microbatches joined along dimension 0."""
-        outputs = self._run((inputs, None), None, train=False, want_loss=False).outputs
+        outputs = self._run("predict", (inputs, None), None, train=False, want_loss=False).outputs
         return _join_rows([outputs[m] for m in sorted(outputs)])
 
     def state_dict(self) -> dict[str, Tensor] | None:
@@ -238,6 +248,7 @@ class Pipeline:
 
     def _run(
         self,
+        what: str,
         batch: Tree | None,
         microbatches: Sequence[tuple[Tree, Tree]] | None,
         *,
@@ -246,15 +257,19 @@ class Pipeline:
     ) -> Result:
         if microbatches is not None:
             pieces = list(microbatches)
+            batch = [inputs for inputs, _ in pieces], [targets for _, targets in pieces]
         elif batch is not None:
             inputs, targets = batch
-            whole = inputs if targets is None else (inputs, targets)
+            # A worker may have been given one of the two only.
+            whole = inputs if targets is None else targets if inputs is None else (inputs, targets)
             count = min(self.spec.num_microbatches, max(1, num_rows(whole)))
             pieces = list(zip(split_rows(inputs, count), split_rows(targets, count), strict=True))
         else:
             raise ConfigError("step: needs a batch, or microbatches")
-        rows = [num_rows(inputs) for inputs, _ in pieces]
+        rows = [num_rows(targets if inputs is None else inputs) for inputs, targets in pieces]
         total = sum(rows)
+        number = self._actors[0].carrier.outbox.run
+        described = self._described, describe(batch[0], number), describe(batch[1], number) if want_loss else ""
         spec = self._spec_for(len(pieces))
 
         def run(actor: WorkerActor) -> Result:
@@ -269,7 +284,8 @@ class Pipeline:
                     train,
                     total,
                     sum(num_tokens(inputs) for inputs, _ in pieces),
-                )
+                ),
+                Call(actor.worker, what, *described, self._weights if actor.step == 0 else ""),
             )
 
         # Around all workers of this process at once: they share its generators.
@@ -309,6 +325,12 @@ def _refuse_untrainable(spec: Spec) -> None:
         raise ConfigError(
             f"schedule {type(spec).__name__}: updates that steps overtake can be simulated, but not trained yet"
         )
+
+
+def _describe(spec: Spec, ranges: Sequence[range], seed: int) -> str:
+    """Return in one short line what must be equal on all workers, without addresses of objects."""
+    text = f"{re.sub(' at 0x[0-9a-f]+', '', repr(spec))}, split {'+'.join(str(len(r)) for r in ranges)}, seed {seed}"
+    return text if len(text) < 200 else f"{text[:180]}... {zlib.crc32(text.encode()):x}"
 
 
 def _worker_threads(count: int) -> ThreadPoolExecutor:

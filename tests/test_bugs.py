@@ -89,6 +89,7 @@ def test_what_a_peer_answered_before_it_died_is_delivered_first(monkeypatch):
     monkeypatch.setattr(module.rpc, "init_rpc", lambda *args, **kwargs: None)
     carrier = module.RpcCarrier(0, 2, "file:///nowhere")
     assert carrier.channels.accept(1, carrier.channels.offer(1))  # worker 1's end too is in this test
+    carrier.exchange(1).hold(Future())  # worker 1 has talked
     delivered = []
     for key in ((1, "1B0"), (1, "1B1")):
         carrier.exchange(1).ask({key: lambda answer, at_ns, key=key: delivered.append((key, answer))})

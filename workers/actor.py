@@ -17,13 +17,14 @@ from pathlib import Path
 
 import torch
 
-from ..dependency import PeerLost, Spec, Stalled, WorkerFailure
+from ..dependency import Disagreement, PeerLost, Spec, Stalled, WorkerFailure
 from .compute.device import Courier
 from .compute.result import Result
 from .compute.shard import Shard
 from .hooks import Listeners
 from .mailbox import Mailbox
 from .run import Run, Tasks, Work
+from .transport.call import Call
 from .transport.carrier import Carrier
 from .transport.payload import Payload, Tree, pack, unpack
 
@@ -69,16 +70,17 @@ class WorkerActor:
             self._tasks[spec] = Tasks(spec, self.worker, self.shards)
         return self._tasks[spec]
 
-    def run(self, work: Work) -> Result:
+    def run(self, work: Work, call: Call) -> Result:
         """Do this worker's part of `work` and return what all workers know after it.
 
         Raises:
+            Disagreement: another worker's call is not `call`.
             WorkerFailure: this worker's own work raised.
             PeerLost: another worker failed or is gone.
             Stalled: nothing arrived in time.
         """
         with self._telling_failures(), torch.set_grad_enabled(work.train):
-            self.mailbox.begin()
+            self.mailbox.begin(call)
             result = Run(self, work, self._lookahead).complete()
             self.step += work.train
             return result
@@ -86,7 +88,7 @@ class WorkerActor:
     def gather(self, name: str, value: Tree) -> list[Tree] | None:
         """Return every worker's `value`, in order of workers, on worker 0; None on the others."""
         with self._telling_failures():
-            self.mailbox.begin()
+            self.mailbox.begin(Call(self.worker, f"gather {name}"))
             if self.worker != 0:
                 self.mailbox.publish(name, pack(value), [0])
                 self.mailbox.dispatch(busy=False)
@@ -97,7 +99,7 @@ class WorkerActor:
     def barrier(self) -> None:
         """Return when every worker has called this and nobody needs anything of this one."""
         with self._telling_failures():
-            self.mailbox.begin()
+            self.mailbox.begin(Call(self.worker, "barrier"))
             others = set(range(self.carrier.num_workers)) - {self.worker}
             self.mailbox.publish("barrier", Payload([], None), list(others))
             self.mailbox.collect("barrier", others)
@@ -111,10 +113,10 @@ class WorkerActor:
             yield
         except BaseException as error:
             known = error.cause if isinstance(error, PeerLost) else error
-            failure = known if isinstance(known, WorkerFailure) else self._describe(error)
+            failure = known if isinstance(known, (Disagreement, WorkerFailure)) else self._describe(error)
             self.carrier.outbox.fail(failure)
             self.carrier.dispatch(busy=False)
-            if isinstance(error, Exception) and not isinstance(error, (PeerLost, Stalled, WorkerFailure)):
+            if isinstance(error, Exception) and not isinstance(error, (Disagreement, PeerLost, Stalled, WorkerFailure)):
                 raise failure from error
             raise
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from ..dependency import Action, PeerLost, Stalled, WorkerFailure
+from ..dependency import Action, PeerLost, PipeError, Stalled, WorkerFailure
 from .compute.device import Courier
-from .transport.carrier import Carrier, Deliver
+from .transport.call import Call, left
+from .transport.carrier import LEFT, Carrier, Deliver
 from .transport.outbox import Answer
 from .transport.payload import Payload
 
@@ -43,20 +44,27 @@ class Mailbox:
         self._carrier = carrier
         self._courier = courier
         self._stall_s = stall_s
+        self._call = Call(carrier.worker, "nothing")
+        self._told: set[int] = set()
         self._arrived: deque[tuple[int, Action | str, int, Answer | str, int]] = deque()
 
     @property
     def _run(self) -> int:
         return self._carrier.outbox.run
 
-    def begin(self) -> None:
-        """Start another run; all workers do so in the same order.
+    def begin(self, call: Call) -> None:
+        """Start another run, which is for `call`; all workers do so in the same order.
 
         Waits until all of the run before the last has been taken, so that what is kept for others is bounded. What
         has arrived here since is told together with the first questions of this run.
+
+        Raises:
+            Disagreement: others have begun something else under this number.
         """
         outbox = self._carrier.outbox
-        outbox.begin_run()
+        outbox.begin(call)
+        self._call = call
+        self._told.clear()
         self._carrier.flush()
         if outbox.holds(before=self._run - 1):
             self.dispatch(busy=False)
@@ -80,6 +88,9 @@ class Mailbox:
             often: whether to expect more of this, so that a way of its own is worth its memory.
         """
         run = self._run
+        if peer not in self._told:
+            self._told.add(peer)
+            self._carrier.say(peer, (run, self._call.told()))
         self._carrier.pull(
             peer,
             {
@@ -135,6 +146,7 @@ class Mailbox:
 
         Raises:
             PeerLost: a peer failed or is gone.
+            Disagreement: a peer was asked for something else, or for nothing more.
             Stalled: nothing came in time; `describe` says what was waited for.
         """
         self.dispatch(busy=False)
@@ -163,6 +175,10 @@ class Mailbox:
         if isinstance(answer, WorkerFailure):
             detail = f"worker {answer.worker} failed: {answer.summary}"
             raise PeerLost(self._carrier.worker, peer, detail, answer)
+        if isinstance(answer, PipeError):
+            raise answer
+        if answer == LEFT:
+            raise left(peer, self._call)
         if isinstance(answer, str):
             raise PeerLost(self._carrier.worker, peer, answer)
         assert run == self._run, f"{what} of run {run} arrived in run {self._run}"

@@ -2,13 +2,14 @@ import pickle
 
 import pytest
 
-from rpc_pipe.dependency import ConfigError, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
+from rpc_pipe.dependency import ConfigError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
 
 
 @pytest.mark.parametrize(
     "error",
     [
         ConfigError("workers 0"),
+        Disagreement("worker 0 calls step 3"),
         PipeError("broken"),
         PeerLost(1, 2, "end of file"),
         ScheduleError("cycle", "a drawing"),

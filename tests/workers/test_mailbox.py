@@ -6,6 +6,7 @@ import torch
 from rpc_pipe.dependency import F, PeerLost, Stalled
 from rpc_pipe.workers.compute.device import CpuCourier
 from rpc_pipe.workers.mailbox import Mailbox
+from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.local import LocalCarrier
 from rpc_pipe.workers.transport.outbox import Outbox
 from rpc_pipe.workers.transport.payload import pack
@@ -18,7 +19,7 @@ def mailboxes():
     outboxes = [Outbox(), Outbox()]
     both = [Mailbox(LocalCarrier(worker, outboxes), CpuCourier(), stall_s=0.05) for worker in range(2)]
     for mailbox in both:
-        mailbox.begin()
+        mailbox.begin(Call(0, "step 0"))
     return both
 
 
@@ -39,7 +40,7 @@ def test_who_is_runs_behind_still_learns_what_was_finished(mailboxes):
     first, second = mailboxes
     first.finished("0F1")
     for _ in range(3):
-        first.begin()
+        first.begin(Call(0, "step 0"))
     second.pull(0, [(F(0, 1), False)])
     assert [arrival.what for arrival in second.arrivals()] == [F(0, 1)]
 

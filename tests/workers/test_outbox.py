@@ -2,11 +2,13 @@ import pytest
 import torch
 
 from rpc_pipe.dependency import PipeError, WorkerFailure
+from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.outbox import Outbox
 from rpc_pipe.workers.transport.payload import pack
 
 PAYLOAD = pack(torch.ones(2))
 KEY = (1, "0F0")
+CALL = Call(0, "step 0")
 
 
 def test_asked_before_or_after_it_is_there():
@@ -55,7 +57,7 @@ def test_asking_again_replaces_the_question():
 
 def test_that_it_is_finished_is_an_answer_without_payload():
     outbox, answers = Outbox(), []
-    outbox.begin_run()
+    outbox.begin(CALL)
     outbox.ask((1, "0F0 done"), 1, answers.append)
     assert answers == []
     outbox.finish((1, "0F0 done"))
@@ -65,10 +67,10 @@ def test_that_it_is_finished_is_an_answer_without_payload():
 
 def test_of_runs_that_are_over_every_action_is_finished():
     outbox, answers = Outbox(), []
-    outbox.begin_run()
+    outbox.begin(CALL)
     outbox.finish((1, "0F0 done"))
     outbox.put(KEY, PAYLOAD, [2])
-    outbox.begin_run()
+    outbox.begin(CALL)
     outbox.ask((1, "0F0 done"), 1, answers.append)
     outbox.ask(KEY, 2, answers.append)
     outbox.ask((2, "0F0 done"), 1, answers.append)

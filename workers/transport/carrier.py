@@ -10,6 +10,8 @@ from .outbox import Answer, Key, Outbox
 #: called in any thread, once for each pull: with the answer, or with the text of what went wrong, and since when it is
 #: here, by `perf_counter_ns`
 Deliver = Callable[[Answer | str, int], None]
+#: the text for a peer that has left in good order
+LEFT = "has left"
 
 
 class Carrier(Protocol):
@@ -25,6 +27,9 @@ class Carrier(Protocol):
         Args:
             polled: whether answers may wait for `poll`, and what it takes to receive them for the compute thread.
         """
+
+    def say(self, peer: int, key: Key) -> None:
+        """Let `peer` have `key`, which needs no answer, before the questions that are pulled next."""
 
     def flush(self) -> None:
         """Tell the peers now what has arrived from them, rather than with the next message."""
@@ -48,4 +53,4 @@ class Carrier(Protocol):
         """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it)."""
 
     def close(self) -> None:
-        """Leave: no pull is answered any more."""
+        """Leave: whoever pulls from here from now on is told so."""

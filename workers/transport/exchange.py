@@ -67,6 +67,8 @@ class Exchange:
         self._outstanding = 0  # our requests that the peer holds
         self._urgent = False
         self._closed = False
+        #: whether the peer has ever said anything
+        self.heard = False
 
     def ask(self, questions: Mapping[Key, Deliver]) -> None:
         """Ask for all of `questions`; each `deliver` is called once."""
@@ -74,6 +76,11 @@ class Exchange:
             self._open.update(questions)
             self._asks += questions
             self._urgent = True
+
+    def say(self, key: Key) -> None:
+        """Send `key`, which needs no answer, with what is asked next."""
+        with self._lock:
+            self._asks.append(key)
 
     def answer(self, key: Key, answer: Answer) -> None:
         """Say `answer` to the peer's question for `key`."""
@@ -84,6 +91,7 @@ class Exchange:
     def hold(self, request: Any) -> None:
         """Keep a request of the peer, to answer it when there is something to say."""
         with self._lock:
+            self.heard = True
             self._held.append(request)
             self._urgent |= len(self._held) > _HELD_LIMIT
 
@@ -92,6 +100,7 @@ class Exchange:
         deliveries = []
         with self._lock:
             self._outstanding -= own
+            self.heard = True
             for key, answer in message.answers:
                 deliver = self._open.pop(key, None)
                 if deliver is not None:  # else given up
@@ -131,6 +140,11 @@ class Exchange:
             self._closed, self._urgent = True, False
             held, self._held = list(self._held), deque()
             return held
+
+    @property
+    def closed(self) -> bool:
+        """Whether one of the two has left."""
+        return self._closed
 
     @property
     def urgent(self) -> bool:

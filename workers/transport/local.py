@@ -21,6 +21,9 @@ class LocalCarrier:
         self._outboxes = outboxes
         self._wakeup = Wakeup()
 
+    def say(self, peer: int, key: Key) -> None:
+        self._outboxes[peer].ask(key, self.worker, lambda _: None)
+
     def pull(self, peer: int, questions: Mapping[Key, Deliver], *, polled: bool) -> None:
         for key, deliver in questions.items():
             self._outboxes[peer].ask(key, self.worker, partial(self._arrived, self._outboxes[peer], key, deliver))
@@ -51,4 +54,4 @@ class LocalCarrier:
         return 0, 0
 
     def close(self) -> None:
-        pass
+        self.outbox.end(self.worker)

@@ -11,14 +11,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 
-from ...dependency import PipeError, WorkerFailure
+from ...dependency import PipeError
+from .call import Call, difference, is_call, left, parse
 from .payload import Payload
 
 #: (run of the pipeline, what): unique for the life of a worker
 Key = tuple[int, str]
 #: a payload, None for an action whose being finished is all that counts, or why there will be none
-Answer = Payload | None | WorkerFailure
+Answer = Payload | None | PipeError
 Reply = Callable[[Answer], None]
+
+#: so many calls are remembered for workers that are behind
+_REMEMBERED = 16
 
 
 class Outbox:
@@ -36,16 +40,57 @@ class Outbox:
         #: finished actions of this run; of those before it all are
         self._finished: set[Key] = set()
         self._asked: dict[Key, dict[int, Reply]] = {}
-        self._failure: WorkerFailure | None = None
+        self._failure: PipeError | None = None
+        #: by number of the run: what this worker was asked for, and what others say that they were, if it is ahead
+        self._calls: dict[int, Call] = {}
+        self._told: dict[int, dict[int, str]] = {}
+        self._left_by: int | None = None
 
     def __len__(self) -> int:
         return len(self._payloads)
 
-    def begin_run(self) -> None:
-        """Count another run. Every action of those before it is finished, whoever still asks, so nothing is kept."""
+    def begin(self, call: Call) -> None:
+        """Count another run of all workers, which is for `call`.
+
+        Every action of those before it is finished, whoever still asks, so nothing is kept.
+
+        Raises:
+            PipeError: this worker has failed before, or others were asked for something else.
+        """
         with self._lock:
             self.run += 1
             self._finished.clear()
+            self._calls[self.run] = call
+            self._calls.pop(self.run - _REMEMBERED, None)
+            told = self._told.pop(self.run, {})
+        for peer, text in told.items():
+            self._compare(call, peer, text)
+        self.raise_failure()
+
+    def end(self, worker: int) -> None:
+        """Know that `worker`, whose outbox this is, begins no other run."""
+        with self._lock:
+            self._left_by = worker
+            told = [pair for pairs in self._told.values() for pair in pairs.items()]
+        for peer, text in told:
+            self.fail(left(worker, parse(peer, text)))
+
+    def _heard(self, run: int, text: str, peer: int) -> None:
+        """Compare what `peer` says it was asked for with what this worker is, was or will be asked for."""
+        with self._lock:
+            call = self._calls.get(run)
+            if call is None and run > self.run and self._left_by is None:
+                self._told.setdefault(run, {})[peer] = text
+                return
+        if call is not None:
+            self._compare(call, peer, text)
+        elif self._left_by is not None:
+            self.fail(left(self._left_by, parse(peer, text)))
+
+    def _compare(self, call: Call, peer: int, text: str) -> None:
+        different = difference(call, peer, text)
+        if different is not None:
+            self.fail(different)
 
     def promise(self, key: Key, consumers: Iterable[int]) -> None:
         """Announce that `put` will offer a payload to `consumers` later; from now the outbox is not empty."""
@@ -72,7 +117,13 @@ class Outbox:
             reply(None)
 
     def ask(self, key: Key, consumer: int, reply: Reply) -> None:
-        """Call `reply` with what `key` holds, now or when it is there. Asking again replaces the question."""
+        """Call `reply` with what `key` holds, now or when it is there. Asking again replaces the question.
+
+        What tells a call asks for nothing and gets no reply.
+        """
+        if is_call(key[1]):
+            self._heard(*key, consumer)
+            return
         with self._lock:
             answer: Answer = self._failure
             known = key in self._finished or key[0] < self.run
@@ -95,11 +146,13 @@ class Outbox:
             if self._awaited:
                 self._changed.notify_all()
 
-    def fail(self, failure: WorkerFailure) -> None:
+    def fail(self, failure: PipeError) -> None:
         """Answer every question, now and from now on, with the reason why there is no payload."""
         with self._lock:
             self._failure = self._failure or failure
             asked, self._asked = self._asked, {}
+            if self._awaited:
+                self._changed.notify_all()
         for replies in asked.values():
             for reply in replies.values():
                 reply(failure)
@@ -115,6 +168,11 @@ class Outbox:
         """Whether this worker has failed: then it waits for nobody."""
         return self._failure is not None
 
+    def raise_failure(self) -> None:
+        """Raise what `fail` was told first, if it was."""
+        if self._failure is not None:
+            raise self._failure
+
     def waiting(self) -> set[int]:
         """Return who has not taken something yet."""
         with self._lock:
@@ -129,15 +187,16 @@ class Outbox:
         """Wait until every payload of the runs before `before` has been taken.
 
         Raises:
-            PipeError: it was not, in time.
+            PipeError: it was not, in time, or never will be.
         """
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._awaited = True
             try:
-                while left := [item for item in self._payloads.items() if item[0][0] < before]:
+                while kept := [item for item in self._payloads.items() if item[0][0] < before]:
+                    self.raise_failure()
                     if not self._changed.wait(deadline - time.monotonic()):
-                        names = ", ".join(f"{what} by {sorted(who)}" for (_, what), (_, who) in left)
+                        names = ", ".join(f"{what} by {sorted(who)}" for (_, what), (_, who) in kept)
                         raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {names}")
             finally:
                 self._awaited = False

@@ -35,8 +35,8 @@ from torch.distributed.rpc.api import _default_pickler
 from torch.distributed.rpc.internal import PythonUDF
 from torch.futures import Future
 
-from ...dependency import ConfigError, WorkerFailure
-from .carrier import Deliver
+from ...dependency import ConfigError, PipeError
+from .carrier import LEFT, Deliver
 from .exchange import NOTHING, Exchange, Message
 from .message import decode, encode
 from .outbox import Answer, Key, Outbox
@@ -92,6 +92,7 @@ def _leave(peer: int, *wire: Any) -> None:
         _endpoint.received(peer, decode(*wire), own=False)
         _endpoint.gone(peer)
         _answer_all(_endpoint.exchange(peer).close())
+        _endpoint.lost(peer, LEFT)
 
 
 def _hurry(peer: int, *_: Any) -> None:
@@ -181,11 +182,16 @@ class RpcCarrier:
         # setdefault, in one step of the interpreter: handlers and the compute thread may both come first
         return self._exchanges.setdefault(peer, Exchange()) if exchange is None else exchange
 
+    def say(self, peer: int, key: Key) -> None:
+        self.exchange(peer).say(key)
+
     def pull(self, peer: int, questions: Mapping[Key, Deliver], *, polled: bool) -> None:
         if polled:
             self._send_offer(peer, self.channels.offer(peer))
         self.exchange(peer).ask(questions)
         self.post(peer)
+        if self.exchange(peer).closed:
+            self.lost(peer, LEFT)
 
     def _send_offer(self, peer: int, offer: Offer | None) -> None:
         if offer is None:
@@ -239,7 +245,7 @@ class RpcCarrier:
         """Take in a message of `peer`; `own`: it answers a request of this worker."""
         for deliver, answer in self.exchange(peer).received(message, own):
             deliver(answer, time.perf_counter_ns())
-            if isinstance(answer, WorkerFailure):
+            if isinstance(answer, PipeError):
                 self.channels.gone(peer)
             elif isinstance(answer, Payload):
                 self._send_offer(peer, self.channels.offer_larger(peer, answer.num_bytes))
@@ -311,10 +317,16 @@ class RpcCarrier:
             self.received(peer, decode(*wire), own=True)
 
     def _failed(self, peer: int, text: str) -> None:
-        if self._closed:
+        line = self.exchange(peer)
+        if self._closed or line.closed:  # who has said goodbye is not missed
             return
         self.gone(peer)
-        self._broken.append((peer, text.strip().split("\n")[0]))
+        # Goodbye is said to those one has talked to.
+        self.lost(peer, text.strip().split("\n")[0] if line.heard else LEFT)
+
+    def lost(self, peer: int, text: str) -> None:
+        """Give up what `peer` was asked and has not answered, once what it did answer has been read."""
+        self._broken.append((peer, text))
         self.channels.wakeup.notify()
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
@@ -337,6 +349,7 @@ class RpcCarrier:
         # Not graceful: that is a barrier over all workers, which hangs if one is gone (pytorch#63247).
         # First the others take what this worker has made. Its last words may then have been an answer that is
         # still under way, and the peers wait for them; so it says goodbye.
+        self.outbox.end(self.worker)
         self._drain()
         self._closed = True
         self._to_send.put(None)

@@ -1,0 +1,81 @@
+"""A few bytes that tell batches or weights apart, for less than a step would notice. No device is waited for.
+
+Small tensors count in full. Of large ones a sample counts that touches every row while there are no more than 256:
+workers that drew, shuffled or sampled for themselves differ almost everywhere.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from array import array
+from collections.abc import Iterable
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..transport.call import pack_description
+from ..transport.payload import Tree, tensors_of
+
+#: tensors up to so many bytes count in full
+_FULL_BYTES = 2**11
+#: elements that stand for a larger one
+_SAMPLES = 256
+#: tensors of a batch whose values count; of more, others are taken with every call
+_TENSORS = 8
+
+
+def describe(tree: Tree, call: int = 0) -> str:
+    """Return the form of the tensors of `tree` and a digest of their values, an empty string if there is none.
+
+    The digest is missing where a tensor is on a device, which would have to be waited for.
+
+    Args:
+        call: a number that all workers know, by which the tensors are chosen if there are many.
+    """
+    tensors = list(tensors_of(tree))
+    if not tensors:
+        return ""
+    shapes = array("q", [size for tensor in tensors for size in (tensor.itemsize, tensor.dim(), *tensor.shape)])
+    more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+    form = f"{_name(tensors[0].dtype)}{list(tensors[0].shape)}{more}"
+    if not all(map(_is_here, tensors)):
+        return pack_description(form, [zlib.crc32(shapes)])
+    every = -(-len(tensors) // _TENSORS)
+    return pack_description(form, [zlib.crc32(shapes), digest(tensors[call % every :: every])])
+
+
+def digest(tensors: Iterable[Tensor]) -> int:
+    """Return a number that differs, almost surely, where values drawn at random do. On a device they count as 0."""
+    value = 0
+    for tensor in tensors:
+        if _is_here(tensor):
+            value = _digest(tensor.detach(), value)
+    return value
+
+
+def _is_here(tensor: Tensor) -> bool:
+    return tensor.is_cpu and tensor.layout is torch.strided
+
+
+@lru_cache
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _digest(tensor: Tensor, before: int) -> int:
+    if tensor.nbytes > _FULL_BYTES:
+        try:
+            tensor = tensor.take(_places(tensor.numel()))
+        except NotImplementedError:  # some small types cannot be indexed
+            tensor = tensor.flatten()[:_SAMPLES]
+    tensor = tensor.contiguous()
+    return zlib.crc32(ctypes.string_at(tensor.data_ptr(), tensor.nbytes), before)
+
+
+@lru_cache
+def _places(count: int) -> Tensor:
+    """Return one place in each of 256 equal parts of `count` elements, not always in the same column of a row."""
+    part, index = count // _SAMPLES, torch.arange(_SAMPLES)
+    return index * part + index * 2654435761 % part

@@ -1,0 +1,92 @@
+"""What a worker was asked to do, as it tells others, who were asked for the same or stop with it. Loads without torch.
+
+It travels with the first questions of every run and needs no answer: whoever receives it compares it with its own
+call of that number and, if they differ, answers nothing but that. So no run completes on what belongs to another call.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ...dependency import Disagreement
+
+_CALL = "call "
+_FIELDS, _PARTS = "\x1f", "\x1e"
+
+
+class Call(NamedTuple):
+    """One call of the pipeline on one worker. A field is empty where there is nothing to compare."""
+
+    worker: int
+    #: such as `step 3`, `evaluate` or `gather state`
+    what: str
+    #: the pipeline that was called
+    pipeline: str = ""
+    #: form and digests of what was passed, from `compute.digest.describe`
+    inputs: str = ""
+    targets: str = ""
+    #: digests of the initial weights of stages that several workers hold, such as `0=5f3a 3=77bb`
+    weights: str = ""
+
+    def told(self) -> str:
+        """Return this, less the worker, as the name of a question that asks for nothing."""
+        return _CALL + _FIELDS.join(self[1:])
+
+
+def parse(peer: int, told: str) -> Call:
+    """Return the call that `peer` told."""
+    return Call(peer, *told.removeprefix(_CALL).split(_FIELDS))
+
+
+def is_call(what: str) -> bool:
+    """Tell whether a question is what `Call.told` made."""
+    return what.startswith(_CALL)
+
+
+def pack_description(form: str, digests: list[int]) -> str:
+    """Describe inputs or targets: how to call them, and digests, of which the last may be missing."""
+    return _PARTS.join([form, *(f"{digest:x}" for digest in digests)])
+
+
+def difference(call: Call, peer: int, told: str) -> Disagreement | None:
+    """Compare `call` with what `peer` told of its own; return what is wrong, None if they agree."""
+    if told == call.told():
+        return None
+    worker, other = call.worker, parse(peer, told)
+    if call.what != other.what:
+        return Disagreement(
+            f"worker {worker} calls {call.what} where worker {peer} calls {other.what}: every worker must make the "
+            "same calls in the same order; is one made only by some workers, as in `if pipe.worker == 0`?"
+        )
+    if call.pipeline != other.pipeline:
+        return Disagreement(
+            f"{call.what}: worker {worker} made the pipeline as {call.pipeline}, worker {peer} as {other.pipeline}: "
+            "make it with the same arguments on every worker"
+        )
+    for name in ("inputs", "targets"):
+        mine, theirs = (getattr(of, name).split(_PARTS) for of in (call, other))
+        if mine[0] and theirs[0] and any(a != b for a, b in zip(mine, theirs, strict=False)):
+            values = ", with other values" if mine[0] == theirs[0] else ""
+            return Disagreement(
+                f"{call.what}: worker {worker} and worker {peer} were given different {name} ({mine[0]} and "
+                f"{theirs[0]}{values}): give every worker the same batch; seed alike on every worker before data are "
+                "drawn or shuffled (`torch.manual_seed(0)`), and use no sampler that gives each worker a share "
+                "(DistributedSampler)"
+            )
+    weights = [dict(pair.split("=") for pair in of.weights.split()) for of in (call, other)]
+    for stage in weights[0].keys() & weights[1].keys():
+        if weights[0][stage] != weights[1][stage]:
+            return Disagreement(
+                f"{call.what}: workers {worker} and {peer} hold stage {stage} with different initial weights: seed "
+                "alike on every worker before the model is built (`torch.manual_seed(0)`), or pass its layers as "
+                "callables, whose weights depend on the pipeline's seed alone"
+            )
+    return None
+
+
+def left(peer: int, call: Call) -> Disagreement:
+    """Say that `peer` makes no such call any more."""
+    return Disagreement(
+        f"worker {call.worker} calls {call.what}, but worker {peer} has ended its script: every worker must make the "
+        "same calls; does one of them end its loop early?"
+    )
