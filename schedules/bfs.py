@@ -15,7 +15,10 @@ class LoopedBFS(Spec):
         worker 1  .. F0 F1 F0 F1 B1 B0 B1 B0 ..
 
     (P=2, M=2, two chunks.) Weights sharded over replicas are gathered once a stage and pass, not once a
-    microbatch. In times of a stage: makespan (v M + P-1)(t_F+t_B) for M of at least P, v M activations.
+    microbatch. In times and activations of a stage:
+
+        makespan = (chunks * M + P - 1) * (t_F + t_B) if M >= P
+        activations = chunks * M
     """
 
     source = "Lamy-Poirier 2023, Breadth-First Pipeline Parallelism, arXiv:2211.05953"

@@ -17,10 +17,15 @@ class Chimera(Spec):
         worker 3  F2 F3 .. F0 B0 F1 B1 B2 .. B3
 
     Units of P microbatches, half in each direction (`pairs`: that many rotated pairs of directions), follow each
-    other as workers get free. t_F = t_B: makespan 2M + P/pairs - 2; min(w+1, P-w) + P/2 activations in order. The
-    gradients of the replicas of a stage are summed before the update. `scale` says how more than P microbatches
-    are arranged: units one after another, or two forwards to one backward, which suits t_B = 2 t_F and doubles the
-    activations (makespan 3M + 2(P-2)); backward-halving is that with microbatches of half the size.
+    other as workers get free. The gradients of the replicas of a stage are summed before the update. `scale` says how
+    more than P microbatches are arranged: units one after another, or two forwards to one backward, which suits a
+    backward of twice a forward's time and doubles the activations; backward-halving is that with microbatches of half
+    the size. `group` is 2 where forwards are doubled, else 1.
+
+        makespan = (2 * M + P / pairs - 2) * t_F if t_F == t_B and M % P == P % 2 == 0 and group == 1
+        activations = min(w + 1, P - w) + P / 2 if t_F == t_B and M % P == P % 2 == 0 and group == pairs == 1
+        makespan = (3 * M + 3 * P / 2 - 3) * t_F if 2 * t_F == t_B and M % (2 * P) == P % 2 == 0 and group == 2
+        activations = 2 * min(w + 1, P - w) + P if 2 * t_F == t_B and M % (2 * P) == P % 2 == 0 and group == 2
     """
 
     source = "Li and Hoefler 2021, Chimera, arXiv:2107.06925, sections 3.1 to 3.5"

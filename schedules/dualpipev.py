@@ -17,8 +17,12 @@ class DualPipeV(Vee):
         worker 1  .. F0 F0 F1 F1 B0 B0 .. B1 B1 ..
 
     (P=2, M=2.) The steady state is pairs F, B that kernels may overlap; backward is split where the pipeline fills
-    and drains. In times of a stage, F = I = W, M of at least 2P: makespan 6M + 2(P-1) or less;
-    min(2M, 2P+1) stages' activations. With fewer microbatches the same lists run without those that do not exist.
+    and drains. With few microbatches the same lists run without those that do not exist. In times and activations of a
+    stage:
+
+        makespan = (6 * M + P - 1) * t_F if M >= 2 * P and t_F == t_I == t_W
+        activations = 2 * P + 1 if M >= 2 * P and t_F == t_I == t_W
+        activations <= 2 * P + 1
     """
 
     source = "DeepSeek-AI 2024, DualPipe (cut-in-half, Sea AI Lab 2025), as deepseek-ai/DualPipe dualpipev.py"

@@ -18,8 +18,12 @@ class GPipe(Spec):
         worker 2  .. .. F0 F1 F2 F3 .. .. B3 B2 B1 B0 .. ..
         worker 3  .. .. .. F0 F1 F2 F3 B3 B2 B1 B0 .. .. ..
 
-    Makespan (M+P-1)(t_F+t_B), bubble (P-1)/(M+P-1), M activations a worker. The paper runs the backward
-    passes from the last microbatch to the first (`descending`), torch from the first (`ascending`).
+        makespan = (M + P - 1) * (t_F + t_B)
+        bubble = (P - 1) / (M + P - 1)
+        activations = M
+
+    The paper runs the backward passes from the last microbatch to the first (`descending`), torch from the first
+    (`ascending`).
     """
 
     source = "Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3"

@@ -18,7 +18,10 @@ class GPipeRecompute(Spec):
         worker 2  .. .. F0 F1 F2 F3 R3 .. .. B3 R2 B2 R1 B1 R0 B0 .. ..
         worker 3  .. .. .. F0 F1 F2 F3 R3 B3 R2 B2 R1 B1 R0 B0 .. .. ..
 
-    Makespan (M+P-1)(t_F+t_B) + M t_F. The last `keep` stages keep their activations instead.
+        makespan = (M + P - 1) * (t_F + t_B) + M * t_R if keep == 0 and t_R <= t_B
+        activations = M
+
+    The last `keep` stages keep their activations instead.
     """
 
     source = "Huang et al. 2019, GPipe, arXiv:1811.06965, section 2.3; Chen et al. 2016, arXiv:1604.06174"

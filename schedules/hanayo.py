@@ -8,14 +8,18 @@ from ..dependency import Action, B, F, Spec
 
 
 class Hanayo(Spec):
-    """Hanayo: `waves` zigzags over the workers; Chimera's bubble with one copy of the weights.
+    """Hanayo: `waves` zigzags over the workers; about Chimera's bubble with one copy of the weights.
 
         worker 0  F0 F1 .. F0 B0 F1 B1 B0 .. B1
         worker 1  .. F0 F0 F1 F1 B0 B0 B1 B1 ..
 
-    (P=2, M=2, one wave.) At a turn neighbouring stages are on one worker and hand over without a message. In
-    times of a stage, W waves, t_F = t_B: makespan 4 W M + 2(P-1), bubble (P-1)/(2 W M + P-1);
-    (2W-1)P + w + 1 activations in fixed order, 2 W P at any timing.
+    (P=2, M=2, one wave.) At a turn neighbouring stages are on one worker and hand over without a message. Microbatches
+    go in units of P. In times and activations of a stage:
+
+        makespan = (4 * waves * M + 2 * (P - 1)) * t_F if M % P == 0 and t_F == t_B
+        bubble = (P - 1) / (2 * waves * M + P - 1) if M % P == 0 and t_F == t_B
+        activations = (2 * waves - 1) * P + w + 1 if M % P == 0 and t_F == t_B
+        activations <= 2 * waves * min(P, M)
     """
 
     source = "Liu et al. 2023, Hanayo, arXiv:2308.15762 (relation ours; their own timetables are not published)"

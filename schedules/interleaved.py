@@ -14,9 +14,13 @@ class Interleaved(Spec):
         worker 1  .. F0 F1 F0 B0 F1 B1 B0 B1 ..
 
     (P=2, M=2, two chunks.) Counting a worker's own forwards and backwards, forward k waits for a backward: the
-    bound is on the worker, not on each of its stages. In times of a stage, v chunks: makespan
-    (v M + P-1)(t_F+t_B), bubble (P-1)/(v M + P-1), min(v M, 2(P-1-w) + (v-1)P + 1) activations on worker w. Made for
-    M a multiple of P; otherwise the last group of P has holes.
+    bound is on the worker, not on each of its stages. Made for M a multiple of P; otherwise the last group of P has
+    holes. In times and activations of a stage:
+
+        makespan = (chunks * M + P - 1) * (t_F + t_B) if M % P == 0
+        bubble = (P - 1) / (chunks * M + P - 1) if M % P == 0
+        activations = min(chunks * M, 2 * (P - 1 - w) + (chunks - 1) * P + 1) if M % P == 0
+        activations <= min(chunks * M, 2 * (P - 1 - w) + (chunks - 1) * P + 1)
     """
 
     source = "Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473, section 2.2"

@@ -16,8 +16,11 @@ class MixPipe(Chimera):
         worker 2  .. F2 F0 F3 F1 B0 B2 B1 B3 ..
         worker 3  F2 F3 .. F0 B0 F1 B1 B2 .. B3
 
-    `window` microbatches of a direction may be in flight on a stage (default P; Chimera has P/2): fewer bubbles
-    between units for more activations, `window` for each of the worker's stages.
+    `window` microbatches of a direction may be in flight on a stage (default P; Chimera has half of that): fewer
+    bubbles between units for more activations.
+
+        activations <= 2 * min(P, M) if not window
+        activations <= 2 * min(window, M) if window
     """
 
     source = "Zhang et al. 2023, MixPipe, DAC 2023 (abstract only; not compared with the authors' tables)"

@@ -10,12 +10,14 @@ from ..dependency import Action, B, F, Spec
 class Naive(Spec):
     """Naive model parallelism: one microbatch at a time; P-1 of P workers always wait.
 
-        worker 0  F0 .. .. .. .. .. .. B0 F1
-        worker 1  .. F0 .. .. .. .. B0 .. ..
-        worker 2  .. .. F0 .. .. B0 .. .. ..
-        worker 3  .. .. .. F0 B0 .. .. .. ..
+    worker 0  F0 .. .. .. .. .. .. B0 F1
+    worker 1  .. F0 .. .. .. .. B0 .. ..
+    worker 2  .. .. F0 .. .. B0 .. .. ..
+    worker 3  .. .. .. F0 B0 .. .. .. ..
 
-    Makespan M P (t_F + t_B), bubble (P-1)/P, one activation a worker.
+    makespan = M * P * (t_F + t_B)
+    bubble = (P - 1) / P
+    activations = 1
     """
 
     source = "common practice"

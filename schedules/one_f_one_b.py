@@ -17,9 +17,13 @@ class OneFOneB(Spec):
         worker 2  .. .. F0 F1 .. B0 F2 B1 F3 B2 .. B3 .. ..
         worker 3  .. .. .. F0 B0 F1 B1 F2 B2 F3 B3 .. .. ..
 
-    Makespan (M+P-1)(t_F+t_B), bubble (P-1)/(M+P-1), min(P-w, M) activations on worker w. `window` is the
-    bound on microbatches in flight on stage 0 (default P), one less on each later stage: a wider one buys
-    tolerance of late arrivals with memory.
+        makespan = (M + P - 1) * (t_F + t_B)
+        bubble = (P - 1) / (M + P - 1)
+        activations = min(P - w, M) if not window
+        activations <= min(window - w, M) if window
+
+    `window` is the bound on microbatches in flight on stage 0 (default P), one less on each later stage: a wider
+    one buys tolerance of late arrivals with memory.
     """
 
     source = "Narayanan et al. 2021, PipeDream-flush, arXiv:2006.09503, section 3; Fan et al. 2021, DAPPLE"

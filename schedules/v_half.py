@@ -16,8 +16,11 @@ class VHalf(Vee):
         worker 0  F0 F1 .. F0 I0 W0 F1 .. I0 I1 W1 W0 .. I1 W1
         worker 1  .. F0 F0 F1 F1 I0 W0 I0 W0 .. I1 W1 I1 W1 ..
 
-    (P=2, M=2.) At most 2 floor((P+2)/2) stages' activations on a worker, at any timing. In times of a stage,
-    F = I = W: makespan 6M + 1, 5, 11, 17 for P = 2, 4, 6, 8.
+    (P=2, M=2.) In times and activations of a stage:
+
+        makespan = (6 * M + 6 * ((P + 1) // 2) - 7) * t_F if M >= 2 * P and P >= 3 and t_F == t_I == t_W
+        makespan = (6 * M + 1) * t_F if M >= 4 and P == 2 and t_F == t_I == t_W
+        activations <= 2 * ((P + 2) // 2)
     """
 
     source = "Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv:2405.15362; order as zbv_greedy.py"

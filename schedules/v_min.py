@@ -11,8 +11,10 @@ class VMin(VHalf):
         worker 0  F0 F1 .. F0 I0 W0 .. I0 W0 F1 I1 W1 .. I1 W1
         worker 1  .. F0 F0 .. .. I0 I0 F1 F1 W0 W0 I1 I1 W1 W1
 
-    (P=2, M=2.) At most 2 floor((P+4)/3) stages' activations on a worker, at any timing. In times of a stage,
-    F = I = W: makespan 6M + 3, 11, 17, 27 for P = 2, 4, 6, 8.
+    (P=2, M=2.) In times and activations of a stage:
+
+        makespan = (6 * M + 4 * P - 5 - 2 * (P % 3 == 0)) * t_F if M >= 2 * P >= 4 and t_F == t_I == t_W
+        activations <= 2 * ((P + 4) // 3)
     """
 
     @property

@@ -16,6 +16,9 @@ class Varuna(Spec):
         worker 3  .. .. .. F0 B0 F1 B1 F2 B2 .. F3 B3 .. .. .. ..
 
     No window on F, of which only the inputs are kept: forwards fill whatever a late gradient leaves free.
+
+        activations = min(M, max(1, 3 * (P - 1 - w))) if t_B == 2 * t_F
+        activations <= M
     """
 
     source = "Athlur et al. 2022, Varuna, arXiv:2111.04007, section 4; compared with generate_schedule.cc"

@@ -15,8 +15,10 @@ class ZBH1(Spec):
         worker 2  .. .. F0 F1 .. I0 F2 I1 F3 I2 W0 I3 W1 W2 W3
         worker 3  .. .. .. F0 I0 F1 I1 F2 I2 F3 I3 W0 W1 W2 W3
 
-    Makespan M(t_F+t_I+t_W) + (P-1)(t_F+t_I-t_W), min(M, P) activations on every worker. On stage s, W stays s
-    microbatches behind I.
+    On stage s, W stays s microbatches behind I.
+
+        makespan = M * (t_F + t_I + t_W) + (P - 1) * (t_F + max(0, t_I - t_W)) if M >= P
+        activations = min(M, P)
     """
 
     source = "Qi et al. 2023, Zero Bubble, arXiv:2401.10241, section 2.3; order as torch's ZB1P"

@@ -14,9 +14,13 @@ class ZBV(Vee):
         worker 0  F0 F1 .. F0 I0 W0 F1 I1 W1 I0 W0 .. I1 W1
         worker 1  .. F0 F0 F1 F1 I0 W0 I0 W0 I1 W1 I1 W1 ..
 
-    (P=2, M=2.) In times of a stage, F = I = W, M of at least 2P: makespan 6M + P-1, and every worker's span, which
-    is a step's time, 6M: no bubble. min(2M, 2P) stages' activations on every worker. With fewer microbatches the
-    same lists run without those that do not exist.
+    (P=2, M=2.) With few microbatches the same lists run without those that do not exist. No worker waits between its
+    first action and its last; that span is a step's time. In times and activations of a stage:
+
+        makespan = (6 * M + P - 1) * t_F if M >= 2 * P and t_F == t_I == t_W
+        span = 6 * M * t_F if M >= 2 * P and t_F == t_I == t_W
+        activations = 2 * P if M >= 2 * P and t_F == t_I == t_W
+        activations <= 2 * P
     """
 
     source = "Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv:2405.15362; order as torch's ZBV"
