@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 
 from rpc_pipe.dependency import Action, B, F, I, R, Spec, W
-from rpc_pipe.planning.options import make_spec
 from rpc_pipe.planning.simulator import simulate
+from rpc_pipe.planning.specs import make_spec
 
 from .devices import WIDTH, Device, Times, batch
 from .models import Model, balanced, bert, ragged, resnet, stage_cost

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -21,9 +21,10 @@ from torch import Tensor
 
 from .dependency import ConfigError, Entry, Order, PeerLost, Spec, check, entries
 from .launching import launcher_link as link
+from .launching import overrides
 from .launching.job import current_job, join
 from .model.partition import Model, Partition
-from .planning.options import ScheduleLike, make_spec
+from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor
 from .workers.compute.device import courier_for
 from .workers.compute.digest import describe, digest
@@ -76,7 +77,7 @@ class Pipeline:
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         schedule: ScheduleLike = "1f1b",
-        schedule_options: dict[str, Any] | None = None,
+        schedule_options: Mapping[str, Any] | None = None,
         num_workers: int | None = None,
         split: Sequence[int] | None = None,
         order: Order | None = None,
@@ -86,8 +87,11 @@ class Pipeline:
         stall_s: float = 300.0,
     ) -> None:
         job = current_job()
+        schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed = overrides.settle(
+            overrides.Settings(schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed)
+        )
         if job is not None and num_workers not in (None, job.num_workers):
-            raise ConfigError(f"num_workers {num_workers}: this job has {job.num_workers} workers")
+            raise ConfigError(f"num_workers {num_workers}: this job has {job.num_workers} workers; start as many")
         self.num_workers = job.num_workers if job else 2 if num_workers is None else num_workers
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
         _refuse_untrainable(self.spec)
@@ -142,6 +146,7 @@ class Pipeline:
         self._threads = _worker_threads(len(workers)) if len(workers) > 1 else None
         self._stopped = False
         link.attach(self)
+        overrides.made(self)
 
     # --- what all workers call alike
 

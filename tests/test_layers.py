@@ -26,9 +26,8 @@ MAY_IMPORT = {
     "dispatch": "tracing drawing planning workers dependency",
     "launching": "dispatch tracing workers/transport dependency",
     "pipeline": "launching model planning workers workers/compute workers/transport dependency",
-    "demo": "pipeline launching tracing drawing planning dependency",
-    "commands": "demo pipeline launching dispatch drawing planning model workers workers/compute workers/transport "
-    "schedules dependency",
+    "demo": "pipeline launching tracing drawing planning model workers workers/compute workers/transport dependency",
+    "commands": "demo pipeline launching dispatch tracing drawing planning schedules dependency",
     "rpc_pipe": "commands pipeline schedules dependency",
 }
 #: of `launching`, the launcher and its report alone may import `dispatch`

@@ -2,8 +2,8 @@
 
 import pytest
 
-from rpc_pipe.commands.settings import VerifyOptions
-from rpc_pipe.commands.verify import verify
+from rpc_pipe.demo.proof import prove
+from rpc_pipe.demo.settings import VerifyOptions
 from rpc_pipe.launching import launcher_link as link
 from rpc_pipe.schedules import SCHEDULES
 
@@ -11,7 +11,7 @@ from rpc_pipe.schedules import SCHEDULES
 def verdict(monkeypatch, **options):
     messages = []
     monkeypatch.setattr(link, "_instead", messages.append)
-    verify(VerifyOptions(transport="local", steps=2, **options))
+    prove(VerifyOptions(transport="local", steps=2, **options))
     return messages[-1]["json"]
 
 

@@ -1,11 +1,11 @@
-"""What the main job can be told, with the rules that its values must keep. Torch-free."""
+"""What the built-in training and the proof can be told, with the rules that their values must keep. Torch-free."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..dependency import ConfigError
-from ..planning.options import PipeOptions, at_least
+from ..planning.specs import PipeOptions
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class GPTConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(PipeOptions):
-    """The main job."""
+    """The built-in training."""
 
     batch: int = 16
     context: int = 128
@@ -43,10 +43,22 @@ class TrainOptions(PipeOptions):
 
     @property
     def gpt(self) -> GPTConfig:
-        for name in ("batch", "context", "width", "depth", "heads"):
-            at_least(name, getattr(self, name), 1)
         if self.width % self.heads:
             raise ConfigError(f"--heads {self.heads}: must divide --width {self.width}")
-        if not 0 <= self.dropout < 1:
-            raise ConfigError(f"--dropout {self.dropout}: must be at least 0 and less than 1")
         return GPTConfig(self.width, self.depth, self.heads, self.context, self.dropout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(PipeOptions):
+    """The comparison with one process."""
+
+    model: str = "gpt"
+    transport: str = "rpc"
+    steps: int = 3
+    rows: int | None = None
+    dropout: float = 0.1
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a batch: by default not a multiple of the microbatches, so that the last is ragged."""
+        return 2 * self.microbatches + 1 if self.rows is None else self.rows

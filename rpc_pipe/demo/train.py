@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import math
-import os
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch.optim import AdamW, Optimizer
@@ -18,17 +14,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..drawing.timeline import draw
 from ..launching import launcher_link as link
 from ..pipeline import Pipeline
-from ..planning.simulator import simulate
-from ..tracing.lost import attribute
+from ..tracing.outcome import FILES, RECORDED_STEPS, figures, write_timelines
 from ..tracing.recorder import Recorder
-from ..tracing.trace import Trace, planned_and_actual
+from ..tracing.trace import Trace
 from .corpus import Corpus
 from .gpt import gpt_layers, next_byte_loss
 from .settings import TrainOptions
 
 _HELD_OUT_BATCHES = 16
-#: steps recorded for the timeline and the measured bubble
-_RECORDED_STEPS = 12
 
 
 def train(options: TrainOptions) -> None:
@@ -42,18 +35,16 @@ def train(options: TrainOptions) -> None:
         lr_scheduler=partial(_warmup_and_cosine, steps=options.steps),
         **options.for_pipeline(),
     )
-    recorder = Recorder(pipe, _RECORDED_STEPS)
+    recorder = Recorder(pipe, RECORDED_STEPS)
     if pipe.worker == 0:
         _tell_plan(options, corpus, pipe)
-    losses, times = _loop(options, corpus, pipe)
+    times = _loop(options, corpus, pipe)
     held_out = _held_out_loss(options, corpus, pipe)
     trace = recorder.collect()
     if options.save:
-        Path(options.save).parent.mkdir(parents=True, exist_ok=True)
         pipe.save(options.save)
     if trace is not None:
-        shards = [pipe.shards(worker) for worker in range(pipe.num_workers)]
-        _tell_summary(options, corpus, trace, shards, losses, times, held_out)
+        _tell_summary(options, corpus, pipe, trace, times, held_out)
     pipe.barrier()
     if pipe.stopped:
         raise SystemExit(130)
@@ -70,25 +61,25 @@ def _warmup_and_cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, factor)
 
 
-def _loop(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> tuple[list[float], list[float]]:
-    losses: list[float] = []
+def _loop(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> list[float]:
+    """Train; return what each step took, in seconds."""
     times: list[float] = []
     for step in range(options.steps):
         begin = time.perf_counter()
-        losses.append(pipe.step(corpus.batch(options.batch, options.seed, step)))
+        loss = pipe.step(corpus.batch(options.batch, options.seed, step))
         times.append(time.perf_counter() - begin)
         if pipe.worker == 0:
             link.tell(
                 kind="progress",
                 step=step + 1,
                 steps=options.steps,
-                loss=losses[-1],
+                loss=loss,
                 tokens_per_s=options.batch * options.context / times[-1],
                 step_ms=1e3 * times[-1],
             )
         if pipe.stopped:
             break
-    return losses, times
+    return times
 
 
 def _held_out_loss(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> float:
@@ -109,40 +100,23 @@ def _tell_plan(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> None:
 
 
 def _tell_summary(
-    options: TrainOptions,
-    corpus: Corpus,
-    trace: Trace,
-    shards: Sequence[Sequence[Sequence[int]]],
-    losses: list[float],
-    times: list[float],
-    held_out: float,
+    options: TrainOptions, corpus: Corpus, pipe: Pipeline, trace: Trace, times: list[float], held_out: float
 ) -> None:
-    batches = corpus.held_out_batches(options.batch, _HELD_OUT_BATCHES)
-    planned = simulate(trace.spec, trace.cost())
     middle = sorted(times)[len(times) // 2]
-    one_machine = link.present()  # a launcher starts local workers
-    cores = len(os.sched_getaffinity(0)) if one_machine and options.device == "cpu" else None
-    lost = attribute(trace, shards, cores)
-    if options.trace:
-        Path(options.trace).parent.mkdir(parents=True, exist_ok=True)
-        trace.write_chrome(options.trace, options.device)
-    if options.html:
-        Path(options.html).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.html).write_text(planned_and_actual(planned, trace), encoding="utf-8")
-    summary: dict[str, Any] = {
-        **asdict(options),
-        "loss": losses[-1],
-        "steps": len(losses),
-        "step_ms": 1e3 * middle,
-        "tokens_per_s": options.batch * options.context / middle,
-        "bubble_planned": planned.bubble,
-        "bubble_actual": trace.bubble,
-        "held_out_loss": held_out,
-        "bigram_loss": corpus.bigram_loss(batches),
-        "peak_activations": list(planned.peak_activations),
-        "clock_error_ms": trace.clock_error_ms,
-        "lost": lost.as_json(),
-    }
-    picture = draw(trace.last_steps(1), trace.spec.num_workers, width=100)
-    exit_code = int(options.beat_bigram and held_out >= summary["bigram_loss"])
-    link.tell(kind="summary", summary=summary, timeline=picture.markup, exit_code=exit_code)
+    write_timelines(trace, options.device, chrome=options.trace, html=options.html)
+    bigram = corpus.bigram_loss(corpus.held_out_batches(options.batch, _HELD_OUT_BATCHES))
+    found = figures(trace, pipe, one_machine=link.present())  # a launcher starts local workers
+    found |= {"step_ms": 1e3 * middle, "tokens_per_s": options.batch * options.context / middle}
+    link.tell(
+        kind="summary",
+        title=f"\nlast step as it ran on {pipe.num_workers} workers:",
+        timeline=draw(trace.last_steps(1), trace.spec.num_workers, width=100).markup,
+        lines=[
+            f"bubble {100 * found['bubble_actual']:.1f} % measured, {100 * found['bubble_planned']:.1f} % planned "
+            f"for the measured times; step {found['step_ms']:.0f} ms, {found['tokens_per_s']:,.0f} tokens/s",
+            f"held-out loss {held_out:.4f} nats a byte; a byte bigram model has {bigram:.4f} on the same bytes",
+            *(f"{what} written to {path}" for name, what in FILES.items() if (path := getattr(options, name))),
+        ],
+        json={**asdict(options), **found, "held_out_loss": held_out, "bigram_loss": bigram},
+        exit_code=int(options.beat_bigram and held_out >= bigram),
+    )

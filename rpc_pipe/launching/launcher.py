@@ -81,12 +81,18 @@ class Launcher:
     """Runs `command` in several local worker processes until all have ended.
 
     Args:
-        threads: torch threads of a worker, unless OMP_NUM_THREADS is set: more than cores slow all down.
+        threads: torch threads of a worker; by default OMP_NUM_THREADS, or 1: more than cores slow all down.
         port: meet at this TCP port; by default at a file, which needs none.
     """
 
     def __init__(
-        self, command: list[str], num_workers: int, reporter: Reporter, *, threads: int = 1, port: int | None = None
+        self,
+        command: list[str],
+        num_workers: int,
+        reporter: Reporter,
+        *,
+        threads: int | None = None,
+        port: int | None = None,
     ) -> None:
         self._command = command
         self._num_workers = num_workers
@@ -143,7 +149,7 @@ class Launcher:
             INIT: init_method,
             run_folders.FOLDER: run_folders.OFF if self._boards is None else str(self._boards.folder),
             "PYTHONUNBUFFERED": "1",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(self._threads)),
+            "OMP_NUM_THREADS": str(self._threads or os.environ.get("OMP_NUM_THREADS", 1)),
             # A peer's death makes TensorPipe print warnings; we report the cause instead.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
@@ -250,8 +256,6 @@ class Launcher:
 
 
 def _check_port(port: int) -> None:
-    if not 1 <= port <= 65535:
-        raise ConfigError(f"--port {port}: must be 1 to 65535")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -261,7 +265,7 @@ def _check_port(port: int) -> None:
 
 
 def launch(
-    arguments: list[str], num_workers: int, reporter: Reporter, *, threads: int = 1, port: int | None = None
+    arguments: list[str], num_workers: int, reporter: Reporter, *, threads: int | None = None, port: int | None = None
 ) -> int:
     """Run `rpc-pipe` with `arguments` in each of `num_workers` local workers; return the exit code."""
     command = [sys.executable, "-m", "rpc_pipe", *arguments]

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
@@ -127,25 +127,15 @@ class Reporter:
     def _summary(self, message: dict[str, Any]) -> None:
         self.close()
         self._summarized = True
-        s = message["summary"]
-        self.console.print(
-            Group(
-                Text(f"\nlast step as it ran on {s['workers']} workers:"),
-                Text.from_markup(message["timeline"]),
-                Text(
-                    f"bubble {100 * s['bubble_actual']:.1f} % measured, {100 * s['bubble_planned']:.1f} % planned "
-                    f"for the measured times; step {s['step_ms']:.0f} ms, {s['tokens_per_s']:,.0f} tokens/s"
-                ),
-                Text(
-                    f"held-out loss {s['held_out_loss']:.4f} nats a byte; "
-                    f"a byte bigram model has {s['bigram_loss']:.4f} on the same bytes"
-                ),
-                *(Text(f"{what} written to {s[what]}") for what in ("trace", "html", "save") if s[what]),
-            )
-        )
-        self._lost(s["lost"]["line"], s["lost"]["sentence"])
+        self.console.print(message["title"], markup=False)
+        if "timeline" in message:
+            self.console.print(Text.from_markup(message["timeline"]))
+        for line in message["lines"]:
+            self.console.print(line, markup=False)
+        found = message["json"]
+        self._lost(found["lost"]["line"], found["lost"]["sentence"])
         if self._json:
-            print(json.dumps(s))
+            print(json.dumps(found))
 
     def _result(self, message: dict[str, Any]) -> None:
         self.close()

@@ -10,8 +10,8 @@ from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, W, check_al
 from ..model.cut import cut
 from ..schedules import SCHEDULES
 from .footprint import Size, num_messages, peak_bytes
-from .options import make_spec
 from .simulator import simulate
+from .specs import make_spec
 
 #: parameters that are worth a row of their own, besides the defaults
 VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (

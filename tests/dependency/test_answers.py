@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from rpc_pipe.dependency import Action, B, F, G, I, ScheduleError, Spec, U, check, check_all
-from rpc_pipe.planning.options import make_spec
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import OneFOneB
 
 

@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 
 from rpc_pipe.dependency import B, F, U, entries
 from rpc_pipe.dispatch.view import View
-from rpc_pipe.planning.options import make_spec
 from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.tracing.board import Live, State
 from rpc_pipe.tracing.boards import News
 from rpc_pipe.tracing.listing import list_program

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from rpc_pipe.dependency import B, ConfigError, F, G, I, R, U, W, entries
-from rpc_pipe.planning.options import make_spec
 from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.tracing.listing import list_program, spec_of_programs
 

@@ -15,7 +15,7 @@ from rpc_pipe.dispatch.recording import Recording, Replay
 from rpc_pipe.dispatch.summary import describe
 from rpc_pipe.dispatch.terminal import Screen
 from rpc_pipe.dispatch.view import View
-from rpc_pipe.planning.options import make_spec
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.tracing.board import Live, State
 from rpc_pipe.tracing.boards import News

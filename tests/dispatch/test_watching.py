@@ -223,9 +223,11 @@ def test_what_a_killed_run_left_is_swept(tmp_path):
     (["--json"], "--json: needs --once"),
     (["--steps", "3-1", "--trace", "x"], "--steps 3-1: must be a step or a range that ascends"),
     (["--steps", "3"], "--steps 3: needs --trace FILE"),
-    (["--once", "--web"], "--once: ends at once, but --web serves"),
-    (["--trace", "/nowhere/t.json"], "--trace /nowhere/t.json: there is no folder /nowhere"),
+    (["--once", "--web"], "--web: has no effect with --once"),
+    (["--trace", "t.json", "--record", "r.jsonl"], "--record: has no effect with --trace"),
+    (["--trace", "/dev/null/t.json"], "--trace /dev/null/t.json: /dev/null is a file, not a folder"),
     (["--speed", "0"], "--speed 0: must be more than 0"),
+    (["--speed", "2", "--once"], "--speed 2: with --once a recording is read as fast as it can be"),
 ])  # fmt: skip
 def test_wrong_input_is_told(arguments, text):
     code, _, err = watch(*arguments)

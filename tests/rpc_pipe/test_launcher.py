@@ -197,7 +197,7 @@ def test_ctrl_c_once_finishes_the_step_and_twice_kills(interrupts):
     "arguments, more, message",
     [
         (["run", "--schedule", "1f2b"], {}, "did you mean '1f1b'"),
-        (["run", "--workers", "0"], {}, "workers 0: must be at least 1"),
+        (["run", "--workers", "0"], {}, "--workers 0: must be at least 1"),
         (["run", "--workers", "9"], {}, "stages 9: the model has only 6 layers"),
         (["run", "--data", "/no/such"], {}, "--data /no/such: there is no such file"),
         (["run", "--data", "{tmp}/empty"], {}, "--data"),
@@ -210,10 +210,10 @@ def test_ctrl_c_once_finishes_the_step_and_twice_kills(interrupts):
         (["run", "no_such_script.py"], {}, "no_such_script.py: there is no such file"),
         (["run", "--device", "cuda:7"], {}, "device 'cuda:7'"),
         (["simulate", "--cost", "F=1,X=2"], {}, "--cost X=2: kinds are"),
-        (["simulate", "--comm", "-1"], {}, "--comm=-1: must be at least 0"),
-        (["simulate", "--set", "chunks"], {}, "--set chunks: must be key=value"),
+        (["simulate", "--comm", "-1"], {}, "--comm -1: must be a number from 0"),
+        (["simulate", "--set", "chunks"], {}, "--set chunks: must be KEY=VALUE"),
         (["simulate", "--order", "random"], {}, "invalid choice"),
-        (["verify", "--workers", "x"], {}, "invalid int value"),
+        (["verify", "--workers", "x"], {}, "--workers x: must be a whole number"),
     ],
 )
 def test_wrong_input_gets_one_clear_error_and_exit_code_2(arguments, more, message, tmp_path):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc_pipe.dependency import PER_REPLICA, B, ConfigError, F, I, Spec, W, check_all, local_order
-from rpc_pipe.planning.options import make_spec
 from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.planning.torch_csv import export_csv
 
 COST = uniform({F: 1, B: 2, I: 1, W: 1})

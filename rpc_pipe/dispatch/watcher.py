@@ -1,15 +1,12 @@
-"""`rpc-pipe watch`: look at a run, live or recorded, until it ends or the user has seen enough."""
+"""Look at a run, live or recorded, until it ends or the user has seen enough: what `rpc-pipe watch` does."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
-import os
-import re
 import time
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -17,7 +14,6 @@ from rich.live import Live as Display
 from rich.text import Text
 
 from ..dependency import ConfigError
-from ..tracing import run_folders
 from ..tracing.board import MOST_SLOTS
 from ..tracing.boards import Boards, Source
 from ..tracing.trace import Trace
@@ -34,100 +30,61 @@ _ONCE_S = 10.0
 _LINE_EVERY_S = 5.0
 
 
-def add_command(commands: Any) -> None:
-    """Add `watch` to the command line."""
-    watch = commands.add_parser(
-        "watch", help="look at a running job, or at a recording; it goes on as if nobody did"
-    )  # fmt: skip
-    watch.add_argument(
-        "address", nargs="?", help="process or folder of the run, if there are several, or a recording: run.jsonl"
-    )
-    watch.add_argument("--web", nargs="?", const="8800", metavar="PORT", help="show it in a browser: PORT or HOST:PORT")
-    watch.add_argument("--metrics", metavar="PORT", help="serve OpenMetrics for Prometheus: PORT or HOST:PORT")
-    watch.add_argument("--record", metavar="FILE", help="write every step to this file of JSON lines")
-    watch.add_argument("--tensorboard", metavar="FOLDER", help="write scalars for TensorBoard")
-    watch.add_argument("--trace", metavar="FILE", help="write --steps for Chrome's tracing or Perfetto, then end")
-    watch.add_argument("--steps", metavar="A-B", help="the steps for --trace; by default those that are there now")
-    watch.add_argument("--speed", type=float, default=1.0, help="of a recording: how many times as fast as it ran (1)")
-    watch.add_argument("--once", action="store_true", help="show what there is, then end")
-    watch.add_argument("--json", action="store_true", help="with --once: as JSON")
-    watch.set_defaults(command=_watch)
+@dataclass(frozen=True)
+class Wishes:
+    """What a user wants to see of a run, and where."""
+
+    web: str | None = None
+    metrics: str | None = None
+    record: str | None = None
+    tensorboard: str | None = None
+    trace: str | None = None
+    #: first and last one for `trace`
+    steps: tuple[int, int] | None = None
+    speed: float = 1.0
+    once: bool = False
+    json: bool = False
 
 
-def _watch(parsed: argparse.Namespace, argv: list[str]) -> int:
-    if parsed.json and not parsed.once:
-        raise ConfigError("--json: needs --once; --record writes every step as JSON")
-    if parsed.steps and not parsed.trace:
-        raise ConfigError(f"--steps {parsed.steps}: needs --trace FILE")
-    if parsed.once and (parsed.web is not None or parsed.metrics is not None):
-        raise ConfigError(f"--once: ends at once, but {'--web' if parsed.web else '--metrics'} serves; leave one out")
-    if parsed.trace and not Path(parsed.trace).resolve().parent.is_dir():
-        raise ConfigError(f"--trace {parsed.trace}: there is no folder {Path(parsed.trace).parent}")
-    if not parsed.speed > 0:
-        raise ConfigError(f"--speed {parsed.speed:g}: must be more than 0")
-    steps = _parse_steps(parsed.steps)
-    with contextlib.suppress(OSError):
-        os.nice(19)  # whatever the machine has is for the workers
-    source = _open_source(parsed.address)
-    watcher = _Watcher(source, parsed, steps)
-    try:
-        asyncio.run(watcher.run())
-    except KeyboardInterrupt:
-        watcher.console.print(f"no longer watching {source.name}", markup=False, soft_wrap=True)
-    return 0
+class Watcher:
+    """Looks at `source` and does with it what is wished."""
 
-
-def _open_source(address: str | None) -> Source:
-    """Return the recording, or the run on this machine, that `address` names.
-
-    Raises:
-        ConfigError: there is none, or several.
-    """
-    if address is not None and Path(address).is_file():
-        return Replay(Path(address))
-    if address is not None and address.endswith(".jsonl"):
-        raise ConfigError(f"watch {address}: there is no such file")
-    return Boards(run_folders.find(address))
-
-
-class _Watcher:
-    def __init__(self, source: Source, parsed: argparse.Namespace, steps: tuple[int, int] | None) -> None:
+    def __init__(self, source: Source, wishes: Wishes) -> None:
         self._source = source
-        self._parsed = parsed
+        self._wishes = wishes
         # Who wants all steps, or certain ones, may not be woken before many have been done.
-        self._view = View(keep=MOST_SLOTS) if parsed.trace or parsed.record else View()
+        self._view = View(keep=MOST_SLOTS) if wishes.trace or wishes.record else View()
         self.console = Console(highlight=False)
         #: a recording that is not shown is read as fast as it can be
-        self._hurry = isinstance(source, Replay) and bool(parsed.once or parsed.trace or parsed.record)
+        self._hurry = isinstance(source, Replay) and bool(wishes.once or wishes.trace or wishes.record)
         if isinstance(source, Replay):
-            source.speed = None if self._hurry else parsed.speed
-        self._steps = steps
+            source.speed = None if self._hurry else wishes.speed
 
     async def run(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             sinks = self._sinks(stack)
             await self._serve(stack)
-            if self._parsed.trace:
+            if self._wishes.trace:
                 await self._trace()
-            elif self._parsed.once:
+            elif self._wishes.once:
                 await self._once(sinks)
             else:
                 await self._follow(stack, sinks)
 
     def _sinks(self, stack: contextlib.AsyncExitStack) -> list[Any]:
         sinks: list[Any] = []
-        if self._parsed.record:
-            sinks.append(Recording(self._parsed.record))
-        if self._parsed.tensorboard:
+        if self._wishes.record:
+            sinks.append(Recording(self._wishes.record))
+        if self._wishes.tensorboard:
             from .tensorboard import Scalars
 
-            sinks.append(Scalars(self._parsed.tensorboard))
+            sinks.append(Scalars(self._wishes.tensorboard))
         for sink in sinks:
             stack.callback(sink.close)
         return sinks
 
     async def _serve(self, stack: contextlib.AsyncExitStack) -> None:
-        for option, text in (("--web", self._parsed.web), ("--metrics", self._parsed.metrics)):
+        for option, text in (("--web", self._wishes.web), ("--metrics", self._wishes.metrics)):
             if text is None:
                 continue
             try:
@@ -156,7 +113,7 @@ class _Watcher:
     async def _follow(self, stack: contextlib.AsyncExitStack, sinks: list[Any]) -> None:
         screen = Screen(self._view, self._source.name)
         display = None
-        if self.console.is_terminal and not self._parsed.web:
+        if self.console.is_terminal and not self._wishes.web:
             display = stack.enter_context(
                 Display(screen, console=self.console, screen=True, auto_refresh=False, vertical_overflow="crop")
             )
@@ -169,7 +126,7 @@ class _Watcher:
             elif time.monotonic() > said + _LINE_EVERY_S and self._view.complete_steps(1):
                 said = time.monotonic()
                 self.console.print(screen.title(), soft_wrap=True)
-            if over and not self._parsed.web:
+            if over and not self._wishes.web:
                 break
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S)
         if display is not None:
@@ -192,7 +149,7 @@ class _Watcher:
         ):
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
             self._look(sinks)
-        if self._parsed.json:
+        if self._wishes.json:
             from .summary import describe
 
             print(json.dumps({"name": self._source.name, **describe(self._view)}))
@@ -203,12 +160,12 @@ class _Watcher:
         """Gather the wanted steps until the last has been done, then write them."""
         deadline = time.monotonic() + _ONCE_S
         found: dict[int, Trace] = {}
-        wanted, told = self._parsed.steps, False
+        wanted, told = "-".join(map(str, self._wishes.steps or ())), False
         while True:
             over = self._source.over
             self._look([])
             there = self._view.complete_steps(0)
-            first, last = self._steps or ((there[0], there[-1]) if there else (0, -1))
+            first, last = self._wishes.steps or ((there[0], there[-1]) if there else (0, -1))
             if there and not self._hurry and first < there[0] and first not in found:
                 raise ConfigError(f"--steps {wanted}: step {first} is over; the earliest still there is {there[0]}")
             if there and not told and there[-1] < last and not self._hurry:
@@ -217,12 +174,12 @@ class _Watcher:
             for step in there:
                 if first <= step <= last and step not in found and (trace := self._view.trace_of([step])):
                     found[step] = trace
-            if over or (there and there[-1] >= last and not (self._hurry and self._steps is None)):
+            if over or (there and there[-1] >= last and not (self._hurry and self._wishes.steps is None)):
                 break
             if not there and time.monotonic() > deadline:
                 break
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
-        missing = [step for step in range(first, last + 1) if step not in found] if self._steps else []
+        missing = [step for step in range(first, last + 1) if step not in found] if self._wishes.steps else []
         if not found or missing:
             what = f"step {missing[0]} is not there" if missing else "it has no complete step"
             raise ConfigError(f"--steps {wanted}: {self._source.name}: {what}" if wanted else f"--trace: {what}")
@@ -231,19 +188,10 @@ class _Watcher:
     def _write_trace(self, found: dict[int, Trace]) -> None:
         *_, newest = found.values()
         whole = Trace(newest.spec, {step: trace.steps[step] for step, trace in found.items()}, newest.clock_error_ms)
-        whole.write_chrome(self._parsed.trace)
+        assert self._wishes.trace is not None
+        whole.write_chrome(self._wishes.trace)
         self.console.print(
-            f"steps {min(found)} to {max(found)} written to {self._parsed.trace}; clocks of workers agree within "
+            f"steps {min(found)} to {max(found)} written to {self._wishes.trace}; clocks of workers agree within "
             f"{whole.clock_error_ms:.3f} ms",
             markup=False, soft_wrap=True,
         )  # fmt: skip
-
-
-def _parse_steps(text: str | None) -> tuple[int, int] | None:
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
-    if first > last:
-        raise ConfigError(f"--steps {text}: must be a step or a range that ascends, such as 100-110")
-    return first, last

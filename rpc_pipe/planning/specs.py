@@ -1,4 +1,4 @@
-"""From what a user typed to a spec: schedules by name or file, their parameters, costs. Torch-free."""
+"""From the name or file of a schedule, with its parameters, to a spec. Torch-free."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ import difflib
 import importlib.util
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..dependency import ConfigError, Kind, Order, Spec, blaming, check_all
+from ..dependency import ConfigError, Order, Spec, blaming, check_all
 from ..model.cut import cut
 from ..schedules import SCHEDULES
-from .simulator import Link
 from .torch_csv import import_csv
 
 #: a schedule as `Pipeline` and the command line take it
 ScheduleLike = str | type[Spec]
+#: forwards of a step: its actions are listed, by workers each its own, by the simulator all
+MOST_FORWARDS = 20_000_000
 
 
 def find_schedule(schedule: ScheduleLike) -> type[Spec]:
@@ -86,10 +87,6 @@ def make_spec(
     """
     cls = find_schedule(schedule)
     name = schedule if isinstance(schedule, str) else cls.__name__
-    if num_workers < 1:
-        raise ConfigError(f"workers {num_workers}: must be at least 1")
-    if num_microbatches < 1:
-        raise ConfigError(f"microbatches {num_microbatches}: must be at least 1")
     known = parameter_types(cls)
     values = {}
     for key, value in (parameters or {}).items():
@@ -98,9 +95,19 @@ def make_spec(
         values[key] = _convert(name, key, value, known[key])
     try:
         with blaming(cls):
-            return cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
+            spec = cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
+            num_stages = spec.num_stages
     except (TypeError, NotImplementedError) as error:
         raise ConfigError(f"schedule {name}: {error}") from error
+    asked = "".join(f" with {key}={value}" for key, value in values.items())
+    if num_stages < 1:
+        raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; must be at least 1")
+    if num_stages * num_microbatches > MOST_FORWARDS:
+        raise ConfigError(
+            f"schedule {name}{asked}: {num_stages} stages times {num_microbatches} microbatches are more than "
+            f"{MOST_FORWARDS} forwards, the most that can be listed"
+        )
+    return spec
 
 
 def parameter_types(cls: type[Spec]) -> dict[str, Any]:
@@ -168,103 +175,7 @@ class PipeOptions:
             ConfigError: an option that cannot work.
             ScheduleError: a relation that cannot run.
         """
-        for name in ("threads", "steps"):
-            at_least(name, getattr(self, name), 1)
         spec = make_spec(self.schedule, self.workers, self.microbatches, self.schedule_options)
         check_all(spec)
         cut(num_layers, spec.num_stages, self.split)
         return spec
-
-
-def at_least(name: str, value: int, least: int) -> None:
-    """Refuse a number that is too small."""
-    if value < least:
-        raise ConfigError(f"--{name} {value}: must be at least {least}")
-
-
-def parse_assignments(option: str, texts: Sequence[str]) -> dict[str, str]:
-    """Read `key=value` texts, each possibly several with commas.
-
-    >>> parse_assignments("--set", ["chunks=2", "a=1,b=2"])
-    {'chunks': '2', 'a': '1', 'b': '2'}
-    """
-    pairs: dict[str, str] = {}
-    for text in ",".join(texts).split(",") if texts else []:
-        key, equals, value = text.partition("=")
-        if not (key and equals and value):
-            raise ConfigError(f"{option} {text}: must be key=value")
-        pairs[key.strip()] = value.strip()
-    return pairs
-
-
-def schedule_options(assignments: Sequence[str], window: int | None) -> dict[str, str]:
-    """Read a schedule's parameters from `--set` and `--window`."""
-    options = parse_assignments("--set", assignments)
-    return options if window is None else {**options, "window": str(window)}
-
-
-def parse_factors(option: str, text: str | None, count: int, of: str) -> list[float]:
-    """Read one factor for each of `count` things; all 1 if nothing was typed."""
-    if text is None:
-        return [1] * count
-    parts = text.split(",")
-    if len(parts) != count:
-        raise ConfigError(f"{option} {text}: has {len(parts)} factors, but there are {count} {of}")
-    return [parse_number(option, part.strip()) for part in parts]
-
-
-def parse_links(option: str, texts: Sequence[str], num_workers: int) -> dict[tuple[int, int], Link]:
-    """Read travel times by link, `FROM-TO=TIME` or `FROM-TO=TIME/BANDWIDTH`, in bytes a unit of time.
-
-    >>> parse_links("--link", ["0-1=2.5/1MB"], 2)
-    {(0, 1): Link(latency=2.5, bandwidth=1000000.0)}
-    """
-    links = {}
-    for key, value in parse_assignments(option, texts).items():
-        ends = key.split("-")
-        if len(ends) != 2 or not all(end.isdigit() and int(end) < num_workers for end in ends):
-            raise ConfigError(f"{option} {key}={value}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}")
-        latency, slash, bandwidth = value.partition("/")
-        width = parse_bytes(f"{option} {key}", bandwidth) if slash else float("inf")
-        if width == 0:
-            raise ConfigError(f"{option} {key}={value}: a bandwidth must be above 0")
-        links[int(ends[0]), int(ends[1])] = Link(parse_number(f"{option} {key}", latency), width)
-    return links
-
-
-def parse_bytes(option: str, text: str) -> float:
-    """Read an amount of memory.
-
-    >>> parse_bytes("--memory limit", "1.5GB")
-    1500000000.0
-    """
-    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1}
-    for unit, size in units.items():
-        if text.upper().endswith(unit):
-            return parse_number(option, text[: -len(unit)].strip()) * size
-    return parse_number(option, text)
-
-
-def parse_costs(text: str) -> dict[Kind, float]:
-    """Read the costs of a microbatch of a stage by kind; whole numbers stay whole.
-
-    >>> parse_costs("F=1,B=2.5")
-    {F: 1, B: 2.5}
-    """
-    costs: dict[Kind, float] = {}
-    for key, value in parse_assignments("--cost", [text]).items():
-        if key not in Kind.__members__:
-            raise ConfigError(f"--cost {key}={value}: kinds are {', '.join(Kind.__members__)}")
-        costs[Kind[key]] = parse_number(f"--cost {key}", value)
-    return costs
-
-
-def parse_number(option: str, text: str) -> float:
-    """Read a number of at least 0; whole numbers stay whole, so that sums of them are exact."""
-    try:
-        number = int(text) if text.lstrip("+-").isdigit() else float(text)
-    except ValueError:
-        raise ConfigError(f"{option}={text}: must be a number") from None
-    if not 0 <= number < float("inf"):
-        raise ConfigError(f"{option}={text}: must be at least 0")
-    return number

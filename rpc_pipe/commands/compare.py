@@ -1,0 +1,104 @@
+"""`rpc-pipe compare`: all schedules side by side. No worker is started; only measuring loads torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..demo.settings import TrainOptions
+from ..dependency import ConfigError
+from ..drawing.comparison import table
+from ..launching.report import Reporter
+from ..planning.compare import ModelCosts, Row, compare, verdict
+from ..planning.footprint import Size
+from .options import (
+    Parser,
+    add_costs,
+    add_json,
+    add_order,
+    filled,
+    parse_assignments,
+    parse_bytes,
+    parse_costs,
+    parse_number,
+    whole,
+)
+
+#: sizes of the GPT to measure
+_SIZES = ("width", "depth", "heads", "context", "batch")
+
+
+def add(commands: Any) -> None:
+    """Add `compare` to the command line."""
+    parser: Parser = commands.add_parser("compare", help="all schedules side by side: time, memory, messages")
+    parser.add_argument("--workers", type=whole(1), help="workers (2)")
+    parser.add_argument("--microbatches", type=whole(1), help="a step's (8)")
+    add_order(parser)
+    add_json(parser)
+    add_costs(parser, "of a worker's share of the model: stages of 1/v share cost 1/v")
+    parser.add_argument(
+        "--memory", metavar="KEY=BYTES,...", action="append",
+        help="bytes of a worker's share: weights, gradients, optimizer, activations (a microbatch's), after_inputs "
+        "(of these, from I to W), inputs (between stages); limit=BYTES leaves out what does not fit",
+    )  # fmt: skip
+    parser.add_argument("--measure", action="store_true", help="time and weigh the built-in GPT's layers here instead")
+    for name in _SIZES:
+        help = f"of the GPT to measure ({getattr(TrainOptions, name)})"
+        parser.add_argument(f"--{name}", type=whole(1), help=help)
+    parser.set_defaults(command=_compare)
+
+
+def _compare(typed: dict[str, Any], argv: list[str]) -> int:
+    measured = "measure" in typed
+    for name in _SIZES:
+        if name in typed and not measured:
+            raise ConfigError(f"--{name} {typed[name]}: is of the GPT that --measure measures; add --measure")
+    if measured and "cost" in typed:
+        raise ConfigError(f"--cost {typed['cost']}: --measure measures what actions cost; leave one out")
+    options = filled(TrainOptions, typed)
+    comm = parse_number("--comm", typed.get("comm", "0"))
+    limit, sizes = _memory(typed)
+    if measured:
+        model = _measured(options)
+    else:
+        model = ModelCosts(options.workers, [parse_costs(typed.get("cost", ""))], sizes)
+    rows = compare(model, options.microbatches, comm=comm, limit=limit, order=options.order)
+    if "json" in typed:
+        print(json.dumps([_as_json(row) for row in rows]))
+        return 0
+    console = Reporter().console
+    console.print(table(rows, options.workers, options.microbatches))
+    console.print(verdict(rows, limit), markup=False)
+    return 0
+
+
+def _as_json(row: Row) -> dict[str, Any]:
+    return {**dataclasses.asdict(row), "parameters": dict(row.parameters)}
+
+
+def _memory(typed: Mapping[str, Any]) -> tuple[float | None, list[Size]]:
+    """Return the limit, and the bytes of a worker's share, if there are any."""
+    texts = parse_assignments("--memory", typed.get("memory", []))
+    sizes = {key: parse_bytes(f"--memory {key}=", text) for key, text in texts.items()}
+    limit = sizes.pop("limit", None)
+    known = [field.name for field in dataclasses.fields(Size) if field.name != "outputs"]
+    for key in sizes:
+        if key not in known:
+            raise ConfigError(f"--memory {key}: known are {', '.join(known)}, limit")
+        if "measure" in typed:
+            raise ConfigError(f"--memory {key}={texts[key]}: --measure measures it; leave one out")
+    if limit is not None and not sizes and "measure" not in typed:
+        raise ConfigError(
+            f"--memory limit={texts['limit']}: add sizes to compare with, such as activations=64MB; or --measure"
+        )
+    return limit, [Size(**sizes, outputs=sizes.get("inputs", 0))] if sizes else []
+
+
+def _measured(options: TrainOptions) -> ModelCosts:
+    from ..demo.measured import measure_gpt
+
+    layers = measure_gpt(options)
+    times, sizes = [layer.times for layer in layers], [layer.size for layer in layers]
+    return ModelCosts(options.workers, times, sizes, by_layer=True)

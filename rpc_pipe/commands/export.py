@@ -1,0 +1,31 @@
+"""`rpc-pipe export`: write a schedule as torch.distributed.pipelining's CSV of actions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dependency import check_all
+from ..planning.torch_csv import export_csv
+from .files import try_files, write
+from .options import add_schedule, typed_spec
+
+
+def add(commands: Any) -> None:
+    """Add `export` to the command line."""
+    parser = commands.add_parser("export", help="write a schedule as torch.distributed.pipelining's CSV of actions")
+    add_schedule(parser)
+    parser.add_argument("file", nargs="?", help="where to; by default it is printed")
+    parser.set_defaults(command=export)
+
+
+def export(typed: dict[str, Any], argv: list[str]) -> int:
+    """Write or print the schedule; return the exit code."""
+    spec = typed_spec(typed)
+    check_all(spec)
+    text = export_csv(spec)
+    if "file" in typed:
+        try_files(typed, ["file"])
+        write(typed["file"], text)
+    else:
+        print(text, end="")
+    return 0

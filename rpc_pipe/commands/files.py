@@ -1,0 +1,47 @@
+"""Files that a command will write: tried before anything runs, as hours of training may lie in between."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..dependency import ConfigError
+
+
+def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Make the folders of the files that the options `names` were given, and see that all can be written.
+
+    Raises:
+        ConfigError: one cannot be, or two are the same.
+    """
+    taken: dict[Path, str] = {}
+    for name in names:
+        if name in typed:
+            option = f"--{name} {typed[name]}"
+            path = Path(typed[name])
+            _try(option, path)
+            other = taken.setdefault(path.resolve(), f"--{name}")
+            if other != f"--{name}":
+                raise ConfigError(f"{option}: {other} writes the same file")
+
+
+def _try(option: str, path: Path) -> None:
+    if path.is_dir():
+        raise ConfigError(f"{option}: is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):  # what is written last may be moved to its place
+            pass
+        if path.exists():
+            path.open("ab").close()
+    except FileExistsError as error:
+        raise ConfigError(f"{option}: {error.filename} is a file, not a folder") from error
+    except OSError as error:
+        raise ConfigError(f"{option}: cannot be written: {error.strerror}") from error
+
+
+def write(path: str, text: str) -> None:
+    """Write a text file."""
+    Path(path).write_text(text, encoding="utf-8")

@@ -1,0 +1,262 @@
+"""What a user types: options that several commands share, and how numbers, bytes, costs and links are read."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from ..dependency import ConfigError, Kind, Spec
+from ..planning.compare import complete
+from ..planning.simulator import Link
+from ..planning.specs import PipeOptions, make_spec
+
+T = TypeVar("T")
+
+#: no time, size or factor is larger: sums and products of a run's many stay finite
+_MOST = 1e100
+
+
+class Parser(argparse.ArgumentParser):
+    """Tells wrong input as every other error is told, and leaves out of the result what was not typed."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(argument_default=argparse.SUPPRESS, allow_abbrev=False, **settings)
+        self.set_defaults(parser=self)
+        self._known: list[str] = []
+
+    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
+        if hasattr(self, "_known"):  # -h comes from the base class, before there is a list
+            self._known += names
+        return super().add_argument(*names, **settings)
+
+    def error(self, message: str) -> NoReturn:
+        # Our own types have said the value and the rule; argparse says the rule alone.
+        raise ConfigError(re.sub(r"^argument (\S+): (?=.* must be )", r"\1 ", message))
+
+    def refuse(self, unknown: Sequence[str]) -> None:
+        """Refuse what no option was found for."""
+        if unknown:
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{' '.join(unknown)}: {hint}{self.prog} --help lists what can be typed")
+
+
+def add_schedule(parser: Parser) -> None:
+    """Add the options that make a spec."""
+    parser.add_argument("--schedule", help="name or path/to/file.py:ClassName (1f1b)")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="schedule's parameter")
+    parser.add_argument("--window", type=whole(), help="microbatches in flight, where the schedule has a window")
+    parser.add_argument("--workers", type=whole(1), help="workers (2)")
+    parser.add_argument("--microbatches", type=whole(1), help="a step's (8)")
+
+
+def add_order(parser: Parser) -> None:
+    """Add in what order workers run what is ready."""
+    parser.add_argument("--order", choices=("ready", "fixed"), help="the schedule's own by default")
+
+
+def add_json(parser: Parser) -> None:
+    """Add --json."""
+    parser.add_argument("--json", action="store_true", help="print JSON; human text goes to stderr")
+
+
+def add_pipeline(parser: Parser) -> None:
+    """Add the options that make a pipeline."""
+    add_schedule(parser)
+    add_order(parser)
+    add_json(parser)
+    parser.add_argument("--split", type=_layers, help="layers of each stage, such as 3,2,2,3 (even)")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N (cpu)")
+    parser.add_argument("--seed", type=whole(0, 2**63 - 1), help="of all that is random (0)")
+    parser.add_argument("--threads", type=whole(1), help="torch threads of a worker (1)")
+
+
+def add_costs(parser: Parser, more: str = "") -> None:
+    """Add what actions and payloads take."""
+    text = f"time by kind {more}".rstrip()
+    parser.add_argument("--cost", help=f"{text} (F=1,B=2,I=1,W=1,R=1; what is left out follows from the rest)")
+    parser.add_argument("--comm", help="time of a payload between two workers (0)")
+
+
+def filled(cls: type[T], typed: Mapping[str, Any]) -> T:
+    """Return the dataclass `cls` with what was typed; the rest keeps its defaults."""
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    values = {name: value for name, value in typed.items() if name in names}
+    if "schedule_options" in names:
+        values["schedule_options"] = schedule_options(typed)
+    return cls(**values)
+
+
+def typed_spec(typed: Mapping[str, Any]) -> Spec:
+    """Return the spec that was asked for."""
+    settings = filled(PipeOptions, typed)
+    return make_spec(settings.schedule, settings.workers, settings.microbatches, settings.schedule_options)
+
+
+def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
+    """Read a schedule's parameters from `--set` and `--window`."""
+    options = parse_assignments("--set", typed.get("set", []))
+    if "window" in typed:
+        if "window" in options:
+            raise ConfigError(f"--window {typed['window']}: --set window={options['window']} says it too")
+        options["window"] = str(typed["window"])
+    return options
+
+
+# --- numbers
+
+
+def whole(least: int | None = None, most: int | None = None) -> Callable[[str], int]:
+    """Return what reads a whole number, for `add_argument`."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number") from None
+        if least is not None and number < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be at least {least}")
+        if most is not None and number > most:
+            raise argparse.ArgumentTypeError(f"{text}: must be at most {most}")
+        return number
+
+    return read
+
+
+def number(text: str) -> float:
+    """Read a number of at least 0, for `add_argument`."""
+    try:
+        return parse_number("", text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).strip()) from None
+
+
+def fraction(text: str) -> float:
+    """Read a share, for `add_argument`."""
+    found = number(text)
+    if found >= 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be less than 1")
+    return found
+
+
+def parse_number(option: str, text: str) -> float:
+    """Read a number of at least 0; whole numbers stay whole, so that sums of them are exact."""
+    said = f"{option}{text}" if option.endswith(("=", "/")) else f"{option} {text}"
+    try:
+        found: float = int(text)
+    except ValueError:
+        try:
+            found = float(text)
+        except ValueError:
+            raise ConfigError(f"{said}: must be a number") from None
+    if not 0 <= found <= _MOST:
+        raise ConfigError(f"{said}: must be a number from 0 to {_MOST:g}")
+    return found
+
+
+def parse_worker(option: str, text: str, num_workers: int) -> int:
+    """Read a worker's number."""
+    try:
+        worker = int(text)
+    except ValueError:
+        worker = -1
+    if not 0 <= worker < num_workers:
+        raise ConfigError(f"{option}: worker {text}: workers are 0 to {num_workers - 1}")
+    return worker
+
+
+def parse_bytes(option: str, text: str) -> float:
+    """Read an amount of memory.
+
+    >>> parse_bytes("--memory limit=", "1.5GB")
+    1500000000.0
+    """
+    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1}
+    for unit, size in units.items():
+        if text.upper().endswith(unit):
+            return parse_number(option, text[: -len(unit)].strip()) * size
+    return parse_number(option, text)
+
+
+# --- several in one
+
+
+def parse_assignments(option: str, texts: Sequence[str]) -> dict[str, str]:
+    """Read `key=value` texts, each possibly several with commas.
+
+    >>> parse_assignments("--set", ["chunks=2", "a=1,b=2"])
+    {'chunks': '2', 'a': '1', 'b': '2'}
+    """
+    pairs: dict[str, str] = {}
+    for text in ",".join(texts).split(",") if texts else []:
+        key, equals, value = (part.strip() for part in text.partition("="))
+        if not (key and equals and value):
+            raise ConfigError(f"{option} {text}: must be KEY=VALUE")
+        if key in pairs:
+            raise ConfigError(f"{option} {text}: {key}={pairs[key]} was given before; give it once")
+        pairs[key] = value
+    return pairs
+
+
+def parse_factors(option: str, text: str, count: int, of: str) -> list[float]:
+    """Read one factor for each of `count` things."""
+    parts = text.split(",")
+    if len(parts) != count:
+        raise ConfigError(f"{option} {text}: has {len(parts)} factors, but there are {count} {of}")
+    return [parse_number(f"{option} {text}: factor", part.strip()) for part in parts]
+
+
+def parse_links(option: str, texts: Sequence[str], num_workers: int) -> dict[tuple[int, int], Link]:
+    """Read travel times by link, `FROM-TO=TIME` or `FROM-TO=TIME/BANDWIDTH`, in bytes a unit of time.
+
+    >>> parse_links("--link", ["0-1=2.5/1MB"], 2)
+    {(0, 1): Link(latency=2.5, bandwidth=1000000.0)}
+    """
+    links = {}
+    for key, value in parse_assignments(option, texts).items():
+        name = f"{option} {key}={value}"
+        ends = key.split("-")
+        if len(ends) != 2:
+            raise ConfigError(f"{name}: must be FROM-TO=TIME with workers 0 to {num_workers - 1}")
+        source, target = (parse_worker(name, end, num_workers) for end in ends)
+        latency, slash, bandwidth = value.partition("/")
+        width = parse_bytes(f"{option} {key}={latency}/", bandwidth) if slash else float("inf")
+        if width == 0:
+            raise ConfigError(f"{name}: a bandwidth must be above 0")
+        links[source, target] = Link(parse_number(f"{option} {key}=", latency), width)
+    return links
+
+
+def parse_costs(text: str = "") -> dict[Kind, float]:
+    """Read the costs of a microbatch of a stage by kind; what is left out follows from the rest, or is as usual.
+
+    >>> parse_costs("B=3")
+    {F: 1, B: 3, I: 1.5, W: 1.5, R: 1}
+    """
+    costs: dict[Kind, float] = {Kind.F: 1}
+    for key, value in parse_assignments("--cost", [text] if text else []).items():
+        if key not in Kind.__members__:
+            raise ConfigError(f"--cost {key}={value}: kinds are {', '.join(Kind.__members__)}")
+        costs[Kind[key]] = parse_number(f"--cost {key}=", value)
+    if not costs.keys() & {Kind.B, Kind.I, Kind.W}:
+        costs |= {Kind.B: 2, Kind.I: 1, Kind.W: 1}
+    full = complete(costs)
+    for kind, cost in full.items():
+        if cost < 0:
+            raise ConfigError(f"--cost {text}: B is I and W together, which leaves {cost:g} for {kind.value}")
+    return full
+
+
+def _layers(text: str) -> list[int]:
+    """Read the number of layers of each stage."""
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = [0]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be whole numbers of at least 1 with commas, such as 3,2,2,3")
+    return counts

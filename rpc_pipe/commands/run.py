@@ -1,0 +1,134 @@
+"""`rpc-pipe run`: train the built-in GPT, or run a script in every worker.
+
+What is typed wins over what a script says for its pipelines (`launching.overrides`); what cannot apply is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..demo.settings import TrainOptions
+from ..demo.text import find_text
+from ..dependency import ConfigError
+from ..launching import launcher_link as link
+from ..launching.job import Job, current_job
+from ..launching.launcher import as_worker, launch
+from ..launching.report import Reporter
+from ..planning.specs import make_spec
+from ..tracing.outcome import FILES
+from .files import try_files
+from .options import Parser, add_pipeline, filled, fraction, number, schedule_options, whole
+
+#: what the built-in training alone can be told
+_GPT: dict[str, tuple[Callable[[str], Any], str]] = {
+    "steps": (whole(1), "training steps"),
+    "batch": (whole(1), "rows of a batch"),
+    "context": (whole(1), "bytes of a row"),
+    "width": (whole(1), "width of the GPT"),
+    "depth": (whole(1), "blocks of the GPT"),
+    "heads": (whole(1), "attention heads of a block"),
+    "dropout": (fraction, "dropout"),
+    "lr": (number, "peak learning rate of AdamW"),
+    "data": (str, "text to train on: a file or folder; by default Python's standard library"),
+}
+
+
+def add(commands: Any) -> None:
+    """Add `run` to the command line."""
+    parser: Parser = commands.add_parser("run", help="train: the built-in GPT on text, or your own script")
+    parser.add_argument(
+        "script", nargs="?", help="your training script, its own arguments behind --; by default a GPT is trained"
+    )
+    add_pipeline(parser)
+    parser.add_argument("--port", type=whole(1, 65535), help="meet at this TCP port instead of at a file")
+    parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write the last steps to this file for Chrome's tracing or Perfetto"
+    )
+    parser.add_argument(
+        "--html", metavar="FILE", help="write the last step, planned and actual, as a page to zoom and hover in"
+    )
+    gpt = parser.add_argument_group("the built-in GPT")
+    for name, (kind, text) in _GPT.items():
+        default = getattr(TrainOptions, name)
+        gpt.add_argument(f"--{name}", type=kind, help=text + ("" if default is None else f" ({default})"))
+    gpt.add_argument(
+        "--beat-bigram", action=argparse.BooleanOptionalAction,
+        help="fail unless the held-out loss is below a byte bigram model's",
+    )  # fmt: skip
+    parser.set_defaults(command=run)
+
+
+def refuse_unknown(script: str, unknown: Sequence[str]) -> None:
+    """Say where a script's own options belong."""
+    if unknown:
+        raise ConfigError(
+            f"{' '.join(unknown)}: not of rpc-pipe run; put the script's own options behind --: "
+            f"rpc-pipe run {script} -- {' '.join(unknown)}"
+        )
+
+
+def run(typed: dict[str, Any], argv: list[str]) -> int:
+    """Train or run the script; return the exit code."""
+    job = current_job()
+    refuse_idle(typed, job)
+    if job is None or job.worker == 0:
+        try_files(typed, FILES)
+    return _run_script(typed, argv, job) if "script" in typed else _train(typed, argv, job)
+
+
+def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
+    """Refuse what has no say inside a job that others have started."""
+    if job is None or link.present():
+        return
+    if "port" in typed:
+        raise ConfigError(f"--port {typed['port']}: this job meets where torchrun says; leave it out")
+    if typed.get("workers", job.num_workers) != job.num_workers:
+        raise ConfigError(f"--workers {typed['workers']}: this job has {job.num_workers} workers; leave it out")
+
+
+def _train(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
+    options = filled(TrainOptions, typed)
+    reporter = Reporter("json" in typed)
+    if job is None:
+        options.spec(options.gpt.num_layers)
+        find_text(options.data, options.context)
+        return launch(argv, options.workers, reporter, threads=typed.get("threads"), port=typed.get("port"))
+
+    def work() -> None:
+        from ..demo.train import train
+
+        train(dataclasses.replace(options, workers=job.num_workers))
+
+    return as_worker(work, reporter)
+
+
+def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
+    script = typed["script"]
+    if not Path(script).is_file():
+        raise ConfigError(f"{script}: there is no such file")
+    for name in (*_GPT, "beat_bigram"):
+        if name in typed:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: is of the built-in GPT, but {script} runs; "
+                "put the script's own options behind --"
+            )
+    options = schedule_options(typed)
+    reporter = Reporter("json" in typed)
+    if job is None:
+        workers = typed.get("workers", TrainOptions.workers)
+        if "schedule" in typed:
+            make_spec(typed["schedule"], workers, typed.get("microbatches", 1), options)
+        return launch(argv, workers, reporter, threads=typed.get("threads"), port=typed.get("port"))
+
+    def work() -> None:
+        from .script import run_script
+
+        rest = argv[argv.index("--") + 1 :] if "--" in argv else []
+        run_script(script, rest, typed, options, job)
+
+    return as_worker(work, reporter)

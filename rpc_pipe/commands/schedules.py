@@ -1,0 +1,38 @@
+"""`rpc-pipe schedules`: list the schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from ..launching.report import Reporter
+from ..planning.specs import parameter_types
+from ..schedules import SCHEDULES
+from .options import add_json
+
+
+def add(commands: Any) -> None:
+    """Add `schedules` to the command line."""
+    parser = commands.add_parser("schedules", help="list the schedules")
+    add_json(parser)
+    parser.set_defaults(command=schedules)
+
+
+def schedules(typed: dict[str, Any], argv: list[str]) -> int:
+    """Print the schedules; return the exit code."""
+    rows: list[dict[str, Any]] = []
+    for name, cls in SCHEDULES.items():
+        defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+        parameters = {key: defaults[key] for key in parameter_types(cls)}
+        summary = (cls.__doc__ or "").strip().split("\n")[0]
+        rows.append({"name": name, "summary": summary, "source": cls.source, "parameters": parameters})
+    if "json" in typed:
+        print(json.dumps(rows))
+        return 0
+    console = Reporter().console
+    for row in rows:
+        console.print(f"[bold]{row['name']}[/]  {row['summary']}")
+        settings = ", ".join(f"{key}={value}" for key, value in row["parameters"].items())
+        console.print(f"    {row['source']}" + (f"; --set {settings}" if settings else ""), markup=False)
+    return 0

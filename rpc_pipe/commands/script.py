@@ -1,0 +1,110 @@
+"""A script in one of the workers: the same random numbers everywhere, what was typed, and what is saved at its end."""
+
+from __future__ import annotations
+
+import random
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from ..dependency import ConfigError
+from ..launching import launcher_link as link
+from ..launching import overrides
+from ..launching.job import Job
+from ..pipeline import Pipeline
+from ..tracing.outcome import FILES, RECORDED_STEPS, figures, write_timelines
+from ..tracing.recorder import Recorder
+
+#: what needs the last steps
+_OF_STEPS = ("trace", "html", "json")
+#: what has no effect without a pipeline
+_OF_PIPELINE = ("schedule", "set", "window", "microbatches", "split", "order", "device", "save", *_OF_STEPS)
+
+
+def run_script(
+    script: str, arguments: Sequence[str], typed: Mapping[str, Any], schedule_options: Mapping[str, str], job: Job
+) -> None:
+    """Run `script` as the main program with what was typed for it.
+
+    Raises:
+        ConfigError: what was typed needs a pipeline, and the script made none.
+    """
+    if "threads" in typed:
+        torch.set_num_threads(typed["threads"])
+    _seed(typed.get("seed", 0))
+    ending = _Ending(typed)
+
+    def tell(text: str) -> None:
+        if job.worker == 0:
+            link.tell(kind="text", text=text)
+
+    overrides.install(overrides.Overrides(typed, schedule_options, tell, ending.made))
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).resolve().parent))
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as stopped:
+        if stopped.code not in (None, 0):
+            raise
+    finally:
+        overrides.install(None)
+    ending.leave()
+
+
+def _seed(seed: int) -> None:
+    """Let every worker draw the same numbers: each makes its own copy of the same batches."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+class _Ending:
+    """Does what was asked for, with the pipeline that was made last."""
+
+    def __init__(self, typed: Mapping[str, Any]) -> None:
+        self._typed = typed
+        self._pipe: Pipeline | None = None
+        self._recorder: Recorder | None = None
+
+    def made(self, pipe: Pipeline) -> None:
+        self._pipe = pipe
+        self._recorder = Recorder(pipe, RECORDED_STEPS) if any(name in self._typed for name in _OF_STEPS) else None
+
+    def leave(self) -> None:
+        """Save and tell; every worker calls this."""
+        pipe, typed = self._pipe, self._typed
+        if pipe is None:
+            for name in _OF_PIPELINE:
+                if name in typed:
+                    raise ConfigError(f"--{name}: {typed['script']} made no Pipeline")
+            return
+        if "save" in typed:
+            pipe.save(typed["save"])
+        if self._recorder is not None:
+            self._tell(pipe, self._recorder)
+        elif "save" in typed and pipe.worker == 0:
+            link.tell(kind="text", text=f"{FILES['save']} written to {typed['save']}")
+        if "save" in typed or self._recorder is not None:
+            pipe.barrier()
+
+    def _tell(self, pipe: Pipeline, recorder: Recorder) -> None:
+        trace, typed = recorder.collect(), self._typed
+        if trace is None:
+            return  # not worker 0
+        if not trace.steps:
+            raise ConfigError(f"{typed['script']} trained no step that --trace, --html or --json could tell of")
+        write_timelines(trace, str(pipe.actors[0].courier.device), chrome=typed.get("trace"), html=typed.get("html"))
+        found = figures(trace, pipe, one_machine=link.present())
+        files = {name: typed[name] for name in FILES if name in typed}
+        link.tell(
+            kind="summary",
+            title=f"{found['steps']} steps on {found['workers']} workers: {found['step_ms']:.0f} ms a step, "
+            f"loss {found['loss']:.4f}",
+            lines=[f"{FILES[name]} written to {path}" for name, path in files.items()],
+            json={**found, **files},
+        )

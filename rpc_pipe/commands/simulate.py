@@ -1,0 +1,158 @@
+"""`rpc-pipe simulate`: check, price and draw a schedule. No worker is started, torch is not loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ..dependency import Action, ConfigError, PipeError, Spec, check_all
+from ..drawing.chrome import write_chrome
+from ..drawing.page import Picture, draw_page
+from ..drawing.svg import draw_svg
+from ..drawing.timeline import draw
+from ..launching.report import Reporter
+from ..planning.simulator import Cost, Link, Simulation, simulate
+from ..planning.specs import MOST_FORWARDS
+from ..planning.waits import waits
+from .files import try_files, write
+from .options import (
+    Parser,
+    add_costs,
+    add_json,
+    add_order,
+    add_schedule,
+    parse_assignments,
+    parse_bytes,
+    parse_costs,
+    parse_factors,
+    parse_links,
+    parse_number,
+    parse_worker,
+    typed_spec,
+    whole,
+)
+
+#: more actions than this are not drawn in the terminal
+_MOST_DRAWN = 4000
+
+
+def add(commands: Any) -> None:
+    """Add `simulate` to the command line."""
+    parser: Parser = commands.add_parser("simulate", help="check, price and draw a schedule")
+    add_schedule(parser)
+    add_order(parser)
+    add_json(parser)
+    add_costs(parser)
+    parser.add_argument("--stage-cost", metavar="FACTORS", help="times the cost, by stage, such as 1,1,2,1")
+    parser.add_argument("--slow", action="append", metavar="WORKER=FACTOR", help="a slower worker")
+    parser.add_argument(
+        "--link", action="append", metavar="FROM-TO=TIME[/BANDWIDTH]",
+        help="travel time of one link, and its bytes a unit of time, such as 0-1=2.5/1MB",
+    )  # fmt: skip
+    parser.add_argument("--payload", metavar="BYTES", help="of what a stage sends, for the bandwidth of --link (0)")
+    parser.add_argument("--steps", type=whole(1), help="steps in sequence (1)")
+    parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
+    parser.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and hover in")
+    parser.add_argument("--chrome", metavar="FILE", help="write the timeline for Chrome's tracing or Perfetto")
+    parser.set_defaults(command=_simulate)
+
+
+def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
+    spec = typed_spec(typed)
+    steps, name = typed.get("steps", 1), typed.get("schedule", "1f1b")
+    if spec.num_stages * spec.num_microbatches * steps > MOST_FORWARDS:
+        raise ConfigError(f"--steps {steps}: makes more than {MOST_FORWARDS} forwards, the most that can be simulated")
+    cost, comm = _cost(spec, typed), parse_number("--comm", typed.get("comm", "0"))
+    links, size = _links(typed, spec.num_workers)
+    try_files(typed, ("svg", "html", "chrome"))
+    check_all(spec)
+    reporter = Reporter("json" in typed)
+    try:
+        result = simulate(
+            spec, cost, comm=comm, order=typed.get("order"), steps=steps, links=links, payload=lambda _: size
+        )
+    except PipeError as error:
+        reporter.error(str(error))
+        return 1
+    _refuse_idle(links, result)
+    _write_pictures(typed, name, result)
+    if "json" in typed:
+        print(json.dumps(_report(name, result)))
+        return 0
+    if len(result.spans) <= _MOST_DRAWN:
+        reporter.console.print(draw(result.spans, spec.num_workers, width=reporter.console.width))
+    a_step = f", step {result.step_time:g}" if steps > 1 else ""
+    reporter.console.print(
+        f"{name}: makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}, "
+        f"peak activations {', '.join(map(str, result.peak_activations))}"
+    )
+    return 0
+
+
+def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
+    """Return the cost of an action from --cost, --stage-cost and --slow."""
+    by_kind = parse_costs(typed.get("cost", ""))
+    if "stage_cost" not in typed and "slow" not in typed:
+        return lambda action: by_kind.get(action.kind, 0)
+    by_stage: list[float] = [1] * spec.num_stages
+    if "stage_cost" in typed:
+        by_stage = parse_factors("--stage-cost", typed["stage_cost"], spec.num_stages, "stages")
+    by_worker: list[float] = [1] * spec.num_workers
+    for worker, factor in parse_assignments("--slow", typed.get("slow", [])).items():
+        number = parse_worker(f"--slow {worker}={factor}", worker, spec.num_workers)
+        by_worker[number] = parse_number(f"--slow {worker}=", factor)
+
+    def cost(action: Action) -> float:
+        return by_kind.get(action.kind, 0) * by_stage[action.stage] * by_worker[spec.worker(action)]
+
+    return cost
+
+
+def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, int], Link], float]:
+    """Return links that differ from the others, and the bytes of a payload."""
+    links = parse_links("--link", typed.get("link", []), num_workers)
+    narrow = any(link.bandwidth < float("inf") for link in links.values())
+    if "payload" in typed and not narrow:
+        raise ConfigError(f"--payload {typed['payload']}: needs a bandwidth: --link FROM-TO=TIME/BANDWIDTH")
+    if narrow and "payload" not in typed:
+        raise ConfigError("--link: a bandwidth needs the size of what is sent: --payload BYTES")
+    return links, parse_bytes("--payload", typed.get("payload", "0"))
+
+
+def _refuse_idle(links: Mapping[tuple[int, int], Link], result: Simulation) -> None:
+    used = {(source, target) for _, source, target, _ in result.carried}
+    for source, target in links.keys() - used:
+        raise ConfigError(f"--link {source}-{target}: nothing is sent from worker {source} to worker {target}")
+
+
+def _report(schedule: str, result: Simulation) -> dict[str, Any]:
+    spec, orders = result.spec, result.orders()
+    return {
+        "schedule": schedule,
+        "parameters": spec.parameters(),
+        "workers": spec.num_workers,
+        "stages": spec.num_stages,
+        "microbatches": spec.num_microbatches,
+        "order": result.order,
+        "makespan": result.makespan,
+        "step_time": result.step_time,
+        "span": result.span,
+        "bubble": result.bubble,
+        "busy": list(result.busy),
+        "peak_activations": list(result.peak_activations),
+        "actions": sum(map(len, orders)),
+        "orders": [[str(action) for action in order] for order in orders],
+    }
+
+
+def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> None:
+    spec = result.spec
+    title = f"{name}, {spec.num_workers} workers, {spec.num_microbatches} microbatches"
+    if "svg" in typed:
+        write(typed["svg"], draw_svg(result.spans, spec.num_workers, title=title, num_stages=spec.num_stages))
+    if "html" in typed:
+        picture = Picture(title, result.spans, spec.num_workers, waits=waits(spec, result.spans))
+        write(typed["html"], draw_page([picture]))
+    if "chrome" in typed:
+        write_chrome(typed["chrome"], spec, {0: result.spans})

@@ -1,0 +1,105 @@
+"""`rpc-pipe watch`: look at a run, live or recorded, until it ends or the user has seen enough."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from ..dependency import ConfigError
+from ..dispatch.recording import Replay
+from ..dispatch.watcher import Watcher, Wishes
+from ..tracing import run_folders
+from ..tracing.boards import Boards, Source
+from .files import try_files
+from .options import Parser, filled, number
+
+#: what takes over the whole watching, by option, and what then has no effect
+_ALONE = {
+    "trace": ("once", "web", "metrics", "record", "tensorboard"),
+    "once": ("web", "metrics"),
+}
+
+_AT = "PORT or HOST:PORT"
+
+
+def add(commands: Any) -> None:
+    """Add `watch` to the command line."""
+    parser: Parser = commands.add_parser(
+        "watch", help="look at a running job, or at a recording; it goes on as if nobody did"
+    )
+    parser.add_argument(
+        "address", nargs="?", help="process or folder of the run, if there are several, or a recording: run.jsonl"
+    )
+    parser.add_argument(
+        "--web", nargs="?", const="8800", metavar="PORT", help="show it in a browser: PORT or HOST:PORT"
+    )
+    parser.add_argument("--metrics", metavar="PORT", help=f"serve OpenMetrics for Prometheus: {_AT}")
+    parser.add_argument("--record", metavar="FILE", help="write every step to this file of JSON lines")
+    parser.add_argument("--tensorboard", metavar="FOLDER", help="write scalars for TensorBoard")
+    parser.add_argument("--trace", metavar="FILE", help="write --steps for Chrome's tracing or Perfetto, then end")
+    parser.add_argument("--steps", metavar="A-B", help="the steps for --trace; by default those that are there now")
+    parser.add_argument("--speed", type=number, help="of a recording: how many times as fast as it ran (1)")
+    parser.add_argument("--once", action="store_true", help="show what there is, then end")
+    parser.add_argument("--json", action="store_true", help="with --once: as JSON")
+    parser.set_defaults(command=_watch)
+
+
+def _watch(typed: dict[str, Any], argv: list[str]) -> int:
+    _refuse_idle(typed)
+    if "steps" in typed:
+        typed["steps"] = _parse_steps(typed["steps"])
+    try_files(typed, ("trace", "record"))
+    with contextlib.suppress(OSError):
+        os.nice(19)  # whatever the machine has is for the workers
+    source = _open_source(typed.get("address"))
+    if "speed" in typed and not isinstance(source, Replay):
+        raise ConfigError(f"--speed {typed['speed']:g}: is of a recording, but {source.name} runs now")
+    watcher = Watcher(source, filled(Wishes, typed))
+    try:
+        asyncio.run(watcher.run())
+    except KeyboardInterrupt:
+        watcher.console.print(f"no longer watching {source.name}", markup=False, soft_wrap=True)
+    return 0
+
+
+def _open_source(address: str | None) -> Source:
+    """Return the recording, or the run on this machine, that `address` names.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    if address is not None and Path(address).is_file():
+        return Replay(Path(address))
+    if address is not None and address.endswith(".jsonl"):
+        raise ConfigError(f"watch {address}: there is no such file")
+    return Boards(run_folders.find(address))
+
+
+def _refuse_idle(typed: dict[str, Any]) -> None:
+    if "json" in typed and "once" not in typed:
+        raise ConfigError("--json: needs --once; --record writes every step as JSON")
+    if "steps" in typed and "trace" not in typed:
+        raise ConfigError(f"--steps {typed['steps']}: needs --trace FILE")
+    for alone, others in _ALONE.items():
+        for other in others:
+            if alone in typed and other in typed:
+                raise ConfigError(
+                    f"--{other}: has no effect with --{alone}, which ends as soon as it can; leave one out"
+                )
+    if typed.get("speed", 1) <= 0:
+        raise ConfigError(f"--speed {typed['speed']:g}: must be more than 0")
+    for hurried in ("once", "trace", "record"):
+        if "speed" in typed and hurried in typed:
+            raise ConfigError(f"--speed {typed['speed']:g}: with --{hurried} a recording is read as fast as it can be")
+
+
+def _parse_steps(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", text)
+    first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+    if first > last:
+        raise ConfigError(f"--steps {text}: must be a step or a range that ascends, such as 100-110")
+    return first, last

@@ -1,0 +1,209 @@
+"""Train piped and unpiped from one seed and compare every bit: the proof that a schedule changes nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import AdamW
+
+from ..dependency import ACCUMULATING, Spec, local_order
+from ..launching import launcher_link as link
+from ..model.partition import Partition
+from ..pipeline import Pipeline
+from ..workers.actor import WorkerActor
+from ..workers.compute.randomness import Randomness
+from ..workers.transport.payload import split_rows
+from .gpt import gpt_layers, next_byte_loss
+from .settings import GPTConfig, VerifyOptions
+
+Layers = Sequence[Callable[[], nn.Module]]
+Batch = tuple[Tensor, Tensor]
+
+_optimizer = partial(AdamW, lr=1e-2, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A small model with dropout, and data for it."""
+
+    layers: Layers
+    loss_fn: Callable[[Tensor, Tensor], Tensor]
+    batch: Callable[[torch.Generator, int], Batch]
+
+
+def problem(name: str, dropout: float, num_stages: int) -> Problem:
+    """Return the problem `gpt`, `conv` or `mlp`, with enough layers for `num_stages`."""
+    if name == "gpt":
+        config = GPTConfig(width=32, depth=max(4, num_stages - 2), heads=2, context=16, dropout=dropout)
+        return Problem(gpt_layers(config), next_byte_loss, _bytes)
+    if name == "conv":
+        return Problem(_conv_layers(max(4, num_stages - 1), dropout), functional.cross_entropy, _images)
+    return Problem(_mlp_layers(max(4, num_stages), dropout), functional.mse_loss, _vectors)
+
+
+def _bytes(generator: torch.Generator, rows: int) -> Batch:
+    samples = torch.randint(256, (rows, 17), generator=generator)
+    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+
+def _images(generator: torch.Generator, rows: int) -> Batch:
+    return torch.randn(rows, 3, 8, 8, generator=generator), torch.randint(10, (rows,), generator=generator)
+
+
+def _vectors(generator: torch.Generator, rows: int) -> Batch:
+    return torch.randn(rows, 16, generator=generator), torch.randn(rows, 16, generator=generator)
+
+
+def _conv_layers(blocks: int, dropout: float) -> Layers:
+    def block(channels_in: int, stride: int) -> nn.Module:
+        conv = nn.Conv2d(channels_in, 8, 3, stride=stride, padding=1)
+        return nn.Sequential(conv, nn.GroupNorm(2, 8), nn.ReLU(), nn.Dropout2d(dropout))
+
+    def head() -> nn.Module:
+        return nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+
+    return [partial(block, 3, 2), *(partial(block, 8, 1) for _ in range(blocks - 1)), head]
+
+
+def _mlp_layers(count: int, dropout: float) -> Layers:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Dropout(dropout))
+
+    return [layer] * (count - 1) + [partial(nn.Linear, 16, 16)]
+
+
+def unpiped(
+    problem: Problem, spec: Spec, stages: Sequence[range], batches: Sequence[Batch], seed: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train in this process by plain gradient accumulation; return the losses and the final weights.
+
+    Gradients of microbatches are summed stage by stage in the schedule's own order (descending for GPipe as
+    published), those of each route by themselves and then together.
+    """
+    randomness = Randomness(seed)
+    model = [module for _, module in Partition(list(problem.layers), 1).build(0, randomness)]
+    optimizer = _optimizer([p for module in model for p in module.parameters()])
+    losses = []
+    for step, (inputs, targets) in enumerate(batches):
+        count = min(spec.num_microbatches, len(inputs))
+        pieces = list(zip(split_rows(inputs, count), split_rows(targets, count), strict=True))
+        loss_of: list[float] = []
+        grads: list[dict[nn.Parameter, Tensor]] = []  # by microbatch
+        for m, (x, target) in enumerate(pieces):
+            for layer, module in enumerate(model):
+                with randomness.lock:
+                    randomness.seed_forward(step, m, layer)
+                    x = module(x)
+            loss = problem.loss_fn(x, target) * (len(target) / len(targets))
+            loss.backward()
+            loss_of.append(loss.item())
+            grads.append({p: p.grad for module in model for p in module.parameters() if p.grad is not None})
+            optimizer.zero_grad()
+        for stage, orders in enumerate(_summing_orders(replace(spec, num_microbatches=count))):
+            for layer in stages[stage]:
+                for parameter in model[layer].parameters():
+                    parts = [_sum(grads[m].get(parameter) for m in order) for order in orders]
+                    parameter.grad = _sum(parts)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(sum(loss_of))
+    named = nn.Sequential(*model).state_dict()
+    return losses, named
+
+
+def _sum(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """Add up in the order given."""
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+def _summing_orders(spec: Spec) -> list[list[list[int]]]:
+    """Return, by stage and route, the microbatches in the order in which the schedule adds up their gradients."""
+    orders: list[list[list[int]]] = [[[] for _ in range(spec.num_routes)] for _ in range(spec.num_stages)]
+    for worker in range(spec.num_workers):
+        for action in local_order(spec, worker):
+            if action.kind in ACCUMULATING:
+                orders[action.stage][spec.route(action.microbatch)].append(action.microbatch)
+    return orders
+
+
+def prove(options: VerifyOptions) -> None:
+    """Runs in every worker (or once, over the in-process transport): train, compare, tell the verdict."""
+    torch.set_num_threads(options.threads)
+    generator = torch.Generator().manual_seed(options.seed)
+    # The number of stages is needed for the size of the model, before there is a pipeline.
+    spec = options.spec(num_layers=10**9) if options.split is None else options.spec(sum(options.split))
+    task = problem(options.model, options.dropout, spec.num_stages)
+    batches = [task.batch(generator, options.batch_rows) for _ in range(options.steps)]
+    pipe = Pipeline(list(task.layers), task.loss_fn, optimizer=_optimizer, **options.for_pipeline())
+    losses = [pipe.step(batch) for batch in batches]
+    state, replicas = pipe.state_dict(), pipe.gather("replicas", _replicas)
+    if state is not None and replicas is not None:
+        expected_losses, expected = unpiped(task, pipe.spec, pipe.partition.ranges, batches, options.seed)
+        for route, tensors in (pair for worker in replicas for pair in worker):
+            state |= {f"{name} on route {route}": tensor for name, tensor in tensors.items()}
+            expected |= {f"{name} on route {route}": expected[name] for name in tensors}
+        _tell_verdict(options, losses, expected_losses, state, expected)
+    pipe.barrier()
+
+
+def _replicas(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
+    """Return what the state of the model leaves out: the shards of the other routes, which must be equal."""
+    return [(route, shard.state_dict()) for (_, route), shard in actor.shards.items() if route > 0]
+
+
+def _tell_verdict(
+    options: VerifyOptions,
+    losses: Sequence[float],
+    expected_losses: Sequence[float],
+    state: dict[str, Tensor],
+    expected: dict[str, Tensor],
+) -> None:
+    errors = {name: _error(state[name], tensor) for name, tensor in expected.items()}
+    errors["loss"] = _error(torch.tensor(losses).double(), torch.tensor(expected_losses).double())
+    worst = max(errors, key=lambda name: errors[name])
+    same = [name for name, tensor in expected.items() if torch.equal(state[name], tensor)]
+    identical = len(same) == len(expected) and list(losses) == list(expected_losses)
+    relative, absolute = errors[worst]
+    verdict = "identical" if identical else "DIFFERENT"
+    report: dict[str, Any] = {
+        "identical": identical,
+        "max_rel_error": relative,
+        "max_abs_error": max(error for _, error in errors.values()),
+        "worst": worst,
+        "parameters": len(expected),
+        "steps": options.steps,
+        "workers": options.workers,
+        "microbatches": options.microbatches,
+        "rows": options.batch_rows,
+        "schedule": options.schedule,
+        "order": options.order,
+        "transport": options.transport,
+        "model": options.model,
+        "loss": losses[-1],
+    }
+    text = (
+        f"{options.schedule} on {options.workers} workers, {options.microbatches} microbatches of "
+        f"{options.batch_rows} rows, {options.steps} steps: {verdict} to one process "
+        f"({len(same)} of {len(expected)} tensors bit for bit; worst {worst}: "
+        f"relative {relative:.1e}, absolute {absolute:.1e})"
+    )
+    link.tell(kind="result", text=text, json=report, exit_code=0 if identical else 1)
+
+
+def _error(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Return the largest difference, relative to the largest expected value, and absolute."""
+    if found.shape != expected.shape:
+        return math.inf, math.inf
+    absolute = float((found.double() - expected.double()).abs().max()) if found.numel() else 0.0
+    return absolute / max(float(expected.double().abs().max()), 1e-30), absolute

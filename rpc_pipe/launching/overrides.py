@@ -1,0 +1,103 @@
+"""What was typed for the pipelines of a script: it wins over what the script says, and a line tells so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ..dependency import Order, Spec
+
+
+class Settings(NamedTuple):
+    """The arguments of `Pipeline` that can be typed."""
+
+    schedule: str | type[Spec]
+    schedule_options: Mapping[str, Any] | None
+    num_microbatches: int
+    num_workers: int | None
+    split: Sequence[int] | None
+    order: Order | None
+    device: str
+    seed: int
+
+
+#: how an argument is typed, where the option has another name
+_OPTIONS = {"num_microbatches": "microbatches", "num_workers": "workers"}
+
+
+class Overrides:
+    """What was typed, by the name of the option, for every pipeline that is made from now on.
+
+    Args:
+        schedule_options: from `--set` and `--window`.
+        tell: shows a line to the user; called once for each difference.
+        made: is handed every pipeline.
+    """
+
+    def __init__(
+        self,
+        typed: Mapping[str, Any],
+        schedule_options: Mapping[str, str],
+        tell: Callable[[str], None],
+        made: Callable[[Any], None],
+    ) -> None:
+        self._typed = {name: typed[option] for name in Settings._fields if (option := _option(name)) in typed}
+        self._schedule_options = dict(schedule_options)
+        self._tell = tell
+        self._told: set[str] = set()
+        self.made = made
+
+    def over(self, said: Settings) -> Settings:
+        """Return what a script said for a pipeline, with what was typed in its place."""
+        options = dict(said.schedule_options or {})
+        for name, value in self._typed.items():
+            self._replaced(_option(name), _shown(value), name, getattr(said, name), value)
+        if self._typed.get("schedule", said.schedule) != said.schedule and options:
+            self._say(f"--schedule {self._typed['schedule']} leaves out the script's {_pairs(options)}")
+            options = {}
+        for name, value in self._schedule_options.items():
+            self._replaced("set", f"{name}={value}", name, options.get(name), value)
+        options |= self._schedule_options
+        return said._replace(**self._typed)._replace(schedule_options=options)
+
+    def _replaced(self, option: str, shown: str, name: str, old: Any, new: Any) -> None:
+        if old is not None and str(old) != str(new):
+            old = old.__name__ if isinstance(old, type) else repr(old)
+            self._say(f"--{option} {shown} replaces the script's {name}={old}")
+
+    def _say(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._tell(text)
+
+
+def _option(name: str) -> str:
+    return _OPTIONS.get(name, name)
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _pairs(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+_overrides: Overrides | None = None
+
+
+def install(overrides: Overrides | None) -> None:
+    """Let `overrides` win in this process, or nothing."""
+    global _overrides
+    _overrides = overrides
+
+
+def settle(said: Settings) -> Settings:
+    """Return what a new pipeline is to be made of."""
+    return said if _overrides is None else _overrides.over(said)
+
+
+def made(pipeline: object) -> None:
+    """Hand a new pipeline to who waits for it."""
+    if _overrides is not None:
+        _overrides.made(pipeline)

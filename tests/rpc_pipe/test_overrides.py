@@ -1,0 +1,143 @@
+"""What is typed behind `rpc-pipe run train.py` wins over what the script says, and the user is told."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from processes import ROOT, environment
+from safetensors.torch import load_file
+from torch import nn
+
+from rpc_pipe.commands.main import main
+from rpc_pipe.launching import overrides
+from rpc_pipe.pipeline import Pipeline
+
+SCRIPT = """
+import sys
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+layers = [partial(nn.Linear, 4, 4), nn.Tanh, partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 2)]
+optimizer = partial(torch.optim.SGD, lr=0.1)
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, num_workers=4, optimizer=optimizer)
+x = torch.randn(8, 4)
+for _ in range(3):
+    pipe.step((x, x[:, :2]))
+spec, sizes = pipe.spec, list(map(len, pipe.partition.ranges))
+print(f"{type(spec).__name__} {spec.num_microbatches} {pipe.order} {sizes} {sys.argv[1:]}\\n", end="")  # in one piece
+"""
+ASKED = "--workers 2 --schedule zb-h1 --microbatches 3 --order fixed --split 1,3 --seed 5".split()
+
+
+@pytest.fixture
+def typed():
+    """Install what was typed; return what the user is told."""
+    told = []
+
+    def install(**options):
+        parameters = options.pop("set", {})
+        overrides.install(overrides.Overrides(options, parameters, told.append, lambda pipe: None))
+        return told
+
+    yield install
+    overrides.install(None)
+
+
+def make(**said):
+    return Pipeline([nn.Linear(2, 2) for _ in range(4)], nn.functional.mse_loss, **{"num_microbatches": 4, **said})
+
+
+def test_what_is_typed_wins_and_is_told(typed):
+    told = typed(schedule="zb-h1", microbatches=3, workers=4, order="fixed", split=[1, 1, 1, 1], seed=7)
+    pipe = make(schedule="1f1b", num_workers=2)
+    assert (type(pipe.spec).__name__, pipe.spec.num_microbatches, pipe.num_workers) == ("ZBH1", 3, 4)
+    assert pipe.order == "fixed" and list(map(len, pipe.partition.ranges)) == [1, 1, 1, 1]
+    assert told == [
+        "--schedule zb-h1 replaces the script's schedule='1f1b'",
+        "--microbatches 3 replaces the script's num_microbatches=4",
+        "--workers 4 replaces the script's num_workers=2",
+        "--seed 7 replaces the script's seed=0",
+    ]
+    make(schedule="1f1b", num_workers=2)
+    assert len(told) == 4, "once is enough"
+
+
+def test_parameters_belong_to_their_schedule(typed):
+    told = typed(schedule="zb-h1")
+    make(schedule="interleaved", schedule_options={"chunks": 2})
+    assert told[1:] == ["--schedule zb-h1 leaves out the script's chunks=2"]
+
+
+def test_a_parameter_that_is_typed_joins_those_of_the_script(typed):
+    told = typed(set={"chunks": "1"})
+    pipe = make(schedule="bfs", schedule_options={"chunks": 2, "b_order": "ascending"})
+    assert (pipe.spec.chunks, pipe.spec.b_order) == (1, "ascending")
+    assert told == ["--set chunks=1 replaces the script's chunks=2"]
+
+
+def test_nothing_typed_changes_and_tells_nothing(typed):
+    told = typed()
+    assert make(schedule="gpipe").spec.num_microbatches == 4 and not told
+
+
+def check(done, folder):
+    """The same however the script was started."""
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout + done.stderr
+    assert said.count("ZBH1 3 fixed [1, 3] ['--lr', '2']") == 2, said
+    assert said.count("--schedule zb-h1 replaces the script's schedule='1f1b'") == 1, said
+    assert said.count("--workers 2 replaces the script's num_workers=4") == 1, said
+    summary = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+    assert (summary["steps"], summary["workers"]) == (3, 2) and summary["loss"] > 0
+    weights = load_file(folder / "w.safetensors")
+    assert weights["3.weight"].shape == (2, 4)
+    events = json.loads((folder / "t.json").read_text())["traceEvents"]
+    assert {"1F2", "0W2"} <= {event["name"] for event in events}
+    assert "planned" in (folder / "p.html").read_text()
+
+
+@pytest.mark.parametrize("started", ["rpc-pipe", "torchrun"])
+def test_a_script_is_overridden_and_leaves_what_was_asked_for(tmp_path, started):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    files = ["--save", tmp_path / "w.safetensors", "--trace", tmp_path / "t.json", "--html", tmp_path / "p.html"]
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if started == "torchrun" else []
+    arguments = ["-m", "rpc_pipe", "run", script, *ASKED, *files, "--json", "--", "--lr", "2"]
+    done = subprocess.run(
+        [sys.executable, *torchrun, *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT,
+    )  # fmt: skip
+    check(done, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--lr", "0.1"], "--lr: is of the built-in GPT, but {script} runs"),
+        (["--no-beat-bigram"], "--beat-bigram: is of the built-in GPT"),
+        (["--steps=3"], "--steps: is of the built-in GPT"),
+        (["--epochs", "3"], "behind --: rpc-pipe run {script} -- --epochs 3"),
+        (["3"], "behind --: rpc-pipe run {script} -- 3"),
+        (["--schedule", "1f2b"], "did you mean '1f1b'"),
+        (["--save", "{script}/w"], "--save {script}/w: {script} is a file, not a folder"),
+        (["--save", "."], "--save .: is a folder"),
+        (["--save", "w", "--html", "w"], "--html w: --save writes the same file"),
+    ],
+)
+def test_what_cannot_apply_is_refused(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('ran')")
+    assert main(["run", str(script), *(text.format(script=script) for text in arguments)]) == 2
+    assert message.format(script=script) in capsys.readouterr().err
+
+
+def test_a_script_without_a_pipeline_cannot_be_told_how_to_make_it(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')")
+    command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "1", "--schedule", "gpipe"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=ROOT)
+    assert done.returncode == 2 and f"--schedule: {script} made no Pipeline" in done.stderr, done.stdout + done.stderr
