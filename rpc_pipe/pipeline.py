@@ -231,9 +231,9 @@ class Pipeline:
         """In what order workers run what is ready."""
         return self._order
 
-    def program(self, worker: int) -> list[Entry]:
-        """Return what `worker` runs in a training step of the full number of microbatches."""
-        return self._program(self.spec, worker, train=True)
+    def program(self, worker: int, num_microbatches: int) -> list[Entry]:
+        """Return what `worker` runs in a training step of so many microbatches."""
+        return self._program(self._spec_for(num_microbatches), worker, train=True)
 
     def shards(self, worker: int) -> list[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""

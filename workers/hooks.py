@@ -72,6 +72,8 @@ class StepRecord:
     peak_bytes: int = 0
     #: payloads that others have not taken yet
     outbox: int = 0
+    #: of the step, on all workers
+    num_microbatches: int = 0
 
     @property
     def busy_ns(self) -> int:

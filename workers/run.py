@@ -290,5 +290,6 @@ class Run:
                 self._work.tokens,
                 actor.courier.peak_bytes(),
                 len(actor.carrier.outbox),
+                len(self._work.shares),
             )
         )

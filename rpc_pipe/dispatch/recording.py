@@ -1,6 +1,6 @@
 """A run as a file: JSON lines, one for each step, to look at again and for other programs.
 
-    {"kind": "run", "workers": [...], "programs": [...]}          first, and again if the workers start another pipeline
+    {"kind": "run", "workers": [...], "listings": [...]}          first, and again with another pipeline or program
     {"kind": "step", "step": 7, "loss": 2.3, "step_ms": 140.1, "tokens_per_s": ..., "bubble": 0.31, "lost": {...},
      "at": seconds since the epoch, "records": [...]}             a complete step; times in ns of the workers' clock
     {"kind": "event", "at": ..., "text": ..., "warning": true}
@@ -40,18 +40,21 @@ class Recording:
         except OSError as error:
             raise ConfigError(f"--record {path}: {error.strerror}") from error
         self._run: dict[int, int] = {}
+        self._num_listed = 0
         self._last_step = -1
         self._last_event = 0.0
         self._last_lost: object = None
 
     def write(self, view: View) -> None:
         """Write what is new since the last call."""
-        if view.pipelines != self._run and view.spec is not None:
-            self._run, self._last_step = view.pipelines, -1
+        if view.spec is not None and (view.pipelines != self._run or len(view.listings) != self._num_listed):
+            if view.pipelines != self._run:
+                self._run, self._last_step = view.pipelines, -1
+            self._num_listed = len(view.listings)
             self._line(
                 kind="run",
                 workers=[view.headers[worker] for worker in sorted(view.headers)],
-                programs=[view.programs[worker] for worker in sorted(view.programs)],
+                listings=[view.listings[key] for key in sorted(view.listings)],
                 clock_error_ms=view.clock_error_ms,
             )
         steps = [step for step in view.complete_steps(0) if step > self._last_step] if self._run else []
@@ -117,12 +120,12 @@ class Replay:
 
     def look(self) -> News:
         now = self._first_ns + 1e9 * (time.monotonic() - self._began) * (self.speed or math.inf)
-        news = News(self._news.headers, self._news.programs, self._news.lives, clock_error_ms=self._news.clock_error_ms)
+        news = News(self._news.headers, self._news.listings, self._news.lives, clock_error_ms=self._news.clock_error_ms)
         while self._at < len(self._lines) and len(news.records) < _MOST_STEPS * len(news.headers or "1"):
             line = self._lines[self._at]
             if line["kind"] == "run":
                 news.headers = {header["worker"]: header for header in line["workers"]}
-                news.programs = dict(enumerate(line["programs"]))
+                news.listings = {(found["worker"], found["microbatches"]): found for found in line["listings"]}
                 news.clock_error_ms = line["clock_error_ms"]
             elif line["kind"] == "step":
                 if max(record["end_ns"] for record in line["records"]) > now:
@@ -165,7 +168,7 @@ def _encode(record: StepRecord) -> dict[str, Any]:
         "arrivals": [[str(a.action), a.peer, a.num_bytes, a.at_ns] for a in record.arrivals],
         "layers": record.layers, "rows": record.rows, "tokens": record.tokens,
         "loss": _number(record.loss),
-        "peak_bytes": record.peak_bytes, "outbox": record.outbox,
+        "peak_bytes": record.peak_bytes, "outbox": record.outbox, "num_microbatches": record.num_microbatches,
     }  # fmt: skip
 
 

@@ -11,12 +11,12 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from ..dependency import ConfigError, F, Spec
+from ..dependency import ConfigError, Spec
 from ..planning.simulator import simulate
 from ..planning.span import Span
 from ..tracing.board import Live, State
 from ..tracing.boards import News
-from ..tracing.listing import spec_of_programs
+from ..tracing.listing import spec_of_listings
 from ..tracing.lost import Lost, attribute
 from ..tracing.trace import Trace, ways
 from ..workers.hooks import StepRecord
@@ -81,7 +81,8 @@ class View:
     def __init__(self, keep: int = _KEPT_STEPS) -> None:
         self._keep = keep
         self.headers: dict[int, dict[str, Any]] = {}
-        self.programs: dict[int, dict[str, Any]] = {}
+        #: by worker and number of microbatches, what it runs
+        self.listings: dict[tuple[int, int], dict[str, Any]] = {}
         self.lives: dict[int, Live] = {}
         self.gone: frozenset[int] = frozenset()
         self.now_ns = 0
@@ -94,8 +95,7 @@ class View:
         #: nothing has finished for a while
         self.stalled = False
         self._steps: dict[int, dict[int, StepRecord]] = {}
-        self._spec: Spec | None = None
-        self._specs: dict[int, Spec] = {}
+        self._specs: dict[int, Spec | None] = {}
         self._lost: tuple[float, int, Lost | None] = (0.0, -1, None)
         self._progress_ns = 0
         self._told_dropped = -math.inf
@@ -105,16 +105,15 @@ class View:
 
     def take(self, news: News) -> None:
         """Take in what a look has brought."""
-        if news.headers.keys() - self.headers.keys() or news.programs.keys() - self.programs.keys():
-            self._spec = None
         before = self.pipelines
-        self.headers, self.programs = dict(news.headers), dict(news.programs)
+        if news.headers.keys() - self.headers.keys() or news.listings.keys() - self.listings.keys():
+            self._specs.clear()
+        self.headers, self.listings = dict(news.headers), dict(news.listings)
         if any(before.get(worker, made) != made for worker, made in self.pipelines.items()):
             self._steps.clear()
             self.losses.clear()
-            self._spec, self._lost = None, (0.0, -1, None)
-        if self._spec is None:
             self._specs.clear()
+            self._lost = 0.0, -1, None
         self.lives, self.now_ns = dict(news.lives), news.now_ns
         self.clock_error_ms = news.clock_error_ms
         for worker in sorted(news.gone - self.gone):
@@ -180,14 +179,9 @@ class View:
 
     @property
     def spec(self) -> Spec | None:
-        """The schedule that runs, put together from the programs of all workers; None until they are there."""
-        if self._spec is None and self.programs and len(self.programs) == self.num_workers:
-            try:
-                self._spec = spec_of_programs([self.programs[worker] for worker in sorted(self.programs)])
-            except ConfigError as error:
-                self.note(str(error), warning=True)
-                self.programs = {}
-        return self._spec
+        """The schedule that runs, for as many microbatches as the pipeline was made for; None until it is known."""
+        header = next(iter(self.headers.values()), None)
+        return None if header is None else self._spec_of(header["microbatches"])
 
     @property
     def pipelines(self) -> dict[int, int]:
@@ -210,7 +204,7 @@ class View:
         cannot be compared with the others, unless most are so.
         """
         steps = self.complete_steps(0)
-        sizes = {step: self._num_microbatches(step) for step in steps[-max(count, _RECENT) :] if self.spec is not None}
+        sizes = {step: self._num_microbatches(step) for step in steps[-max(count, _RECENT) :]}
         if not sizes:
             return None
         usual = Counter(sizes.values()).most_common(1)[0][0]
@@ -231,19 +225,25 @@ class View:
         return Trace(spec, {step: self.records(step) for step in steps}, self.clock_error_ms)
 
     def _num_microbatches(self, step: int) -> int:
-        ran = (run.action for record in self._steps[step].values() for run in record.actions)
-        return len({action.microbatch for action in ran if action.kind is F})
+        return next(iter(self._steps[step].values())).num_microbatches
 
     def _spec_of(self, num_microbatches: int) -> Spec | None:
-        """Return the schedule for so many microbatches; None if it is not known, or they are more than its own."""
-        whole = self.spec
-        if whole is None or not 0 < num_microbatches <= whole.num_microbatches:
-            return None
-        if num_microbatches == whole.num_microbatches:
-            return whole
+        """Return the schedule for so many microbatches, from what all workers list of it; None if they do not yet.
+
+        A part of what they list for more microbatches is as good where they list no more.
+        """
         if num_microbatches not in self._specs:
-            programs = [self.programs[worker] for worker in sorted(self.programs)]
-            self._specs[num_microbatches] = spec_of_programs(programs, num_microbatches)
+            listed = Counter(count for _, count in self.listings)
+            enough = [count for count, workers in listed.items() if workers == self.num_workers]
+            least = min((count for count in enough if count >= num_microbatches), default=None)
+            if least is None:
+                return None
+            listings = [self.listings[worker, least] for worker in range(self.num_workers)]
+            try:
+                self._specs[num_microbatches] = spec_of_listings(listings, num_microbatches)
+            except ConfigError as error:
+                self._specs[num_microbatches] = None
+                self.note(str(error), warning=True)
         return self._specs[num_microbatches]
 
     def planned(self, trace: Trace, steps: int = 1) -> list[Span]:

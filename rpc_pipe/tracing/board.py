@@ -6,7 +6,8 @@
            watchers <──read──
 
 No message, no lock, no thread: a worker neither knows nor feels who reads, a reader can do nothing but read, and one
-that is slow misses steps. The file outlives its worker, so the launcher can tell what a dead worker was doing.
+that is slow misses steps. When a step does not fit into a slot, a file with larger ones and the same steps takes the
+place of the old one. The file outlives its worker, so the launcher can tell what a dead worker was doing.
 
 Live and slots begin with a version, which is 0 while they are written; a reader that finds it changed after copying
 has torn data and copies again. All numbers are 64-bit.
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 from ..dependency import Action, Kind
 from ..workers.hooks import Arrived, Blocked, LayerTime, Listener, Record, StepRecord
 
-_MAGIC = b"rpc-pipe board 2"
+_MAGIC = b"rpc-pipe board 3"
 #: magic, length of the header, number of slots, bytes of a slot
 _START = struct.Struct("<16s3q")
 _HEADER_BYTES = 8192
@@ -36,10 +37,11 @@ _VERSION = struct.Struct("<q")
 #: state, step, action, what is waited for, of whom, since when, thread that computes
 _LIVE = struct.Struct("<6qQ")
 _SLOTS_AT = _HEADER_BYTES + 64
-#: of a record: worker, step, start, end, rows, tokens, peak bytes, outbox, loss, how many actions, arrivals, layers
-_FIXED = struct.Struct("<8qd3q")
+#: of a record: worker, step, start, end, rows, tokens, peak bytes, outbox, microbatches, loss, how many actions,
+#: arrivals, layers
+_FIXED = struct.Struct("<9qd3q")
 #: a worker's slots take about so much memory, but are at least and at most so many
-_SLOT_BYTES, _LEAST_SLOTS, MOST_SLOTS = 2**20, 4, 512
+_SLOTS_BYTES, _LEAST_SLOTS, MOST_SLOTS = 2**20, 4, 512
 _TRIES = 20
 
 _KINDS = list(Kind)
@@ -93,29 +95,43 @@ class BoardWriter(Listener):
     """Keeps a worker's board.
 
     Args:
+        path: None: a board that this process alone can read.
         header: what does not change, for JSON; 8 kB at most.
-        num_actions, num_arrivals, num_layers: the most that a step has.
     """
 
-    def __init__(
-        self, path: Path, header: dict[str, Any], num_actions: int, num_arrivals: int, num_layers: int
-    ) -> None:
-        encoded = json.dumps({**header, "sizes": [num_actions, num_arrivals, num_layers]}).encode()
-        self._slot_bytes = 8 + _FIXED.size + 8 * (3 * num_actions + 4 * num_arrivals + 2 * num_layers)
-        self._num_slots = max(_LEAST_SLOTS, min(MOST_SLOTS, _SLOT_BYTES // self._slot_bytes))
-        temporary = path.with_name(path.name + ".new")
-        with temporary.open("w+b") as file:
-            # Reserved, not just sized: writing to a mapped file for which there is no room left kills the process.
-            os.posix_fallocate(file.fileno(), 0, _SLOTS_AT + self._num_slots * self._slot_bytes)
-            self._map = mmap.mmap(file.fileno(), 0)
-        _START.pack_into(self._map, 0, _MAGIC, len(encoded), self._num_slots, self._slot_bytes)
-        if _START.size + len(encoded) > _HEADER_BYTES:
-            raise ValueError(f"header of {len(encoded)} bytes: at most {_HEADER_BYTES - _START.size}")
-        self._map[_START.size : _START.size + len(encoded)] = encoded
+    def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
+        self._path = path
+        self._encoded = json.dumps(header).encode()
+        if _START.size + len(self._encoded) > _HEADER_BYTES:
+            raise ValueError(f"header of {len(self._encoded)} bytes: at most {_HEADER_BYTES - _START.size}")
         self._version = 0
         self._written = 0
+        self._make(_SLOTS_BYTES // MOST_SLOTS)
         self._write(State.STARTING, 0)
-        temporary.replace(path)  # readers see it whole or not at all
+        self._show()
+
+    def _make(self, slot_bytes: int) -> None:
+        """Reserve the memory of a board with slots of this size, which nobody sees yet."""
+        num_slots = max(_LEAST_SLOTS, min(MOST_SLOTS, _SLOTS_BYTES // slot_bytes))
+        size = _SLOTS_AT + num_slots * slot_bytes
+        if self._path is None:
+            made = mmap.mmap(-1, size)
+        else:
+            made = _reserved(self._hidden(self._path), size)
+        _START.pack_into(made, 0, _MAGIC, len(self._encoded), num_slots, slot_bytes)
+        made[_START.size : _START.size + len(self._encoded)] = self._encoded
+        self._map, self._num_slots, self._slot_bytes = made, num_slots, slot_bytes
+
+    @staticmethod
+    def _hidden(path: Path) -> Path:
+        return path.with_name(path.name + ".new")
+
+    def _show(self) -> None:
+        """Let readers see the board, whole."""
+        if self._path is not None:
+            self._hidden(self._path).replace(self._path)
+        #: a reader of it
+        self.board = Board(self._map)
 
     def action_started(self, step: int, action: Action) -> None:
         self._write(State.RUNNING, step, _code(action))
@@ -129,13 +145,33 @@ class BoardWriter(Listener):
             self._write(State.WAITING, step, _code(blocked.action), _code(need.action), need.worker)
 
     def step_finished(self, record: StepRecord) -> None:
-        words = pack_record(record)
-        self._written += 1  # also for a step that is too large, so that readers know that one is missing
-        if len(words) + 8 <= self._slot_bytes:
-            at = _SLOTS_AT + (self._written % self._num_slots) * self._slot_bytes
-            _VERSION.pack_into(self._map, at, 0)
-            self._map[at + 8 : at + 8 + len(words)] = words
-            _VERSION.pack_into(self._map, at, self._written)
+        packed = pack_record(record)
+        self._written += 1  # also for a step that there is no room for, so that readers know that one is missing
+        if len(packed) + 8 > self._slot_bytes:
+            try:
+                self._grow(len(packed) + 8)
+            except OSError:
+                return
+        self._put(self._written, packed)
+
+    def _put(self, version: int, packed: bytes) -> None:
+        at = _SLOTS_AT + (version % self._num_slots) * self._slot_bytes
+        _VERSION.pack_into(self._map, at, 0)
+        self._map[at + 8 : at + 8 + len(packed)] = packed
+        _VERSION.pack_into(self._map, at, version)
+
+    def _grow(self, slot_bytes: int) -> None:
+        """Put a board with larger slots into the place of this one.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        live, records = self._map[_HEADER_BYTES:_SLOTS_AT], self.board.since(0)
+        self._make(1 << (slot_bytes - 1).bit_length())
+        self._map[_HEADER_BYTES:_SLOTS_AT] = live
+        for version, record in records[-self._num_slots :]:
+            self._put(version, pack_record(record))
+        self._show()
 
     def idle(self, step: int) -> None:
         self._write(State.BETWEEN, step)
@@ -165,26 +201,28 @@ class BoardWriter(Listener):
 class Board:
     """A reader of a worker's board.
 
+    Args:
+        board: the file, or the memory of a board.
+
     Raises:
         ValueError: the file is no board.
         OSError: it cannot be read.
     """
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size < _SLOTS_AT:
-                raise ValueError(f"{path} is no board")
-            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    def __init__(self, board: Path | mmap.mmap) -> None:
+        self._map = _mapped(board) if isinstance(board, Path) else board
         magic, length, self._num_slots, self._slot_bytes = _START.unpack_from(self._map, 0)
         if magic != _MAGIC:
-            raise ValueError(f"{path} is no board")
+            raise ValueError(f"{board} is no board")
         #: what does not change
         self.header: dict[str, Any] = json.loads(self._map[_START.size : _START.size + length])
-        #: how many actions, arrivals and layers a step may have
-        self.sizes: tuple[int, int, int] = tuple(self.header.pop("sizes"))
         self._seen = -1
         #: steps that were overwritten before they were read
         self.dropped = 0
+
+    def follow(self, before: Board) -> None:
+        """Go on where the reader has come to of a board that this one has replaced."""
+        self._seen, self.dropped = before._seen, before.dropped
 
     def live(self) -> Live:
         """Return what the worker does now, or did last."""
@@ -224,6 +262,24 @@ class Board:
         return None
 
 
+def _reserved(path: Path, size: int) -> mmap.mmap:
+    """Map a new file whose room is reserved: writing to one for which there is none left kills the process."""
+    with path.open("w+b") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError:
+            path.unlink()
+            raise
+        return mmap.mmap(file.fileno(), 0)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < _SLOTS_AT:
+            raise ValueError(f"{path} is no board")
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+
+
 def pack_live(live: Live) -> bytes:
     """Encode what a worker does; `unpack_live` reads it."""
     codes = [_NONE if action is None else _code(action) for action in (live.action, live.missing)]
@@ -248,9 +304,10 @@ def pack_record(record: StepRecord) -> bytes:
         words += (_code(arrived.action), arrived.peer, arrived.num_bytes, arrived.at_ns)
     for layer in record.layers:
         words += layer
+    counts = len(record.actions), len(record.arrivals), len(record.layers)
     return _FIXED.pack(
         record.worker, record.step, record.start_ns, record.end_ns, record.rows, record.tokens, record.peak_bytes,
-        record.outbox, record.loss, len(record.actions), len(record.arrivals), len(record.layers),
+        record.outbox, record.num_microbatches, record.loss, *counts,
     ) + struct.pack(f"<{len(words)}q", *words)  # fmt: skip
 
 
@@ -262,9 +319,8 @@ def packed_size(data: bytes | mmap.mmap, at: int) -> int:
 
 def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
     """Decode what `pack_record` made, its times put off by `offset_ns`."""
-    worker, step, start_ns, end_ns, rows, tokens, peak, outbox, loss, actions, arrivals, layers = _FIXED.unpack_from(
-        data, 0
-    )
+    worker, step, start_ns, end_ns, rows, tokens, peak, outbox, microbatches, loss, *counts = _FIXED.unpack_from(data)
+    actions, arrivals, layers = counts
     words = iter(struct.unpack_from(f"<{3 * actions + 4 * arrivals + 2 * layers}q", data, _FIXED.size))
     return StepRecord(
         worker,
@@ -279,6 +335,7 @@ def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
         tokens,
         peak,
         outbox,
+        microbatches,
     )
 
 

@@ -27,7 +27,8 @@ class News:
 
     #: by worker, what does not change
     headers: Mapping[int, dict[str, Any]] = field(default_factory=dict)
-    programs: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    #: by worker and number of microbatches, the listing of what it runs
+    listings: Mapping[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     lives: Mapping[int, Live] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
     #: workers whose process has ended
@@ -63,7 +64,7 @@ class Boards:
         self.folder = folder
         self.name = folder.name
         self._boards: dict[int, tuple[int, Board]] = {}
-        self._programs: dict[int, dict[str, Any]] = {}
+        self._listings: dict[tuple[int, int], dict[str, Any]] = {}
         self._gone: set[int] = set()
 
     def look(self) -> News:
@@ -73,7 +74,7 @@ class Boards:
         boards = {worker: board for worker, (_, board) in sorted(self._boards.items())}
         news = News(
             headers={worker: board.header for worker, board in boards.items()},
-            programs=self._programs,
+            listings=self._listings,
             now_ns=time.perf_counter_ns(),
         )
         lives = {}
@@ -120,19 +121,28 @@ class Boards:
         return "\n\n".join(block.strip() for block in blocks if _tells(block))
 
     def _open_new(self) -> None:
-        """Open boards that are new, or that a process has replaced by those of its next pipeline."""
+        """Open boards that are new, or that a process has replaced: by larger ones, or those of its next pipeline."""
         for file in self.folder.glob("worker-*"):
             if not file.name[7:].isdigit():
                 continue
             worker = int(file.name[7:])
             try:
-                inode = file.stat().st_ino
-                if worker not in self._boards or self._boards[worker][0] != inode:
+                inode, before = file.stat().st_ino, self._boards.get(worker)
+                if before is None or before[0] != inode:
                     self._boards[worker] = inode, Board(file)
-                    self._gone.discard(worker)
-                    self._programs = {**self._programs, **run_folders.programs(self.folder)}
+                    self._replaced(worker, before)
             except (OSError, ValueError):  # just removed
                 continue
+        self._listings |= run_folders.listings(self.folder, known=self._listings)
+
+    def _replaced(self, worker: int, before: tuple[int, Board] | None) -> None:
+        """Go on reading a board that has only grown; forget what belongs to a worker's pipeline before this one."""
+        board = self._boards[worker][1]
+        if before is not None and before[1].header == board.header:
+            board.follow(before[1])
+            return
+        self._gone.discard(worker)
+        self._listings = {key: listing for key, listing in self._listings.items() if key[0] != worker}
 
 
 def _tells(stack: str) -> bool:

@@ -22,10 +22,11 @@ def name_of(spec: Spec) -> str:
 
 
 def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]) -> dict[str, Any]:
-    """Return what `worker` runs in a step, in its order, and what each action needs, for JSON."""
+    """Return the listing of what `worker` runs in a step, in its order, and what each action needs, for JSON."""
     entries = [entry for entry in program if entry.action.kind not in PER_REPLICA]
     return {
         "schedule": name_of(spec),
+        "worker": worker,
         "microbatches": spec.num_microbatches,
         "order": order,
         "shards": spec.hosted(worker),
@@ -37,8 +38,8 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
     }  # fmt: skip
 
 
-def spec_of_programs(programs: Sequence[Mapping[str, Any]], num_microbatches: int | None = None) -> Spec:
-    """Return the spec that the programs of all workers, in order, are of.
+def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: int | None = None) -> Spec:
+    """Return the spec that the listings of all workers, in order, are of.
 
     Args:
         num_microbatches: leave out all microbatches from this one on, as a batch of fewer rows does.
@@ -47,25 +48,25 @@ def spec_of_programs(programs: Sequence[Mapping[str, Any]], num_microbatches: in
         ConfigError: they do not fit together.
     """
     try:
-        relation = _Relation(programs, num_microbatches)
+        relation = _Relation(listings, num_microbatches)
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"plan: cannot be read: {error}") from error
-    cls: type[Listed] = type(programs[0]["schedule"], (Listed,), {"relation": relation})
-    return cls(num_workers=len(programs), num_microbatches=relation.num_microbatches)
+        raise ConfigError(f"listing: cannot be read: {error}") from error
+    cls: type[Listed] = type(listings[0]["schedule"], (Listed,), {"relation": relation})
+    return cls(num_workers=len(listings), num_microbatches=relation.num_microbatches)
 
 
 class _Relation:
-    def __init__(self, programs: Sequence[Mapping[str, Any]], num_microbatches: int | None) -> None:
-        self.order: Order = programs[0]["order"]
-        self.num_microbatches: int = num_microbatches or programs[0]["microbatches"]
-        self.routes: list[int] = programs[0]["routes"]
+    def __init__(self, listings: Sequence[Mapping[str, Any]], num_microbatches: int | None) -> None:
+        self.order: Order = listings[0]["order"]
+        self.num_microbatches: int = num_microbatches or listings[0]["microbatches"]
+        self.routes: list[int] = listings[0]["routes"]
         self.place: dict[tuple[int, int], int] = {
-            (stage, route): worker for worker, own in enumerate(programs) for stage, route in own["shards"]
+            (stage, route): worker for worker, own in enumerate(listings) for stage, route in own["shards"]
         }
         self.needs: dict[Action, list[Action]] = {}
         self.slots: dict[Action, int] = {}
-        for program in programs:
-            for slot, (name, *needs) in enumerate(program["program"]):
+        for listing in listings:
+            for slot, (name, *needs) in enumerate(listing["program"]):
                 action = Action.parse(name)
                 if action.microbatch < self.num_microbatches:
                     self.slots[action] = slot

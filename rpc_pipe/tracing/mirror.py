@@ -2,7 +2,7 @@
 
     machine A                                       machine B
     watcher ──touches──> `watched`                  worker 3 ──writes──> its board
-            ──reads───> worker 3's mirror <──pulls── `exhibit` reads it
+            ──reads───> worker 3's mirror <──pulls── `exhibit` shows it
 
 The first worker of each machine keeps the mirrors. It pulls at its leisure, one question to a worker at a time, and not
 at all when nobody has looked for a while; what a slow link does not carry in time is left out.
@@ -15,12 +15,13 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from ..workers.hooks import StepRecord
 from . import run_folders
-from .board import Board, BoardWriter, pack_live, pack_record, packed_size, unpack_live, unpack_record
+from .board import Board, BoardWriter, Live, pack_live, pack_record, packed_size, unpack_live, unpack_record
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +34,7 @@ _COMPARE_EVERY_S = 60.0
 _MOST_STEPS = 8
 
 
-class _Answer(Protocol):
+class _Future(Protocol):
     """A future, as of RPC."""
 
     def done(self) -> bool: ...
@@ -49,31 +50,55 @@ class RemoteBoards(Protocol):
     #: answers who looks at this worker: (version seen last, or -1 for everything) -> bytes
     exhibit: Callable[[int], bytes] | None
 
-    def look(self, peer: int, seen: int) -> _Answer:
+    def look(self, peer: int, seen: int) -> _Future:
         """Ask `peer` for what `exhibit` says there."""
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Return (peer's clock minus ours, error), in ns."""
 
 
-def exhibit(folder: Path, worker: int) -> Callable[[int], bytes]:
-    """Return what answers those who look at `worker` from elsewhere: what is new on its board."""
-    board = Board(folder / f"worker-{worker}")
+class Answer(NamedTuple):
+    """What a worker shows of its board."""
 
-    def answer(seen: int) -> bytes:
-        versions = board.since(max(0, seen))[-_MOST_STEPS:]
-        head: dict[str, Any] = {
-            "seen": versions[-1][0] if versions else max(0, seen),
-            "clock_ns": board.header["clock_ns"],
-        }
-        if seen < 0:
-            plan = json.loads((folder / f"plan-{worker}").read_text())
-            head |= {"header": board.header, "sizes": board.sizes, "plan": plan}
-        encoded = json.dumps(head).encode()
-        records = b"".join(pack_record(record) for _, record in versions)
-        return len(encoded).to_bytes(8, "little") + encoded + pack_live(board.live()) + records
+    #: version that was read last
+    seen: int
+    #: which tells a worker's pipelines apart
+    clock_ns: int
+    #: numbers of microbatches whose programs are listed
+    listed: list[int]
+    #: None, and no listings, if only what is new was asked for
+    header: dict[str, Any] | None
+    listings: list[dict[str, Any]]
+    live: Live
+    records: list[StepRecord]
 
-    return answer
+
+def pack_answer(board: Board, listings: Mapping[int, dict[str, Any]], seen: int) -> bytes:
+    """Encode what is new on a board since version `seen`, or everything if it is -1; `unpack_answer` reads it."""
+    versions = board.since(max(0, seen))[-_MOST_STEPS:]
+    head: dict[str, Any] = {
+        "seen": versions[-1][0] if versions else max(0, seen),
+        "clock_ns": board.header["clock_ns"],
+        "listed": list(listings),
+        "header": board.header if seen < 0 else None,
+        "listings": list(listings.values()) if seen < 0 else [],
+    }
+    encoded = json.dumps(head).encode()
+    records = b"".join(pack_record(record) for _, record in versions)
+    return len(encoded).to_bytes(8, "little") + encoded + pack_live(board.live()) + records
+
+
+def unpack_answer(answer: bytes, offset_ns: int) -> Answer:
+    """Decode what `pack_answer` made, its times put off by `offset_ns`."""
+    at = 8 + int.from_bytes(answer[:8], "little")
+    head = json.loads(answer[8:at])
+    live, at = unpack_live(answer, at)
+    records = []
+    while at < len(answer):
+        size = packed_size(answer, at)
+        records.append(unpack_record(answer[at : at + size], offset_ns))
+        at += size
+    return Answer(**head, live=live._replace(since_ns=live.since_ns + offset_ns), records=records)
 
 
 class Mirror(threading.Thread):
@@ -110,9 +135,11 @@ class _Image:
         self._carrier = carrier
         self._folder = folder
         self.peer = peer
-        self._asked: _Answer | None = None
+        self._asked: _Future | None = None
         self._seen = -1
         self._clock_ns = -1
+        self._listed: list[int] = []
+        self._last_step = -1
         self._writer: BoardWriter | None = None
         self._offset_ns, self._error_ns = 0, 0
         self._compared = 0.0
@@ -131,30 +158,34 @@ class _Image:
                 self._offset_ns, self._compared = -offset, time.monotonic()
             self._asked = self._carrier.look(self.peer, self._seen)
 
-    def _take(self, answer: bytes) -> None:
-        if not answer:
+    def _take(self, packed: bytes) -> None:
+        if not packed:
             return
-        at = 8 + int.from_bytes(answer[:8], "little")
-        head = json.loads(answer[8:at])
-        if "header" not in head and head["clock_ns"] != self._clock_ns:  # the peer has made another pipeline
-            self._seen = -1
+        answer = unpack_answer(packed, self._offset_ns)
+        if answer.header is not None:
+            self._show(answer, answer.header)
+        elif (answer.clock_ns, answer.listed) != (self._clock_ns, self._listed):
+            self._seen = -1  # it has made another pipeline, or lists more
             return
-        if "header" in head:
-            self._clock_ns = head["clock_ns"]
-            run_folders.write_program(self._folder, self.peer, head["plan"])
-            self._writer = BoardWriter(
-                self._folder / f"worker-{self.peer}", self._header(head["header"]), *head["sizes"]
-            )
         assert self._writer is not None
-        live, at = unpack_live(answer, at)
-        while at < len(answer):
-            size = packed_size(answer, at)
-            self._writer.step_finished(unpack_record(answer[at : at + size], self._offset_ns))
-            at += size
-        self._writer.show(live._replace(since_ns=live.since_ns + self._offset_ns))
-        self._seen = head["seen"]
+        for record in answer.records:
+            if record.step > self._last_step:
+                self._writer.step_finished(record)
+                self._last_step = record.step
+        self._writer.show(answer.live)
+        self._seen = answer.seen
 
-    def _header(self, header: dict[str, Any]) -> dict[str, Any]:
-        # The process that keeps the copy is the one that a watcher here can see; its stacks are not the worker's.
-        own = {key: value for key, value in header.items() if key != "stacks_signal"}
-        return {**own, "process": run_folders.identity(), "clock_error_ms": self._error_ns / 1e6}
+    def _show(self, answer: Answer, header: dict[str, Any]) -> None:
+        """Write what does not change often."""
+        another = answer.clock_ns != self._clock_ns
+        self._clock_ns, self._listed = answer.clock_ns, answer.listed
+        if another:
+            run_folders.remove_listings(self._folder, self.peer)
+        for listing in answer.listings:
+            run_folders.write_listing(self._folder, listing)
+        if another:
+            # The process that keeps the copy is the one a watcher here can see; its stacks are not the worker's.
+            own = {key: value for key, value in header.items() if key != "stacks_signal"}
+            own |= {"process": run_folders.identity(), "clock_error_ms": self._error_ns / 1e6}
+            self._writer = BoardWriter(self._folder / f"worker-{self.peer}", own)
+            self._last_step = -1

@@ -11,7 +11,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ FOLDER = "RPC_PIPE_BOARDS"
 OFF = "off"
 #: file in a run's folder: the launcher's identity
 LAUNCHER = "launcher"
+#: what files with listings of programs begin with
+LISTING = "program"
 #: an empty folder may be of a run that is just starting
 _YOUNG_S = 600
 
@@ -140,23 +142,36 @@ def boards(path: Path) -> dict[int, Board]:
     return dict(sorted(found.items()))
 
 
-def write_program(path: Path, worker: int, listed: dict[str, Any]) -> None:
-    """Write a worker's program into a run's folder; readers see it whole or not at all."""
-    file = path / f"plan-{worker}"
-    file.with_suffix(".new").write_text(json.dumps(listed))
+def write_listing(path: Path, listing: Mapping[str, Any]) -> None:
+    """Write the listing of a worker's program into a run's folder; readers see it whole or not at all."""
+    file = path / f"{LISTING}-{listing['worker']}-{listing['microbatches']}"
+    file.with_suffix(".new").write_text(json.dumps(listing))
     file.with_suffix(".new").replace(file)
 
 
-def programs(path: Path) -> dict[int, dict[str, Any]]:
-    """Return the programs that workers have written, as `plan.spec_of_programs` takes them."""
+def remove_listings(path: Path, worker: int) -> None:
+    """Remove the listings of a worker, whose next pipeline has others."""
+    for file in path.glob(f"{LISTING}-{worker}-*"):
+        file.unlink(missing_ok=True)
+
+
+def files_of(path: Path, worker: int) -> list[Path]:
+    """Return what a worker has in a run's folder: its board and the listings of its programs."""
+    return [path / f"worker-{worker}", *path.glob(f"{LISTING}-{worker}-*")]
+
+
+def listings(path: Path, known: Container[tuple[int, int]] = ()) -> dict[tuple[int, int], dict[str, Any]]:
+    """Return the listings in a run's folder that are not `known`, by worker and number of microbatches."""
     found = {}
-    for file in path.glob("plan-*"):
-        if file.name[5:].isdigit():
+    for file in path.glob(f"{LISTING}-*"):
+        named = re.fullmatch(rf"{LISTING}-(\d+)-(\d+)", file.name)
+        key = (int(named[1]), int(named[2])) if named else None
+        if key is not None and key not in known:
             try:
-                found[int(file.name[5:])] = json.loads(file.read_text())
-            except (OSError, ValueError):
+                found[key] = json.loads(file.read_text())
+            except (OSError, ValueError):  # just removed
                 continue
-    return dict(sorted(found.items()))
+    return found
 
 
 def running() -> Iterator[Path]:

@@ -26,8 +26,8 @@ class Training(Protocol):
     def order(self) -> Order:
         """In what order workers run what is ready."""
 
-    def program(self, worker: int) -> list[Entry]:
-        """Return what `worker` runs in a training step of the full number of microbatches."""
+    def program(self, worker: int, num_microbatches: int) -> list[Entry]:
+        """Return what `worker` runs in a training step of so many microbatches."""
 
     def shards(self, worker: int) -> Sequence[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""

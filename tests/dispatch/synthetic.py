@@ -50,6 +50,7 @@ def records_of(spec, cost=COST, *, steps=4, links=None, layers=None, pause_ms=0.
                 StepRecord(
                     worker, step, min(start, ran[0].start_ns), ran[-1].end_ns, ran,
                     sorted(came, key=lambda a: a.at_ns), times, 3 - 0.1 * step, 8, 1024, 10**9, 2,
+                    spec.num_microbatches,
                 )
             )  # fmt: skip
             ends[worker] = ran[-1].end_ns
@@ -67,14 +68,17 @@ def news_of(spec, records, lives=None):
         worker: {
             "worker": worker, "num_workers": spec.num_workers, "process": "1/1/elsewhere", "host": "here",
             "device": "cpu", "schedule": "1f1b", "cores": 64, "shards": [(s, r, 2) for s, r in spec.hosted(worker)],
-            "clock_ns": 7 + worker,
+            "clock_ns": 7 + worker, "microbatches": spec.num_microbatches,
         }
         for worker in range(spec.num_workers)
     }  # fmt: skip
-    programs = {w: list_program(spec, w, "ready", list(entries(spec, w))) for w in range(spec.num_workers)}
+    listings = {
+        (worker, spec.num_microbatches): list_program(spec, worker, "ready", list(entries(spec, worker)))
+        for worker in range(spec.num_workers)
+    }
     now = max(record.end_ns for found in records.values() for record in found)
     lives = lives or {w: Live(State.BETWEEN, max(records), since_ns=now) for w in range(spec.num_workers)}
-    return News(headers, programs, lives, [r for step in sorted(records) for r in records[step]], now_ns=now)
+    return News(headers, listings, lives, [r for step in sorted(records) for r in records[step]], now_ns=now)
 
 
 def view_of(workers=4, microbatches=8, schedule="1f1b", lives=None, **options):

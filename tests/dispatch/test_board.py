@@ -1,6 +1,8 @@
 """Boards: what is written is read, torn and late reads are noticed."""
 
+import errno
 import math
+import os
 import struct
 
 import pytest
@@ -27,6 +29,7 @@ records = st.builds(
     tokens=times,
     peak_bytes=times,
     outbox=times,
+    num_microbatches=times,
 )
 
 
@@ -36,7 +39,7 @@ def record(step, worker=0):
 
 @pytest.fixture
 def writer(tmp_path):
-    return BoardWriter(tmp_path / "worker-0", {"pid": 1, "name": "ä"}, num_actions=3, num_arrivals=2, num_layers=1)
+    return BoardWriter(tmp_path / "worker-0", {"pid": 1, "name": "ä"})
 
 
 @given(records)
@@ -97,14 +100,38 @@ def test_a_record_that_is_being_written_is_left_for_later(writer, tmp_path):
     assert [r.step for r in board.records()] == [0]
 
 
-def test_a_step_that_is_too_large_is_left_out_and_the_run_goes_on(writer, tmp_path):
+def large(step, num_actions=1000):
+    return StepRecord(0, step, 0, 1, [Record(F(0, m), 0, 1) for m in range(num_actions)], loss=1.5)
+
+
+def test_a_larger_step_gets_a_larger_board_and_readers_go_on(writer, tmp_path):
+    """A board had room for as many microbatches as the pipeline was made for, and larger steps were left out."""
+    small, seen = Board(tmp_path / "worker-0"), [large(0, 1), large(1), large(2, 1), large(3, 20_000)]
+    for step in seen:
+        writer.step_finished(step)
+    writer.action_started(4, F(1, 2))
+    assert small.records() == seen[:1] and small.live().state is State.STARTING  # of what has been replaced
     board = Board(tmp_path / "worker-0")
-    writer.step_finished(record(0))
-    board.records()
-    many = StepRecord(0, 0, 0, 1, [Record(F(0, m), 0, 1) for m in range(50)])
-    writer.step_finished(many)
-    writer.step_finished(record(2))
-    assert [r.step for r in board.records()] == [2] and board.dropped == 1
+    board.follow(small)
+    assert board.records() == seen[1:] and board.dropped == 0 and board.header == small.header
+    assert str(board.live()) == "running 1F2, step 4"
+    assert Board(tmp_path / "worker-0").records() == seen
+    for step in range(4, 20):
+        writer.step_finished(large(step, 20_000))
+    assert [r.step for r in board.records()] == [16, 17, 18, 19] and board.dropped == 12  # of large ones few are kept
+
+
+def test_a_step_that_there_is_no_room_for_is_left_out_and_the_run_goes_on(writer, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise OSError(errno.ENOSPC, "no room")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    board = Board(tmp_path / "worker-0")
+    for step in (record(0), large(1), record(2)):
+        writer.step_finished(step)
+        board.records()
+    assert [r.step for r in Board(tmp_path / "worker-0").records()] == [0, 2] and board.dropped == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["worker-0"]
 
 
 def test_what_is_no_board_is_refused(tmp_path):

@@ -8,7 +8,7 @@ from rpc_pipe.dependency import B, ConfigError, F, G, I, R, U, W, entries
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.tracing.listing import list_program, spec_of_programs
+from rpc_pipe.tracing.listing import list_program, spec_of_listings
 
 COST = uniform({F: 1.5, B: 3.1, I: 1.6, W: 1.3, R: 1.4, G: 0.3, U: 0.2})
 
@@ -21,7 +21,7 @@ def written(spec):
 @pytest.mark.parametrize("name", [name for name, cls in SCHEDULES.items() if cls.synchronous])
 def test_every_schedule_runs_alike_from_what_its_workers_wrote(name):
     spec = make_spec(name, 4, 8, {})
-    read = spec_of_programs(written(spec))
+    read = spec_of_listings(written(spec))
     for steps in (1, 3):
         for comm in (0, 0.7):
             ours, theirs = (simulate(s, COST, comm=comm, steps=steps) for s in (spec, read))
@@ -32,5 +32,5 @@ def test_every_schedule_runs_alike_from_what_its_workers_wrote(name):
 def test_what_does_not_fit_together_is_refused():
     programs = written(make_spec("1f1b", 2, 2, {}))
     programs[1]["program"][0][0] = "nonsense"
-    with pytest.raises(ConfigError, match="plan: cannot be read: not an action: 'nonsense'"):
-        spec_of_programs(programs)
+    with pytest.raises(ConfigError, match="listing: cannot be read: not an action: 'nonsense'"):
+        spec_of_listings(programs)

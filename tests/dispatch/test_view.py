@@ -95,13 +95,13 @@ def test_a_stall_is_told_once_with_a_roll_call_and_ends():
     assert texts[-1].endswith("everybody waits for worker 0, which is running 0F0, step 4")
     assert view.culprit() == 0
     lives[0] = Live(State.RUNNING, 4, B(0, 0), since_ns=start + 14 * 10**9)
-    view.take(News(news.headers, news.programs, lives, now_ns=start + 14 * 10**9))
+    view.take(News(news.headers, news.listings, lives, now_ns=start + 14 * 10**9))
     assert not view.stalled
 
 
 def test_a_worker_that_dies_is_told():
     view = view_of()
-    news = News(view.headers, view.programs, view.lives, gone=frozenset({2}))
+    news = News(view.headers, view.listings, view.lives, gone=frozenset({2}))
     view.take(news)
     assert view.rows()[2].state == "gone"
     assert view.events[-1][1:] == ("worker 2 has gone", True)
@@ -115,7 +115,7 @@ def test_a_slow_step_is_told():
     offset = max(r.end_ns for r in steps[9])
     view.take(
         News(
-            view.headers, view.programs, view.lives,
+            view.headers, view.listings, view.lives,
             [replace(r, step=10, start_ns=r.start_ns + offset, end_ns=r.end_ns + offset) for r in late],
         )
     )  # fmt: skip

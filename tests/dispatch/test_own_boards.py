@@ -1,0 +1,92 @@
+"""What a real pipeline of this process writes for those who watch."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe.dispatch.view import View
+from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.tracing import own_boards
+from rpc_pipe.tracing.boards import Boards
+from rpc_pipe.tracing.mirror import _Image
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_boards, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(own_boards, "_offer_stacks", lambda _: None)  # for the life of a process
+    return tmp_path
+
+
+def pipeline(**options):
+    layers = [partial(nn.Linear, 4, 4) for _ in range(8)]
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    return Pipeline(layers, nn.functional.mse_loss, optimizer=optimizer, num_workers=2, **options)
+
+
+def steps(pipe, *counts):
+    for count in counts:
+        pipe.step(microbatches=[(torch.ones(1, 4), torch.ones(1, 4))] * count)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
+def test_steps_of_any_number_of_microbatches_are_recorded(folder, schedule):
+    """With more than `num_microbatches`, as to accumulate, nothing was recorded: boards had no room for it."""
+    view, boards = View(), Boards(folder)
+    pipe = pipeline(num_microbatches=2, schedule=schedule)
+    view.take(boards.look())
+    steps(pipe, 40, 40, 40)
+    view.take(boards.look())
+    assert view.complete_steps(0) == [0, 1, 2] and view.lost(fresh=True) is not None and view.dropped == 0
+    steps(pipe, 2, 6, 4)
+    view.take(boards.look())
+    assert view.complete_steps(0) == list(range(6)) and view.dropped == 0
+    for step, count in enumerate([40, 40, 40, 2, 6, 4]):
+        trace = view.trace_of([step])
+        assert trace is not None and trace.spec.num_microbatches == count
+        ran = {(run.worker, run.action) for run in trace.spans() if run.action.kind.value not in "UG"}
+        assert ran == {(span.worker, span.action) for span in view.planned(trace) if span.action.kind.value not in "UG"}
+
+
+def test_the_next_pipeline_of_a_process_replaces_the_one_before(folder):
+    view, boards = View(), Boards(folder)
+    steps(pipeline(num_microbatches=4), 4, 8)
+    view.take(boards.look())
+    assert {count for _, count in view.listings} == {4, 8}
+    steps(pipeline(num_microbatches=2, schedule="gpipe"), 2)
+    view.take(boards.look())
+    assert {count for _, count in view.listings} == {2} and view.complete_steps(0) == [0]
+    assert type(view.spec).__name__ == "gpipe"
+
+
+class Network:
+    """A carrier to a worker of another machine whose clock is 5 ms behind."""
+
+    worker, num_workers, exhibit = 0, 2, None
+
+    def look(self, peer, seen):
+        future = torch.futures.Future()
+        future.set_result(own_boards._boards[peer].answer(seen))
+        return future
+
+    def clock_offset(self, peer):
+        return -5_000_000, 1000
+
+
+def test_a_board_of_another_machine_is_mirrored_with_all_that_is_listed_later(folder, tmp_path_factory):
+    here = tmp_path_factory.mktemp("here")
+    pipe, image, view, boards = pipeline(num_microbatches=2), _Image(Network(), here, 1), View(), Boards(here)
+    steps(pipe, 2)
+    for _ in range(2):
+        image.refresh()
+    steps(pipe, 6, 4)
+    for _ in range(4):
+        image.refresh()
+        view.take(boards.look())
+    there = own_boards._boards[1].board.since(0)
+    seen = [view._steps[step][1] for step in range(3)]
+    assert [r.start_ns for r in seen] == [r.start_ns + 5_000_000 for _, r in there]
+    assert [(r.step, r.num_microbatches) for r in seen] == [(0, 2), (1, 6), (2, 4)] and view.dropped == 0
+    assert {count for _, count in view.listings} == {2, 4, 6} and view.clock_error_ms == 1e-3
