@@ -29,11 +29,11 @@ from bench import devices, group
 from bench.scenarios import emulated
 from bench.systems import SYSTEMS, Job, Ours
 from rpc_pipe.dependency import Action
-from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.run import Run
-from rpc_pipe.workers.transport import message as messages
-from rpc_pipe.workers.transport import rpc
+from rpc_pipe.workers.transport import message, remote
+from rpc_pipe.workers.transport.carrier import Carrier
 from rpc_pipe.workers.transport.exchange import Exchange
+from rpc_pipe.workers.transport.remote import RemoteCarrier
 from rpc_pipe.workers.transport.shared_memory import POSSIBLE, Channels
 from rpc_pipe.workers.transport.wakeup import Wakeup
 
@@ -56,7 +56,7 @@ RPC = {
     "gathered": (OURS, "decided to send now, by this thread or another"),
     "sent": (OURS, "serialised and handed to TensorPipe"),
     "received": (WAKING, "two network threads, the receiver's RPC thread"),
-    "delivered": (OURS, "unpickled"),
+    "delivered": (OURS, "read"),
     **_AFTER,
 }
 #: a receiver that woke up so late was busy, ns
@@ -82,7 +82,7 @@ class Observed(Ours):
         self._events.append((event, str(key), time.perf_counter_ns()))
 
     def _starts(self, run: Run, action: Action) -> str:
-        self._running = str((run._mailbox._run, str(action)))
+        self._running = str((run._run, str(action)))
         return ""
 
     def _observe(self) -> None:
@@ -101,9 +101,10 @@ class Observed(Ours):
 
             _replace(cls, name, noted)
 
-        before(Run, "_hand_over", "computed", lambda run, action, *_: (run._mailbox._run, str(action)))
-        before(rpc.RpcCarrier, "_answer", "published", lambda _, peer, key, answer: key)
-        before(Run, "_take_in", "taken in", lambda run, arrival: (run._mailbox._run, str(arrival.what)))
+        before(Run, "_hand_over", "computed", lambda run, action, *_: (run._run, str(action)))
+        before(RemoteCarrier, "_answer", "published", lambda _, peer, key, answer: key)
+        before(Carrier, "_queue", "delivered", lambda _, arrived: arrived.key)
+        before(Run, "_take_in", "taken in", lambda run, arrival: (run._run, str(arrival.what)))
         before(Run, "_execute", "started", self._starts)
         work = devices.work
 
@@ -133,7 +134,7 @@ class Observed(Ours):
         _replace(Wakeup, "wait", noted_wait)
 
     def _observe_messages(self) -> None:
-        outgoing, send, decode, deliver = Exchange.outgoing, rpc.RpcCarrier._send, messages.decode, Mailbox._deliver
+        outgoing, send, decode = Exchange.outgoing, RemoteCarrier._send, message.decode
 
         def noted_outgoing(exchange: Exchange) -> Any:
             found = outgoing(exchange)
@@ -143,30 +144,20 @@ class Observed(Ours):
                 self._note("gathered", key)
             return found
 
-        def noted_send(carrier: rpc.RpcCarrier, peer: int) -> None:
+        def noted_send(carrier: RemoteCarrier, peer: int) -> None:
             send(carrier, peer)
             for key in self._sending.keys:
                 self._note("sent", key)
 
         def noted_decode(*parts: Any) -> Any:
             now = time.perf_counter_ns()
-            message = decode(*parts)
-            self._events += [("received", str(key), now) for key, _ in message.answers]
-            return message
-
-        def noted_deliver(mailbox: Mailbox, peer: int, what: Any) -> Any:
-            original, key = deliver(mailbox, peer, what), (mailbox._run, str(what))
-
-            def noted(answer: Any, at_ns: int) -> None:
-                self._note("delivered", key)
-                original(answer, at_ns)
-
-            return noted
+            found = decode(*parts)
+            self._events += [("received", str(key), now) for key, _ in found.answers]
+            return found
 
         _replace(Exchange, "outgoing", noted_outgoing)
-        _replace(rpc.RpcCarrier, "_send", noted_send)
-        _replace(rpc, "decode", noted_decode)
-        _replace(Mailbox, "_deliver", noted_deliver)
+        _replace(RemoteCarrier, "_send", noted_send)
+        _replace(remote, "decode", noted_decode)
 
     def close(self) -> None:
         (Path(os.environ["BENCH_HOPS"]) / f"{self.rank}.events").write_text(json.dumps(self._events))

@@ -35,8 +35,7 @@ from .workers.hooks import Listener
 from .workers.run import Work
 from .workers.transport.call import Call
 from .workers.transport.carrier import Carrier
-from .workers.transport.local import LocalCarrier
-from .workers.transport.outbox import Outbox
+from .workers.transport.local import local_carriers
 from .workers.transport.payload import Tree, num_rows, num_tokens, split_rows
 
 T = TypeVar("T")
@@ -127,12 +126,7 @@ class Pipeline:
                 lr_scheduler=lr_scheduler,
             )
 
-        carriers: list[Carrier]
-        if job is not None:
-            carriers = [join(job)]
-        else:
-            outboxes = [Outbox() for _ in workers]
-            carriers = [LocalCarrier(worker, outboxes) for worker in workers]
+        carriers: list[Carrier] = [join(job)] if job is not None else [*local_carriers(len(workers))]
         self._actors = [
             WorkerActor(
                 carrier,
@@ -273,7 +267,7 @@ class Pipeline:
             raise ConfigError("step: needs a batch, or microbatches")
         rows = [num_rows(targets if inputs is None else inputs) for inputs, targets in pieces]
         total = sum(rows)
-        number = self._actors[0].carrier.outbox.run
+        number = self._actors[0].carrier.calls.number
         described = self._described, describe(batch[0], number), describe(batch[1], number) if want_loss else ""
         spec = self._spec_for(len(pieces))
 

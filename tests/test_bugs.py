@@ -1,17 +1,22 @@
 """Bugs that were found, each with its story."""
 
-import pickle
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import pytest
 import torch
+from carriers import loopback_carriers
 from torch import nn
-from torch.futures import Future
 
 from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.workers.transport.call import Call
+from rpc_pipe.workers.transport.message import Message, decode
+from rpc_pipe.workers.transport.payload import Payload
+from rpc_pipe.workers.transport.shared_memory import POSSIBLE
 
 
 def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
@@ -22,32 +27,30 @@ def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
     Later an acknowledgement could also be the answer to a request, which nobody confirms. So who leaves tells
     every peer what is still to be said, and that it takes nothing more, and waits until that has been read.
     """
-    from rpc_pipe.workers.transport import rpc as module
-    from rpc_pipe.workers.transport.exchange import NOTHING, Message
-    from rpc_pipe.workers.transport.payload import Payload
+    from rpc_pipe.workers.transport import remote
 
-    sent, shut_down, read = [], [], Future()
+    key, sent = (1, "barrier"), []
 
-    def invoke(info, pickled, tensors, timeout_s, is_async):
-        sent.append(pickle.loads(pickled))
-        return read
+    class Quiet(remote.RemoteCarrier):
+        def _request(self, peer, what, args, then):
+            sent.append((what, args, then))
 
-    monkeypatch.setattr(module.rpc, "init_rpc", lambda *args, **kwargs: None)
-    monkeypatch.setattr(module.rpc, "get_worker_info", lambda name: name)
-    monkeypatch.setattr(module, "_invoke_rpc_python_udf", invoke)
-    monkeypatch.setattr(module.rpc, "shutdown", lambda graceful: shut_down.append(read.done()))
-    monkeypatch.setattr(module.time, "sleep", lambda seconds: read.done() or read.set_result(module.encode(NOTHING)))
-    carrier = module.RpcCarrier(0, 2, "file:///nowhere")
-    held = Future()
-    carrier.exchange(1).hold(held)
-    carrier.exchange(1).ask({(1, "barrier"): lambda answer, at_ns: None})
-    carrier.received(1, Message([], [], [((1, "barrier"), Payload([], None))]), own=False)
+    def read(seconds):
+        what, _, then = sent[-1]
+        assert what == "leave", "left before its last words were sent"
+        then(None)
+
+    monkeypatch.setattr(remote.time, "sleep", read)
+    carrier, held = Quiet(0, 2), []
+    carrier.exchange(1).hold(held.append)
+    carrier.begin(Call(0, "barrier"))
+    carrier.pull(1, key[0], [key[1]])
+    carrier.received(1, Message([], [], [(key, Payload([], None))]), own=False)
+    began = time.monotonic()
     carrier.close()
-    assert sent[-1].func is module._leave
-    messages = [module.decode(*call.args[1:]) for call in sent if call.func is not module._offered]
-    assert [key for message in messages for key in message.taken] == [(1, "barrier")]
-    assert held.done(), "the peer's request would break, and be reported"
-    assert shut_down == [True], "left before its last words were read"
+    assert time.monotonic() - began < remote._LEAVE_S, "its last words were read"
+    assert decode(*sent[-1][1]).taken == [key]
+    assert held, "the peer's request would break, and be reported"
 
 
 def test_a_worker_does_not_leave_with_what_others_have_not_taken(tmp_path):
@@ -78,46 +81,39 @@ if pipe.worker == 0:
 """
 
 
-def test_what_a_peer_answered_before_it_died_is_delivered_first(monkeypatch):
+@pytest.mark.skipif(not POSSIBLE, reason="there is no shared memory here")
+def test_what_a_peer_answered_before_it_died_is_delivered_first():
     """Read, not met: an answer in shared memory was thrown away if the connection broke before it was read."""
-    from rpc_pipe.workers.transport import rpc as module
-    from rpc_pipe.workers.transport.payload import Payload
-    from rpc_pipe.workers.transport.shared_memory import POSSIBLE
-
-    if not POSSIBLE:
-        return
-    monkeypatch.setattr(module.rpc, "init_rpc", lambda *args, **kwargs: None)
-    carrier = module.RpcCarrier(0, 2, "file:///nowhere")
-    assert carrier.channels.accept(1, carrier.channels.offer(1))  # worker 1's end too is in this test
-    carrier.exchange(1).hold(Future())  # worker 1 has talked
-    delivered = []
-    for key in ((1, "1B0"), (1, "1B1")):
-        carrier.exchange(1).ask({key: lambda answer, at_ns, key=key: delivered.append((key, answer))})
-    payload = Payload([], None)
-    assert carrier.channels.write(1, (1, "1B0"), payload)
+    carrier, _ = loopback_carriers(2)
+    offers = [carrier.channels.offer(1, 8) for _ in range(4)]
+    assert carrier.channels.accept(1, offers[-1])  # worker 1's end too is in this test
+    carrier.exchange(1).hold(print)  # worker 1 has talked
+    carrier.pull(1, carrier.begin(Call(0, "step 0")), ["1B0", "1B1"])
+    assert carrier.channels.write(1, (1, "1B0"), Payload([], None))
     carrier._failed(1, "eof")
     assert carrier.wait(60)
-    carrier.poll()
-    assert delivered == [((1, "1B0"), payload), ((1, "1B1"), "eof")]
+    assert [(arrived.key[1], arrived.answer) for arrived in carrier.poll((1,))] == [
+        ("1B0", Payload([], None)),
+        ("1B1", "eof"),
+    ]
 
 
 def test_two_threads_that_come_first_share_one_exchange(monkeypatch):
-    """Read, not met: a handler and the compute thread could each make an exchange to the same peer.
+    """Read, not met: a handler and the compute thread could each make an exchange with the same peer.
 
     One of the two was lost with the questions in it, and nobody would ever have answered them.
     """
-    from rpc_pipe.workers.transport import rpc as module
+    from rpc_pipe.workers.transport import remote
 
     together = threading.Barrier(2)
 
-    class SlowExchange(module.Exchange):
+    class SlowExchange(remote.Exchange):
         def __init__(self):
             super().__init__()
             together.wait(10)
 
-    monkeypatch.setattr(module.rpc, "init_rpc", lambda *args, **kwargs: None)
-    monkeypatch.setattr(module, "Exchange", SlowExchange)
-    carrier = module.RpcCarrier(0, 2, "file:///nowhere")
+    monkeypatch.setattr(remote, "Exchange", SlowExchange)
+    carrier, _ = loopback_carriers(2)
     with ThreadPoolExecutor(2) as pool:
         exchanges = list(pool.map(carrier.exchange, [1, 1]))
     assert exchanges[0] is exchanges[1] is carrier.exchange(1)
@@ -148,8 +144,6 @@ def test_workers_in_threads_compute_like_their_caller():
 
 def test_no_workers_is_not_the_default_number_of_workers():
     """`Pipeline(num_workers=0)` made two workers: `num_workers or 2`."""
-    import pytest
-
     from rpc_pipe.dependency import ConfigError
 
     with pytest.raises(ConfigError, match="workers 0"):
@@ -175,11 +169,11 @@ def test_workers_of_one_process_restore_its_random_numbers_together():
 def test_ctrl_c_before_anything_runs_is_not_a_crash(monkeypatch):
     """A watcher that was stopped while it still looked for runs ended with a traceback."""
     from rpc_pipe.commands import main as cli
-    from rpc_pipe.dispatch import command
+    from rpc_pipe.commands import watch
 
     def interrupted(address):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "_open_source", interrupted)
-    monkeypatch.setattr(command.os, "nice", lambda _: 0)
+    monkeypatch.setattr(watch, "_open_source", interrupted)
+    monkeypatch.setattr(watch.os, "nice", lambda _: 0)
     assert cli.main(["watch"]) == 130

@@ -80,29 +80,27 @@ class WorkerActor:
             Stalled: nothing arrived in time.
         """
         with self._telling_failures(), torch.set_grad_enabled(work.train):
-            self.mailbox.begin(call)
-            result = Run(self, work, self._lookahead).complete()
+            result = Run(self, work, self._lookahead, self.mailbox.begin(call)).complete()
             self.step += work.train
             return result
 
     def gather(self, name: str, value: Tree) -> list[Tree] | None:
         """Return every worker's `value`, in order of workers, on worker 0; None on the others."""
         with self._telling_failures():
-            self.mailbox.begin(Call(self.worker, f"gather {name}"))
+            run = self.mailbox.begin(Call(self.worker, f"gather {name}"))
             if self.worker != 0:
-                self.mailbox.publish(name, pack(value), [0])
-                self.mailbox.dispatch(busy=False)
+                self.mailbox.publish(run, name, pack(value), [0])
                 return None
-            arrived = self.mailbox.collect(name, range(1, self.carrier.num_workers))
+            arrived = self.mailbox.collect(run, name, range(1, self.carrier.num_workers))
             return [value, *(unpack(arrived[worker]) for worker in sorted(arrived))]
 
     def barrier(self) -> None:
         """Return when every worker has called this and nobody needs anything of this one."""
         with self._telling_failures():
-            self.mailbox.begin(Call(self.worker, "barrier"))
+            run = self.mailbox.begin(Call(self.worker, "barrier"))
             others = set(range(self.carrier.num_workers)) - {self.worker}
-            self.mailbox.publish("barrier", Payload([], None), list(others))
-            self.mailbox.collect("barrier", others)
+            self.mailbox.publish(run, "barrier", Payload([], None), list(others))
+            self.mailbox.collect(run, "barrier", others)
             self.mailbox.drain()
 
     @contextmanager
@@ -114,8 +112,7 @@ class WorkerActor:
         except BaseException as error:
             known = error.cause if isinstance(error, PeerLost) else error
             failure = known if isinstance(known, (Disagreement, WorkerFailure)) else self._describe(error)
-            self.carrier.outbox.fail(failure)
-            self.carrier.dispatch(busy=False)
+            self.carrier.fail(failure)
             if isinstance(error, Exception) and not isinstance(error, (Disagreement, PeerLost, Stalled, WorkerFailure)):
                 raise failure from error
             raise

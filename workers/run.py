@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from .actor import WorkerActor
 
 
-#: a worker that has waited within so many actions has time to send by itself
-_RECENTLY = 4
 _RESULT = "result of worker "
 
 
@@ -91,15 +89,15 @@ class Tasks(dict[Action, Task]):
 class Run:
     """Carries a WorkerState through one `Work` on the thread that computes."""
 
-    def __init__(self, actor: WorkerActor, work: Work, lookahead: int) -> None:
+    def __init__(self, actor: WorkerActor, work: Work, lookahead: int, run: int) -> None:
         self._actor = actor
         self._work = work
         self._spec = spec = work.spec
         self._mailbox = actor.mailbox
+        #: its number
+        self._run = run
         self._tasks = actor.tasks(spec)
         self._state = WorkerState(work.program, work.order, lookahead)
-        #: actions for which it still counts as recent that this worker had to wait
-        self._slack = 0
         #: payloads by the action that made them: from other workers, or handed over on this one
         self._payloads: dict[Action, Payload] = {}
         self._marks: list[tuple[Action, Mark, Mark]] = []
@@ -118,10 +116,10 @@ class Run:
             shard.losses = Losses()
             shard.layer_times = [] if self._work.train and self._actor.courier.in_step else None
         for host in self._result.missing - {self._actor.worker}:
-            self._mailbox.pull(self._towards(host), [(f"{_RESULT}{host}", True)])
+            self._mailbox.pull(self._run, self._towards(host), [(f"{_RESULT}{host}", True)])
         self._carry(self._state.start())
         while not self._state.complete:
-            for arrival in self._mailbox.arrivals():
+            for arrival in self._mailbox.arrivals((self._run,)):
                 self._take_in(arrival)
             action = self._state.take()
             if action is None:
@@ -130,7 +128,7 @@ class Run:
                 self._execute(action)
         while self._result.missing:
             self._wait()
-        self._mailbox.dispatch(busy=False)
+        self._mailbox.end(self._run)
         self._report(start_ns)
         # The count goes up only after a training step, which this may not have been.
         self._actor.listeners.idle(self._actor.step if self._work.train else self._actor.step - 1)
@@ -142,7 +140,7 @@ class Run:
             if isinstance(instruction, Pull):
                 wanted.setdefault(instruction.worker, []).append((instruction.action, instruction.carries))
         for peer, questions in wanted.items():
-            self._mailbox.pull(peer, questions)
+            self._mailbox.pull(self._run, peer, questions)
 
     def _take_in(self, arrival: Arrival) -> None:
         if isinstance(arrival.what, str):
@@ -158,10 +156,9 @@ class Run:
         self._carry(self._state.arrived(arrival.what))
 
     def _wait(self) -> None:
-        self._mailbox.dispatch(busy=False)
-        self._slack = _RECENTLY
         self._actor.listeners.waiting(self._actor.step, self._blocked)
-        self._take_in(self._mailbox.next_arrival(lambda: str(self._blocked())))
+        for arrival in self._mailbox.next_arrivals((self._run,), lambda: str(self._blocked())):
+            self._take_in(arrival)
 
     def _blocked(self) -> Blocked:
         blocked = self._state.blocked()
@@ -172,8 +169,6 @@ class Run:
             while self._result.missing:  # the divisor; known long before, unless the last stage is late
                 self._wait()
         actor, task = self._actor, self._tasks[action]
-        self._mailbox.dispatch(busy=self._slack <= 0)
-        self._slack -= 1
         actor.running = task.name
         actor.listeners.action_started(actor.step, action)
         begin = actor.courier.mark()
@@ -183,7 +178,7 @@ class Run:
             self._hand_over(action, task, payload)  # first of all: others wait for it
         self._marks.append((action, begin, end))
         actor.running = ""
-        self._mailbox.finished(task.name)
+        self._mailbox.finished(self._run, task.name)
         self._carry(self._state.finished(action))
 
     def _hand_over(self, action: Action, task: Task, payload: Payload) -> None:
@@ -191,9 +186,7 @@ class Run:
         if task.here:
             self._payloads[action] = payload
         if task.others:
-            self._mailbox.publish(task.name, payload, task.others)
-            if self._slack > 0:
-                self._mailbox.dispatch(busy=False)
+            self._mailbox.publish(self._run, task.name, payload, task.others)
 
     def _compute(self, action: Action, task: Task) -> Payload | None:
         kind, microbatch, shard = action.kind, action.microbatch, task.shard
@@ -263,7 +256,7 @@ class Run:
     def _tell(self, host: int, part: Payload, workers: Iterable[int]) -> None:
         there = [worker for worker in workers if 0 <= worker < self._actor.carrier.num_workers]
         others = [worker for worker in there if worker != self._actor.worker]
-        self._mailbox.publish(f"{_RESULT}{host}", part, others, here=len(others) < len(there))
+        self._mailbox.publish(self._run, f"{_RESULT}{host}", part, others, here=len(others) < len(there))
 
     def _towards(self, host: int) -> int:
         """The neighbour on the way to `host`: results go from worker to worker, as payloads mostly do."""

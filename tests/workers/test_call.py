@@ -10,8 +10,7 @@ from rpc_pipe.workers.actor import WorkerActor
 from rpc_pipe.workers.compute.device import CpuCourier
 from rpc_pipe.workers.compute.digest import describe, digest
 from rpc_pipe.workers.transport.call import Call, difference
-from rpc_pipe.workers.transport.local import LocalCarrier
-from rpc_pipe.workers.transport.outbox import Outbox
+from rpc_pipe.workers.transport.local import local_carriers
 
 STEP = Call(0, "step 3", "1f1b", describe(torch.ones(4, 2)), describe(torch.ones(4)), "0=1f 1=2e")
 
@@ -40,35 +39,36 @@ def test_only_what_both_have_is_compared(other, message):
 
 @pytest.mark.parametrize("order", ["told first", "begun first", "over already", "begun never"])
 def test_a_question_that_belongs_to_another_call_is_answered_by_the_difference(order):
-    outbox, answers = Outbox(), []
+    first, second = local_carriers(2)
 
     def ask():
-        outbox.ask((1, Call(1, "evaluate").told()), 1, answers.append)
-        outbox.ask((1, "0F0"), 1, answers.append)
+        second.begin(Call(1, "evaluate"))
+        second.pull(0, 1, ["0F0"])
 
     if order == "told first":
         ask()
         with pytest.raises(Disagreement, match="worker 0 calls step 3 where worker 1 calls evaluate"):
-            outbox.begin(STEP)
+            first.begin(STEP)
     elif order == "begun never":
         ask()
-        outbox.end(0)
+        first.close()
     else:
-        outbox.begin(STEP)
+        first.begin(STEP)
         if order == "over already":
-            outbox.begin(STEP)
+            first.end(1)
+            first.begin(STEP)
         ask()
-    (answer,) = answers
-    assert isinstance(answer, Disagreement)
-    assert ("worker 0 has ended its script" in str(answer)) == (order == "begun never")
-    with pytest.raises(Disagreement):
-        outbox.begin(STEP)
+    (arrived,) = second.poll((1,))
+    assert isinstance(arrived.answer, Disagreement)
+    assert ("worker 0 has ended its script" in str(arrived.answer)) == (order == "begun never")
+    for hears in (lambda: first.begin(STEP), lambda: first.poll((1,))):
+        with pytest.raises(Disagreement):
+            hears()
 
 
 def test_a_worker_that_waits_to_be_relieved_of_its_payloads_hears_of_a_difference():
     """Read, not met: who called `state_dict` alone would have waited for five minutes for worker 0 to take it."""
-    outboxes = [Outbox(), Outbox()]
-    first, second = (WorkerActor(LocalCarrier(worker, outboxes), CpuCourier(), {}) for worker in range(2))
+    first, second = (WorkerActor(carrier, CpuCourier(), {}) for carrier in local_carriers(2))
     raised = []
 
     def alone():

@@ -2,12 +2,15 @@
 
 import random
 from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpc_pipe.workers.transport.exchange import Exchange, Message
+from rpc_pipe.dependency import WorkerFailure
+from rpc_pipe.workers.transport.exchange import Exchange
+from rpc_pipe.workers.transport.message import Message
 from rpc_pipe.workers.transport.outbox import Outbox
 from rpc_pipe.workers.transport.payload import Payload
 
@@ -20,20 +23,17 @@ class Network:
     def __init__(self, seed=0):
         self.random = random.Random(seed)
         self.exchanges = Exchange(), Exchange()
-        self.outboxes = Outbox(), Outbox()
+        self.outboxes = [Outbox(partial(self._answer, worker)) for worker in (0, 1)]
         self.delivered = Counter()
         self.under_way = []  # (sender, message, the request it answers)
         self.sent = 0
 
     def ask(self, worker, key):
-        def deliver(answer):
-            self.delivered[key] += 1
-
-        self.exchanges[worker].ask({key: deliver})
+        self.exchanges[worker].ask([key])
         self.send(worker)
 
     def publish(self, worker, key):
-        self.outboxes[worker].put(key, PAYLOAD, [1 - worker])
+        self.outboxes[worker].offer(key, PAYLOAD, [1 - worker])
 
     def send(self, worker):
         while outgoing := self.exchanges[worker].outgoing():
@@ -45,16 +45,17 @@ class Network:
         receiver = 1 - sender
         if held is None:
             self.exchanges[receiver].hold("request")
-        for deliver, answer in self.exchanges[receiver].received(message, own=held is not None):
-            deliver(answer)
+        self.exchanges[receiver].received(message, own=held is not None)
+        self.delivered.update(key for key, _ in message.answers)
         self.outboxes[receiver].taken(message.taken, sender)
         for key in message.asks:
-            self.outboxes[receiver].ask(key, sender, lambda answer, key=key: self._answer(receiver, key, answer))
+            self.outboxes[receiver].ask(key, sender)
         self.send(receiver)
 
-    def _answer(self, worker, key, answer):
+    def _answer(self, worker, peer, key, answer):
         self.exchanges[worker].answer(key, answer)
         self.send(worker)
+        return False
 
     def settle(self):
         moves = 0
@@ -76,7 +77,7 @@ def test_every_question_is_answered_once_in_any_order(seed, count):
     network.settle()
     assert network.delivered == {key: 1 for _, _, key in todo}
     for worker, exchange in enumerate(network.exchanges):
-        exchange.flush()
+        exchange.hurry()
         network.send(worker)
     network.settle()
     assert [len(outbox) for outbox in network.outboxes] == [0, 0]
@@ -116,14 +117,26 @@ def test_where_payloads_go_one_way_few_messages_are_alone():
     assert network.sent - before <= 64 + 64 // 8 + 64
 
 
-def test_a_lost_peer_is_told_to_whoever_waits():
-    exchange, told = Exchange(), []
-    exchange.ask({(1, "F0"): told.append})
-    assert exchange.outgoing() is not None
-    for deliver in exchange.broken():
-        deliver("gone")
-    assert told == ["gone"]
-    assert exchange.broken() == []
+def test_a_failure_is_said_once_and_again_to_who_asks_again():
+    exchange, failure = Exchange(), WorkerFailure(0, "0F0", 1, "ValueError", "trace")
+    for _ in range(2):
+        exchange.fail(failure)
+        assert exchange.outgoing().message.failure is failure
+        assert exchange.outgoing() is None
+
+
+def test_what_could_not_be_sent_leaves_the_requests_as_they_were():
+    exchange = Exchange()
+    exchange.ask([(1, "F0")])
+    exchange.unsent(exchange.outgoing().held)
+    assert exchange._outstanding == 0
+    exchange.ask([(1, "F1")])
+    exchange.outgoing()
+    for request in ("first", "second"):
+        exchange.hold(request)
+    exchange.answer((1, "B0"), PAYLOAD)
+    exchange.unsent(exchange.outgoing().held)
+    assert exchange.close()[1] == ["first", "second"]
 
 
 def test_one_request_always_stays_with_the_peer_so_that_its_death_is_noticed():
@@ -140,20 +153,17 @@ def test_one_request_always_stays_with_the_peer_so_that_its_death_is_noticed():
 def test_after_a_goodbye_nothing_is_said():
     exchange = Exchange()
     exchange.hold("request")
-    exchange.ask({(1, "F0"): lambda answer: None})
-    assert exchange.close() == ["request"]
+    exchange.ask([(1, "F0")])
+    assert exchange.close() == (Message([(1, "F0")], [], []), ["request"])
+    exchange.ask([(1, "F1")])
     assert exchange.outgoing() is None
 
 
 @pytest.mark.parametrize("count", [7, 8])
 def test_arrivals_are_told_alone_only_when_there_are_many(count):
     exchange = Exchange()
-    exchange.ask({(1, f"F{m}"): lambda answer: None for m in range(count)})
+    exchange.ask([(1, f"F{m}") for m in range(count)])
     assert exchange.outgoing() is not None
     for m in range(count):
-        exchange.received(answering((1, f"F{m}")), own=False)
+        exchange.received(Message([], [], [((1, f"F{m}"), PAYLOAD)]), own=False)
     assert exchange.urgent == (count == 8)
-
-
-def answering(key):
-    return Message([], [], [(key, PAYLOAD)])

@@ -1,35 +1,37 @@
-"""A worker's end of the carrier."""
+"""A worker's end of its carrier."""
+
+import threading
 
 import pytest
 import torch
 
-from rpc_pipe.dependency import F, PeerLost, Stalled
+from rpc_pipe.dependency import F, PeerLost, PipeError, Stalled, WorkerFailure
 from rpc_pipe.workers.compute.device import CpuCourier
 from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.transport.call import Call
-from rpc_pipe.workers.transport.local import LocalCarrier
-from rpc_pipe.workers.transport.outbox import Outbox
-from rpc_pipe.workers.transport.payload import pack
+from rpc_pipe.workers.transport.local import local_carriers
+from rpc_pipe.workers.transport.payload import Payload, pack
 
 PAYLOAD = pack(torch.ones(2))
+RUN = 1
+CALL = Call(0, "step 0")
 
 
 @pytest.fixture
 def mailboxes():
-    outboxes = [Outbox(), Outbox()]
-    both = [Mailbox(LocalCarrier(worker, outboxes), CpuCourier(), stall_s=0.05) for worker in range(2)]
+    both = [Mailbox(carrier, CpuCourier(), stall_s=0.05) for carrier in local_carriers(2)]
     for mailbox in both:
-        mailbox.begin(Call(0, "step 0"))
+        assert mailbox.begin(CALL) == RUN
     return both
 
 
 def test_what_is_pulled_arrives_once_it_is_published(mailboxes):
     first, second = mailboxes
-    second.pull(0, [(F(0, 0), True), (F(0, 1), False)])
-    assert second.arrivals() == []
-    first.publish("0F0", PAYLOAD, [1])
-    first.finished("0F1")
-    arrived, finished = second.arrivals()
+    second.pull(RUN, 0, [(F(0, 0), True), (F(0, 1), False)])
+    assert second.arrivals((RUN,)) == []
+    first.publish(RUN, "0F0", PAYLOAD, [1])
+    first.finished(RUN, "0F1")
+    arrived, finished = second.arrivals((RUN,))
     assert (arrived.what, arrived.peer, arrived.payload) == (F(0, 0), 0, PAYLOAD)
     assert (finished.what, finished.peer, finished.payload) == (F(0, 1), 0, None)
 
@@ -38,60 +40,80 @@ def test_who_is_runs_behind_still_learns_what_was_finished(mailboxes):
     """Varuna over RPC hung within 100 steps: workers that gave away their weights without waiting ran two runs
     ahead, and forgot what they had finished before the slower ones had asked for it."""
     first, second = mailboxes
-    first.finished("0F1")
-    for _ in range(3):
-        first.begin(Call(0, "step 0"))
-    second.pull(0, [(F(0, 1), False)])
-    assert [arrival.what for arrival in second.arrivals()] == [F(0, 1)]
+    first.finished(RUN, "0F1")
+    for run in range(RUN, 4):
+        first.end(run)
+        first.begin(CALL)
+    second.pull(RUN, 0, [(F(0, 1), False)])
+    assert [arrival.what for arrival in second.arrivals((RUN,))] == [F(0, 1)]
+
+
+def test_of_overlapping_runs_each_gets_its_own(mailboxes):
+    first, second = mailboxes
+    for mailbox in mailboxes:
+        assert mailbox.begin(CALL) == 2
+    for run in (1, 2):
+        second.pull(run, 0, [(F(0, 0), True)])
+        first.publish(run, "0F0", PAYLOAD, [1])
+    assert [arrival.run for arrival in second.next_arrivals((2,), str)] == [2]
+    assert [arrival.run for arrival in second.next_arrivals((1, 2), str)] == [1]
 
 
 def test_what_a_worker_publishes_for_itself_arrives_too(mailboxes):
     first, _ = mailboxes
-    first.publish("result", PAYLOAD, [], here=True)
-    assert first.next_arrival(str).payload is PAYLOAD
+    first.publish(RUN, "result", PAYLOAD, [], here=True)
+    first.deliver_own(RUN, F(0, 3), None)
+    assert [(a.what, a.peer, a.payload) for a in first.next_arrivals((RUN,), str)] == [
+        ("result", 0, PAYLOAD),
+        (F(0, 3), 0, None),
+    ]
 
 
 def test_who_waits_in_vain_says_for_what(mailboxes):
     with pytest.raises(Stalled, match=r"nothing arrived for 0\.05 s, waiting for the moon"):
-        mailboxes[1].next_arrival(lambda: "the moon")
+        mailboxes[1].next_arrivals((RUN,), lambda: "the moon")
 
 
-def test_a_peer_that_is_gone_is_named(mailboxes):
-    class Broken(LocalCarrier):
-        def pull(self, peer, questions, *, polled):
-            for deliver in questions.values():
-                deliver("connection reset", 0)
+def test_what_nobody_takes_is_named(mailboxes):
+    first, _ = mailboxes
+    first.publish(RUN, "0F0", PAYLOAD, [1])
+    with pytest.raises(PipeError, match=r"not taken from the outbox after 0\.05 s: 0F0 by \[1\]"):
+        first.drain()
 
-    mailbox = Mailbox(Broken(1, [Outbox(), Outbox()]), CpuCourier(), stall_s=1)
-    mailbox.pull(0, [(F(0, 0), True)])
-    with pytest.raises(PeerLost, match="worker 0"):
-        mailbox.arrivals()
+
+def test_a_peer_that_failed_is_named_with_its_cause():
+    carriers = local_carriers(2)
+    failure = WorkerFailure(0, "0F0", 1, "ValueError: no", "trace")
+    carriers[0].fail(failure)
+    mailbox = Mailbox(carriers[1], CpuCourier(), stall_s=1)
+    mailbox.begin(CALL)
+    mailbox.pull(RUN, 0, [(F(0, 0), True)])
+    with pytest.raises(PeerLost, match="worker 1 lost worker 0: worker 0 failed: ValueError: no") as raised:
+        mailbox.arrivals((RUN,))
+    assert raised.value.cause is failure
+
+
+def test_a_thread_beside_the_compute_thread_fails_the_worker_with_its_own_error(mailboxes):
+    first, _ = mailboxes
+    threading.Timer(0.01, first.deliver_own, (RUN, F(0, 0), ArithmeticError("in the copy"))).start()
+    with pytest.raises(ArithmeticError, match="in the copy"):
+        first.next_arrivals((RUN,), str)
 
 
 @pytest.mark.parametrize("in_step", [True, False])
-def test_a_compute_thread_that_runs_ahead_of_its_device_receives_nothing_itself(in_step):
-    asked = []
+def test_a_payload_for_a_device_is_on_its_way_there_before_it_is_read(in_step):
+    class Far(CpuCourier):
+        def enter(self, payload):
+            return Payload(payload.tensors, "entered")
 
-    class Noted(LocalCarrier):
-        def pull(self, peer, questions, *, polled):
-            asked.append(polled)
-
-    courier = CpuCourier()
+    courier = Far()
     courier.in_step = in_step
-    mailbox = Mailbox(Noted(1, [Outbox(), Outbox()]), courier, stall_s=0.01)
-    mailbox.pull(0, [(F(0, 0), True)])
-    assert asked == [in_step]
-
-
-def test_a_barrier_takes_no_memory_from_everyone_to_everyone():
-    """Read, not met: 64 workers on a host would have taken 4 GiB for what they say once."""
-    asked = []
-
-    class Noted(LocalCarrier):
-        def pull(self, peer, questions, *, polled):
-            asked.append((peer, polled))
-
-    mailbox = Mailbox(Noted(1, [Outbox(), Outbox(), Outbox()]), CpuCourier(), stall_s=0.01)
-    with pytest.raises(Stalled):
-        mailbox.collect("barrier", [0, 2])
-    assert asked == [(0, False), (2, False)]
+    carriers = local_carriers(2)
+    first, second = Mailbox(carriers[0], CpuCourier(), 1), Mailbox(carriers[1], courier, 1)
+    second.begin(CALL)
+    second.pull(RUN, 0, [(F(0, 0), True), ("result", True)])
+    for what in ("0F0", "result"):
+        first.publish(RUN, what, PAYLOAD, [1])
+    found = {str(arrival.what): arrival.payload.skeleton for arrival in second.arrivals((RUN,))}
+    assert (found["0F0"] == "entered") == (not in_step)
+    assert found["result"] == PAYLOAD.skeleton, "it is read on the CPU"

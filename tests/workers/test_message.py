@@ -1,21 +1,110 @@
-"""Messages as bytes: what is decoded is what was encoded."""
+"""Messages as bytes: what is read is what was written, and what nobody has written is refused."""
+
+import random
+import sys
+from collections import OrderedDict
+from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from rpc_pipe.workers.transport.exchange import Message
-from rpc_pipe.workers.transport.message import decode, encode
-from rpc_pipe.workers.transport.payload import pack, unpack
+from rpc_pipe.dependency import Disagreement, WorkerFailure
+from rpc_pipe.workers.transport import form, message
+from rpc_pipe.workers.transport.message import Message, decode, encode
+from rpc_pipe.workers.transport.payload import Payload, Place, pack, unpack
+from rpc_pipe.workers.transport.values import Malformed, decode_value, encode_value
 
 COMPLEX = torch.complex(torch.arange(6.0), torch.ones(6)).view(2, 3)
 
 
+class Pair(NamedTuple):
+    left: int
+    right: object
+
+
 def through(payload):
-    message = decode(*encode(Message([(1, "0F1")], [(1, "0F0")], [((1, "1B0"), payload)])))
-    assert (message.asks, message.taken) == ([(1, "0F1")], [(1, "0F0")])
-    ((key, answer),) = message.answers
+    read = decode(*encode(Message([(1, "0F1")], [(1, "0F0")], [((1, "1B0"), payload)])))
+    assert (read.asks, read.taken) == ([(1, "0F1")], [(1, "0F0")])
+    ((key, answer),) = read.answers
     assert key == (1, "1B0")
     return answer
+
+
+# --- values
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text()
+    | st.binary()
+    | st.sampled_from([torch.float16, torch.int64, torch.Size([2, 3]), torch.Size([])]),
+    lambda children: (
+        st.lists(children, max_size=4)
+        | st.tuples(children, children)
+        | st.dictionaries(st.text() | st.integers(), children, max_size=4)
+        | st.builds(OrderedDict, st.dictionaries(st.text(), children, max_size=2))
+        | st.builds(Pair, st.integers(), children)
+    ),
+    max_leaves=12,
+)
+
+
+@given(PLAIN)
+def test_a_value_is_read_as_it_was_written(value):
+    read = decode_value(encode_value(value))
+    assert repr(read) == repr(value) and type(read) is type(value)  # 1, True and 1.0 are equal, and not the same
+
+
+def test_a_named_tuple_is_of_its_class_where_that_is_loaded_and_of_its_fields_elsewhere():
+    written = encode_value(Pair(1, "x"))
+    assert type(decode_value(written)) is Pair
+    elsewhere = decode_value(written.replace(b"Pair", b"Riap"))
+    assert type(elsewhere) is not Pair and elsewhere._fields == ("left", "right") and elsewhere == (1, "x")
+    best = decode_value(encode_value(torch.ones(2, 3).max(0)[:0] or torch.return_types.max(("values", "indices"))))
+    assert type(best) is torch.return_types.max and best.indices == "indices"
+
+
+@pytest.mark.parametrize("value", [object(), {1}, range(3), sys, type("Sub", (int,), {})(3), torch.ones(1)], ids=str)
+def test_a_value_of_another_type_is_named(value):
+    with pytest.raises(TypeError, match="cannot travel between workers"):
+        encode_value([value])
+
+
+def test_nobody_imports_or_calls_for_a_message():
+    for module, name in (("os", "system"), ("builtins", "exec"), ("antigravity", "x"), ("collections", "namedtuple")):
+        value = decode_value(
+            encode_value(Pair("echo", 1))
+            .replace(b"s\x04\x00\x00\x00Pair", _text(name))
+            .replace(_text(__name__), _text(module))
+        )
+        assert value == ("echo", 1)
+    assert "antigravity" not in sys.modules
+    with pytest.raises(Malformed):  # a name that is none would be code
+        decode_value(
+            b"n(" + (4).to_bytes(4, "little") + _text("m") + _text("T") + encode_value(("a b",)) + encode_value((1,))
+        )
+
+
+def _text(text):
+    return b"s" + len(text).to_bytes(4, "little") + text.encode()
+
+
+def test_values_may_not_lie_in_each_other_without_end():
+    deep = []
+    for _ in range(200):
+        deep = [deep]
+    with pytest.raises(TypeError, match="more than 100 deep"):
+        encode_value(deep)
+    with pytest.raises(Malformed, match="more than 100 deep"):
+        decode_value(b"[\x01\x00\x00\x00" * 200 + b"N")
+
+
+# --- payloads
 
 
 @pytest.mark.parametrize("repeats", [1, 2**15], ids=["small", "large"])
@@ -32,3 +121,170 @@ def test_views_that_change_what_bytes_mean_arrive_as_they_look(view, repeats):
     arrived = unpack(through(pack(tree)))
     assert torch.equal(arrived, tree.resolve_conj().resolve_neg())
     assert arrived.is_conj() == tree.is_conj()  # matrix products choose their kernel by it
+
+
+LAYOUTS = ["coo", "uncoalesced", "csr", "csc", "bsr", "bsc", "coo of complex"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_travel(layout):
+    dense = torch.zeros(4, 6)
+    dense[1, 2], dense[3, 0] = 5, 7
+    sparse = {
+        "coo": lambda: dense.to_sparse(),
+        "uncoalesced": lambda: torch.sparse_coo_tensor([[1, 1], [2, 2]], [1.0, 2.0], (4, 6)),
+        "csr": lambda: dense.to_sparse_csr(),
+        "csc": lambda: dense.to_sparse_csc(),
+        "bsr": lambda: dense.to_sparse_bsr((2, 2)),
+        "bsc": lambda: dense.to_sparse_bsc((2, 2)),
+        "coo of complex": lambda: torch.complex(dense, dense).to_sparse(),
+    }[layout]()
+    arrived = unpack(through(pack((sparse, torch.ones(2)))))[0]
+    assert arrived.layout == sparse.layout and torch.equal(arrived.to_dense(), sparse.to_dense())
+    if layout in ("coo", "uncoalesced"):
+        assert arrived.is_coalesced() == sparse.is_coalesced()
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        torch.randn(3, 4),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(100, 100).t(),
+        torch.randn(100)[10:20],
+        torch.randn(6, 4)[:, ::2],
+        torch.randn(1, 4).expand(5, 4),
+        torch.randn(0, 7),
+        torch.tensor(3.5, dtype=torch.float64),
+        torch.randn(5).to(torch.bfloat16),
+        torch.randn(5).to(torch.float8_e4m3fn),
+        (torch.randn(2).requires_grad_(), torch.randn(2), 3),
+        {"hidden": torch.randn(2, 2), "step": 3, "on": True, "scale": -0.0, "pair": Pair(1, torch.ones(1))},
+        [torch.zeros(20_000), torch.ones(1), torch.zeros(20_000)],
+        None,
+    ],
+    ids=str,
+)
+def test_a_payload_arrives_as_it_was(tree):
+    payload = pack(tree)
+    for _ in range(2):  # the second time its form is known
+        arrived = through(payload)
+        assert repr(arrived.skeleton) == repr(payload.skeleton)
+        for a, b in zip(arrived.tensors, payload.tensors, strict=True):
+            assert a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.double(), b.double())
+            assert a.stride() == b.clone().stride(), "kernels choose by it"
+
+
+def test_forms_that_are_equal_but_not_the_same_are_told_apart():
+    for value in (1, True, 1.0, 0.0, -0.0, (1,), [1], {"a": 1}, {"a": True}):
+        assert repr(through(Payload([], value)).skeleton) == repr(value)
+
+
+def test_forms_without_end_are_not_remembered_without_end():
+    for size in range(form._MOST + 10):
+        through(pack((torch.empty(0, size), size)))
+    assert len(form._written) <= form._MOST
+
+
+UNABLE = {
+    "a Tensor on meta": lambda: torch.ones(2, device="meta"),
+    "a Mine on cpu": lambda: torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
+    "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    "a tensor of layout torch._mkldnn": lambda: torch.ones(2, 2).to_mkldnn(),
+}
+
+
+@pytest.mark.parametrize("says", UNABLE)
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_that_cannot_travel_is_named_with_its_payload(says):
+    with pytest.raises(TypeError, match=f"the payload of 1B0: {says} cannot travel between workers"):
+        through(Payload([UNABLE[says]()], None))
+
+
+# --- messages
+
+
+def test_questions_of_several_runs_arrive_with_theirs():
+    keys = [(1, "0F0"), (2, "0F0"), (1, "0F1"), (10**12, "größe")]
+    read = decode(*encode(Message(keys, keys[:1], [])))
+    assert sorted(read.asks) == sorted(keys) and read.taken == keys[:1]
+    for name in ("a\nb", "a\0b"):
+        with pytest.raises(TypeError, match="a line break or a zero"):
+            encode(Message([(1, name)], [], []))
+
+
+def test_a_failure_arrives_whole():
+    failure = WorkerFailure(3, "2B1", 7, "ValueError: nö", "Traceback\n  \ud800")
+    read = decode(*encode(Message([], [], [((1, "0F0 done"), None)], failure)))
+    assert vars(read.failure) == vars(failure) and str(read.failure) == str(failure)
+    assert read.answers == [((1, "0F0 done"), None)]
+
+
+def test_a_disagreement_arrives_as_its_text():
+    read = decode(*encode(Message([], [], [], Disagreement("worker 0 calls x"))))
+    assert type(read.failure) is Disagreement and str(read.failure) == "worker 0 calls x"
+
+
+def test_a_message_of_another_version_says_so():
+    data, large = encode(Message([(1, "0F0")], [], []))
+    with pytest.raises(Malformed, match="version 9, not 1: do all workers run the same rpc-pipe"):
+        decode(b"\x09" + data[1:], large)
+
+
+SAMPLE = encode(
+    Message(
+        [(1, "0F1")],
+        [(1, "0F0")],
+        [
+            ((1, "1B0"), pack({"x": torch.ones(3), "y": (COMPLEX.mH, Pair(1, 2.0)), "z": torch.zeros(9000)})),
+            ((1, "1B1"), pack(torch.eye(3).to_sparse())),
+            ((1, "1B2"), None),
+        ],
+        WorkerFailure(0, "0F0", 1, "ValueError", "trace"),
+    )
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 2**32))
+def test_what_nobody_has_written_is_refused(seed):
+    """Bytes are changed, cut out and put in: either it is read as some message, or refused in one sentence."""
+    draw, (data, large) = random.Random(seed), SAMPLE
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        at = draw.randrange(len(data))
+        new = draw.choice((b"", bytes([draw.randrange(256)]), draw.randbytes(4), b"\xff" * 8))
+        data = data[:at] + new + data[at + draw.choice((0, 1, len(new))) :]
+    large = large[: draw.choice((0, 1, 1, 1))]
+    try:
+        decode(data, large)
+    except Malformed as error:
+        assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    "shape, strides, dtype",
+    [
+        ((2**40,), (1,), torch.float32),
+        ((4,), (2**40,), torch.float32),
+        ((4, 4), (1, 1), torch.float32),
+        ((-1,), (1,), torch.float32),
+        ((2,), (1, 1), torch.float32),
+        ((1.5,), (1,), torch.float32),
+        ((2**40, 2**40), (2**40, 1), torch.float32),
+        ((4,), (1,), "float32"),
+    ],
+    ids=str,
+)
+def test_a_tensor_that_is_not_there_costs_no_memory(shape, strides, dtype):
+    looks = ((dtype, shape, strides, False),)
+    wrong = encode_value((Place(0, False), looks))
+    data = message._ANSWER.pack(1, 1, len(wrong)) + b"x" + wrong + bytes(16)
+    with pytest.raises(Malformed):
+        decode(message._HEAD.pack(message.VERSION, 1, 0, 0, 0) + data, [])
+
+
+def test_a_skeleton_may_not_name_tensors_that_are_not_there():
+    wrong = encode_value((Place(1, False), ((torch.float32, (1,), (1,), False),)))
+    with pytest.raises(Malformed, match="1 tensors"):
+        form.form_of(wrong)

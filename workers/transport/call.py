@@ -6,12 +6,16 @@ call of that number and, if they differ, answers nothing but that. So no run com
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ...dependency import Disagreement
 
 _CALL = "call "
 _FIELDS, _PARTS = "\x1f", "\x1e"
+#: so many calls are remembered for workers that are behind
+_REMEMBERED = 16
 
 
 class Call(NamedTuple):
@@ -90,3 +94,66 @@ def left(peer: int, call: Call) -> Disagreement:
         f"worker {call.worker} calls {call.what}, but worker {peer} has ended its script: every worker must make the "
         "same calls; does one of them end its loop early?"
     )
+
+
+class Calls:
+    """What a worker is asked for, run by run, and what others say that they were. Thread-safe.
+
+    Args:
+        differs: called, in any thread, with what is wrong.
+    """
+
+    def __init__(self, worker: int, differs: Callable[[Disagreement], None]) -> None:
+        self._worker = worker
+        self._differs = differs
+        self._lock = threading.Lock()
+        #: runs begun
+        self.number = 0
+        self._calls: dict[int, Call] = {}
+        #: by run and peer, from those who are ahead
+        self._told: dict[int, dict[int, str]] = {}
+        self._left = False
+
+    def begin(self, call: Call) -> int:
+        """Count another run of all workers, which is for `call`, and return its number."""
+        with self._lock:
+            self.number += 1
+            self._calls[self.number] = call
+            self._calls.pop(self.number - _REMEMBERED, None)
+            told = self._told.pop(self.number, {})
+        for peer, text in told.items():
+            self._compare(call, peer, text)
+        return self.number
+
+    def told(self, run: int) -> str:
+        """Return what to tell others of `run`."""
+        return self._calls[run].told()
+
+    def leave(self) -> None:
+        """Know that this worker begins no other run."""
+        with self._lock:
+            self._left = True
+            told = [pair for pairs in self._told.values() for pair in pairs.items()]
+        for peer, text in told:
+            self._differs(left(self._worker, parse(peer, text)))
+
+    def heard(self, peer: int, run: int, text: str) -> None:
+        """Compare what `peer` says it was asked for with what this worker is, was or will be asked for."""
+        with self._lock:
+            call = self._calls.get(run)
+            if call is None and run > self.number and not self._left:
+                self._told.setdefault(run, {})[peer] = text
+                return
+        if call is not None:
+            self._compare(call, peer, text)
+        elif self._left:
+            self._differs(left(self._worker, parse(peer, text)))
+
+    def missed(self, peer: int, run: int) -> Disagreement:
+        """Say that `peer`, which has left, takes no part in `run`."""
+        return left(peer, self._calls[run])
+
+    def _compare(self, call: Call, peer: int, text: str) -> None:
+        different = difference(call, peer, text)
+        if different is not None:
+            self._differs(different)

@@ -1,56 +1,242 @@
-"""The protocol between a worker and its carrier. Two carriers: `local.py` (threads) and `rpc.py`."""
+"""What every carrier has: an outbox that others pull from, open questions, what has arrived, a wakeup.
+
+    worker's compute thread                     carrier                          other workers
+        outbox.offer(1F3) ──────────────────────> _answer ──────────────────────>
+        pull(2F0) ──────────────────────────────> _ask ─────────────────────────> their outbox
+        poll(), wait() <── queue <── _arrive <────────────────────────────────────
+
+Two carriers: `local.py` (threads) and `rpc.py`. When a message is sent, and what shares one, is the carrier's business.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Container, Iterable
+from typing import NamedTuple
 
+from ...dependency import PipeError
+from .call import Call, Calls, is_call
 from .outbox import Answer, Key, Outbox
+from .payload import Payload
+from .wakeup import Wakeup
 
-#: called in any thread, once for each pull: with the answer, or with the text of what went wrong, and since when it is
-#: here, by `perf_counter_ns`
-Deliver = Callable[[Answer | str, int], None]
-#: the text for a peer that has left in good order
+#: brings an arrived payload towards the device; called in any thread
+Enter = Callable[[Payload], Payload]
+#: the reason of a peer that has left in good order
 LEFT = "has left"
+#: how often to ask again those who have not said that they have taken what is for them: first, and at most
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 1.0
 
 
-class Carrier(Protocol):
-    """Carries pulls between the outboxes of workers."""
+class Arrived(NamedTuple):
+    """The answer to a pull."""
 
-    worker: int
-    num_workers: int
-    outbox: Outbox
+    peer: int
+    key: Key
+    #: what is there; or why the peer failed; or, as text, why it cannot be reached (`LEFT`)
+    answer: Answer | PipeError | str
+    #: when the carrier had it, which may be long before it is read, by `perf_counter_ns`
+    at_ns: int
 
-    def pull(self, peer: int, questions: Mapping[Key, Deliver], *, polled: bool) -> None:
-        """Ask `peer` for every key of `questions`; return at once. Each is delivered once, when it is there.
 
-        Args:
-            polled: whether answers may wait for `poll`, and what it takes to receive them for the compute thread.
+class Carrier(ABC):
+    """Carries pulls between the outboxes of workers. One for the life of a worker; its runs may overlap."""
+
+    def __init__(self, worker: int, num_workers: int) -> None:
+        self.worker = worker
+        self.num_workers = num_workers
+        self.outbox = Outbox(self._answer)
+        #: what this worker is asked for, as others are told with the first questions of a run
+        self.calls = Calls(worker, self._disagree)
+        self._told: dict[int, set[int]] = {}
+        self._open: dict[tuple[int, Key], Enter | None] = {}
+        self._arrived: deque[Arrived] = deque()
+        #: of runs that nobody has polled for yet
+        self._set_aside: list[Arrived] = []
+        #: peers that answer nothing more, and why; those of them whose open questions are still to be given up
+        self._lost: dict[int, PipeError | str] = {}
+        self._breaking: deque[int] = deque()
+        self._fault: BaseException | None = None
+        self._wakeup = Wakeup()
+        self._sleeps = False
+        self._awaits_taken = False
+
+    # --- for the compute thread
+
+    def begin(self, call: Call) -> int:
+        """Start another run, which is for `call`, and return its number; all workers do so in the same order.
+
+        Raises:
+            PipeError: this worker has failed before, or others were asked for something else.
         """
+        run = self.calls.begin(call)
+        self._told[run] = set()
+        if self.outbox.failure is not None:
+            raise self.outbox.failure
+        return run
 
-    def say(self, peer: int, key: Key) -> None:
-        """Let `peer` have `key`, which needs no answer, before the questions that are pulled next."""
+    def end(self, run: int) -> None:
+        """`run` and those before it are over on this worker."""
+        self.outbox.end(run)
+        self._told = {later: told for later, told in self._told.items() if later > run}
 
-    def flush(self) -> None:
-        """Tell the peers now what has arrived from them, rather than with the next message."""
+    def pull(self, peer: int, run: int, names: Iterable[str], enter: Enter | None = None) -> None:
+        """Ask `peer` for all `names` of `run`, each of which will arrive once; return at once."""
+        keys = [(run, name) for name in names]
+        self._open.update(dict.fromkeys([(peer, key) for key in keys], enter))
+        if peer not in self._told[run]:
+            self._told[run].add(peer)
+            keys.insert(0, (run, self.calls.told(run)))
+        self._ask(peer, keys)
+        if peer in self._lost:
+            self._breaking.append(peer)
 
-    def dispatch(self, busy: bool) -> None:
-        """Send what the compute thread, which calls this, has gathered; `busy`: it has something else to do."""
+    def poll(self, runs: Container[int]) -> list[Arrived]:
+        """Return what has arrived for `runs`, without waiting; see to it that what has been said here is sent.
 
-    def poll(self) -> None:
-        """Deliver what has come without a thread of the carrier. For the compute thread."""
+        Raises:
+            BaseException: what ended a thread that worked for this worker.
+        """
+        if self._fault is not None:
+            raise self._fault
+        while self._breaking:
+            self._give_up(self._breaking.popleft())
+        found, self._set_aside = self._set_aside, []
+        while self._arrived:
+            found.append(self._arrived.popleft())
+        if all([arrived.key[0] in runs for arrived in found]):
+            return found
+        self._set_aside = [arrived for arrived in found if arrived.key[0] not in runs]
+        return [arrived for arrived in found if arrived.key[0] in runs]
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until there is something to look at; False: nothing came in time. May return for nothing."""
+        """Send what there is to say, then sleep until there is something to poll for.
 
-    def wake(self) -> None:
-        """End the compute thread's `wait`, now or when it comes to it."""
+        Returns:
+            False if nothing came in time; True may be for nothing.
+        """
+        self._send_gathered()
+        self._sleeps = True  # before looking, so that whoever delivers after that look sees it
+        try:
+            return bool(self._arrived or self._breaking) or self._wakeup.wait(timeout_s)
+        finally:
+            self._sleeps = False
 
-    def settle(self, timeout_s: float) -> None:
-        """Wait, but not for longer, until what has been sent would outlive this process."""
+    def wait_taken(self, before: int | None, timeout_s: float) -> None:
+        """Wait until everything offered in runs before `before` has been taken; None: in all.
+
+        Raises:
+            PipeError: it was not, in time.
+        """
+        if not self.outbox.untaken(before):
+            return
+        self._send_gathered()
+        now = look = time.monotonic()
+        deadline, pause = now + timeout_s, _FIRST_LOOK_S
+        self._awaits_taken = True
+        try:
+            while left := self.outbox.untaken(before):
+                if self._fault is not None:
+                    raise self._fault
+                if now >= deadline:
+                    names = ", ".join(f"{what} by {sorted(who)}" for (_, what), who in left.items())
+                    raise PipeError(f"not taken from the outbox after {timeout_s:g} s: {names}")
+                if now >= look:  # a peer may have no other reason to say so soon
+                    for peer in set().union(*left.values()):
+                        self._hurry(peer)
+                    look, pause = now + pause, min(2 * pause, _LAST_LOOK_S)
+                self._wakeup.wait(max(min(look, deadline) - now, 0))
+                now = time.monotonic()
+        finally:
+            self._awaits_taken = False
+
+    def fail(self, failure: PipeError) -> None:
+        """Answer every question, now and from now on, with the reason why there is no payload."""
+        self.outbox.fail(failure)
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it)."""
+        return 0, 0
 
     def close(self) -> None:
-        """Leave: whoever pulls from here from now on is told so."""
+        """Leave, when the others have taken what is for them; whoever pulls from here from now on is told so."""
+        self.calls.leave()
+
+    # --- for any thread
+
+    def deliver(self, key: Key, answer: Answer) -> None:
+        """Let something of this worker's own arrive."""
+        self._queue(Arrived(self.worker, key, answer, time.perf_counter_ns()))
+
+    def fault(self, error: BaseException) -> None:
+        """A thread that works for this worker has ended by `error`, so the worker fails with it when it polls."""
+        self._fault = self._fault or error
+        self._wakeup.notify()
+
+    # --- for a carrier
+
+    def _asked(self, peer: int, key: Key) -> None:
+        """`peer` asks for `key`, or tells its call, which is no question."""
+        if is_call(key[1]):
+            self.calls.heard(peer, *key)
+        else:
+            self.outbox.ask(key, peer)
+
+    def _disagree(self, error: PipeError) -> None:
+        self.fail(error)
+        self.fault(error)
+
+    @abstractmethod
+    def _ask(self, peer: int, keys: list[Key]) -> None:
+        """Take questions to `peer`, whose outbox is to be asked."""
+
+    @abstractmethod
+    def _answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
+        """Take an answer to `peer`, where it is to `_arrive`. Return whether it is there for good, so was taken."""
+
+    def _send_gathered(self) -> None:
+        """Send what the compute thread, which now has time, has left to be sent later."""
+        return
+
+    def _hurry(self, peer: int) -> None:
+        """Have `peer` say now what it has taken, if that is not known at once."""
+        return
+
+    def _arrive(self, peer: int, key: Key, answer: Answer | PipeError | str, at_ns: int) -> bool:
+        """An answer is here, to be polled, unless it was given up. Return whether `poll` could have brought it."""
+        try:
+            enter = self._open.pop((peer, key))
+        except KeyError:
+            return False
+        if enter is not None and isinstance(answer, Payload):
+            try:
+                answer = enter(answer)
+            except Exception as error:  # this may be another worker's thread
+                self.fault(error)
+        self._queue(Arrived(peer, key, answer, at_ns))
+        return enter is None
+
+    def _queue(self, arrived: Arrived) -> None:
+        self._arrived.append(arrived)
+        if self._sleeps:
+            self._wakeup.notify()
+
+    def _taken(self, keys: Iterable[Key], peer: int) -> None:
+        """`peer` has taken `keys`."""
+        self.outbox.taken(keys, peer)
+        if self._awaits_taken:
+            self._wakeup.notify()
+
+    def _break(self, peer: int, reason: PipeError | str) -> None:
+        """`peer` answers and takes nothing more; what it has answered before counts first."""
+        self.outbox.leaves(peer)
+        self._lost.setdefault(peer, reason)
+        self._breaking.append(peer)
+        self._wakeup.notify()
+
+    def _give_up(self, peer: int) -> None:
+        for asked, key in list(self._open):
+            if asked == peer:
+                self._arrive(peer, key, self._lost[peer], time.perf_counter_ns())

@@ -18,28 +18,16 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from .carrier import Deliver
+from ...dependency import PipeError
+from .message import Message
 from .outbox import Answer, Key
-from .payload import Payload
 
 #: so many requests may lie here unanswered, for want of anything to say
 _HELD_LIMIT = 32
 #: arrivals are told with the next message, or alone once there are so many, or so many bytes, of them
 _UNTOLD_LIMIT, _UNTOLD_BYTES = 8, 2**20
-
-
-class Message(NamedTuple):
-    """All that one worker has to say to another at one moment."""
-
-    asks: list[Key]
-    taken: list[Key]
-    answers: list[tuple[Key, Answer]]
-
-
-NOTHING = Message([], [], [])
 
 
 class Outgoing(NamedTuple):
@@ -52,111 +40,81 @@ class Outgoing(NamedTuple):
 class Exchange:
     """One worker's end of its exchange with one peer. Thread-safe.
 
-    Every method but `outgoing` says whether something is to be sent now; whoever calls it then has
-    `outgoing` called until that returns None.
+    What is said here makes it `urgent` if it is to be sent now; whoever says it then has `outgoing` called until that
+    returns None.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[Key, Deliver] = {}  # questions without answer
         self._asks: list[Key] = []
         self._taken: list[Key] = []
         self._taken_bytes = 0
         self._answers: list[tuple[Key, Answer]] = []
+        self._failure: PipeError | None = None
         self._held: deque[Any] = deque()  # the peer's requests
         self._outstanding = 0  # our requests that the peer holds
-        self._urgent = False
-        self._closed = False
+        #: whether one of the two has left
+        self.closed = False
+        #: whether `outgoing` has something to say now
+        self.urgent = False
         #: whether the peer has ever said anything
         self.heard = False
 
-    def ask(self, questions: Mapping[Key, Deliver]) -> None:
-        """Ask for all of `questions`; each `deliver` is called once."""
+    def ask(self, keys: list[Key]) -> None:
+        """Ask for all of `keys`."""
         with self._lock:
-            self._open.update(questions)
-            self._asks += questions
-            self._urgent = True
-
-    def say(self, key: Key) -> None:
-        """Send `key`, which needs no answer, with what is asked next."""
-        with self._lock:
-            self._asks.append(key)
+            self._asks += keys
+            self.urgent = True
 
     def answer(self, key: Key, answer: Answer) -> None:
         """Say `answer` to the peer's question for `key`."""
         with self._lock:
             self._answers.append((key, answer))
-            self._urgent = True
+            self.urgent = True
+
+    def fail(self, failure: PipeError) -> None:
+        """Say why there are no more answers; to be said again to who asks again."""
+        with self._lock:
+            self._failure = failure
+            self.urgent = True
 
     def hold(self, request: Any) -> None:
         """Keep a request of the peer, to answer it when there is something to say."""
         with self._lock:
             self.heard = True
             self._held.append(request)
-            self._urgent |= len(self._held) > _HELD_LIMIT
+            self.urgent |= len(self._held) > _HELD_LIMIT
 
-    def received(self, message: Message, own: bool) -> list[tuple[Deliver, Answer]]:
-        """Take in a message; `own`: it is the answer to a request of ours. Return what is to be delivered."""
-        deliveries = []
+    def received(self, message: Message, own: bool) -> None:
+        """Note what a message has brought; `own`: it is the answer to a request of ours."""
         with self._lock:
-            self._outstanding -= own
             self.heard = True
+            self._outstanding -= own
             for key, answer in message.answers:
-                deliver = self._open.pop(key, None)
-                if deliver is not None:  # else given up
-                    deliveries.append((deliver, answer))
-                if isinstance(answer, Payload):
+                if answer is not None:
                     self._taken.append(key)
                     self._taken_bytes += answer.num_bytes
-            self._urgent |= len(self._taken) >= _UNTOLD_LIMIT or self._taken_bytes >= _UNTOLD_BYTES
-            self._urgent |= not self._outstanding
-        return deliveries
+            self.urgent |= len(self._taken) >= _UNTOLD_LIMIT or self._taken_bytes >= _UNTOLD_BYTES
+            self.urgent |= not self._outstanding
 
-    def answered(self, key: Key) -> Deliver | None:
-        """Note that the answer for `key` came another way; return whom to give it to, None if it was given up."""
-        with self._lock:
-            return self._open.pop(key, None)
-
-    def broken(self) -> list[Deliver]:
-        """The peer cannot be reached: give up. Return who waits for an answer."""
-        with self._lock:
-            self._outstanding -= 1
-            waiting, self._open = list(self._open.values()), {}
-            return waiting
-
-    def flush(self) -> None:
+    def hurry(self) -> None:
         """Let what could have waited for company be sent."""
         with self._lock:
-            self._urgent |= bool(self._taken)
+            self.urgent |= bool(self._taken)
 
-    def last_words(self) -> Message:
-        """Return all that is still to be said."""
+    def close(self) -> tuple[Message, list[Any]]:
+        """One of the two leaves: return what is still to be said, and the peer's requests that are still held."""
         with self._lock:
-            return self._gathered()
-
-    def close(self) -> list[Any]:
-        """One of the two leaves: say nothing more. Return the peer's requests that are still held."""
-        with self._lock:
-            self._closed, self._urgent = True, False
+            self.closed, self.urgent = True, False
             held, self._held = list(self._held), deque()
-            return held
-
-    @property
-    def closed(self) -> bool:
-        """Whether one of the two has left."""
-        return self._closed
-
-    @property
-    def urgent(self) -> bool:
-        """Whether `outgoing` has something to say now."""
-        return self._urgent
+            return self._gathered(), held
 
     def outgoing(self) -> Outgoing | None:
         """Return what is to be sent next, with all that has gathered; None: nothing."""
         with self._lock:
-            if not self._urgent or self._closed:
+            if not self.urgent or self.closed:
                 return None
-            self._urgent = False
+            self.urgent = False
             message = self._gathered()
             # The last one stays, as the peer's lifeline; and so does one of ours at the peer.
             if len(self._held) > 1 and self._outstanding:
@@ -164,7 +122,15 @@ class Exchange:
             self._outstanding += 1
             return Outgoing(message, None)
 
+    def unsent(self, held: Any) -> None:
+        """What `outgoing` returned last could not be sent."""
+        with self._lock:
+            if held is None:
+                self._outstanding -= 1
+            else:
+                self._held.appendleft(held)
+
     def _gathered(self) -> Message:
-        message = Message(self._asks, self._taken, self._answers)
-        self._asks, self._taken, self._answers, self._taken_bytes = [], [], [], 0
+        message = Message(self._asks, self._taken, self._answers, self._failure)
+        self._asks, self._taken, self._answers, self._failure, self._taken_bytes = [], [], [], None, 0
         return message

@@ -3,55 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from functools import partial
 
-from .carrier import Deliver
-from .outbox import Answer, Key, Outbox
-from .wakeup import Wakeup
+from ...dependency import PipeError
+from .carrier import Carrier
+from .outbox import Answer, Key
 
 
-class LocalCarrier:
-    """Carries pulls to the outboxes of the same process."""
+class LocalCarrier(Carrier):
+    """Carries pulls to the outboxes of the same process.
 
-    def __init__(self, worker: int, outboxes: list[Outbox]) -> None:
-        self.worker = worker
-        self.num_workers = len(outboxes)
-        self.outbox = outboxes[worker]
-        self._outboxes = outboxes
-        self._wakeup = Wakeup()
+    Args:
+        group: all workers' carriers, by worker; one adds itself.
+    """
 
-    def say(self, peer: int, key: Key) -> None:
-        self._outboxes[peer].ask(key, self.worker, lambda _: None)
+    def __init__(self, worker: int, num_workers: int, group: dict[int, LocalCarrier]) -> None:
+        super().__init__(worker, num_workers)
+        self._group = group
+        group[worker] = self
 
-    def pull(self, peer: int, questions: Mapping[Key, Deliver], *, polled: bool) -> None:
-        for key, deliver in questions.items():
-            self._outboxes[peer].ask(key, self.worker, partial(self._arrived, self._outboxes[peer], key, deliver))
+    def _ask(self, peer: int, keys: list[Key]) -> None:
+        for key in keys:
+            self._group[peer]._asked(self.worker, key)
 
-    def _arrived(self, outbox: Outbox, key: Key, deliver: Deliver, answer: Answer) -> None:
-        deliver(answer, time.perf_counter_ns())
-        outbox.taken([key], self.worker)
+    def _answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
+        self._group[peer]._arrive(self.worker, key, answer, time.perf_counter_ns())
+        return True
 
-    def flush(self) -> None:
-        pass
 
-    def dispatch(self, busy: bool) -> None:
-        pass
-
-    def poll(self) -> None:
-        pass
-
-    def wait(self, timeout_s: float) -> bool:
-        return self._wakeup.wait(timeout_s)
-
-    def wake(self) -> None:
-        self._wakeup.notify()
-
-    def settle(self, timeout_s: float) -> None:
-        pass
-
-    def clock_offset(self, peer: int) -> tuple[int, int]:
-        return 0, 0
-
-    def close(self) -> None:
-        self.outbox.end(self.worker)
+def local_carriers(num_workers: int) -> list[LocalCarrier]:
+    """Return the carriers of all workers of a process."""
+    group: dict[int, LocalCarrier] = {}
+    return [LocalCarrier(worker, num_workers, group) for worker in range(num_workers)]

@@ -1,57 +1,169 @@
-"""A message as RPC carries it: bytes, and the tensors that are too large to be among them."""
+"""What one worker says to another, as bytes: a typed binary form that is written and read without pickle.
+
+    message   version, numbers and sizes of what follows; questions; news of arrivals; a failure; answers
+    answer    run, sizes of what follows; name; form (none: it is finished, which is all); contents of its tensors
+
+Tensors that are too large to be among the bytes travel beside them, in order.
+"""
 
 from __future__ import annotations
 
 import ctypes
-import pickle
-from typing import Any
+import struct
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
-from .exchange import Message
-from .payload import Payload, compact
+from ...dependency import Disagreement, PipeError, WorkerFailure
+from .form import Dense, assemble, describe, form_of
+from .outbox import Answer, Key
+from .payload import compact
+from .values import Malformed, decode_value, encode_value
 
-#: tensors up to this size travel inside the bytes
+#: of all that is written here, in `form.py` and in `values.py`
+VERSION = 1
+#: tensors up to this size travel inside a message
 _INLINE_BYTES = 2**15
+#: version, number of answers, sizes of: questions, arrivals, failure
+_HEAD = struct.Struct("<BxHIII")
+#: run, sizes of: name, form
+_ANSWER = struct.Struct("<qII")
+#: what is told of a worker that failed; of any other failure, its text
+_FAILURE = {"worker": int, "action": str, "step": int, "summary": str, "remote_traceback": str}
+#: a copy of up to so many bytes is not worth letting other threads in between
+_LITTLE = 2**15
+_copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.PyDLL(None))
+)
+
+
+class Message(NamedTuple):
+    """All that one worker has to say to another at one moment."""
+
+    asks: list[Key]
+    taken: list[Key]
+    answers: list[tuple[Key, Answer]]
+    #: why there will be no more answers
+    failure: PipeError | None = None
+
+
+NOTHING = Message([], [], [])
+
+
+def copy_memory(to: int, content: int | bytes, size: int) -> None:
+    """Copy memory."""
+    (_copy_little if size <= _LITTLE else ctypes.memmove)(to, content, size)
 
 
 def encode(message: Message) -> tuple[bytes, list[Tensor]]:
-    """Pickle a message, small tensors included; large ones travel beside it."""
+    """Write a message, small tensors included; large ones travel beside it.
+
+    Raises:
+        TypeError: a payload cannot travel; the text says whose.
+    """
+    asks, taken = _write_keys(message.asks), _write_keys(message.taken)
+    failure = b"" if message.failure is None else _write_failure(message.failure)
+    parts = [_HEAD.pack(VERSION, len(message.answers), len(asks), len(taken), len(failure)), asks, taken, failure]
     large: list[Tensor] = []
-
-    def sendable(tensor: Tensor) -> tuple[Any, ...]:
-        # The bytes of such views are not what they show: one is told beside the bytes, the other is rare.
-        conjugate, tensor = tensor.is_conj(), tensor.resolve_neg()
-        tensor = tensor.conj() if conjugate else tensor
-        # TensorPipe sends each tensor on a channel of its own, which costs more than copying a small one.
-        if 0 < tensor.nbytes <= _INLINE_BYTES and tensor.is_contiguous():
-            return conjugate, ctypes.string_at(tensor.data_ptr(), tensor.nbytes), tensor.dtype, tuple(tensor.shape)
-        large.append(compact(tensor))
-        return (conjugate,)
-
-    answers = [
-        (key, ([sendable(t) for t in answer.tensors], answer.skeleton) if isinstance(answer, Payload) else answer)
-        for key, answer in message.answers
-    ]
-    return pickle.dumps((message.asks, message.taken, answers), pickle.HIGHEST_PROTOCOL), large
+    for (run, name), answer in message.answers:
+        text, (form, tensors) = name.encode(), (b"", ()) if answer is None else describe(name, answer)
+        parts += (_ANSWER.pack(run, len(text), len(form)), text, form)
+        for tensor in tensors:
+            # TensorPipe sends each tensor on a channel of its own, which costs more than copying a small one.
+            if (size := tensor.nbytes) <= _INLINE_BYTES:
+                parts.append(ctypes.string_at(tensor.data_ptr(), size))
+            else:
+                large.append(compact(tensor))
+    return b"".join(parts), large
 
 
-def decode(data: bytes, large: list[Tensor]) -> Message:
-    asks, taken, answers = pickle.loads(data)
-    beside = iter(large)
+def decode(data: bytes, large: Iterable[Tensor]) -> Message:
+    """Read what `encode` has written.
 
-    def tensor(sent: tuple[Any, ...]) -> Tensor:
-        conjugate, *inside = sent
-        if inside:
-            content, dtype, shape = inside
-            received = torch.frombuffer(bytearray(content), dtype=dtype).view(shape)
-        else:
-            received = next(beside)
-        return received.conj() if conjugate else received
+    Raises:
+        Malformed: it has not, or a worker of another version of rpc-pipe has.
+    """
+    if data[:1] != bytes((VERSION,)):
+        found = data[0] if data else "none"
+        raise Malformed(f"a message of version {found}, not {VERSION}: do all workers run the same rpc-pipe?")
+    try:
+        return _decode(data, iter(large))
+    except (struct.error, ValueError, TypeError) as error:
+        raise error if isinstance(error, Malformed) else Malformed(f"malformed message: {error}") from error
 
-    received = [
-        (key, Payload([tensor(sent) for sent in answer[0]], answer[1]) if isinstance(answer, tuple) else answer)
-        for key, answer in answers
-    ]
-    return Message(asks, taken, received)
+
+def _decode(data: bytes, large: Iterator[Tensor]) -> Message:
+    _, count, asks_size, taken_size, failure_size = _HEAD.unpack_from(data)
+    taken_at = _HEAD.size + asks_size
+    failure_at = taken_at + taken_size
+    at = failure_at + failure_size  # whether all is there, the end tells
+
+    def contents(look: Dense) -> Tensor:
+        nonlocal at
+        if look.num_bytes > _INLINE_BYTES:
+            tensor = next(large, None)
+            if tensor is None or tensor.shape != look.shape or tensor.dtype != look.dtype:
+                raise Malformed(f"malformed message: a tensor of shape {look.shape} is not beside it")
+            return tensor
+        begin, at = at, at + look.num_bytes
+        if at > len(data):
+            raise Malformed(f"malformed message: {look.num_bytes} bytes wanted, {len(data) - begin} left")
+        tensor = look.empty()
+        copy_memory(tensor.data_ptr(), data[begin:at], look.num_bytes)
+        return tensor
+
+    answers: list[tuple[Key, Answer]] = []
+    for _ in range(count):
+        run, name_size, form_size = _ANSWER.unpack_from(data, at)
+        name_at = at + _ANSWER.size
+        form_at = name_at + name_size
+        at = form_at + form_size
+        key = run, str(data[name_at:form_at], "utf-8")
+        answers.append((key, assemble(form_of(data[form_at:at]), contents) if form_size else None))
+    if at != len(data):
+        raise Malformed(f"malformed message: {at} bytes wanted, {len(data)} there")
+    failure = _read_failure(data[failure_at : failure_at + failure_size]) if failure_size else None
+    asks = _read_keys(data[_HEAD.size : taken_at]) if asks_size else []
+    taken = _read_keys(data[taken_at:failure_at]) if taken_size else []
+    return Message(asks, taken, answers, failure)
+
+
+def _write_failure(failure: PipeError) -> bytes:
+    if isinstance(failure, WorkerFailure):
+        told: tuple[int | str, ...] = tuple(getattr(failure, field) for field in _FAILURE)
+    else:
+        told = (str(failure),)
+    return encode_value(told)
+
+
+def _read_failure(data: bytes) -> PipeError:
+    told = decode_value(data)
+    kinds = [type(part) for part in told] if type(told) is tuple else []
+    if kinds == list(_FAILURE.values()):
+        return WorkerFailure(*told)
+    if kinds == [str]:
+        return Disagreement(*told)
+    raise Malformed("malformed message: a failure without worker, action, step, summary or traceback")
+
+
+def _write_keys(keys: list[Key]) -> bytes:
+    """Write keys run by run; most messages are of one."""
+    if not keys:
+        return b""
+    lines = []
+    for run in dict(keys):
+        lines.append("\0".join([str(run), *[name for of, name in keys if of == run]]))
+    text = "\n".join(lines)
+    if text.count("\0") != len(keys) or text.count("\n") != len(lines) - 1:
+        raise TypeError(f"a name among {keys} has a line break or a zero in it")
+    return text.encode()
+
+
+def _read_keys(data: bytes) -> list[Key]:
+    keys: list[Key] = []
+    for line in str(data, "utf-8").split("\n"):
+        run, *names = line.split("\0")
+        of = int(run)
+        keys += [(of, name) for name in names]
+    return keys

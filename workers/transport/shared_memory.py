@@ -13,10 +13,8 @@ left behind, however a process ends, and the size of /dev/shm, 64 MB in many con
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
-import pickle
 import platform
 import secrets
 import struct
@@ -24,34 +22,30 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
+from .form import Dense, assemble, describe, form_of
+from .message import copy_memory
 from .outbox import Answer, Key
-from .payload import Payload, Place
 from .ring_buffer import LINE, OVERHEAD_BYTES, TOKEN_BYTES, WRITTEN, RingBuffer
+from .values import Malformed
 from .wakeup import Notifier, Wakeup
 
 #: what the first channel takes, bytes of a payload; where payloads turn out to be larger, so is the next one
 _FIRST = 2**18
 #: what is larger yet goes by RPC: time is then that of touching memory, which should not be wasted on channels
 LARGEST = 2**22
-#: how many of the largest payloads a channel holds; who reads too slowly gets the rest by RPC
+#: how many of the largest payloads a channel holds; who reads too slowly gets the rest by messages
 _ROOM = 4
-#: size of the whole record, ns when it was written, run, number of its form, sizes of its name and of a new form
-_HEAD = struct.Struct("<QqqIII")
-#: number of the form of what has no payload, and of those that have no number
-_NO_PAYLOAD, _UNNUMBERED = 0, 2**32 - 1
-_MOST_FORMS = 1000
-#: a copy of up to so many bytes is not worth letting other threads in between
-_LITTLE = 2**15
-_copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
-    ("memmove", ctypes.PyDLL(None))
-)
+#: from so many payloads of a peer on it is worth the memory: others than neighbours say something once in a while
+_OFTEN = 4
+#: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload)
+_HEAD = struct.Struct("<QqqII")
 #: whether there can be channels here: others see what an x86 processor stores in the order in which it does
 POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
 
@@ -69,13 +63,16 @@ class Offer(NamedTuple):
     #: what is at its beginning, so that no other memory is taken for it
     token: bytes
 
+    @classmethod
+    def read(cls, value: Any) -> Offer:
+        """Return the offer that a peer has sent.
 
-class Told(NamedTuple):
-    """An answer that came by a channel, and when it was written, by the host's `perf_counter_ns`."""
-
-    key: Key
-    answer: Answer
-    at_ns: int
+        Raises:
+            Malformed: it is none.
+        """
+        if type(value) is not tuple or [type(part) for part in value] != [tuple, int, int, int, int, bytes]:
+            raise Malformed("malformed message: not an offer of memory")
+        return cls(*value)
 
 
 def _host() -> tuple[str, ...]:
@@ -101,23 +98,23 @@ class Channels:
                 self._host = _host()
         self._gone: set[int] = set()
         self._lock = threading.Lock()
+        #: payloads that came another way, by peer
+        self._came: Counter[int] = Counter()
         #: what payloads the peers can write, bytes; the largest there are if they are not to be asked again
         self._offered: dict[int, int] = {}
         #: (peer, the channel's reader, its counters); channels that have been replaced too, as they may not be empty
         self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
         self._writers: dict[int, _Writer] = {}
 
-    def offer(self, peer: int) -> Offer | None:
-        """Return a channel that `peer` may write; None: it has been offered one, or there is none."""
+    def offer(self, peer: int, payload_bytes: int) -> Offer | None:
+        """Note that a payload of `peer` came another way. Return a channel with room for such, if it is worth one."""
         with self._lock:
-            return None if self._host is None or peer in self._offered else self._offer(peer, self._host, _FIRST)
-
-    def offer_larger(self, peer: int, payload_bytes: int) -> Offer | None:
-        """Return a channel with room for such payloads, if `peer` has one that is too small for them."""
-        with self._lock:
-            if self._host is None or not self._offered.get(peer, LARGEST) < payload_bytes <= LARGEST:
+            self._came[peer] += payload_bytes > 0
+            if self._host is None or self._came[peer] < _OFTEN or payload_bytes > LARGEST:
                 return None
-            return self._offer(peer, self._host, 1 << (payload_bytes - 1).bit_length())
+            if payload_bytes <= self._offered.get(peer, -1):
+                return None
+            return self._offer(peer, self._host, max(_FIRST, 1 << (payload_bytes - 1).bit_length()))
 
     def _offer(self, peer: int, host: tuple[str, ...], largest: int) -> Offer | None:
         try:
@@ -147,10 +144,7 @@ class Channels:
             if peer in self._gone:
                 return False
             before = self._writers.get(peer)
-            if before is not None and before.size > writer.size:  # offers may overtake each other
-                before.before = writer
-            else:
-                writer.before = before
+            if before is None or before.size < writer.size:  # offers may overtake each other
                 self._writers[peer] = writer
         return True
 
@@ -159,12 +153,15 @@ class Channels:
         writer = self._writers.get(peer)
         return writer is not None and writer.write(key, answer)
 
-    def read(self) -> list[tuple[int, Told]]:
-        """Return (peer, what it wrote) for all that has come. For one thread."""
+    def read(self) -> list[tuple[int, Key, Answer, int]]:
+        """Return (peer, key, answer, when it was written by the host's `perf_counter_ns`) of all that has come.
+
+        For one thread.
+        """
         found = []
         for peer, reader, counters in self._readers:
             while counters[0] != counters[WRITTEN] and (record := reader.read()) is not None:
-                found.append((peer, record))
+                found.append((peer, *record))
         return found
 
     def gone(self, peer: int) -> None:
@@ -172,10 +169,6 @@ class Channels:
         with self._lock:
             self._gone.add(peer)
             self._writers.pop(peer, None)
-
-    def unread(self) -> set[int]:
-        """Return the peers that have not read everything yet."""
-        return {peer for peer, writer in self._writers.copy().items() if not writer.empty}
 
 
 def _new_reader(size: int) -> tuple[int, _Reader]:
@@ -207,83 +200,48 @@ def _accepted(offer: Offer) -> _Writer | None:
     return None
 
 
-class _Form(NamedTuple):
-    """What payloads have in common that differ in their numbers only."""
-
-    number: int
-    #: what it is, until the reader knows
-    definition: bytes
-    #: of the tensors
-    sizes: list[int]
-    #: of the tensors with what aligns them
-    total: int
-
-
 class _Writer:
     """The writing end of a channel. Thread-safe."""
 
     def __init__(self, ring: RingBuffer, notifier: Notifier) -> None:
         self._ring = ring
         self._notifier = notifier
-        self._largest = ring.size // _ROOM
-        #: the smaller channel that this one replaces
-        self.before: _Writer | None = None
         self._lock = threading.Lock()
-        #: shapes and structure of payloads, told once
-        self._forms: dict[Any, _Form] = {None: _Form(_NO_PAYLOAD, b"", [], 0)}
 
     @property
     def size(self) -> int:
         """Of its memory, bytes."""
         return self._ring.size
 
-    @property
-    def empty(self) -> bool:
-        """Whether everything written has been read."""
-        return self._ring.empty and (self.before is None or self.before.empty)
-
     def write(self, key: Key, answer: Answer) -> bool:
-        """Say `answer` to the question for `key`; False: it does not fit, say it otherwise."""
-        tensors: list[Tensor] = []
-        described: Any = None
-        if isinstance(answer, Payload):
-            tensors = answer.tensors
-            if not all([_plain(tensor) for tensor in tensors]):
-                return False
-            described = answer.skeleton, tuple([(t.shape, t.stride(), t.dtype) for t in tensors])
-        elif answer is not None:
-            return False
+        """Say `answer` to the question for `key`; False: it does not fit, say it otherwise.
+
+        Raises:
+            TypeError: the payload cannot travel.
+        """
         run, name = key[0], key[1].encode()
+        form, tensors = (b"", ()) if answer is None else describe(key[1], answer)
+        sizes = [tensor.nbytes for tensor in tensors]
+        contents = sum([_aligned(nbytes) for nbytes in sizes])
+        if contents > self._ring.size // _ROOM:
+            return False
+        described = _HEAD.size + len(name) + len(form)
+        begin = _aligned(described)
+        size = begin + contents
         with self._lock:
-            known = described is None or _comparable(described[0])
-            form = self._forms.get(described) if known else None
-            if form is None:
-                form = self._new_form(described, tensors, known)
-            begin = _HEAD.size + len(name)
-            parts = _aligned(begin + len(form.definition))
-            size = parts + form.total
-            at = self._ring.room(size) if form.total <= self._largest else None
+            at = self._ring.room(size)
             if at is None:
                 return False
             data = self._ring.data
-            _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, form.number, len(name), len(form.definition))
-            data[at + _HEAD.size : at + begin] = name
-            to = self._ring.address + at + parts
-            for tensor, nbytes in zip(tensors, form.sizes, strict=True):
-                _copy(to, tensor.data_ptr(), nbytes)
+            _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, len(name), len(form))
+            data[at + _HEAD.size : at + described] = name + form
+            to = self._ring.address + at + begin
+            for tensor, nbytes in zip(tensors, sizes, strict=True):
+                copy_memory(to, tensor.data_ptr(), nbytes)
                 to += _aligned(nbytes)
-            if form.definition:
-                data[at + begin : at + begin + len(form.definition)] = form.definition
-                if form.number != _UNNUMBERED:
-                    self._forms[described] = form._replace(definition=b"")
             self._ring.written(size)
         self._notifier.notify()
         return True
-
-    def _new_form(self, described: Any, tensors: list[Tensor], known: bool) -> _Form:
-        number = len(self._forms) if known and len(self._forms) <= _MOST_FORMS else _UNNUMBERED
-        sizes = [tensor.nbytes for tensor in tensors]
-        return _Form(number, pickle.dumps(described), sizes, sum(map(_aligned, sizes)))
 
 
 class _Reader:
@@ -291,68 +249,43 @@ class _Reader:
 
     def __init__(self, ring: RingBuffer) -> None:
         self.ring = ring
-        self._forms: dict[int, Any] = {}
 
-    def read(self) -> Told | None:
-        """Take the oldest record out; None if there is none."""
+    def read(self) -> tuple[Key, Answer, int] | None:
+        """Take the oldest record out: key, answer, when it was written; None if there is none.
+
+        Raises:
+            Malformed: it is not what a writer writes.
+        """
         at = self.ring.front()
         if at is None:
             return None
+        try:
+            return self._read(at)
+        except (struct.error, ValueError) as error:
+            raise error if isinstance(error, Malformed) else Malformed(f"malformed record: {error}") from error
+
+    def _read(self, at: int) -> tuple[Key, Answer, int]:
         data = self.ring.data
-        size, at_ns, run, number, name_size, definition_size = _HEAD.unpack_from(data, at)
-        begin = at + _HEAD.size
-        end = begin + name_size
-        name = str(data[begin:end], "utf-8")
-        if definition_size:
-            self._forms[number] = pickle.loads(data[end : end + definition_size])
-        answer = None
-        if number != _NO_PAYLOAD:
-            skeleton, tensors = self._forms[number]
-            there = self.ring.address + at + _aligned(end - at + definition_size)
-            copies = []
-            for shape, strides, dtype in tensors:
-                copy = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-                nbytes = copy.nbytes
-                _copy(copy.data_ptr(), there, nbytes)
-                there += _aligned(nbytes)
-                copies.append(copy)
-            answer = Payload(copies, skeleton)
+        size, at_ns, run, name_size, form_size = _HEAD.unpack_from(data, at)
+        form_at = at + _HEAD.size + name_size
+        end = form_at + form_size
+        there, stop = at + _aligned(end - at), at + size
+        if not there <= stop <= len(data):
+            raise Malformed(f"malformed record: {size} bytes at {at} of {len(data)}")
+
+        def contents(look: Dense) -> Tensor:
+            nonlocal there
+            begin, there = there, there + _aligned(look.num_bytes)
+            if there > stop:
+                raise Malformed(f"malformed record: {look.num_bytes} bytes wanted, {stop - begin} left")
+            tensor = look.empty()
+            copy_memory(tensor.data_ptr(), self.ring.address + begin, look.num_bytes)
+            return tensor
+
+        name = str(data[at + _HEAD.size : form_at], "utf-8")
+        answer = assemble(form_of(bytes(data[form_at:end])), contents) if form_size else None
         self.ring.read(size)
-        return Told((run, name), answer, at_ns)
-
-
-_PLAIN = {
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.bool,
-    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64,
-}  # fmt: skip
-
-
-def _plain(tensor: Tensor) -> bool:
-    """Tell whether shape, strides, type and memory say all of a tensor; in that memory are neither gaps nor repeats."""
-    return (
-        type(tensor) is Tensor
-        and tensor.layout is torch.strided
-        and tensor.is_cpu
-        and tensor.dtype in _PLAIN
-        and not tensor.is_neg()
-        and (tensor.is_contiguous() or _span(tensor) == tensor.numel())
-    )
-
-
-def _span(tensor: Tensor) -> int:
-    """Return over how many elements of memory a tensor reaches; fewer than it has if it repeats some."""
-    return 1 + sum([(size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)])
-
-
-def _copy(to: int, at: int, size: int) -> None:
-    (_copy_little if size <= _LITTLE else ctypes.memmove)(to, at, size)
-
-
-def _comparable(skeleton: Any) -> bool:
-    """Tell whether what is equal to `skeleton` is the same: 1, 1.0 and True are equal, and are not."""
-    if type(skeleton) is tuple:
-        return all([type(child) is Place for child in skeleton])
-    return type(skeleton) is Place or skeleton is None
+        return (run, name), answer, at_ns
 
 
 def _aligned(size: int) -> int:

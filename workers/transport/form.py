@@ -1,0 +1,204 @@
+"""The form of a payload: its skeleton and what its tensors look like, apart from what is in them.
+
+Payloads differ in their numbers from microbatch to microbatch, seldom in form. So a form is bytes, written and read
+once, and remembered by both ends. What is in the tensors is a run of memory for each, dense; of a sparse tensor, the
+runs of those that it is made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .payload import Payload, Place
+from .values import Malformed, decode_value, encode_value
+
+#: so many forms are remembered, of up to so many bytes each
+_MOST, _LARGEST = 1000, 4096
+_written: dict[Any, bytes] = {}
+#: of these, what is equal is written alike
+_EXACT = {Place, type(None), bool, int, str, torch.dtype}
+_SPARSE = {
+    str(layout): layout
+    for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+}
+
+
+class Dense(NamedTuple):
+    """What a tensor looks like that fills its memory, without gaps or repeats."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    #: whether it is shown conjugate: matrix products choose their kernel by it
+    conjugate: bool
+    num_bytes: int
+
+    def empty(self) -> Tensor:
+        """Return such a tensor for contents to be put in."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
+
+
+class Sparse(NamedTuple):
+    """What a sparse tensor looks like, and those that it is made of."""
+
+    layout: str
+    shape: tuple[int, ...]
+    coalesced: bool
+    parts: tuple[Dense, ...]
+
+
+class Form(NamedTuple):
+    """A form as it has been read."""
+
+    skeleton: Any
+    looks: tuple[Dense | Sparse, ...]
+
+
+def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
+    """Return the form of the payload of `name` and the tensors, all dense, whose contents go with it.
+
+    Raises:
+        TypeError: something in it cannot travel.
+    """
+    dense: list[Tensor] = []
+    identity = _identity(payload.skeleton)
+    try:
+        looks = tuple([_look(tensor, dense) for tensor in payload.tensors])
+        form = None if identity is None else _written.get((identity, looks))
+        if form is None:
+            form = _write(payload.skeleton, looks)
+            if identity is not None and len(form) <= _LARGEST:
+                if len(_written) >= _MOST:
+                    _written.clear()
+                _written[identity, looks] = form
+    except TypeError as error:
+        raise TypeError(f"the payload of {name}: {error}") from None
+    return form, dense
+
+
+def form_of(data: bytes) -> Form:
+    """Return the form that `describe` has written.
+
+    Raises:
+        Malformed: it has not.
+    """
+    return (_remembered if len(data) <= _LARGEST else _read)(data)
+
+
+def assemble(form: Form, contents: Callable[[Dense], Tensor]) -> Payload:
+    """Return the payload of this form; `contents` returns the tensor of each look, in order, filled."""
+    return Payload([_assembled(look, contents) for look in form.looks], form.skeleton)
+
+
+def _look(tensor: Tensor, dense: list[Tensor]) -> tuple[Any, ...]:
+    """Return a tree that says what `tensor` looks like; append what is to be sent of it to `dense`."""
+    if type(tensor) is not Tensor or not tensor.is_cpu:
+        raise TypeError(f"a {type(tensor).__qualname__} on {tensor.device} cannot travel between workers")
+    if tensor.layout is not torch.strided:
+        return _sparse_look(tensor, dense)
+    if tensor.is_neg():
+        tensor = tensor.resolve_neg()
+    conjugate = tensor.is_conj()
+    if conjugate:
+        tensor = tensor.conj()  # a view of the memory as it is
+    if not tensor.is_contiguous() and _span(tensor.shape, tensor.stride()) != tensor.numel():
+        tensor = tensor.clone()
+    dense.append(tensor)
+    return tensor.dtype, tensor.shape, tensor.stride(), conjugate
+
+
+def _sparse_look(tensor: Tensor, dense: list[Tensor]) -> tuple[Any, ...]:
+    layout = str(tensor.layout)
+    if layout not in _SPARSE:
+        raise TypeError(f"a tensor of layout {layout} cannot travel between workers")
+    coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
+    if tensor.layout is torch.sparse_coo:
+        parts = [tensor._indices(), tensor._values()]  # the public ones want it coalesced
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    else:
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return layout, tensor.shape, coalesced, tuple([_look(part, dense) for part in parts])
+
+
+def _write(skeleton: Any, looks: tuple[Any, ...]) -> bytes:
+    if any(str(look[0]).startswith("torch.q") for look in looks):
+        raise TypeError("a quantized tensor cannot travel between workers")
+    return encode_value((skeleton, looks))
+
+
+def _identity(value: Any) -> Any:
+    """Return what is equal only for what is written alike, as 1, 1.0 and True are not; None: unknown."""
+    kind = type(value)
+    if kind in _EXACT:
+        return kind, value
+    if kind is dict:
+        value = [part for item in value.items() for part in item]
+    elif kind is not tuple and kind is not list:
+        return None
+    parts = [_identity(part) for part in value]
+    return None if None in parts else (kind, *parts)
+
+
+def _read(data: bytes) -> Form:
+    places: list[Place] = []
+    described = decode_value(data, places)
+    if type(described) is not tuple or len(described) != 2 or type(described[1]) is not tuple:
+        raise Malformed("malformed form: not of a payload")
+    skeleton, looks = described
+    if any(place.number >= len(looks) for place in places):
+        raise Malformed(f"malformed form: {max(places)} of {len(looks)} tensors")
+    return Form(skeleton, tuple([_read_look(look) for look in looks]))
+
+
+_remembered = lru_cache(_MOST)(_read)
+
+
+def _read_look(look: Any) -> Dense | Sparse:
+    try:
+        first, shape, third, last = look
+        if isinstance(first, torch.dtype):
+            return _read_dense(first, tuple(shape), tuple(third), last)
+        parts = tuple([_read_dense(*part) for part in last])
+    except (ValueError, TypeError) as error:
+        raise Malformed(f"malformed form: not a tensor's: {error}") from error
+    if first not in _SPARSE or type(third) is not bool or len(parts) != (2 if first == "torch.sparse_coo" else 3):
+        raise Malformed(f"malformed form: a tensor of layout {first!r}")
+    return Sparse(first, tuple(shape), third, parts)
+
+
+def _read_dense(dtype: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], conjugate: Any) -> Dense:
+    sizes = (*shape, *strides)
+    if not (isinstance(dtype, torch.dtype) and type(conjugate) is bool and len(shape) == len(strides) <= 64):
+        raise Malformed("malformed form: a tensor without type, shape or strides")
+    if not all([type(size) is int and 0 <= size < 2**62 for size in sizes]):
+        raise Malformed(f"malformed form: a tensor of shape {shape} and strides {strides}")
+    count = prod(shape)
+    if (count and _span(shape, strides) != count) or (conjugate and not dtype.is_complex):
+        raise Malformed(f"malformed form: a {dtype} of shape {shape} and strides {strides} is not dense")
+    return Dense(dtype, tuple(shape), tuple(strides), conjugate, count * dtype.itemsize)
+
+
+def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Return over how many elements of memory a tensor reaches; fewer than it has if it repeats some."""
+    return 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
+
+
+def _assembled(look: Dense | Sparse, contents: Callable[[Dense], Tensor]) -> Tensor:
+    if isinstance(look, Dense):
+        tensor = contents(look)
+        return tensor.conj() if look.conjugate else tensor
+    parts = [_assembled(part, contents) for part in look.parts]
+    more: Any = {"size": look.shape, "device": "cpu", "check_invariants": True}
+    try:
+        if look.layout == "torch.sparse_coo":
+            return torch.sparse_coo_tensor(parts[0], parts[1], is_coalesced=look.coalesced, **more)
+        return torch.sparse_compressed_tensor(parts[0], parts[1], parts[2], layout=_SPARSE[look.layout], **more)
+    except (RuntimeError, TypeError) as error:
+        raise Malformed(f"malformed tensor: {error}") from error
