@@ -18,6 +18,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from ..dependency import ConfigError
+from . import launcher_link as link
 
 if TYPE_CHECKING:
     from ..workers.transport.carrier import Carrier
@@ -51,6 +52,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     """
     environ = os.environ if environ is None else environ
     shared_memory = _on(environ, "RPC_PIPE_SHARED_MEMORY")
+    timeout = _seconds(environ, "RPC_PIPE_JOIN_TIMEOUT", 120.0)
     local = environ.get(INIT)
     wanted = ("RANK", "WORLD_SIZE") if local else _TORCHRUN
     present = [name for name in wanted if name in environ]
@@ -65,7 +67,6 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     worker, num_workers = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     if not 0 <= worker < num_workers:
         raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
-    timeout = float(environ.get("RPC_PIPE_JOIN_TIMEOUT", "120"))
     if local:
         interface = environ.get("RPC_PIPE_INTERFACE", "lo")
         return Job(worker, num_workers, local, interface, timeout, shared_memory)
@@ -81,10 +82,24 @@ def _on(environ: Mapping[str, str], name: str) -> bool:
     return value == "on"
 
 
+def _seconds(environ: Mapping[str, str], name: str, usual: float) -> float:
+    try:
+        found = float(environ.get(name, usual))
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise ConfigError(f"{name} {environ[name]!r}: must be a number of seconds above 0")
+    return found
+
+
 def _number(environ: Mapping[str, str], name: str) -> int:
-    if not environ[name].isdigit():
+    try:
+        found = int(environ[name])
+    except ValueError:
+        found = -1
+    if found < 0:
         raise ConfigError(f"{name} {environ[name]!r}: must be a whole number")
-    return int(environ[name])
+    return found
 
 
 def interface_towards(host: str) -> str:
@@ -137,6 +152,8 @@ def join(job: Job) -> Carrier:
     from ..workers.transport.rpc import RpcCarrier  # here, so that planning loads without torch
 
     where = job.init_method, job.join_timeout_s
+    link.tell(kind="joining")
     carrier = RpcCarrier(job.worker, job.num_workers, *where, shared_memory=job.shared_memory)
+    link.tell(kind="joined")
     atexit.register(carrier.close)
     return carrier

@@ -9,17 +9,12 @@ The first cause of a failure wins; what other workers report after it are conseq
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import queue
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -34,6 +29,7 @@ from ..tracing.boards import Boards
 from . import launcher_link as link
 from .job import INIT
 from .report import Reporter
+from .worker_process import Event, Events, WorkerProcess
 
 #: how long consequences wait for their cause
 _GRACE_S = 3.0
@@ -43,38 +39,8 @@ _LOOK_EVERY_S = 1.0
 _FAILED, _WRONG_INPUT, _INTERRUPTED = 1, 2, 130
 
 
-class _Worker:
-    """One worker process with its pipes."""
-
-    def __init__(self, rank: int, command: list[str], environment: dict[str, str]) -> None:
-        self.rank = rank
-        leash_end, self.leash = os.pipe()
-        self.told, tell_end = os.pipe()
-        environment = environment | {
-            "RANK": str(rank),
-            link.LEASH: str(leash_end),
-            link.TELL: str(tell_end),
-        }
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(leash_end, tell_end),
-            start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
-        )
-        os.close(leash_end)
-        os.close(tell_end)
-
-    def order_stop(self) -> None:
-        with contextlib.suppress(OSError):
-            os.write(self.leash, link.STOP)
-
-    def kill(self) -> None:
-        """Kill the process and all that it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+class _Killed(BaseException):
+    """The user wants the end at once: raised by a signal wherever the launcher is, be it in a print that blocks."""
 
 
 class Launcher:
@@ -100,12 +66,19 @@ class Launcher:
         self._init = f"tcp://127.0.0.1:{port}" if port else ""
         if port:
             _check_port(port)
-        self._events: queue.SimpleQueue[tuple[str, int, Any]] = queue.SimpleQueue()
+        self._events = Events()
         self._threads = threads
-        self._workers: list[_Worker] = []
+        self._workers: list[WorkerProcess] = []
         self._interrupts = 0
+        self._ending = False
+        #: those that have begun to meet the others, and those that have met them
+        self._joining: set[int] = set()
+        self._joined: set[int] = set()
+        self._ended: dict[int, int] = {}
         self._cause: tuple[str, str, int] | None = None
         self._consequences: dict[int, str] = {}
+        #: what is said if no cause turns up
+        self._vague = ""
         self._failed_at = 0.0
         self._view = View()
         self._looked_at = 0.0
@@ -119,7 +92,10 @@ class Launcher:
         try:
             self._start(self._init or f"file://{folder}/rendezvous")
             return self._watch()
+        except _Killed as signalled:
+            return 128 + int(signalled.args[0])
         finally:
+            self._ending = True
             for worker in self._workers:
                 worker.kill()
             for worker in self._workers:
@@ -149,62 +125,59 @@ class Launcher:
             INIT: init_method,
             run_folders.FOLDER: run_folders.OFF if self._boards is None else str(self._boards.folder),
             "PYTHONUNBUFFERED": "1",
+            # The order of a set of strings is that of their hashes: batches drawn from one must not differ.
+            "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
             "OMP_NUM_THREADS": str(self._threads or os.environ.get("OMP_NUM_THREADS", 1)),
             # A peer's death makes TensorPipe print warnings; we report the cause instead.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
         for rank in range(self._num_workers):
-            worker = _Worker(rank, self._command, environment)
-            self._workers.append(worker)
-            for target in (self._read_told, self._read_output):
-                threading.Thread(target=target, args=(worker,), daemon=True).start()
-
-    def _read_told(self, worker: _Worker) -> None:
-        with open(worker.told) as lines:
-            for text in lines:
-                self._events.put(("told", worker.rank, json.loads(text)))
-        self._events.put(("ended", worker.rank, worker.process.wait()))
-
-    def _read_output(self, worker: _Worker) -> None:
-        assert worker.process.stdout is not None
-        for text in worker.process.stdout:
-            self._events.put(("printed", worker.rank, text.decode(errors="replace").rstrip()))
+            self._workers.append(WorkerProcess(rank, self._command, environment, self._events))
 
     def _on_signal(self, number: int, frame: object) -> None:
+        """Do at once what was asked for: the launcher may be busy with what workers print."""
         self._interrupts += 1
-        self._events.put(("signal", self._interrupts, number))
+        if self._ending:
+            return
+        if number == signal.SIGTERM or self._interrupts > 1:
+            raise _Killed(number)
+        for worker in self._workers:
+            worker.order_stop()
 
     def _watch(self) -> int:
-        ended: dict[int, int] = {}
-        while len(ended) < self._num_workers:
-            try:
-                what, rank, detail = self._events.get(timeout=0.2)
-            except queue.Empty:
-                what, rank, detail = "", -1, None
-            if what == "told":
-                self._told(rank, detail)
-            elif what == "printed":
-                self._reporter.line(rank, detail)
-            elif what == "signal":
-                if rank > 1 or detail == signal.SIGTERM:
-                    return 128 + int(detail)
+        told_stop = False
+        while len(self._ended) < self._num_workers:
+            event = self._events.next(timeout_s=0.2)
+            if self._interrupts and not told_stop:
+                told_stop = True
                 self._reporter.console.print("stopping after this step; Ctrl-C again to kill")
-                for worker in self._workers:
-                    worker.order_stop()
-            elif what == "ended":
-                ended[rank] = detail
-                self._ended(rank, detail)
+            if event is not None:
+                self._take(event)
             if time.monotonic() > self._looked_at + _LOOK_EVERY_S:
                 self._look()
             if self._cause is not None:
                 return self._give_up(*self._cause)
             if self._consequences and time.monotonic() > self._failed_at + _GRACE_S:
-                return self._give_up("no worker named a cause", "\n".join(self._consequences.values()), _FAILED)
+                break
         if self._consequences:
-            return self._give_up("no worker named a cause", "\n".join(self._consequences.values()), _FAILED)
+            return self._give_up(self._vague, "\n".join(self._consequences.values()), _FAILED)
         self._look()
         self._reporter.finish(self._view)
-        return _INTERRUPTED if _INTERRUPTED in ended.values() else self._reporter.exit_code
+        return _INTERRUPTED if _INTERRUPTED in self._ended.values() else self._reporter.exit_code
+
+    def _take(self, event: Event) -> None:
+        if event.what == "printed":
+            self._reporter.line(event.worker, event.detail)
+        elif event.what == "told":
+            self._told(event.worker, event.detail)
+        else:
+            self._ended[event.worker] = event.detail
+            self._blame_death(event.worker, event.detail)
+        if self._joining and not self._joined:
+            for rank in self._ended.keys() - self._joining:
+                waits = ", ".join(f"worker {other}" for other in sorted(self._joining))
+                text = f"worker {rank} has ended without a Pipeline, but {waits} made one: all workers make the same"
+                self._follow_up(rank, text, "the workers cannot meet")
 
     def _told(self, rank: int, message: dict[str, Any]) -> None:
         kind = message["kind"]
@@ -213,24 +186,30 @@ class Launcher:
                 self._follow_up(rank, message["text"])
             else:
                 self._cause = self._cause or (f"worker {rank} failed", message["text"], _FAILED)
+        elif kind == "joining":
+            self._joining.add(rank)
+        elif kind == "joined":
+            self._joined.add(rank)
         elif kind == "wrong input":
             self._cause = self._cause or ("", message["text"], _WRONG_INPUT)
         else:
             self._reporter.handle(message, self._view.bubble() if kind == "progress" else None)
 
-    def _ended(self, rank: int, code: int) -> None:
+    def _blame_death(self, rank: int, code: int) -> None:
         if code in (0, _INTERRUPTED) or rank in self._consequences or self._cause is not None:
             return
         if code < 0:
-            how = f"was killed by signal {-code} ({signal.Signals(-code).name})"
+            name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
+            how = f"was killed by signal {-code}{name}"
         else:
             how = f"ended with exit code {code}"
         self._look()
         state = self._view.lives.get(rank, Live())
         self._cause = f"worker {rank} died", f"worker {rank} {how} while {state}", _FAILED
 
-    def _follow_up(self, rank: int, text: str) -> None:
+    def _follow_up(self, rank: int, text: str, vague: str = "no worker named a cause") -> None:
         if not self._consequences:
+            self._vague = vague
             self._failed_at = time.monotonic()
         self._consequences[rank] = text
 
@@ -281,6 +260,7 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         link.hold_leash()
     else:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the others leave, which TensorPipe warns of
         link.tell_instead(reporter.handle)
     try:
         work()

@@ -193,6 +193,34 @@ def test_ctrl_c_once_finishes_the_step_and_twice_kills(interrupts):
         assert_all_gone(workers)
 
 
+def test_ctrl_c_is_heard_while_workers_flood_the_launcher(tmp_path):
+    """Nobody reads what the launcher shows, so it blocks in a print; it only noted the signal and went on printing."""
+    script = tmp_path / "train.py"
+    script.write_text("while True: print('again ' * 100)")
+    command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment(), cwd=ROOT) as launcher:
+        try:
+            launcher.stdout.readline()
+            time.sleep(0.5)  # the pipe is full
+            workers = psutil.Process(launcher.pid).children()
+            for _ in range(2):
+                launcher.send_signal(signal.SIGINT)
+                time.sleep(0.1)  # two signals at once are one
+            assert launcher.wait(timeout=10) == 130
+            assert_all_gone(workers)
+        finally:
+            launcher.kill()
+
+
+def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
+    """The others waited for it, for torch's half an hour."""
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nif os.environ['RANK'] == '1': sys.exit(0)\n" + SCRIPT)
+    done = rpc_pipe("run", script, "--workers", 3, "--", 3, timeout=60)
+    assert done.returncode == 1
+    assert "worker 1 has ended without a Pipeline, but worker 0" in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize(
     "arguments, more, message",
     [
@@ -207,6 +235,7 @@ def test_ctrl_c_once_finishes_the_step_and_twice_kills(interrupts):
         (["run"], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT: not set, but RANK is"),
         (["run"], {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK 3: must be 0 to"),
         (["run", "--steps", "1"], {"RPC_PIPE_SHARED_MEMORY": "no"}, "RPC_PIPE_SHARED_MEMORY 'no': must be on or off"),
+        (["run", "--steps", "1"], {"RPC_PIPE_JOIN_TIMEOUT": "5 s"}, "RPC_PIPE_JOIN_TIMEOUT '5 s': must be a number of"),
         (["run", "no_such_script.py"], {}, "no_such_script.py: there is no such file"),
         (["run", "--device", "cuda:7"], {}, "device 'cuda:7'"),
         (["simulate", "--cost", "F=1,X=2"], {}, "--cost X=2: kinds are"),

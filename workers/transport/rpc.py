@@ -18,12 +18,14 @@ import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import rpc
 from torch.futures import Future
 
 from ...dependency import ConfigError
+from .deadline import within
 from .remote import RemoteCarrier
 
 #: handlers do not block, so few are enough for any number of workers
@@ -98,8 +100,10 @@ class RpcCarrier(RemoteCarrier):
             with warnings.catch_warnings():
                 # init_rpc itself uses a gloo group in a way that torch deprecates
                 warnings.filterwarnings("ignore", message="You are using a Backend")
-                rpc.init_rpc(_name(worker), rank=worker, world_size=num_workers, rpc_backend_options=options)
-        except (RuntimeError, ValueError) as error:
+                # torch waits half an hour, whatever `options` say
+                meet = partial(rpc.init_rpc, _name(worker), rank=worker, world_size=num_workers)
+                within(join_timeout_s, partial(meet, rpc_backend_options=options))
+        except (RuntimeError, ValueError, TimeoutError) as error:
             raise ConfigError(
                 f"worker {worker} could not meet the other {num_workers - 1} workers at {init_method} "
                 f"within {timedelta(seconds=join_timeout_s)}: {error}"

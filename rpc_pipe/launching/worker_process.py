@@ -1,0 +1,131 @@
+"""A worker's process as the launcher holds it, and the events that come from all of them. Loads without torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import threading
+import time
+from typing import Any, NamedTuple
+
+from . import launcher_link as link
+
+#: lines printed by workers that the launcher has not shown yet; who prints more waits, and memory does not grow
+_MOST_UNREAD = 256
+#: a line that grows beyond this, as a progress bar's does, is shown in parts
+_LONGEST_LINE = 8192
+#: how long what a worker has said is still read when its process has ended, and a child of its own may hold the pipe
+_LAST_WORDS_S = 1.0
+
+
+class Event(NamedTuple):
+    """What a worker did: `told` a message, `printed` a line, or `ended` with an exit code."""
+
+    what: str
+    worker: int
+    detail: Any
+
+
+class Events:
+    """What workers tell, print and do, in order."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._room = threading.Semaphore(_MOST_UNREAD)
+
+    def put(self, event: Event) -> None:
+        """Add an event; a line that was printed waits until there is room."""
+        if event.what == "printed":
+            self._room.acquire()
+        self._queue.put(event)
+
+    def next(self, timeout_s: float) -> Event | None:
+        """Return the next event, None if there is none so soon."""
+        try:
+            event = self._queue.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if event.what == "printed":
+            self._room.release()
+        return event
+
+
+class WorkerProcess:
+    """One worker process with its pipes, read by threads into `events`."""
+
+    def __init__(self, rank: int, command: list[str], environment: dict[str, str], events: Events) -> None:
+        self._rank = rank
+        self._events = events
+        leash_end, leash = os.pipe()
+        self._leash = open(leash, "wb", buffering=0)
+        told, tell_end = os.pipe()
+        environment = environment | {
+            "RANK": str(rank),
+            link.LEASH: str(leash_end),
+            link.TELL: str(tell_end),
+        }
+        self.process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(leash_end, tell_end),
+            start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
+        )
+        os.close(leash_end)
+        os.close(tell_end)
+        readers = [
+            threading.Thread(target=self._read_told, args=(told,), daemon=True),
+            threading.Thread(target=self._read_output, daemon=True),
+        ]
+        for reader in (*readers, threading.Thread(target=self._await_end, args=(readers,), daemon=True)):
+            reader.start()
+
+    def order_stop(self) -> None:
+        """Ask it to finish the step and stop."""
+        with contextlib.suppress(OSError, ValueError):  # it has ended
+            self._leash.write(link.STOP)
+
+    def kill(self) -> None:
+        """Kill the process and all that it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _put(self, what: str, detail: Any) -> None:
+        self._events.put(Event(what, self._rank, detail))
+
+    def _read_told(self, descriptor: int) -> None:
+        with open(descriptor) as lines:
+            for text in lines:
+                self._put("told", json.loads(text))
+
+    def _read_output(self) -> None:
+        assert self.process.stdout is not None
+        rest = b""
+        with self.process.stdout as output:
+            while read := os.read(output.fileno(), _LONGEST_LINE):
+                *lines, rest = (rest + read).split(b"\n")
+                if len(rest) > _LONGEST_LINE:
+                    lines, rest = [*lines, rest], b""
+                for line in lines:
+                    self._put("printed", _shown(line))
+        if rest:
+            self._put("printed", _shown(rest))
+
+    def _await_end(self, readers: list[threading.Thread]) -> None:
+        code = self.process.wait()
+        deadline = time.monotonic() + _LAST_WORDS_S
+        for reader in readers:
+            reader.join(max(0.0, deadline - time.monotonic()))
+        self._leash.close()
+        self._put("ended", code)
+
+
+def _shown(line: bytes) -> str:
+    """Return what a terminal would show of a line in the end."""
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()

@@ -1,0 +1,66 @@
+"""What the launcher reads of a worker's process, without a pipeline in it."""
+
+import os
+import sys
+import time
+from contextlib import contextmanager
+
+from rpc_pipe.launching.worker_process import _LONGEST_LINE, _MOST_UNREAD, Events, WorkerProcess
+
+
+@contextmanager
+def process(code):
+    events = Events()
+    worker = WorkerProcess(0, [sys.executable, "-c", code], dict(os.environ), events)
+    try:
+        yield worker, events
+    finally:
+        worker.kill()
+        while events.next(30).what != "ended":
+            pass
+
+
+def until_the_end(events):
+    """Return (what, detail) of every event up to the end of the process, and leave the end there."""
+    found = []
+    while not found or found[-1][0] != "ended":
+        event = events.next(30)
+        assert event is not None, found
+        found.append((event.what, event.detail))
+    events.put(event)
+    return found
+
+
+def test_who_prints_faster_than_is_read_waits():
+    """The launcher kept every line, without a bound."""
+    with process("while True: print('again', flush=True)") as (_, events):
+        for _ in range(3 * _MOST_UNREAD):
+            assert events.next(30).detail == "again"
+        full = 0
+        while events._queue.qsize() != full:
+            full = events._queue.qsize()
+            time.sleep(0.2)
+        assert full == _MOST_UNREAD
+
+
+def test_lines_come_whole_and_in_order_before_the_end():
+    with process("print('one'); print('two', end='')") as (_, events):
+        assert until_the_end(events) == [("printed", "one"), ("printed", "two"), ("ended", 0)]
+
+
+def test_a_line_without_end_comes_in_parts():
+    with process(f"print('x' * {3 * _LONGEST_LINE}, end='')") as (_, events):
+        parts = [detail for what, detail in until_the_end(events) if what == "printed"]
+        assert len(parts) > 1 and "".join(parts) == "x" * 3 * _LONGEST_LINE
+
+
+def test_of_a_progress_bar_the_last_state_is_shown():
+    with process("print('10 %\\r50 %\\r100 %')") as (_, events):
+        assert until_the_end(events)[0] == ("printed", "100 %")
+
+
+def test_the_end_is_seen_though_a_child_holds_the_pipes():
+    """A forked data loader outlives a worker that is killed; the launcher waited for its pipes to close."""
+    code = "import os, signal, time\nif os.fork(): os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    with process(code) as (_, events):
+        assert until_the_end(events) == [("ended", -9)]

@@ -1,0 +1,35 @@
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from rpc_pipe.workers.transport.deadline import within
+
+ALONE = """
+import os, sys
+os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+from rpc_pipe.workers.transport.rpc import RpcCarrier
+RpcCarrier(0, 2, f"file://{sys.argv[1]}", 0.5)
+"""
+
+
+def test_a_call_in_time_returns_or_raises():
+    within(30, lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        within(30, lambda: 1 / 0)
+
+
+def test_a_call_that_does_not_return_is_left_behind():
+    never = threading.Event()
+    with pytest.raises(TimeoutError):
+        within(0.01, never.wait)
+    never.set()
+
+
+def test_workers_that_do_not_come_are_not_waited_for_longer_than_was_said(tmp_path):
+    """torch waits half an hour for them, whatever its options say."""
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, tmp_path / "meet"], capture_output=True, text=True, timeout=60
+    )  # fmt: skip
+    assert "worker 0 could not meet the other 1 workers" in done.stderr and "within 0:00:00.5" in done.stderr
