@@ -28,8 +28,9 @@ if __package__ is None or __package__ == "":
 from bench import devices, group
 from bench.scenarios import emulated
 from bench.systems import SYSTEMS, Job, Ours
-from rpc_pipe.dependency import Action
-from rpc_pipe.workers.run import Run
+from rpc_pipe.dependency import Entry
+from rpc_pipe.workers.handlers import Step
+from rpc_pipe.workers.run import Stream
 from rpc_pipe.workers.transport import message, remote
 from rpc_pipe.workers.transport.carrier import Carrier
 from rpc_pipe.workers.transport.exchange import Exchange
@@ -81,8 +82,8 @@ class Observed(Ours):
     def _note(self, event: str, key: object) -> None:
         self._events.append((event, str(key), time.perf_counter_ns()))
 
-    def _starts(self, run: Run, action: Action) -> str:
-        self._running = str((run._run, str(action)))
+    def _starts(self, stream: Stream, step: Step, entry: Entry) -> str:
+        self._running = str((step.run, str(entry.action)))
         return ""
 
     def _observe(self) -> None:
@@ -101,11 +102,11 @@ class Observed(Ours):
 
             _replace(cls, name, noted)
 
-        before(Run, "_hand_over", "computed", lambda run, action, *_: (run._run, str(action)))
+        before(Stream, "_hand_over", "computed", lambda stream, step, task, payload: (step.run, task.name))
         before(RemoteCarrier, "_answer", "published", lambda _, peer, key, answer: key)
         before(Carrier, "_queue", "delivered", lambda _, arrived: arrived.key)
-        before(Run, "_take_in", "taken in", lambda run, arrival: (run._run, str(arrival.what)))
-        before(Run, "_execute", "started", self._starts)
+        before(Stream, "_take_in", "taken in", lambda stream, arrival: (arrival.run, str(arrival.what)))
+        before(Stream, "_execute", "started", self._starts)
         work = devices.work
 
         def noted_work(seconds: float) -> None:

@@ -102,10 +102,10 @@ def emulated(
     def cost(job: Job) -> Cost:
         count = job.num_stages
         split = "I" in t
-        table = {kind: t.get(kind.name, 0.0) for kind in (F, B, I, W)}
+        table = {kind: t.get(kind.letter, 0.0) for kind in (F, B, I, W)}
         if split:
             table[B] = t["I"] + t["W"]
-        drawn = {(kind, s): times(table[kind], kind.name, s, count) for kind in (F, B, I, W) for s in range(count)}
+        drawn = {(kind, s): times(table[kind], kind.letter, s, count) for kind in (F, B, I, W) for s in range(count)}
         return lambda a: 1e3 * drawn[F if a.kind is R else a.kind, a.stage].of[a.microbatch] if a.kind in _TIMED else 0
 
     jobs = [make_job(system, schedule, workers, microbatches, workload, steps) for system, schedule in schedules]

@@ -1,20 +1,27 @@
 """Pure theory of pipeline schedules: actions, relation, checks. Standard library only."""
 
-from .action import ACCUMULATING, PER_REPLICA, Action, B, F, G, I, Kind, R, U, W
+from .action import RESOURCES, Action, Kind, Resource
 from .answers import blaming
 from .check import check, check_all
+from .ending import NOTHING, Asked, end_tree
 from .errors import ConfigError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
+from .kinds import B, C, D, F, G, I, N, R, T, U, W
 from .order import local_order
+from .part import Part
 from .program import Entry, Pulled, entries, order_limit
 from .spec import ENDLESS, Order, Spec
 
 __all__ = [
-    "ACCUMULATING",
     "ENDLESS",
-    "PER_REPLICA",
+    "N",
+    "NOTHING",
+    "RESOURCES",
     "Action",
+    "Asked",
     "B",
+    "C",
     "ConfigError",
+    "D",
     "Disagreement",
     "Entry",
     "F",
@@ -22,19 +29,23 @@ __all__ = [
     "I",
     "Kind",
     "Order",
+    "Part",
     "PeerLost",
     "PipeError",
     "Pulled",
     "R",
+    "Resource",
     "ScheduleError",
     "Spec",
     "Stalled",
+    "T",
     "U",
     "W",
     "WorkerFailure",
     "blaming",
     "check",
     "check_all",
+    "end_tree",
     "entries",
     "local_order",
     "order_limit",

@@ -1,53 +1,101 @@
-"""An action: one kind of work on one microbatch of one stage, written `2F0` as the field does."""
+"""An action: one kind of work on a stage, written `2F0` as the field does; and what a kind is."""
 
 from __future__ import annotations
 
-import enum
 import re
-from typing import NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
+
+#: what of a worker an action occupies: the device, the way between device and host memory, the way between workers
+Resource = Literal["compute", "copy", "link"]
+RESOURCES: tuple[Resource, ...] = ("compute", "copy", "link")
 
 
-class Kind(enum.Enum):
-    """What an action does. A kind is callable: `F(2, 0)` is the action `2F0`."""
+class Kind:
+    """A kind of action: one row of the table in `kinds.py`. A kind is callable: `F(2, 0)` is the action `2F0`.
 
-    #: forward
-    F = "F"
-    #: full backward
-    B = "B"
-    #: backward for the inputs only
-    I = "I"  # noqa: E741  the field's letter
-    #: backward for the weights only
-    W = "W"
-    #: forward once more, from the kept input, because the activations were not kept
-    R = "R"
-    #: exchange of a replica's summed gradients; its microbatch names the route
-    G = "G"
-    #: optimizer update; its microbatch counts the updates (asynchronous) or names the route (replicas)
-    U = "U"
+    What an action needs by data flow follows from the row: of what is done with a microbatch on a stage
+    (`Spec.actions`) each action needs the one before, and one whose payload goes some way needs the action that the
+    payload comes from. A row of one's own is a kind like all others; `CONTRIBUTING.md` shows one.
 
-    # Enum hashes the name in Python code; identity is enough and an action is hashed all the time.
-    __hash__ = object.__hash__
+    Args:
+        letter: how it is written; no other kind has it.
+        word: what it does, in words.
+        index: what its actions are counted by: microbatches, or the routes of a step (see `Spec.num_routes`).
+        resource: what it occupies. Actions of one worker on different resources overlap.
+        holds: 1 if a microbatch's activations on the device begin to live with it, -1 if they end with it.
+        way: where its payload goes, from which the next such action computes: 1 to the next stage, -1 to the previous.
+        accumulates: whether it adds to the gradients of the stage's weights.
+        colour, ink: its fill in pictures, and the colour of text on it.
+    """
 
-    def __call__(self, stage: int, microbatch: int) -> Action:
-        return Action(stage, self, microbatch)
+    _rows: ClassVar[dict[str, Kind]] = {}
+
+    def __init__(
+        self,
+        letter: str,
+        word: str,
+        *,
+        index: Literal["microbatch", "route"] = "microbatch",
+        resource: Resource = "compute",
+        holds: Literal[1, 0, -1] = 0,
+        way: Literal[1, 0, -1] = 0,
+        accumulates: bool = False,
+        colour: str = "#999999",
+        ink: str = "#000000",
+    ) -> None:
+        if not re.fullmatch("[A-Z]", letter) or letter in self._rows:
+            raise ValueError(f"kind {letter!r}: must be a capital letter; taken are {', '.join(self._rows)}")
+        self.letter, self.word, self.index, self.resource = letter, word, index, resource
+        self.holds, self.way, self.accumulates = holds, way, accumulates
+        self.colour, self.ink = colour, ink
+        #: whether it is done with a microbatch, rather than once at the end of a step
+        self.per_microbatch = index == "microbatch"
+        self._rows[letter] = self
+
+    @classmethod
+    def of(cls, letter: str) -> Kind:
+        """Return the kind that is written so.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return cls._rows[letter]
+
+    @classmethod
+    def all(cls) -> tuple[Kind, ...]:
+        """Return the rows of the table, those of the user's own last."""
+        return tuple(cls._rows.values())
+
+    def __call__(self, stage: int, index: int) -> Action:
+        return Action(stage, self, index)
 
     def __repr__(self) -> str:
-        return self.value
+        return self.letter
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kind.of, (self.letter,)
 
 
 class Action(NamedTuple):
     """One unit of a worker's work.
 
+    >>> from rpc_pipe.dependency import B, F
     >>> F(2, 0), str(B(1, 13)), Action.parse("0W7")
     (2F0, '1B13', 0W7)
     """
 
     stage: int
     kind: Kind
-    microbatch: int
+    #: what it counts is the kind's to say
+    index: int  # type: ignore[assignment]  # hides a method of tuples that nobody wants here
+
+    @property
+    def microbatch(self) -> int:
+        """The index of a kind that counts microbatches."""
+        return self.index
 
     def __str__(self) -> str:
-        return f"{self.stage}{self.kind.value}{self.microbatch}"
+        return f"{self.stage}{self.kind.letter}{self.index}"
 
     def __repr__(self) -> str:
         return str(self)
@@ -57,18 +105,9 @@ class Action(NamedTuple):
         """Read what `str` writes.
 
         Raises:
-            ValueError: the text is not of the form stage, kind letter, microbatch.
+            ValueError: the text is not of the form stage, letter of a kind, index.
         """
-        match = re.fullmatch(r"(\d+)([A-Z])(\d+)", text)
-        if match is None or match[2] not in Kind.__members__:
+        match = re.fullmatch(r"([0-9]{1,9})([A-Z])([0-9]{1,9})", text)
+        if match is None or match[2] not in Kind._rows:
             raise ValueError(f"not an action: {text!r} (expected stage, kind, microbatch, such as 2F0)")
-        return cls(int(match[1]), Kind[match[2]], int(match[3]))
-
-
-F, B, I, W = Kind.F, Kind.B, Kind.I, Kind.W  # noqa: E741
-R, G, U = Kind.R, Kind.G, Kind.U
-
-#: the kinds that add to the gradients of the weights and free the activations of a microbatch
-ACCUMULATING = (B, W)
-#: the kinds that belong to a replica of a stage instead of a microbatch
-PER_REPLICA = (G, U)
+        return cls(int(match[1]), Kind.of(match[2]), int(match[3]))

@@ -11,8 +11,9 @@ from numbers import Integral
 from types import CodeType, TracebackType
 from typing import TypeVar, get_args
 
-from .action import Action, Kind, U
+from .action import Action, Kind
 from .errors import PipeError, ScheduleError
+from .kinds import U
 from .spec import ENDLESS, Order, Spec
 
 #: what a schedule declares as a number, and what it answers when it is asked

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from .action import PER_REPLICA, Action, F
+from .action import Action
 from .answers import actions_in, blaming, bound, check_answers, looked_at, own_actions, slot_of, updates_of
 from .draw import draw_edge, draw_held, draw_listed
 from .errors import ScheduleError
@@ -65,7 +65,7 @@ def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
 
 def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> None:
     """Check what `action` waits for, unless it ends a synchronous step, of which a schedule says nothing."""
-    if action.kind in PER_REPLICA and spec.synchronous:
+    if not spec.orders(action):
         return
     named = [need for need in actions_in(spec.after(action), f"after({action})") if need.microbatch >= 0]
     for need in named:
@@ -90,7 +90,7 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
 def _check_exists(spec: Spec, action: Action, need: Action) -> None:
     """Check that `need`, which after(action) names, is run by somebody."""
     stage, kind, microbatch = need
-    if kind in PER_REPLICA and spec.synchronous:
+    if not kind.per_microbatch and spec.synchronous:
         raise ScheduleError(
             f"after({action}) names {need}, but {kind!r} ends the step: "
             "only what is done with a microbatch may be named"
@@ -100,7 +100,7 @@ def _check_exists(spec: Spec, action: Action, need: Action) -> None:
             f"after({action}) names {need}, which does not exist: "
             f"stages are 0 to {spec.last_stage}, microbatches 0 to {spec.num_microbatches - 1}"
         )
-    if kind in PER_REPLICA:
+    if not kind.per_microbatch:
         if all(need not in updates_of(spec, stage, route) for route in range(spec.num_routes)):
             raise ScheduleError(f"after({action}) names {need}, which updates({stage}, ...) does not list")
         return
@@ -130,7 +130,7 @@ def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) ->
 def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) -> str:
     """Say what is wrong with listing `action` in the program of `worker`; nothing is an empty text."""
     stage, kind, microbatch = action
-    if kind in PER_REPLICA and spec.synchronous:
+    if not kind.per_microbatch and spec.synchronous:
         return f", but {kind!r} ends the step by itself: only what is done with a microbatch is listed"
     if not 0 <= stage < spec.num_stages or not 0 <= microbatch < spec.num_microbatches:
         return (
@@ -141,7 +141,7 @@ def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) 
     if action in seen:
         return " twice"
     known = spec.actions(stage, microbatch)
-    if kind in PER_REPLICA:
+    if not kind.per_microbatch:
         known = updates_of(spec, stage, spec.route(microbatch))
     if action not in known:
         return f", but of microbatch {microbatch} stage {stage} runs only {', '.join(map(str, known))}"
@@ -166,7 +166,7 @@ def _check_memory(spec: Spec, worker: int) -> None:
             f"but peak_activations({worker}) promises {claimed}",
             draw_held(actions, claimed),
         )
-    num_forwards = sum(action.kind is F for action in actions)
+    num_forwards = sum(action.kind.holds > 0 for action in actions)
     # A flush that holds everything is a choice; what turns into everything when a gradient is late is not.
     enough = max(in_order, num_forwards - 1) if claimed is None else claimed
     at_worst = peak_at_any_timing(spec, program, enough)

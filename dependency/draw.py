@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .action import ACCUMULATING, Action, F
+from .action import Action
 from .spec import Spec
 
 _MAX_COLUMNS = 12
@@ -65,8 +65,8 @@ def draw_held(program: Sequence[Action], allowed: int, *, late: bool = False) ->
     """
     held, cells = 0, []
     for action in program:
-        if action.kind is F or not late:
-            held += (action.kind is F) - (action.kind in ACCUMULATING)
+        if action.kind.holds > 0 or not late:
+            held += action.kind.holds
             cells.append((str(action), str(held)))
         if held > allowed:
             break

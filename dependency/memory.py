@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from .action import ACCUMULATING, Action, F
+from .action import Action
 from .spec import Spec
 
 if TYPE_CHECKING:
@@ -26,11 +26,8 @@ def peak_in_order(program: Iterable[Action]) -> int:
     """Return the most microbatches held from F to B (or W) if the program runs in its order."""
     held = peak = 0
     for action in program:
-        if action.kind is F:
-            held += 1
-            peak = max(peak, held)
-        elif action.kind in ACCUMULATING:
-            held -= 1
+        held += action.kind.holds
+        peak = max(peak, held)
     return peak
 
 
@@ -49,7 +46,7 @@ class _Bound:
     def __init__(self, spec: Spec, program: Sequence[Entry]) -> None:
         self._spec = spec
         self._program = program
-        releases = [entry for entry in program if entry.action.kind in ACCUMULATING]
+        releases = [entry for entry in program if entry.action.kind.accumulates]
         in_one_chain = all(b.action in a.own for b, a in itertools.pairwise(releases))
         #: release -> (its chain, its place in it from 1)
         self._place: dict[Action, tuple[tuple[int, int], int]] = {}
@@ -77,14 +74,14 @@ class _Bound:
                 elif need in needed:
                     least |= needed[need]
             needed[action] = least
-            if action.kind is F and (not far or action in far):
+            if action.kind.way == 1 and (not far or action in far):
                 chain = (-1, -1) if self._in_one_chain else self._shard(action)
                 started.setdefault(chain, Counter())[least[chain]] += 1
         return sum(_most_held(by_need) for by_need in started.values())
 
     def far_needs(self) -> dict[Action, list[Action]]:
         """Return, for the first F, the own releases that the relation reaches through other workers."""
-        forwards = (entry.action for entry in self._program if entry.action.kind is F)
+        forwards = (entry.action for entry in self._program if entry.action.kind.way == 1)
         found: dict[Action, list[Action]] = {}
         searched = 0
         for action in forwards:

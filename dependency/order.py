@@ -12,13 +12,12 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from operator import itemgetter
 
-from .action import ACCUMULATING, Action, B, F, G, I, Kind, R, W
+from .action import Action, Kind
+from .ending import NOTHING, Asked, end_tree
 from .errors import ScheduleError
+from .kinds import G
 from .spec import ENDLESS, Spec
 from .unroll import unroll
-
-#: what may run once for every stage and microbatch
-_PER_MICROBATCH = (F, R, B, I, W)
 
 
 def has_slot(spec: Spec) -> bool:
@@ -31,7 +30,12 @@ def has_program(spec: Spec) -> bool:
     return type(spec).program is not Spec.program
 
 
-def local_order(spec: Spec, worker: int) -> Iterator[Action]:
+def is_uniform(spec: Spec) -> bool:
+    """Tell whether a stage does the same kinds of actions with every microbatch."""
+    return type(spec).splits is Spec.splits and type(spec).actions is Spec.actions
+
+
+def local_order(spec: Spec, worker: int, asked: Asked = NOTHING) -> Iterator[Action]:
     """Yield the actions of `worker` in its order, those that end a synchronous step included.
 
     Costs O(n log n) for n own actions, O(window) memory for an endless stream.
@@ -45,7 +49,7 @@ def local_order(spec: Spec, worker: int) -> Iterator[Action]:
         order = iter(spec.program(worker))
     else:
         order = iter(_unrolled(spec)[worker])
-    return _with_updates(spec, worker, order) if spec.synchronous else order
+    return _with_end(spec, worker, order, asked) if spec.synchronous else order
 
 
 #: a global pass, of which each worker in this process wants a part
@@ -76,42 +80,51 @@ def _slotted(spec: Spec, actions: Iterator[Action]) -> Iterator[tuple[int, Actio
 
 def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
     """Return, for each shard and kind on `worker`, its actions by ascending microbatch."""
+    uniform, replicated = is_uniform(spec), spec.num_routes > 1
 
     def stream(kind: Kind, stage: int, route: int) -> Iterator[Action]:
-        if spec.num_routes == 1 and kind in always:
-            yield from (Action(stage, kind, m) for m in range(spec.num_microbatches))
-            return
         for m in range(spec.num_microbatches):
-            if spec.route(m) == route and (kind in always or kind in (a.kind for a in spec.actions(stage, m))):
-                yield kind(stage, m)
+            if not replicated or spec.route(m) == route:
+                yield Action(stage, kind, m)
+
+    def mixed(stage: int, route: int) -> Iterator[Action]:
+        for m in range(spec.num_microbatches):
+            if not replicated or spec.route(m) == route:
+                yield from spec.actions(stage, m)
 
     hosted = spec.hosted(worker)
-    mixed = type(spec).splits is not Spec.splits
-    kinds = {shard: _PER_MICROBATCH if mixed else [a.kind for a in spec.actions(shard[0], 0)] for shard in hosted}
-    always = (F,) if mixed else _PER_MICROBATCH
-    streams = [stream(kind, *shard) for shard in hosted for kind in kinds[shard]]
+    if uniform or spec.num_microbatches == ENDLESS:  # a merge needs each stream in the order of its slots
+        streams = [stream(a.kind, *shard) for shard in hosted for a in spec.actions(shard[0], 0)]
+    else:
+        streams = [mixed(*shard) for shard in hosted]
     if not spec.synchronous:
         streams += [iter(spec.updates(s, r)) for s, r in hosted]
     return streams
 
 
-def _with_updates(spec: Spec, worker: int, order: Iterable[Action]) -> Iterator[Action]:
-    """Put each update right behind the last action that it needs: a step's end is an edge, not a barrier.
+def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) -> Iterator[Action]:
+    """Put what ends a step behind what it needs: a step's end is edges, not a barrier.
 
-    Of replicas the exchange of gradients stands there, and the updates, which wait for other workers, are last.
+    An update that waits for nobody stands right behind its last gradient; so does an exchange of gradients, while the
+    updates that wait for others are last.
     """
     replicated = spec.num_routes > 1
+    waits = replicated or any(asked)
     microbatches = Counter(map(spec.route, range(spec.num_microbatches)) if replicated else {0: spec.num_microbatches})
     left = {shard: microbatches[shard[1]] for shard in spec.hosted(worker)}
     ended = [shard for shard, count in left.items() if count == 0]
     yield from (G(*shard) for shard in ended)  # a route without microbatches
     for action in order:
         yield action
-        if action.kind in ACCUMULATING:
-            shard = action.stage, spec.route(action.microbatch) if replicated else 0
+        if action.kind.accumulates:
+            shard = action.stage, spec.route(action.index) if replicated else 0
             left[shard] = left.get(shard, 0) - 1
             if left[shard] == 0:
                 ended.append(shard)
-                yield from [G(*shard)] if replicated else spec.updates(*shard)
-    if replicated:
+                if replicated:
+                    yield G(*shard)
+                elif not waits:
+                    yield from spec.updates(*shard)
+    yield from end_tree(spec).actions(worker, asked)
+    if waits:
         yield from (update for shard in ended for update in spec.updates(*shard))

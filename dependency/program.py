@@ -1,15 +1,26 @@
-"""A worker's program: its actions in order, each with what it waits for and where its payload goes."""
+"""A worker's part of the relation, compiled: its actions in order, each with what it waits for and whom it serves.
+
+This is the one place where a spec becomes what is run: the checker, the worker's state machine and the simulator read
+the entries that are made here. What data flow asks for is the same for all microbatches that do the same kinds of
+actions, so it is asked of the spec once for each stage and kind.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
-from .action import ACCUMULATING, Action, F
+from .action import Action, Kind
+from .ending import NOTHING, Asked, Shard, end_tree
 from .errors import ScheduleError
+from .kinds import C, D
 from .memory import peak_in_order
-from .order import has_program, has_slot, local_order
+from .order import has_program, has_slot, is_uniform, local_order
 from .spec import Spec
+
+#: stands for all replicas of a worker
+_WHOLE_WORKER = -1, -1
 
 
 class Pulled(NamedTuple):
@@ -31,30 +42,143 @@ class Entry(NamedTuple):
     pulled: tuple[Pulled, ...]
     #: other workers that pull the payload of this action
     consumers: tuple[int, ...]
+    #: the actions whose payloads this one computes from, on this worker or others
+    sources: tuple[Action, ...]
+    #: whether an action of this worker computes from the payload of this one
+    here: bool
 
 
-def entries(spec: Spec, worker: int, *, forward_only: bool = False) -> Iterator[Entry]:
-    """Yield the program of `worker`, lazily; with `forward_only` that of an evaluation: `F` and data flow.
+def entries(
+    spec: Spec,
+    worker: int,
+    *,
+    forward_only: bool = False,
+    asked: Asked = NOTHING,
+    chained: Collection[int] = (),
+) -> Iterator[Entry]:
+    """Yield the program of `worker`, lazily.
+
+    Args:
+        forward_only: leave out all but what goes forward: the program of an evaluation.
+        asked: what updates must know of other stages.
+        chained: stages whose forwards follow each other in the worker's order, because one reads what another wrote.
 
     Raises:
         ScheduleError: two actions of the worker share a slot, or its activation limit is too small.
     """
-    edges = _OrderEdges(spec, worker)
-    for action in local_order(spec, worker):
-        if forward_only and action.kind is not F:
+    flow = _Flow(spec, worker, asked)
+    edges = _OrderEdges(spec, worker, asked, frozenset(chained), limited=not forward_only)
+    after = None if forward_only or type(spec).after is Spec.after else spec.after
+    for action in local_order(spec, worker, asked):
+        if forward_only and not flow.goes_forward(action):
             continue
         own: list[Action] = []
         pulled: list[Pulled] = []
-        for need in spec.data(action) if forward_only else spec.needs(action):
-            at = spec.worker(need)
-            if at == worker:
-                own.append(need)
-            else:
-                pulled.append(Pulled(need, at, worker in _consumers(spec, need)))
-        if not forward_only:
-            own += (need for need in edges.of(action) if need not in own)
-        consumers = tuple(sorted(_consumers(spec, action) - {worker}))
-        yield Entry(action, tuple(own), tuple(pulled), consumers)
+        if after is not None and spec.orders(action):
+            for need in after(action):
+                if need.index >= 0:
+                    at = spec.worker(need)
+                    if at == worker:
+                        own.append(need)
+                    else:
+                        carries = worker in map(spec.worker, spec.successors(need))
+                        pulled.append(Pulled(need, at, carries))
+        own += edges.of(action)
+        yield flow.entry(action, own, pulled)
+
+
+class _Pattern(NamedTuple):
+    """An entry less the microbatch."""
+
+    own: tuple[tuple[int, Kind], ...]
+    pulled: tuple[tuple[int, Kind, int], ...]
+    consumers: tuple[int, ...]
+    sources: tuple[tuple[int, Kind], ...]
+    here: bool
+
+
+class _Flow:
+    """What data flow asks of a worker's actions and where it takes what they make."""
+
+    def __init__(self, spec: Spec, worker: int, asked: Asked) -> None:
+        self._spec = spec
+        self._worker = worker
+        self._asked = asked
+        self._uniform = is_uniform(spec)
+        self._route = cache(spec.route) if spec.num_routes > 1 else None
+        self._patterns: dict[tuple[object, ...], _Pattern] = {}
+        self._kinds: dict[tuple[int, int], tuple[Kind, ...]] = {}
+
+    def entry(self, action: Action, own: Sequence[Action], pulled: Sequence[Pulled]) -> Entry:
+        """Return the entry of `action`, which the schedule and the order let wait for `own` and `pulled` too."""
+        new = tuple.__new__  # half the time of a named tuple's own, and most of a compile is spent on them
+        stage, kind, m = action
+        if not kind.per_microbatch:
+            return self._end(action, own, pulled)
+        route = 0 if self._route is None else self._route(m)
+        key: tuple[object, ...] = stage, kind, route
+        if not self._uniform:
+            key = *key, *(self._kinds_of(s, m) for s in (stage - 1, stage, stage + 1))
+        pattern = self._patterns.get(key)
+        if pattern is None:
+            pattern = self._patterns[key] = self._pattern(action)
+        own_kinds, pulled_kinds, consumers, sources, here = pattern
+        needs = [new(Action, (s, k, m)) for s, k in own_kinds]
+        return new(
+            Entry,
+            (
+                action,
+                (*needs, *(need for need in own if need not in needs)) if own else tuple(needs),
+                (*[new(Pulled, (new(Action, (s, k, m)), at, True)) for s, k, at in pulled_kinds], *pulled),
+                consumers,
+                tuple([new(Action, (s, k, m)) for s, k in sources]),
+                here,
+            ),
+        )
+
+    def goes_forward(self, action: Action) -> bool:
+        """Tell whether an evaluation has `action`: what comes before the payload for the next stage, and the end."""
+        stage, kind, m = action
+        if not kind.per_microbatch:
+            return kind is C or kind is D
+        kinds = self._kinds_of(stage, 0 if self._uniform else m)
+        return any(later.way == 1 for later in kinds[kinds.index(kind) :])
+
+    def _kinds_of(self, stage: int, m: int) -> tuple[Kind, ...]:
+        found = self._kinds.get((stage, m))
+        if found is None:
+            there = 0 <= stage <= self._spec.last_stage
+            found = self._kinds[stage, m] = tuple(a.kind for a in self._spec.actions(stage, m)) if there else ()
+        return found
+
+    def _pattern(self, action: Action) -> _Pattern:
+        spec, worker = self._spec, self._worker
+        placed = [(need, spec.worker(need)) for need in spec.data(action)]
+        origin = spec.origin(action)
+        consumers = {spec.worker(follower) for follower in spec.successors(action)}
+        return _Pattern(
+            tuple((need.stage, need.kind) for need, at in placed if at == worker),
+            tuple((need.stage, need.kind, at) for need, at in placed if at != worker),
+            tuple(sorted(consumers - {worker})),
+            () if origin is None else ((origin.stage, origin.kind),),
+            worker in consumers,
+        )
+
+    def _end(self, action: Action, own: Sequence[Action], pulled: Sequence[Pulled]) -> Entry:
+        spec, worker = self._spec, self._worker
+        if not spec.synchronous:
+            return Entry(action, tuple(own), tuple(pulled), (), (), False)
+        _, others = end_tree(spec).needs(action, self._asked)
+        placed = [(need, spec.worker(need)) for need in others]
+        consumers = {spec.worker(follower) for follower in spec.successors(action)}
+        return Entry(
+            action,
+            (*own, *(need for need, at in placed if at == worker)),
+            tuple(Pulled(need, at, True) for need, at in placed if at != worker),
+            tuple(sorted(consumers - {worker})),
+            tuple(need for need in others if not need.kind.per_microbatch),
+            worker in consumers,
+        )
 
 
 def order_limit(spec: Spec, worker: int) -> int | None:
@@ -69,42 +193,60 @@ class _OrderEdges:
     """The edges that follow from a worker's own order, in addition to the schedule's.
 
     Gradients of a shard are summed in this order, so each B or W waits for the one before it: the sum is then
-    the same for any order of arrival, with no gradient set aside. An activation limit L lets the k-th F wait for
-    the (k-L)-th B or W of the worker; it points backwards in the order, so it cannot deadlock, as a counter would.
+    the same for any order of arrival, with no gradient set aside. So it is with the forwards of a stage whose buffers
+    they write. An activation limit L lets the k-th F wait for the (k-L)-th B or W of the worker; it points backwards in
+    the order, so it cannot deadlock, as a counter would.
     """
 
-    def __init__(self, spec: Spec, worker: int) -> None:
+    def __init__(self, spec: Spec, worker: int, asked: Asked, chained: frozenset[int], *, limited: bool) -> None:
         self._spec = spec
         self._worker = worker
-        self._limit = order_limit(spec, worker)
+        self._asked = asked
+        self._chained = chained
+        self._route = cache(spec.route) if spec.num_routes > 1 else None
+        self._limit = order_limit(spec, worker) if limited else None
         self._num_forwards = 0
         self._releases: list[Action] = []  # only if there is a limit
-        self._last_release: dict[tuple[int, int], Action] = {}
+        self._last_release: dict[Shard, Action] = {}
+        self._last_forward: dict[Shard, Action] = {}
 
     def of(self, action: Action) -> list[Action]:
         """Return the edges of `action`, which is the next in the order."""
-        stage, kind, microbatch = action
-        if kind in ACCUMULATING:
+        stage, kind, index = action
+        if not kind.per_microbatch:
+            return self._gradients_before(action) if self._spec.synchronous else []
+        before: Action | None = None
+        if kind.accumulates:
+            route = 0 if self._route is None else self._route(index)
             # With a limit the releases of the whole worker are one chain.
-            shard = (stage, self._spec.route(microbatch)) if self._limit is None else (-1, -1)
+            shard = (stage, route) if self._limit is None else _WHOLE_WORKER
             before = self._last_release.get(shard)
             self._last_release[shard] = action
             if self._limit is not None:
                 self._releases.append(action)
-            return [] if before is None else [before]
-        if kind is not F or self._limit is None:
-            return []
+        if kind.way == 1 and stage in self._chained:
+            shard = stage, 0 if self._route is None else self._route(index)
+            before = self._last_forward.get(shard)
+            self._last_forward[shard] = action
+        edges = [] if before is None else [before]
+        if kind.way == 1 and self._limit is not None:
+            edges += self._released_before(action, self._limit)
+        return edges
+
+    def _gradients_before(self, action: Action) -> list[Action]:
+        """Return the B or W that are last of the shards whose gradients `action` needs: they stand for all."""
+        shards, _ = end_tree(self._spec).needs(action, self._asked)
+        last = (self._last_release.get(shard if self._limit is None else _WHOLE_WORKER) for shard in shards)
+        return list(dict.fromkeys(release for release in last if release is not None))
+
+    def _released_before(self, action: Action, limit: int) -> list[Action]:
         k = self._num_forwards
         self._num_forwards += 1
-        if k < self._limit:
+        if k < limit:
             return []
-        if k - self._limit >= len(self._releases):
+        if k - limit >= len(self._releases):
             raise ScheduleError(
-                f"activation_limit({self._worker}) is {self._limit}, but in its order worker {self._worker} holds "
+                f"activation_limit({self._worker}) is {limit}, but in its order worker {self._worker} holds "
                 f"{k + 1 - len(self._releases)} microbatches when it starts {action}"
             )
-        return [self._releases[k - self._limit]]
-
-
-def _consumers(spec: Spec, action: Action) -> set[int]:
-    return {spec.worker(successor) for successor in spec.successors(action)}
+        return [self._releases[k - limit]]

@@ -1,6 +1,8 @@
 """The class a schedule subclasses: placement, relation, nominal time.
 
-A schedule adds only what makes it itself. Data flow is the same for all and is given here:
+A schedule adds only what makes it itself. Data flow is the same for all and follows from the kinds (`kinds.py`):
+what is done with a microbatch on a stage is done in the order of `Spec.actions`, and a payload that goes to the next
+or previous stage is what the action that goes the same way there computes from:
 
     F(s,m) <- F(s-1,m)              B(s,m) <- F(s,m), B(s+1,m)     R(s,m) <- F(s,m), and B(s,m) <- R(s,m)
     W(s,m) <- I(s,m)                I(s,m) <- F(s,m), I(s+1,m)     (B may take the place of any I)
@@ -14,8 +16,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from .action import PER_REPLICA, Action, B, F, G, I, Kind, R, U, W
+from .action import Action
+from .ending import NOTHING, Asked, end_tree
 from .errors import ConfigError
+from .kinds import B, F, I, R, U, W
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -102,7 +106,7 @@ class Spec(_Frozen):
     def after(self, action: Action) -> Iterable[Action]:
         """Return what must be finished before `action`, beyond data flow: windows, a flush, a lag.
 
-        Asked about every kind but `G`, and about `U` only if not synchronous.
+        Asked about what is done with a microbatch, and about `U` if not synchronous.
 
         Only actions of the same or a neighbouring stage, or of the same worker. Negative microbatches mean
         "before the first" and are dropped, so a window needs no special case.
@@ -110,7 +114,7 @@ class Spec(_Frozen):
         return ()
 
     def slot(self, action: Action) -> int:
-        """Return the nominal time of an action (of `U` only if not synchronous, of `G` never).
+        """Return the nominal time of an action: of what is done with a microbatch, and of `U` if not synchronous.
 
         It must grow along every edge of the relation and differ between actions of one worker: then its
         order is the worker's order, and nothing can deadlock. Without it the order comes from `program`,
@@ -148,77 +152,86 @@ class Spec(_Frozen):
         return self.num_stages - 1
 
     def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]:
-        """Return what is done with a microbatch on a stage, in order of data flow."""
+        """Return what is done with a microbatch on a stage, in order of data flow: each needs the one before.
+
+        A schedule with kinds of its own overrides this.
+        """
         forward = (F(stage, microbatch), R(stage, microbatch)) if self.recomputes(stage) else (F(stage, microbatch),)
         if self.splits(stage, microbatch):
             return *forward, I(stage, microbatch), W(stage, microbatch)
         return *forward, B(stage, microbatch)
 
-    def backward(self, stage: int, microbatch: int) -> Action:
-        """Return the action that makes the gradient of the stage's inputs: `B` or `I`."""
-        return (I if self.splits(stage, microbatch) else B)(stage, microbatch)
+    def version(self, stage: int, microbatch: int) -> int:
+        """Return how many updates the weights have seen that the forward of a microbatch uses.
 
-    def accumulation(self, stage: int, microbatch: int) -> Action:
-        """Return the action that adds to the gradients of the stage's weights: `B` or `W`."""
-        return (W if self.splits(stage, microbatch) else B)(stage, microbatch)
+        Args:
+            microbatch: counted through a stream of steps.
+        """
+        return microbatch // self.num_microbatches
 
     def worker(self, action: Action) -> int:
         """Return the worker that runs `action`."""
-        stage, kind, microbatch = action
-        if kind is G or (kind is U and self.synchronous):
-            return self.place(stage, microbatch)
-        return self.place(stage, self.route(microbatch))
+        stage, kind, index = action
+        if not kind.per_microbatch and self.synchronous:
+            return self.place(stage, index)
+        return self.place(stage, self.route(index))
 
     def hosted(self, worker: int) -> list[tuple[int, int]]:
         """Return (stage, route) of every shard that `worker` holds, in stage order."""
         pairs = ((s, r) for s in range(self.num_stages) for r in range(self.num_routes))
         return [(s, r) for s, r in pairs if self.place(s, r) == worker]
 
-    def successors(self, action: Action) -> tuple[Action, ...]:
+    def origin(self, action: Action) -> Action | None:
+        """Return the action of a neighbouring stage whose payload `action` computes from; None: there is none."""
+        stage, kind, microbatch = action
+        return self._going(kind.way, stage - kind.way, microbatch) if kind.way else None
+
+    def successors(self, action: Action) -> list[Action]:
         """Return the actions that the payload of `action` flows to; none if it makes none."""
         stage, kind, microbatch = action
-        if kind is F:
-            return (F(stage + 1, microbatch),) if stage < self.last_stage else ()
-        if kind is B or kind is I:
-            return (self.backward(stage - 1, microbatch),) if stage > 0 else ()
-        if kind is G:
-            return tuple(U(stage, route) for route in range(self.num_routes) if route != microbatch)
-        return ()
+        if not kind.per_microbatch:
+            return end_tree(self).successors(action) if self.synchronous else []
+        follower = self._going(kind.way, stage + kind.way, microbatch) if kind.way else None
+        return [] if follower is None else [follower]
 
-    def data(self, action: Action) -> Iterator[Action]:
+    def _going(self, way: int, stage: int, microbatch: int) -> Action | None:
+        """Return what sends the payload of `microbatch` on from `stage` in the direction `way`."""
+        if not 0 <= stage <= self.last_stage:
+            return None
+        return next((a for a in self.actions(stage, microbatch) if a.kind.way == way), None)
+
+    def data(self, action: Action, asked: Asked = NOTHING) -> Iterator[Action]:
         """Yield what `action` needs by data flow alone."""
         stage, kind, microbatch = action
-        if kind is F:
-            if stage > 0:
-                yield F(stage - 1, microbatch)
-        elif kind is W:
-            yield I(stage, microbatch)
-        elif kind is R:
-            yield F(stage, microbatch)
-        elif kind is U and self.num_routes > 1:
-            yield from (G(stage, route) for route in range(self.num_routes))
-        elif kind in PER_REPLICA:
-            for m in range(self.num_microbatches):
-                if self.route(m) == microbatch:
-                    yield self.accumulation(stage, m)
-        else:
-            yield (R if self.recomputes(stage) else F)(stage, microbatch)
-            if stage < self.last_stage:
-                yield self.backward(stage + 1, microbatch)
+        if kind.per_microbatch:
+            own = self.actions(stage, microbatch)
+            at = own.index(action) if action in own else 0
+            yield from own[max(0, at - 1) : at]
+            origin = self.origin(action)
+            if origin is not None:
+                yield origin
+        elif self.synchronous:
+            shards, others = end_tree(self).needs(action, asked)
+            for shard in shards:
+                yield from self.accumulations(*shard)
+            yield from others
 
-    def needs(self, action: Action) -> list[Action]:
+    def accumulations(self, stage: int, route: int) -> Iterator[Action]:
+        """Yield what adds to the gradients of a replica of a stage in a step."""
+        for m in range(self.num_microbatches):
+            if self.route(m) == route:
+                yield from (a for a in self.actions(stage, m) if a.kind.accumulates)
+
+    def needs(self, action: Action, asked: Asked = NOTHING) -> list[Action]:
         """Return everything that must be finished before `action`: data flow and the schedule's own."""
-        if action.kind is U and not self.synchronous:
-            needs: list[Action] = []
-        else:
-            needs = list(self.data(action))
-        if self._asks_after(action.kind):
-            needs += [need for need in self.after(action) if need.microbatch >= 0]
+        needs = list(self.data(action, asked))
+        if self.orders(action):
+            needs += [need for need in self.after(action) if need.index >= 0]
         return needs
 
-    def _asks_after(self, kind: Kind) -> bool:
-        """Tell whether `after` and `slot` are asked about `kind`; the rest follows from data flow alone."""
-        return not self.synchronous if kind is U else kind is not G
+    def orders(self, action: Action) -> bool:
+        """Tell whether `after` and `slot` are asked about `action`; the end of a synchronous step is not theirs."""
+        return action.kind.per_microbatch or not self.synchronous
 
     def parameters(self) -> dict[str, Any]:
         """Return the schedule's own parameters and their values."""

@@ -10,7 +10,7 @@ import heapq
 import itertools
 from collections.abc import Iterator
 
-from .action import Action, F
+from .action import Action
 from .draw import draw_cycle
 from .errors import ScheduleError
 from .spec import ENDLESS, Spec
@@ -70,16 +70,16 @@ def _greedy(spec: Spec, needs: dict[Action, list[Action]]) -> Iterator[Action]:
             if need not in dependents:
                 raise ScheduleError(f"{action} needs {need}, which no worker runs")
             dependents[need].append(action)
-    ready: list[list[tuple[bool, int, int, Action]]] = [[] for _ in range(spec.num_workers)]
+    ready: list[list[tuple[bool, int, int, str, Action]]] = [[] for _ in range(spec.num_workers)]
 
     def push(action: Action) -> None:
-        key = (action.kind is F, action.microbatch, -action.stage, action)
+        key = (action.kind.way == 1, action.index, -action.stage, action.kind.letter, action)
         heapq.heappush(ready[spec.worker(action)], key)
 
     for action, count in missing.items():
         if count == 0:
             push(action)
-    while started := [heapq.heappop(queue)[3] for queue in ready if queue]:
+    while started := [heapq.heappop(queue)[-1] for queue in ready if queue]:
         for action in started:
             yield action
             del missing[action]

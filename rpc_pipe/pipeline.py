@@ -9,9 +9,11 @@ from __future__ import annotations
 import copy
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,24 +21,25 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .dependency import ConfigError, Entry, Order, PeerLost, Spec, check, entries
+from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PeerLost, Spec, check, entries
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import current_job, join
+from .model.microbatches import Ahead, Microbatches
 from .model.partition import Model, Partition
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor
 from .workers.compute.device import courier_for
-from .workers.compute.digest import describe, digest
+from .workers.compute.digest import digest
 from .workers.compute.randomness import Randomness, preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
+from .workers.handlers import Batch
 from .workers.hooks import Listener
-from .workers.run import Work
 from .workers.transport.call import Call
 from .workers.transport.carrier import Carrier
 from .workers.transport.local import local_carriers
-from .workers.transport.payload import Tree, num_rows, num_tokens, split_rows
+from .workers.transport.payload import Tree
 
 T = TypeVar("T")
 
@@ -60,6 +63,8 @@ class Pipeline:
         order: `ready` or `fixed`; the schedule's own preference by default. The result is the same.
         device: `cpu`, `cuda` or `cuda:N`.
         seed: of everything random: initial weights of layers given as callables, dropout.
+        max_grad_norm: norm to which the gradients of the whole model are clipped before an update, with the bits of
+            `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
         stall_s: how long nothing may arrive while a worker waits, before the run fails.
 
     Raises:
@@ -82,7 +87,7 @@ class Pipeline:
         order: Order | None = None,
         device: str = "cpu",
         seed: int = 0,
-        lookahead: int = 64,
+        max_grad_norm: float | None = None,
         stall_s: float = 300.0,
     ) -> None:
         job = current_job()
@@ -100,7 +105,9 @@ class Pipeline:
         self.partition = Partition(model, self.spec.num_stages, split)
         self._order = order or self.spec.order
         self._plans: dict[int, Spec] = {}
-        self._programs: dict[tuple[Spec, int, bool], list[Entry]] = {}
+        self._parts: dict[tuple[Spec, int, bool, Asked], Part] = {}
+        # Whether the loss is given as sums, so that updates wait for its weight, is known after the first step.
+        self._asked = Asked(weight=True, norms=max_grad_norm is not None)
         courier = courier_for(device)
         randomness = Randomness(seed, courier.device)
         # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
@@ -132,13 +139,15 @@ class Pipeline:
                 carrier,
                 courier if worker == workers[0] else courier_for(device),
                 {place: shard(*place) for place in self.spec.hosted(worker)},
-                lookahead=lookahead,
+                max_grad_norm=max_grad_norm,
                 stall_s=stall_s,
             )
             for worker, carrier in zip(workers, carriers, strict=True)
         ]
         self._threads = _worker_threads(len(workers)) if len(workers) > 1 else None
         self._stopped = False
+        self._grad_norm: float | None = None
+        self._num_cut = 0
         link.attach(self)
         overrides.made(self)
 
@@ -157,19 +166,39 @@ class Pipeline:
         """
         if self._stopped:
             raise SystemExit(130)
-        result = self._run(f"step {self._actors[0].step}", batch, microbatches, train=True)
-        assert result.loss is not None
-        return result.loss
+        return self._told(self._run(self._cut(batch, microbatches), train=True))
+
+    def train(self, batches: Iterable[Tree]) -> Iterator[float]:
+        """Train on one batch after the other and yield the loss of each, on every worker.
+
+        A step begins while the one before drains: the pipeline stays full. When a loss is yielded, the weights are
+        those of its update on every worker, so the loop's body may evaluate and save; when the loop is left, what has
+        been begun of the next batch is undone.
+
+        Args:
+            batches: each as for `step`; read one ahead.
+        """
+        ahead = Ahead(batches, self._cut)
+        streams = {actor: actor.stream(map(partial(self._batch, actor, train=True), ahead)) for actor in self._actors}
+        try:
+            for step in count():
+                ahead.advance(step)
+                result = None if self._stopped else self._each(lambda actor: next(streams[actor], None))[0]
+                if result is None:
+                    return
+                yield self._told(result)
+        finally:
+            self._each(lambda actor: streams[actor].close())
 
     def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> float:
         """Return the loss of a batch without training on it, on every worker."""
-        result = self._run("evaluate", batch, microbatches, train=False)
+        result = self._run(self._cut(batch, microbatches), what="evaluate")
         assert result.loss is not None
         return result.loss
 
     def predict(self, inputs: Tree) -> Tree:
         """Return the model's output for `inputs`, on every worker, microbatches joined along dimension 0."""
-        outputs = self._run("predict", (inputs, None), None, train=False, want_loss=False).outputs
+        outputs = self._run(self._cut((inputs, None)), what="predict").outputs
         return _join_rows([outputs[m] for m in sorted(outputs)])
 
     def state_dict(self) -> dict[str, Tensor] | None:
@@ -216,6 +245,11 @@ class Pipeline:
         return self._stopped
 
     @property
+    def grad_norm(self) -> float | None:
+        """Norm of the gradients of the last step before they were clipped; None: they are not clipped."""
+        return self._grad_norm
+
+    @property
     def actors(self) -> list[WorkerActor]:
         """The workers of this process."""
         return self._actors
@@ -227,7 +261,8 @@ class Pipeline:
 
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
         """Return what `worker` runs in a training step of so many microbatches."""
-        return self._program(self._spec_for(num_microbatches), worker, train=True)
+        actor = next(actor for actor in self._actors if actor.worker == worker)
+        return self._part(self._spec_for(num_microbatches), actor, train=True).entries
 
     def shards(self, worker: int) -> list[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""
@@ -245,53 +280,34 @@ class Pipeline:
 
     # --- inside
 
-    def _run(
-        self,
-        what: str,
-        batch: Tree | None,
-        microbatches: Sequence[tuple[Tree, Tree]] | None,
-        *,
-        train: bool,
-        want_loss: bool = True,
-    ) -> Result:
-        if microbatches is not None:
-            pieces = list(microbatches)
-            batch = [inputs for inputs, _ in pieces], [targets for _, targets in pieces]
-        elif batch is not None:
-            inputs, targets = batch
-            # A worker may have been given one of the two only.
-            whole = inputs if targets is None else targets if inputs is None else (inputs, targets)
-            count = min(self.spec.num_microbatches, max(1, num_rows(whole)))
-            pieces = list(zip(split_rows(inputs, count), split_rows(targets, count), strict=True))
-        else:
-            raise ConfigError("step: needs a batch, or microbatches")
-        rows = [num_rows(targets if inputs is None else inputs) for inputs, targets in pieces]
-        total = sum(rows)
-        number = self._actors[0].carrier.calls.number
-        described = self._described, describe(batch[0], number), describe(batch[1], number) if want_loss else ""
-        spec = self._spec_for(len(pieces))
+    def _cut(self, batch: Tree | None, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> Microbatches:
+        self._num_cut += 1
+        return Microbatches.of(batch, microbatches, self.spec.num_microbatches, self._num_cut)
 
-        def run(actor: WorkerActor) -> Result:
-            return actor.run(
-                Work(
-                    spec,
-                    self._program(spec, actor.worker, train),
-                    self._order,
-                    [inputs for inputs, _ in pieces],
-                    [targets for _, targets in pieces] if want_loss else None,
-                    [count / total for count in rows],
-                    train,
-                    total,
-                    sum(num_tokens(inputs) for inputs, _ in pieces),
-                ),
-                Call(actor.worker, what, *described, self._weights if actor.step == 0 else ""),
-            )
+    def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
+        return self._each(lambda actor: actor.run(self._batch(actor, batch, train, what)))[0]
 
-        # Around all workers of this process at once: they share its generators.
-        with preserved(self._actors[0].courier.device):
-            result = self._each(run)[0]
+    def _batch(self, actor: WorkerActor, batch: Microbatches, train: bool, what: str = "") -> Batch:
+        """Return what `actor` is asked to do with `batch`."""
+        part = self._part(self._spec_for(len(batch.inputs)), actor, train)
+        targets = None if what == "predict" else batch.targets
+        call = Call(
+            actor.worker,
+            what or f"step {actor.next_step}",
+            self._described,
+            *batch.described,
+            self._weights if actor.next_step == 0 else "",
+        )
+        shape = batch.shares, train, self._asked, batch.rows, batch.tokens
+        return Batch(part, self._order, call, batch.inputs, targets, *shape)
+
+    def _told(self, result: Result) -> float:
+        """Take note of what a training step came to; return its loss."""
+        assert result.loss is not None
         self._stopped |= result.stop
-        return result
+        self._asked = self._asked._replace(weight=result.summed)
+        self._grad_norm = result.norm
+        return result.loss
 
     def _spec_for(self, num_microbatches: int) -> Spec:
         if num_microbatches not in self._plans:
@@ -301,17 +317,23 @@ class Pipeline:
             self._plans[num_microbatches] = spec
         return self._plans[num_microbatches]
 
-    def _program(self, spec: Spec, worker: int, train: bool) -> list[Entry]:
-        key = spec, worker, train
-        if key not in self._programs:
-            self._programs[key] = list(entries(spec, worker, forward_only=not train))
-        return self._programs[key]
+    def _part(self, spec: Spec, actor: WorkerActor, train: bool) -> Part:
+        asked = self._asked if train else NOTHING
+        key = spec, actor.worker, train, asked
+        if key not in self._parts:
+            chained = {stage for (stage, _), shard in actor.shards.items() if shard.stateful and train}
+            program = entries(spec, actor.worker, forward_only=not train, asked=asked, chained=chained)
+            self._parts[key] = Part(spec, actor.worker, program)
+        return self._parts[key]
 
     def _each(self, call: Callable[[WorkerActor], T]) -> list[T]:
         """Call for every worker of this process, each on its own thread, and raise the first cause."""
-        if self._threads is None:
-            return [call(self._actors[0])]
-        futures = [self._threads.submit(call, actor) for actor in self._actors]
+        # Around all workers of this process at once: they share its generators.
+        with preserved(self._actors[0].courier.device):
+            if self._threads is None:
+                return [call(self._actors[0])]
+            futures = [self._threads.submit(call, actor) for actor in self._actors]
+            wait(futures)
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
             raise error

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.dependency import PER_REPLICA, B, F, I, R, W
+from rpc_pipe.dependency import B, F, I, R, W
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
@@ -81,7 +81,7 @@ def emulate(name, P, M, order):
     def steps():
         while True:
             pipe.step(batch)
-            yield [[a for a in own.steps[-1] if a.kind not in PER_REPLICA] for own in orders]
+            yield [[a for a in own.steps[-1] if a.kind.per_microbatch] for own in orders]
 
     return spec, steps()
 

@@ -11,19 +11,18 @@ the carrier's threads alone.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
-from ..dependency import Disagreement, PeerLost, Spec, Stalled, WorkerFailure
+from ..dependency import Action, Disagreement, Part, PeerLost, Stalled, WorkerFailure
 from .compute.device import Courier
 from .compute.result import Result
 from .compute.shard import Shard
-from .hooks import Listeners
+from .context import Context
+from .handlers import Batch, Task, tasks
 from .mailbox import Mailbox
-from .run import Run, Tasks, Work
+from .run import Stream
 from .transport.call import Call
 from .transport.carrier import Carrier
 from .transport.payload import Payload, Tree, pack, unpack
@@ -31,12 +30,12 @@ from .transport.payload import Payload, Tree, pack, unpack
 _HERE = Path(__file__).parent
 
 
-class WorkerActor:
+class WorkerActor(Context):
     """Runs its part of every step. All workers make the same calls in the same order.
 
     Args:
         shards: by (stage, route).
-        lookahead: how many actions ahead of the oldest unfinished one may be pulled for.
+        max_grad_norm: norm to which the gradients of the whole model are clipped.
         stall_s: how long nothing may arrive while nothing can run, before that counts as a failure.
     """
 
@@ -46,32 +45,15 @@ class WorkerActor:
         courier: Courier,
         shards: dict[tuple[int, int], Shard],
         *,
-        lookahead: int = 64,
+        max_grad_norm: float | None = None,
         stall_s: float = 300.0,
     ) -> None:
+        super().__init__(carrier.worker, courier, Mailbox(carrier, courier, stall_s), shards, max_grad_norm)
         self.carrier = carrier
-        self.worker = carrier.worker
-        self.courier = courier
-        self.shards = shards
-        self.mailbox = Mailbox(carrier, courier, stall_s)
-        self.listeners = Listeners()
-        #: training steps done
-        self.step = 0
-        #: what runs now, such as `2B3`, for reports
-        self.running = ""
-        #: set from anywhere; all workers then stop after the same step (see Result.stop)
-        self.stop_requested = False
-        self._lookahead = lookahead
-        self._tasks: dict[Spec, Tasks] = {}
+        self._tasks: dict[Part, dict[Action, Task]] = {}
 
-    def tasks(self, spec: Spec) -> Tasks:
-        """Return what the actions of `spec` mean here."""
-        if spec not in self._tasks:
-            self._tasks[spec] = Tasks(spec, self.worker, self.shards)
-        return self._tasks[spec]
-
-    def run(self, work: Work, call: Call) -> Result:
-        """Do this worker's part of `work` and return what all workers know after it.
+    def run(self, batch: Batch) -> Result:
+        """Do this worker's part of `batch` and return what all workers know after it: a stream of length one.
 
         Raises:
             Disagreement: another worker's call is not `call`.
@@ -79,28 +61,48 @@ class WorkerActor:
             PeerLost: another worker failed or is gone.
             Stalled: nothing arrived in time.
         """
-        with self._telling_failures(), torch.set_grad_enabled(work.train):
-            result = Run(self, work, self._lookahead, self.mailbox.begin(call)).complete()
-            self.step += work.train
-            return result
+        return next(self.stream(iter([batch])))
+
+    def stream(self, batches: Iterator[Batch]) -> Generator[Result, None, None]:
+        """Do this worker's part of one batch after the other; as `run`, but the next may begin before one has ended."""
+        stream = Stream(self, batches, self._tasks_of)
+        try:
+            while True:
+                with self._telling_failures():
+                    result = next(stream, None)
+                if result is None:
+                    return
+                yield result
+        finally:
+            stream.abandon()
+
+    def _tasks_of(self, part: Part) -> dict[Action, Task]:
+        if part not in self._tasks:
+            self._tasks[part] = tasks(part, self.shards)
+        return self._tasks[part]
 
     def gather(self, name: str, value: Tree) -> list[Tree] | None:
         """Return every worker's `value`, in order of workers, on worker 0; None on the others."""
         with self._telling_failures():
             run = self.mailbox.begin(Call(self.worker, f"gather {name}"))
+            values = None
             if self.worker != 0:
                 self.mailbox.publish(run, name, pack(value), [0])
-                return None
-            arrived = self.mailbox.collect(run, name, range(1, self.carrier.num_workers))
-            return [value, *(unpack(arrived[worker]) for worker in sorted(arrived))]
+            else:
+                arrived = self.mailbox.collect(run, name, range(1, self.carrier.num_workers))
+                values = [value, *(unpack(arrived[worker]) for worker in sorted(arrived))]
+            self.mailbox.end(run)
+            return values
 
     def barrier(self) -> None:
         """Return when every worker has called this and nobody needs anything of this one."""
         with self._telling_failures():
             run = self.mailbox.begin(Call(self.worker, "barrier"))
             others = set(range(self.carrier.num_workers)) - {self.worker}
-            self.mailbox.publish(run, "barrier", Payload([], None), list(others))
+            if others:
+                self.mailbox.publish(run, "barrier", Payload([], None), list(others))
             self.mailbox.collect(run, "barrier", others)
+            self.mailbox.end(run)
             self.mailbox.drain()
 
     @contextmanager
@@ -123,4 +125,6 @@ class WorkerActor:
         while frames and frames.tb_next and Path(frames.tb_frame.f_code.co_filename).parent == _HERE:
             frames = frames.tb_next  # the user's code is of interest, not how we came there
         trace = "".join(traceback.format_exception(type(error), error, frames))
-        return WorkerFailure(self.worker, self.running, self.step, summary, trace)
+        return WorkerFailure(
+            self.worker, self.running, self.running_step if self.running else self.step, summary, trace
+        )

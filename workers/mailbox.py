@@ -14,7 +14,7 @@ from ..dependency import Action, PeerLost, PipeError, Stalled, WorkerFailure
 from .compute.device import Courier
 from .transport.call import Call
 from .transport.carrier import LEFT, Arrived, Carrier
-from .transport.outbox import Key
+from .transport.outbox import Key, Outbox
 from .transport.payload import Payload
 
 #: added to the name of an action of which only that it is finished is wanted
@@ -60,8 +60,17 @@ class Mailbox:
         return run
 
     def end(self, run: int) -> None:
-        """Note that `run` and those before it are over on this worker."""
+        """Note that `run` is over on this worker: all its actions are finished."""
         self._carrier.end(run)
+
+    def abandon(self, run: int) -> None:
+        """Drop what is kept for others, and what comes, of `run`, which no worker goes on with."""
+        self._carrier.abandon(run)
+
+    @property
+    def outbox(self) -> Outbox:
+        """What others have not taken yet."""
+        return self._carrier.outbox
 
     def drain(self) -> None:
         """Wait until the others have taken everything."""
@@ -69,12 +78,13 @@ class Mailbox:
 
     def pull(self, run: int, peer: int, wanted: Iterable[tuple[Action | str, bool]]) -> None:
         """Ask `peer` for all of `wanted`, ahead of need: (what, whether its payload or just that it is finished)."""
-        for_compute, others = [], []
+        for_compute: list[str] = []
+        others: list[str] = []
         for what, carries in wanted:
             if isinstance(what, Action):
                 name = _name(what) if carries else _name(what) + _DONE
                 self._actions[run, name] = what
-                for_compute.append(name)
+                (for_compute if what.kind.resource == "compute" else others).append(name)
             else:
                 others.append(what)
         if for_compute:
@@ -83,29 +93,20 @@ class Mailbox:
         if others:
             self._carrier.pull(peer, run, others)  # read on the CPU
 
-    def publish(self, run: int, what: str, payload: Payload, others: Sequence[int], *, here: bool = False) -> None:
-        """Make `payload` pullable by `others` once it has left the device; `here`: it also arrives at this worker."""
-        outbox = self._carrier.outbox
-        key = run, what
-        if others and not self._courier.in_step:
+    def publish(self, run: int, what: str, payload: Payload, others: Sequence[int]) -> None:
+        """Make `payload` pullable by `others` once it has left the device."""
+        outbox, key = self._carrier.outbox, (run, what)
+        if not self._courier.in_step:
             outbox.promise(key, others)
+        self._courier.leave(payload, lambda left: outbox.offer(key, left, others))
 
-        def publish(payload: Payload) -> None:
-            if others:
-                outbox.offer(key, payload, others)
-            if here:
-                self.deliver_own(run, what, payload)
-
-        self._courier.leave(payload, publish)
-
-    def deliver_own(self, run: int, what: Action | str, outcome: Payload | BaseException | None) -> None:
+    def deliver_own(self, run: int, what: Action, outcome: Payload | BaseException | None) -> None:
         """Let something of this worker's own arrive, or fail the worker with it. May be called from any thread."""
         if isinstance(outcome, BaseException):
             self._carrier.fault(outcome)
             return
         key = run, str(what)
-        if isinstance(what, Action):
-            self._actions[key] = what
+        self._actions[key] = what
         self._carrier.deliver(key, outcome)
 
     def finished(self, run: int, what: str) -> None:

@@ -1,288 +1,247 @@
-"""One run of a worker's program: the state machine's instructions, carried out."""
+"""A stream of steps through one worker: the state machines' instructions, carried out on the thread that computes.
+
+Of a stream two steps are open at most. The next one is opened when the last forward of this one has been started: its
+forwards wait for nothing but their own stage's update, so the pipeline stays full from step to step.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 
-from ..dependency import PER_REPLICA, Action, B, Entry, F, G, I, Order, R, Spec, U, W
-from .compute.device import Mark
-from .compute.result import Losses, Result, pack_outputs
-from .compute.shard import Shard
+import torch
+from torch import Tensor
+
+from ..dependency import Action, Entry, Part
+from .compute.result import Result
+from .context import Context
+from .handlers import Batch, Doing, Step, Task
 from .hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 from .mailbox import Arrival
-from .state import Instruction, Pull, WorkerState
-from .transport.payload import Payload, Tree, pack, unpack
+from .state import WorkerState
+from .transport.payload import Payload
 
-if TYPE_CHECKING:
-    from .actor import WorkerActor
-
-
-_RESULT = "result of worker "
+_MOST_OPEN = 2
 
 
-@dataclass(frozen=True)
-class Work:
-    """What a worker is asked to do once: a training step, an evaluation or a prediction."""
+class Stream:
+    """Carries batches through a worker; gives the result of each, in order.
 
-    spec: Spec
-    program: Sequence[Entry]
-    order: Order
-    #: inputs of the model by microbatch; read where stage 0 is
-    inputs: Sequence[Tree]
-    #: targets by microbatch; read where the last stage is. None: outputs are wanted, not the loss
-    targets: Sequence[Tree] | None
-    #: each microbatch's share of the rows
-    shares: Sequence[float]
-    train: bool = True
-    #: of the whole batch; tokens are counted if the inputs are whole numbers
-    rows: int = 0
-    tokens: int = 0
+    Args:
+        tasks_of: what the actions of a part mean on the worker.
+    """
 
-
-class Task(NamedTuple):
-    """What an action means on this worker."""
-
-    name: str
-    shard: Shard
-    #: whose payload it computes from; None: the batch, the loss, or nothing
-    source: Action | None
-    #: whether a successor here takes its payload, and which other workers' successors do
-    here: bool
-    others: tuple[int, ...]
-    #: of a forward: whether its backward comes in two parts, and whether its activations are recomputed
-    split: bool
-    recompute: bool
-
-
-class Tasks(dict[Action, Task]):
-    """The tasks of a worker, each worked out when first looked up: the relation says the same in every step."""
-
-    def __init__(self, spec: Spec, worker: int, shards: Mapping[tuple[int, int], Shard]) -> None:
-        super().__init__()
-        self._spec = spec
+    def __init__(
+        self, worker: Context, batches: Iterator[Batch], tasks_of: Callable[[Part], dict[Action, Task]]
+    ) -> None:
         self._worker = worker
-        self._shards = shards
+        self._mailbox = worker.mailbox
+        self._batches = batches
+        self._tasks_of = tasks_of
+        self._ended = False
+        #: open steps, the oldest first, by their number among runs
+        self._steps: dict[int, Step] = {}
+        #: buffers as they were after the last complete step
+        self._last_buffers: list[tuple[Tensor, Tensor]] = []
 
-    def __missing__(self, action: Action) -> Task:
-        spec, (stage, kind, microbatch) = self._spec, action
-        source = None
-        if kind is F and stage > 0:
-            source = F(stage - 1, microbatch)
-        elif kind in (B, I) and stage < spec.last_stage:
-            source = spec.backward(stage + 1, microbatch)
-        consumers = {spec.worker(successor) for successor in spec.successors(action)}
-        task = self[action] = Task(
-            str(action),
-            self._shards[stage, microbatch if kind in PER_REPLICA else spec.route(microbatch)],
-            source,
-            self._worker in consumers,
-            tuple(sorted(consumers - {self._worker})),
-            kind is F and spec.splits(stage, microbatch),
-            kind is F and spec.recomputes(stage),
-        )
-        return task
+    def __iter__(self) -> Iterator[Result]:
+        return self
 
+    def __next__(self) -> Result:
+        """Run until the oldest step is complete on this worker."""
+        self._open_next()
+        if not self._steps:
+            raise StopIteration
+        oldest = next(iter(self._steps.values()))
+        for shard in self._worker.shards.values():
+            shard.train(oldest.batch.train)
+        with torch.set_grad_enabled(oldest.batch.train):
+            while not oldest.state.complete:
+                self._advance()
+                self._open_next()
+        return self._close(oldest)
 
-class Run:
-    """Carries a WorkerState through one `Work` on the thread that computes."""
-
-    def __init__(self, actor: WorkerActor, work: Work, lookahead: int, run: int) -> None:
-        self._actor = actor
-        self._work = work
-        self._spec = spec = work.spec
-        self._mailbox = actor.mailbox
-        #: its number
-        self._run = run
-        self._tasks = actor.tasks(spec)
-        self._state = WorkerState(work.program, work.order, lookahead)
-        #: payloads by the action that made them: from other workers, or handed over on this one
-        self._payloads: dict[Action, Payload] = {}
-        self._marks: list[tuple[Action, Mark, Mark]] = []
-        self._arrived: list[Arrived] = []
-        hosts = [spec.worker(F(spec.last_stage, m)) for m in range(len(work.shares))]
-        self._result = Result(hosts)
-        self._outputs: dict[int, Tree] = {}
-        #: forwards of the last stage still to come here, after which this worker tells its part of the result
-        self._last_forwards = hosts.count(actor.worker)
-
-    def complete(self) -> Result:
-        """Run everything; return when this worker is done."""
-        start_ns = time.perf_counter_ns()
-        for shard in self._actor.shards.values():
-            shard.train(self._work.train)
-            shard.losses = Losses()
-            shard.layer_times = [] if self._work.train and self._actor.courier.in_step else None
-        for host in self._result.missing - {self._actor.worker}:
-            self._mailbox.pull(self._run, self._towards(host), [(f"{_RESULT}{host}", True)])
-        self._carry(self._state.start())
-        while not self._state.complete:
-            for arrival in self._mailbox.arrivals((self._run,)):
-                self._take_in(arrival)
-            action = self._state.take()
-            if action is None:
-                self._wait()
-            else:
-                self._execute(action)
-        while self._result.missing:
-            self._wait()
-        self._mailbox.end(self._run)
-        self._report(start_ns)
-        # The count goes up only after a training step, which this may not have been.
-        self._actor.listeners.idle(self._actor.step if self._work.train else self._actor.step - 1)
-        return self._result
-
-    def _carry(self, instructions: list[Instruction]) -> None:
+    def _open_next(self) -> None:
+        if self._ended or len(self._steps) == _MOST_OPEN:
+            return
+        newest = next(reversed(self._steps.values()), None)
+        if newest is not None and newest.forwards_left:
+            return
+        batch = next(self._batches, None)
+        if batch is None:
+            self._ended = True
+            return
+        state = WorkerState(batch.part, batch.order, None if newest is None else newest.state)
+        if newest is not None and batch.train:
+            self._keep_buffers(newest)
+        self._collect_layer_times(newest, batch.train)
+        number = self._worker.next_step
+        run, tasks = self._mailbox.begin(batch.call), self._tasks_of(batch.part)
+        self._worker.next_step += batch.train
+        step = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
+        step.forwards_left = sum(entry.action.kind.way == 1 for entry in batch.part.entries)
         wanted: dict[int, list[tuple[Action | str, bool]]] = {}
-        for instruction in instructions:
-            if isinstance(instruction, Pull):
-                wanted.setdefault(instruction.worker, []).append((instruction.action, instruction.carries))
+        for need in state.start():
+            wanted.setdefault(need.worker, []).append((need.action, need.carries))
         for peer, questions in wanted.items():
-            self._mailbox.pull(self._run, peer, questions)
+            self._mailbox.pull(run, peer, questions)
+
+    def _keep_buffers(self, before: Step) -> None:
+        """Note what buffers that forwards write are after the step `before`: the next may be abandoned."""
+        before.buffers = [
+            (buffer, buffer.clone())
+            for shard in self._worker.shards.values()
+            if shard.stateful
+            for _, module in shard.layers
+            for buffer in module.buffers()
+        ]
+
+    def abandon(self) -> None:
+        """Undo what has been done of steps that are not complete; all workers do so after the same step."""
+        if not self._steps:
+            return
+        for shard in self._worker.shards.values():
+            shard.abandon()
+        for buffer, kept in self._last_buffers:
+            buffer.copy_(kept)
+        for run in self._steps:
+            self._mailbox.abandon(run)
+        self._steps.clear()
+        self._worker.next_step = self._worker.step
+
+    def _collect_layer_times(self, before: Step | None, anew: bool) -> None:
+        """Give what was timed so far to the step `before`, all of whose forwards have run."""
+        wanted = anew and self._worker.courier.in_step
+        for shard in self._worker.shards.values():
+            if before is not None:
+                before.layer_times += [LayerTime(*time) for time in shard.layer_times or ()]
+            shard.layer_times = [] if wanted else None
+
+    def _advance(self) -> None:
+        """Do what can be done next, or wait until there is something."""
+        for arrival in self._mailbox.arrivals(self._steps):
+            self._take_in(arrival)
+        moved = False
+        for step in self._steps.values():
+            while (entry := step.state.take("link")) is not None:
+                self._execute(step, entry)
+                moved = True
+            while (entry := step.state.take("copy")) is not None:
+                self._copy(step, entry)
+        for step in self._steps.values():
+            entry = step.state.take()
+            if entry is not None:
+                self._execute(step, entry)
+                return
+            if not step.state.may_be_overtaken:
+                break
+        if not moved:  # else it may have been what something waited for
+            self._wait()
 
     def _take_in(self, arrival: Arrival) -> None:
-        if isinstance(arrival.what, str):
-            assert arrival.payload is not None
-            host = int(arrival.what.removeprefix(_RESULT))
-            self._result.add(host, arrival.payload)
-            if host != self._actor.worker:
-                self._tell(host, arrival.payload, [2 * self._actor.worker - self._towards(host)])
+        step, what = self._steps[arrival.run], arrival.what
+        assert isinstance(what, Action)
+        if arrival.peer == self._worker.worker:  # a copy of our own
+            self._finish(step, what, arrival.payload)
             return
         if arrival.payload is not None:
-            self._payloads[arrival.what] = arrival.payload
-            self._arrived.append(Arrived(arrival.what, arrival.peer, arrival.payload.num_bytes, arrival.at_ns))
-        self._carry(self._state.arrived(arrival.what))
+            step.payloads[what] = arrival.payload
+            step.arrived.append(Arrived(what, arrival.peer, arrival.payload.num_bytes, arrival.at_ns))
+        step.state.arrived(what)
 
     def _wait(self) -> None:
-        self._actor.listeners.waiting(self._actor.step, self._blocked)
-        for arrival in self._mailbox.next_arrivals((self._run,), lambda: str(self._blocked())):
+        self._worker.listeners.waiting(next(iter(self._steps.values())).number, self._blocked)
+        for arrival in self._mailbox.next_arrivals(self._steps, lambda: str(self._blocked())):
             self._take_in(arrival)
 
     def _blocked(self) -> Blocked:
-        blocked = self._state.blocked()
-        return Blocked(None, []) if blocked is None else Blocked(*blocked)
+        for step in self._steps.values():
+            blocked = step.state.blocked()
+            if blocked is not None:
+                return Blocked(*blocked)
+        return Blocked(None, [])
 
-    def _execute(self, action: Action) -> None:
-        if action.kind is U:
-            while self._result.missing:  # the divisor; known long before, unless the last stage is late
-                self._wait()
-        actor, task = self._actor, self._tasks[action]
-        actor.running = task.name
-        actor.listeners.action_started(actor.step, action)
-        begin = actor.courier.mark()
-        payload = self._compute(action, task)
-        end = actor.courier.mark()
+    def _execute(self, step: Step, entry: Entry) -> None:
+        worker, action = self._worker, entry.action
+        task = step.tasks[action]
+        worker.running, worker.running_step = task.name, step.number
+        worker.listeners.action_started(step.number, action)
+        begin = worker.courier.mark()
+        payload = task.does(Doing(worker, step, task))
+        end = worker.courier.mark()
+        step.marks.append((action, begin, end))
+        step.forwards_left -= action.kind.way == 1
+        self._finish(step, action, payload)
+        worker.running = ""
+
+    def _finish(self, step: Step, action: Action, payload: Payload | None) -> None:
+        task = step.tasks[action]
         if payload is not None:
-            self._hand_over(action, task, payload)  # first of all: others wait for it
-        self._marks.append((action, begin, end))
-        actor.running = ""
-        self._mailbox.finished(self._run, task.name)
-        self._carry(self._state.finished(action))
+            self._hand_over(step, task, payload)  # first of all: others wait for it
+        self._mailbox.finished(step.run, task.name)
+        step.state.finished(action)
 
-    def _hand_over(self, action: Action, task: Task, payload: Payload) -> None:
+    def _hand_over(self, step: Step, task: Task, payload: Payload) -> None:
         """Give the payload to those its successors belong to: this worker, or others through the outbox."""
-        if task.here:
-            self._payloads[action] = payload
-        if task.others:
-            self._mailbox.publish(self._run, task.name, payload, task.others)
+        if task.entry.here:
+            step.payloads[task.entry.action] = payload
+        if task.entry.consumers:
+            self._mailbox.publish(step.run, task.name, payload, task.entry.consumers)
 
-    def _compute(self, action: Action, task: Task) -> Payload | None:
-        kind, microbatch, shard = action.kind, action.microbatch, task.shard
-        if kind is F:
-            return self._forward(action, task)
-        if kind is W:
-            shard.backward_weights(microbatch)
-        elif kind is R:
-            shard.recompute(self._actor.step, microbatch)
-        elif kind is G:
-            return shard.gradients()
-        elif kind is U:
-            self._update(shard, action)
-        else:
-            grads = None if task.source is None else self._actor.courier.ready(self._payloads.pop(task.source))
-            return (shard.backward if kind is B else shard.backward_inputs)(microbatch, grads)
-        return None
+    def _copy(self, step: Step, entry: Entry) -> None:
+        """Let an action run beside compute; that it is finished arrives like everything else."""
+        task = step.tasks[entry.action]
+        self._worker.listeners.action_started(step.number, entry.action)
+        begin = self._worker.courier.mark()
 
-    def _update(self, shard: Shard, action: Action) -> None:
-        """Sum the gradients of all replicas, in the order of routes, and apply them."""
-        stage, _, route = action
-        if self._spec.num_routes > 1:
-            ready = self._actor.courier.ready
-            # Not taken out: several replicas may be on this worker.
-            shard.sum_gradients([
-                shard.gradients() if r == route else ready(self._payloads[G(stage, r)])
-                for r in range(self._spec.num_routes)
-            ])  # fmt: skip
-        shard.update(self._result.divisor)
+        def copied(future: Future[Payload | None]) -> None:
+            step.marks.append((entry.action, begin, self._worker.courier.mark()))
+            self._mailbox.deliver_own(step.run, entry.action, future.exception() or future.result())
 
-    def _forward(self, action: Action, task: Task) -> Payload | None:
-        work, courier, shard, step, m = self._work, self._actor.courier, task.shard, self._actor.step, action.microbatch
-        if task.source is None:
-            inputs = pack(courier.load(work.inputs[m]))
-        else:
-            inputs = courier.ready(self._payloads.pop(task.source))
-        if action.stage < self._spec.last_stage:
-            return shard.forward(step, m, inputs, split=task.split, recompute=task.recompute)
-        if work.targets is None:
-            output = shard.forward(step, m, inputs)
-            assert output is not None
-            self._outputs[m] = unpack(output)
-        else:
-            target = courier.load(work.targets[m])
-            share = work.shares[m]
-            split, recompute = task.split, task.recompute
-            shard.forward(step, m, inputs, target=target, share=share, split=split, recompute=recompute)
-        self._last_forwards -= 1
-        if self._last_forwards == 0:
-            self._tell_result()
-        return None
+        _copier(self._worker.worker).submit(task.does, Doing(self._worker, step, task)).add_done_callback(copied)
 
-    def _tell_result(self) -> None:
-        """Every forward of the last stage on this worker is done: tell all workers, this one included."""
-        stop = self._actor.stop_requested
-        if self._work.targets is None:
-            part = pack_outputs(self._outputs, stop)
-        else:
-            losses = Losses()
-            for shard in self._actor.shards.values():
-                losses.parts |= shard.losses.parts
-                losses.summed |= shard.losses.summed
-            part = losses.pack(stop)
-        me = self._actor.worker
-        self._tell(me, part, [me - 1, me, me + 1])
+    def _close(self, step: Step) -> Result:
+        worker = self._worker
+        del self._steps[step.run]
+        if not self._steps:
+            self._collect_layer_times(step, False)
+        self._mailbox.end(step.run)
+        if step.batch.train:
+            self._report(step)
+            worker.step += 1
+        # The count goes up only after a training step, which this may not have been.
+        worker.listeners.idle(worker.step - 1)
+        assert step.result is not None
+        self._last_buffers = step.buffers
+        self._ended |= step.result.stop
+        return step.result
 
-    def _tell(self, host: int, part: Payload, workers: Iterable[int]) -> None:
-        there = [worker for worker in workers if 0 <= worker < self._actor.carrier.num_workers]
-        others = [worker for worker in there if worker != self._actor.worker]
-        self._mailbox.publish(self._run, f"{_RESULT}{host}", part, others, here=len(others) < len(there))
-
-    def _towards(self, host: int) -> int:
-        """The neighbour on the way to `host`: results go from worker to worker, as payloads mostly do."""
-        return self._actor.worker + (1 if host > self._actor.worker else -1)
-
-    def _report(self, start_ns: int) -> None:
-        if not self._work.train:
-            return
-        actor = self._actor
-        times = actor.courier.resolve([mark for _, begin, end in self._marks for mark in (begin, end)])
-        records = [Record(a, b, e) for (a, _, _), b, e in zip(self._marks, times[::2], times[1::2], strict=True)]
-        loss = self._result.loss
-        actor.listeners.step_finished(
+    def _report(self, step: Step) -> None:
+        worker = self._worker
+        times = worker.courier.resolve([mark for _, begin, end in step.marks for mark in (begin, end)])
+        records = [Record(a, b, e) for (a, _, _), b, e in zip(step.marks, times[::2], times[1::2], strict=True)]
+        loss = step.result.loss if step.result is not None else None
+        worker.listeners.step_finished(
             StepRecord(
-                actor.worker,
-                actor.step,
-                start_ns,
+                worker.worker,
+                step.number,
+                step.start_ns,
                 time.perf_counter_ns(),
                 records,
-                self._arrived,
-                [LayerTime(*time) for shard in actor.shards.values() for time in shard.layer_times or ()],
+                step.arrived,
+                step.layer_times,
                 float("nan") if loss is None else loss,
-                self._work.rows,
-                self._work.tokens,
-                actor.courier.peak_bytes(),
-                len(actor.carrier.outbox),
-                len(self._work.shares),
+                step.batch.rows,
+                step.batch.tokens,
+                worker.courier.peak_bytes(),
+                len(worker.mailbox.outbox),
+                len(step.batch.shares),
             )
         )
+
+
+@cache
+def _copier(worker: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, f"copies of worker {worker}")

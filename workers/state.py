@@ -1,178 +1,120 @@
 """The decisions of a worker: events in, instructions out. No thread, clock, tensor or socket.
 
     events                          instructions
-    start()              ──┐   ┌──  Pull(1F3, from worker 0)
-    arrived(1F3)         ──┤   ├──  Publish(2B0, for worker 1)
-    finished(2B0)        ──┴───┴──  take() -> 2F1: run this now
+    start()              ──┐   ┌──  Pulled(1F3, from worker 0): ask for this
+    arrived(1F3)         ──┼───┴──  take() -> the entry of 2F1: run this now; it says who is served
+    finished(2B0)        ──┘
 
-The same object is carried by the simulator, the in-process carrier and the RPC carrier, so what is
-simulated is what runs.
+A worker has several resources, and runs one action on each at a time: copies beside compute, and what travels between
+workers without either. The simulator evaluates the same tables for all workers at once.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
-from ..dependency import Action, Entry, Kind, Order, Pulled
-
-
-class Pull(NamedTuple):
-    """Ask `worker` for what `action` makes, ahead of need; without `carries` only for its being finished."""
-
-    action: Action
-    worker: int
-    carries: bool
-
-
-class Publish(NamedTuple):
-    """Put the payload of the finished `action` into the outbox; `worker` pulls it."""
-
-    action: Action
-    worker: int
-
-
-Instruction = Pull | Publish
-
-
-class Finished:
-    """A set of actions that stays small: per stage and kind a low-water mark and what lies above it."""
-
-    def __init__(self) -> None:
-        self._low: dict[tuple[int, Kind], int] = {}
-        self._above: dict[tuple[int, Kind], set[int]] = {}
-
-    def add(self, action: Action) -> None:
-        stage, kind, microbatch = action
-        key = stage, kind
-        low = self._low.get(key, 0)
-        above = self._above.get(key)
-        if microbatch != low:
-            if above is None:
-                above = self._above[key] = set()
-            assert microbatch > low and microbatch not in above, f"{action} happened twice"
-            above.add(microbatch)
-            return
-        low += 1
-        while above and low in above:
-            above.remove(low)
-            low += 1
-        self._low[key] = low
-
-    def __contains__(self, action: Action) -> bool:
-        stage, kind, microbatch = action
-        key = stage, kind
-        return microbatch < self._low.get(key, 0) or microbatch in self._above.get(key, ())
+from ..dependency import RESOURCES, Action, Entry, Order, Part, Pulled, Resource
 
 
 class WorkerState:
     """What one worker has done in a step, what it may do next, what it should ask for.
 
     Args:
-        program: the worker's entries in slot order; read lazily, `lookahead` entries beyond the oldest
-            unfinished one, so it may be endless.
-        order: `fixed` runs the head of the program and waits for it; `ready` runs the first entry of the
-            program whose needs have all been met.
-        lookahead: how many entries may be known, and so pulled for, ahead of the oldest unfinished one; at
-            least half as many always are.
+        part: what the worker has to do.
+        order: `fixed` runs what is next in the order of each resource and waits for it; `ready` runs the first
+            whose needs have all been met.
+        before: the state of the step before, if that may still run: forwards wait for updates there.
     """
 
-    def __init__(self, program: Iterable[Entry], order: Order, lookahead: int = 64) -> None:
-        self.order = order
-        self.running: Action | None = None
-        self._program: Iterator[Entry] = iter(program)
-        self._exhausted = False
-        self._lookahead = lookahead
-        self._entries: dict[int, Entry] = {}  # known and unfinished, by position, oldest first
-        self._missing: dict[int, int] = {}  # position -> needs not met yet
-        self._waiting: dict[Action, list[int]] = {}  # need -> positions that wait for it
-        self._ready: list[int] = []  # heap of positions whose needs are met
-        self._done = Finished()
-        self._running_position = -1
-        self._admitted = 0
-        self._head = 0  # position of the next entry in fixed order
+    def __init__(self, part: Part, order: Order, before: WorkerState | None = None) -> None:
+        self.part = part
+        #: by resource, what runs now
+        self.running: dict[Resource, int] = {}
+        self._fixed = order == "fixed"
+        self._missing = part.num_needs.copy()
+        self._left = len(part.entries)
+        self._arrived: set[Action] = set()
+        self._done = bytearray(len(part.entries))
+        #: by resource, a heap of those whose needs are met, and the place of the next one in its queue
+        self._ready: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
+        self._issued: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
+        self._next: WorkerState | None = None
+        #: own actions of the step before that are still to come
+        self._inherited: set[Action] = set()
+        if before is not None:
+            before._next = self
+            for action, numbers in part.inherited.items():
+                if not before.has_finished(action):
+                    self._inherited.add(action)
+                    for number in numbers:
+                        self._missing[number] += 1
+        for number, missing in enumerate(self._missing):
+            if not missing:
+                self._ready[part.entries[number].action.kind.resource].append(number)  # ascending, so a heap
 
-    def start(self) -> list[Instruction]:
-        """Begin: return the first pulls."""
-        instructions: list[Instruction] = []
-        self._admit(instructions)
-        return instructions
+    def start(self) -> list[Pulled]:
+        """Begin: return what to ask other workers for."""
+        return self.part.pulls
 
-    def arrived(self, action: Action) -> list[Instruction]:
+    def arrived(self, action: Action) -> None:
         """Note that a pulled action has arrived."""
-        self._satisfy(action)
-        return []
+        assert action not in self._arrived, f"{action} arrived twice"
+        self._arrived.add(action)
+        self._satisfy(self.part.waiting[action])
 
-    def finished(self, action: Action) -> list[Instruction]:
-        """Note that the running action is done; return what to publish and what to pull next."""
-        assert action == self.running, f"finished {action} while running {self.running}"
-        entry = self._entries.pop(self._running_position)
-        self.running = None
-        instructions: list[Instruction] = []
-        instructions += [Publish(action, consumer) for consumer in entry.consumers]
-        self._satisfy(action)
-        self._admit(instructions)
-        return instructions
+    def finished(self, action: Action) -> None:
+        """Note that a running action is done."""
+        number = self.part.number[action]
+        running = self.running.pop(action.kind.resource, None)
+        assert running == number, f"finished {action}, which was not running"
+        self._done[number] = 1
+        self._left -= 1
+        self._satisfy(self.part.waiting.get(action, ()))
+        if self._next is not None:
+            self._next._finished_before(action)
 
-    def take(self) -> Action | None:
-        """Choose the next action and count it as running; None if none may run now."""
-        if self.running is not None or not self._ready:
+    def take(self, resource: Resource = "compute") -> Entry | None:
+        """Choose the next action on `resource` and count it as running; None if none may run now."""
+        ready = self._ready[resource]
+        if not ready or resource in self.running:
             return None
-        if self.order == "fixed":
-            if self._ready[0] != self._head:
-                return None
-            self._head += 1
-        self._running_position = heapq.heappop(self._ready)
-        self.running = self._entries[self._running_position].action
-        return self.running
+        issued = self._issued[resource]
+        if self._fixed and ready[0] != self.part.queues[resource][issued]:
+            return None
+        self._issued[resource] = issued + 1
+        number = self.running[resource] = heapq.heappop(ready)
+        return self.part.entries[number]
+
+    @property
+    def may_be_overtaken(self) -> bool:
+        """Tell whether the step after this one may compute, as there is nothing to run here."""
+        return not self._fixed or self._issued["compute"] == len(self.part.queues["compute"])
+
+    def has_finished(self, action: Action) -> bool:
+        """Tell whether an own action of this step is done."""
+        return bool(self._done[self.part.number[action]])
 
     @property
     def complete(self) -> bool:
-        """True when every action of the program is finished."""
-        return self._exhausted and not self._entries
+        """True when everything is finished."""
+        return not self._left
 
     def blocked(self) -> tuple[Action, list[Pulled]] | None:
-        """Return the oldest action that waits for other workers, and for what: the roll-call on a stall."""
-        for entry in self._entries.values():
-            missing = [need for need in entry.pulled if need.action not in self._done]
-            if missing:
-                return entry.action, missing
+        """Return the first action that waits for other workers, and for what: the roll-call on a stall."""
+        for number, entry in enumerate(self.part.entries):
+            if not self._done[number]:
+                missing = [need for need in entry.pulled if need.action not in self._arrived]
+                if missing:
+                    return entry.action, missing
         return None
 
-    def _satisfy(self, action: Action) -> None:
-        self._done.add(action)
-        for position in self._waiting.pop(action, ()):
-            self._missing[position] -= 1
-            if self._missing[position] == 0:
-                del self._missing[position]
-                heapq.heappush(self._ready, position)
+    def _finished_before(self, action: Action) -> None:
+        if action in self._inherited:
+            self._inherited.remove(action)
+            self._satisfy(self.part.inherited[action])
 
-    def _admit(self, instructions: list[Instruction]) -> None:
-        oldest = next(iter(self._entries), self._admitted)
-        if self._exhausted or self._admitted > oldest + self._lookahead // 2:
-            return  # many at once, so that many questions go in one message
-        while self._admitted < oldest + self._lookahead:
-            entry = next(self._program, None)
-            if entry is None:
-                self._exhausted = True
-                return
-            position = self._admitted
-            self._admitted += 1
-            self._entries[position] = entry
-            missing = 0
-            for need in entry.own:
-                if need not in self._done:
-                    self._waiting.setdefault(need, []).append(position)
-                    missing += 1
-            for pulled in entry.pulled:
-                if pulled.action in self._done:
-                    continue
-                if pulled.action not in self._waiting:
-                    instructions.append(Pull(*pulled))
-                self._waiting.setdefault(pulled.action, []).append(position)
-                missing += 1
-            if missing:
-                self._missing[position] = missing
-            else:
-                heapq.heappush(self._ready, position)
+    def _satisfy(self, numbers: list[int] | tuple[()]) -> None:
+        for number in numbers:
+            self._missing[number] -= 1
+            if not self._missing[number]:
+                heapq.heappush(self._ready[self.part.entries[number].action.kind.resource], number)

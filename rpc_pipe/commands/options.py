@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from ..dependency import ConfigError, Kind, Spec
+from ..dependency import B, ConfigError, F, I, Kind, Spec, W
 from ..planning.compare import complete
 from ..planning.simulator import Link
 from ..planning.specs import PipeOptions, make_spec
@@ -237,17 +237,18 @@ def parse_costs(text: str = "") -> dict[Kind, float]:
     >>> parse_costs("B=3")
     {F: 1, B: 3, I: 1.5, W: 1.5, R: 1}
     """
-    costs: dict[Kind, float] = {Kind.F: 1}
+    costs: dict[Kind, float] = {F: 1}
     for key, value in parse_assignments("--cost", [text] if text else []).items():
-        if key not in Kind.__members__:
-            raise ConfigError(f"--cost {key}={value}: kinds are {', '.join(Kind.__members__)}")
-        costs[Kind[key]] = parse_number(f"--cost {key}=", value)
-    if not costs.keys() & {Kind.B, Kind.I, Kind.W}:
-        costs |= {Kind.B: 2, Kind.I: 1, Kind.W: 1}
+        kinds = {kind.letter: kind for kind in Kind.all()}
+        if key not in kinds:
+            raise ConfigError(f"--cost {key}={value}: kinds are {', '.join(kinds)}")
+        costs[kinds[key]] = parse_number(f"--cost {key}=", value)
+    if not costs.keys() & {B, I, W}:
+        costs |= {B: 2, I: 1, W: 1}
     full = complete(costs)
     for kind, cost in full.items():
         if cost < 0:
-            raise ConfigError(f"--cost {text}: B is I and W together, which leaves {cost:g} for {kind.value}")
+            raise ConfigError(f"--cost {text}: B is I and W together, which leaves {cost:g} for {kind.letter}")
     return full
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW
 
-from ..dependency import ACCUMULATING, Spec, local_order
+from ..dependency import Spec, local_order
 from ..launching import launcher_link as link
 from ..model.partition import Partition
 from ..pipeline import Pipeline
@@ -132,7 +132,7 @@ def _summing_orders(spec: Spec) -> list[list[list[int]]]:
     orders: list[list[list[int]]] = [[[] for _ in range(spec.num_routes)] for _ in range(spec.num_stages)]
     for worker in range(spec.num_workers):
         for action in local_order(spec, worker):
-            if action.kind in ACCUMULATING:
+            if action.kind.accumulates:
                 orders[action.stage][spec.route(action.microbatch)].append(action.microbatch)
     return orders
 

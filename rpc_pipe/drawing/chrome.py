@@ -43,7 +43,7 @@ def _events(spec: Spec, steps: Mapping[int, Sequence[Span]], device: str, unit_u
         at = {span.action: span for span in spans}
         for span in spans:
             start, end = unit_us * (span.start - origin), unit_us * (span.end - origin)
-            base = {"pid": 0, "tid": span.worker, "cat": span.action.kind.value}
+            base = {"pid": 0, "tid": span.worker, "cat": span.action.kind.letter}
             args = {"step": step, "stage": span.action.stage, "microbatch": span.action.microbatch}
             events.append(base | {"ph": "X", "name": str(span.action), "ts": start, "dur": end - start, "args": args})
             for follower in spec.successors(span.action):

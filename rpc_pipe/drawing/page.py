@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 
+from ..dependency import Kind
 from ..planning.span import Span
 from ..planning.waits import Wait
-from .timeline import PALETTE, held_stages, summarize
+from .timeline import held_stages, summarize
 
 #: stands in the template once, where the data go
 _MARKER = "@DATA@"
@@ -53,7 +54,10 @@ def with_parts(template: str) -> str:
 
 def encode(pictures: Sequence[Picture]) -> dict[str, object]:
     """Return what the script's `load` takes, for JSON."""
-    return {"palette": PALETTE, "pictures": [_encode(picture) for picture in pictures]}
+    return {
+        "palette": {kind.letter: (kind.colour, kind.ink, kind.word) for kind in Kind.all()},
+        "pictures": [_encode(picture) for picture in pictures],
+    }
 
 
 def _encode(picture: Picture) -> dict[str, object]:
@@ -67,7 +71,7 @@ def _encode(picture: Picture) -> dict[str, object]:
         row: list[object] = [
             span.worker,
             stage,
-            kind.value,
+            kind.letter,
             microbatch,
             _short(span.start - first),
             _short(span.end - first),

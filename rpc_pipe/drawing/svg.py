@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
+from ..dependency import Kind
 from ..planning.span import Span
-from .timeline import PALETTE, held_stages, summarize, tell
+from .timeline import held_stages, summarize, tell
 
 #: width of the plot in pixels: wide enough for the labels of the shortest cells, within these bounds
 _NARROWEST, _WIDEST = 640, 1280
@@ -50,7 +51,7 @@ def draw_svg(
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" class="rpc-pipe" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img" aria-label={quoteattr(f"{title}: {about}" if title else about)}>',
-        f"<style>{_style(layout)}</style>",
+        f"<style>{_style(layout, spans)}</style>",
         f'<rect class="paper" width="{width}" height="{height}" rx="6"/>',
         *_heading(layout, title, about),
     ]
@@ -119,14 +120,16 @@ class _Layout:
         return (time - self.first) / self.length * self.plot if self.length > 0 else 0.0
 
 
-def _style(layout: _Layout) -> str:
+def _style(layout: _Layout, spans: Sequence[Span]) -> str:
     def colours(of: dict[str, str]) -> str:
         fills = "".join(f".rpc-pipe .{name}{{fill:{of[name]}}}" for name in ("paper", "ink", "dim", "bubble"))
         return fills + f".rpc-pipe .grid{{stroke:{of['grid']}}}.rpc-pipe .seam rect{{stroke:{of['paper']}}}"
 
-    kinds = "".join(f".rpc-pipe .{kind}{{fill:{look.colour}}}" for kind, look in PALETTE.items())
-    kinds += "".join(f".rpc-pipe .tick.{kind}{{stroke:{look.colour}}}" for kind, look in PALETTE.items())
-    inks = "".join(f".rpc-pipe .seam .{k}~text{{fill:{v.ink}}}" for k, v in PALETTE.items() if v.ink != "#000000")
+    shown = {span.action.kind for span in spans}
+    styled = [kind for kind in Kind.all() if kind.resource != "link" or kind in shown]
+    kinds = "".join(f".rpc-pipe .{kind}{{fill:{kind.colour}}}" for kind in styled)
+    kinds += "".join(f".rpc-pipe .tick.{kind}{{stroke:{kind.colour}}}" for kind in styled)
+    inks = "".join(f".rpc-pipe .seam .{kind}~text{{fill:{kind.ink}}}" for kind in styled if kind.ink != "#000000")
     return (
         ".rpc-pipe text{font-family:system-ui,-apple-system,'Segoe UI',Helvetica,Arial,sans-serif}"
         f"{colours(_LIGHT)}.rpc-pipe .seam rect{{stroke-width:{_number(layout.seam)}}}"
@@ -186,7 +189,7 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
 
     `stripe` and `free` are the shares of its height that the stripe takes and that stripes leave to the text.
     """
-    kind, stage = span.action.kind.value, span.action.stage
+    kind, stage = span.action.kind.letter, span.action.stage
     start, end = span.start - layout.first, span.end - layout.first
     hint = f"<title>{span.action}, stage {stage}, {tell(start)} to {tell(end)}</title>"
     x, height = layout.x(span.start), _number(layout.cell)
@@ -211,8 +214,8 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
 
 def _legend(layout: _Layout, spans: Sequence[Span], num_held: int) -> tuple[float, list[str]]:
     """Return the lower edge of the legend, and the legend: what occurs, line by line."""
-    kinds = {span.action.kind.value for span in spans}
-    entries = [(kind, f"{kind} {look.word}") for kind, look in PALETTE.items() if kind in kinds]
+    kinds = {span.action.kind for span in spans}
+    entries = [(kind.letter, f"{kind} {kind.word}") for kind in Kind.all() if kind in kinds]
     entries.append(("bubble", "bubble"))
     if num_held == 2:
         entries.append(("stripe", "second stage of the worker"))
@@ -244,7 +247,7 @@ def nice_step(length: float, most: float) -> float:
 
 def _label(span: Span) -> str:
     """Return the microbatch; the letter where the number names a replica or an update instead."""
-    return span.action.kind.value if span.action.kind.value in "GU" else str(span.action.microbatch)
+    return str(span.action.index) if span.action.kind.per_microbatch else span.action.kind.letter
 
 
 def _width(text: str, size: float) -> float:

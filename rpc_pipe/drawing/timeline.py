@@ -1,6 +1,6 @@
 """Draw what workers did, or will do: one line a worker, one cell a unit of time. Loads without torch.
 
-What every picture shares stands here: the palette, the bubble. `draw` is the terminal's picture,
+What every picture shares stands here: the bubble. `draw` is the terminal's picture,
 `svg` draws for documents and `page` for browsers.
 """
 
@@ -8,32 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from rich.text import Text
 
 from ..dependency import Action
 from ..planning.span import Span
-
-
-class Look(NamedTuple):
-    """How a kind is shown: the fill, the colour of text on it, and the kind in words."""
-
-    colour: str
-    ink: str
-    word: str
-
-
-#: looks by `kind.value`, told apart by colour-blind eyes too (Okabe and Ito 2008)
-PALETTE = {
-    "F": Look("#56b4e9", "#000000", "forward"),
-    "B": Look("#e69f00", "#000000", "backward"),
-    "I": Look("#f0e442", "#000000", "backward for inputs"),
-    "W": Look("#009e73", "#000000", "backward for weights"),
-    "R": Look("#0072b2", "#ffffff", "recompute"),
-    "G": Look("#d55e00", "#000000", "gradient exchange"),
-    "U": Look("#cc79a7", "#000000", "update"),
-}
 
 
 def bubble(spans: Sequence[Span], num_workers: int) -> float:
@@ -114,12 +93,11 @@ def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100) -> Text:
 
 
 def _style(action: Action) -> str:
-    look = PALETTE[action.kind.value]
-    return f"{look.ink} on {look.colour}"
+    return f"{action.kind.ink} on {action.kind.colour}"
 
 
 def _name(action: Action) -> str:
-    return f"{action.kind.value}{action.microbatch}"
+    return f"{action.kind.letter}{action.microbatch}"
 
 
 def _fit(name: str, cells: int) -> str:

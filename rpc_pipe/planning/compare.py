@@ -48,7 +48,7 @@ class ModelCosts:
             return [{kind: int(t) if t == int(t) else t for kind, t in share.items()}] * num_stages
         layers = [complete(costs) for costs in self.costs]
         return [
-            {kind: sum(layers[i].get(kind, 0) for i in stage) for kind in Kind}
+            {kind: sum(layers[i].get(kind, 0) for i in stage) for kind in Kind.all()}
             for stage in cut(len(layers), num_stages, None)
         ]
 

@@ -2,26 +2,30 @@
 
 Semantics: an action takes its cost; what it makes reaches another worker after the link's travel time (pulls are
 asked ahead of need); all completions and arrivals at a time are seen before any worker chooses its next action
-then; a started action is not interrupted. These are the decisions of `workers.state.WorkerState`, evaluated for all
-workers at once; a property test holds the two equal. Loads without torch.
+then; a started action is not interrupted; actions of a worker on different resources overlap. These are the decisions
+of `workers.state.WorkerState`, evaluated for all workers at once on the same compiled parts. Loads without torch.
 """
 
 from __future__ import annotations
 
-import gc
 import heapq
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import pairwise
+from operator import itemgetter
 from typing import NamedTuple
 
-from ..dependency import ACCUMULATING, PER_REPLICA, Action, F, Kind, Order, PipeError, Spec
-from .relation import Relation
+from ..dependency import RESOURCES, Action, Kind, Order, Spec
+from .relation import Relation, no_collection
 from .span import Span
 
 #: time of an action on its worker, in any unit
 Cost = Callable[[Action], float]
+
+#: (number, start, end) of what ran, by start; (what, from, to, when it arrives)
+_Ran = list[tuple[int, float, float]]
+_Carried = list[tuple[Action, int, int, float]]
 
 
 class Link(NamedTuple):
@@ -39,21 +43,58 @@ class Simulation:
 
     spec: Spec
     order: Order
-    #: every action that ran, by start time
-    spans: tuple[Span, ...]
-    #: (what, from, to, when it arrives) of what travelled, unless travel takes no time
-    carried: tuple[tuple[Action, int, int, float], ...]
     #: time spent computing, by worker
     busy: tuple[float, ...]
-    #: most microbatches of a stage kept from F to B (or W) at once, by worker
-    peak_activations: tuple[int, ...]
     #: when the last action of each step ends
     step_ends: tuple[float, ...]
+    #: time from the first start to the last end of what takes time
+    makespan: float
+    _relation: Relation = field(repr=False, compare=False)
+    _ran: _Ran = field(repr=False)
+    _comm: float = field(repr=False)
+    _carried: _Carried | None = field(repr=False)
 
-    @property
-    def makespan(self) -> float:
-        """Time from the first start to the last end of what takes time."""
-        return max((span.end for span in self.spans if span.end > span.start), default=0)
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """Every action that ran, by start time, but for what travelled between workers in no time."""
+        worker, actions = self._relation.worker, self._relation.actions
+        return tuple([
+            Span(worker[n], actions[n], start, end)
+            for n, start, end in self._ran
+            if end > start or actions[n].kind.resource != "link"
+        ])  # fmt: skip
+
+    @cached_property
+    def carried(self) -> tuple[tuple[Action, int, int, float], ...]:
+        """(what, from, to, when it arrives) of payloads that travelled, unless travel takes no time."""
+        if self._carried is not None:
+            return tuple(carried for carried in self._carried if carried[0].kind.resource != "link")
+        if not self._comm:
+            return ()
+        relation, ended = self._relation, sorted(self._ran, key=lambda ran: ran[2])
+        return tuple(
+            (relation.actions[n], relation.worker[n], target, end + self._comm)
+            for n, _, end in ended
+            if relation.actions[n].kind.resource != "link"
+            for target, _ in relation.targets(n)
+        )
+
+    @cached_property
+    def peak_activations(self) -> tuple[int, ...]:
+        """Most microbatches of a stage whose activations were on the device at once, by worker."""
+        relation, num_workers = self._relation, self.spec.num_workers
+        # Of what happens at one time, ends come first; what takes no time starts and ends when its turn comes.
+        events: list[tuple[float, bool, int, int]] = []
+        for turn, (number, start, end) in enumerate(self._ran):
+            holds = relation.actions[number].kind.holds
+            if holds:
+                events.append((start, True, turn, number) if holds > 0 else (end, end == start, turn, number))
+        live, peak = [0] * num_workers, [0] * num_workers
+        for _, _, _, n in sorted(events):
+            worker = relation.worker[n]
+            live[worker] += relation.actions[n].kind.holds
+            peak[worker] = max(peak[worker], live[worker])
+        return tuple(peak)
 
     @property
     def step_time(self) -> float:
@@ -79,10 +120,10 @@ class Simulation:
         return 1 - sum(self.busy) / (self.spec.num_workers * self.makespan) if self.makespan else 0.0
 
     def orders(self) -> list[list[Action]]:
-        """Return what each worker ran, in order, without the updates."""
+        """Return what each worker ran, in order, without the end of the step."""
         orders: list[list[Action]] = [[] for _ in range(self.spec.num_workers)]
         for span in self.spans:
-            if span.action.kind not in PER_REPLICA:
+            if span.action.kind.per_microbatch:
                 orders[span.worker].append(span.action)
         return orders
 
@@ -102,43 +143,56 @@ def simulate(
     links: Mapping[tuple[int, int], Link] | None = None,
     payload: Callable[[Action], float] | None = None,
 ) -> Simulation:
-    """Run `steps` steps of `spec` under a virtual clock.
+    """Run `steps` steps of `spec` under a virtual clock; arguments as of `price`.
+
+    Raises:
+        PipeError: the run cannot finish; `dependency.check_all` says why.
+    """
+    return price(Relation(spec, steps), cost, comm=comm, order=order, links=links, payload=payload)
+
+
+def price(
+    relation: Relation,
+    cost: Cost,
+    *,
+    comm: float = 0,
+    order: Order | None = None,
+    links: Mapping[tuple[int, int], Link] | None = None,
+    payload: Callable[[Action], float] | None = None,
+) -> Simulation:
+    """Run a relation under a virtual clock.
 
     Args:
         comm: travel time between any two workers.
+        order: `ready` or `fixed`; the schedule's own preference by default.
         links: those that are different, by (from, to).
         payload: bytes of what an action makes, for links of limited bandwidth.
 
     Raises:
         PipeError: the run cannot finish; `dependency.check_all` says why.
     """
-    order = order or spec.order
-    roads = _Roads(comm, links or {}, payload)
-    with _no_collection():
-        relation = Relation(spec, steps)
-        run = _Run(relation, cost, order == "fixed", roads)
-        run.complete()
-        actions, worker = relation.actions, relation.worker
-        spans = tuple([Span(worker[n], actions[n], start, end) for n, start, end in run.ran])
-    step_ends = _step_ends(relation, run.ran)
-    return Simulation(spec, order, spans, tuple(roads.carried), tuple(run.busy), tuple(run.peak), step_ends)
+    order = order or relation.spec.order
+    roads = _Roads(comm, links, payload) if links else None
+    with no_collection():
+        costs = [cost(action) for action in relation.actions]
+        if order == "fixed" and roads is None:
+            ran = _in_fixed_order(relation, costs, comm)
+        else:
+            ran = _as_ready(relation, costs, order == "fixed", comm, roads)
+    busy: list[float] = [0] * relation.spec.num_workers
+    compute = RESOURCES.index("compute")
+    for (number, _, _), lane in zip(ran, [relation.lane[number] for number, _, _ in ran], strict=True):
+        if lane % len(RESOURCES) == compute:
+            busy[relation.worker[number]] += costs[number]
+    makespan = max([end for _, start, end in ran if end > start], default=0)
+    carried = None if roads is None else roads.carried
+    ends = _step_ends(relation, ran)
+    return Simulation(relation.spec, order, tuple(busy), ends, makespan, relation, ran, comm, carried)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from looking at millions of small tuples, none of which is in a cycle."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _step_ends(relation: Relation, ran: list[tuple[int, float, float]]) -> tuple[float, ...]:
+def _step_ends(relation: Relation, ran: _Ran) -> tuple[float, ...]:
     if relation.steps == 1:
-        return (max((end for _, _, end in ran), default=0),)
+        return (max([end for _, _, end in ran], default=0),)
     ends: list[float] = [0] * relation.steps
     lengths = [(b - a) // relation.steps for a, b in pairwise(relation.first)]
     for number, _, end in ran:
@@ -149,7 +203,7 @@ def _step_ends(relation: Relation, ran: list[tuple[int, float, float]]) -> tuple
 
 
 class _Roads:
-    """When what is finished now arrives elsewhere."""
+    """When what is finished now arrives elsewhere, where links differ or carry one payload after the other."""
 
     def __init__(
         self, comm: float, links: Mapping[tuple[int, int], Link], payload: Callable[[Action], float] | None
@@ -158,13 +212,7 @@ class _Roads:
         self._links = links
         self._payload = payload or (lambda _: 0)
         self._free: dict[tuple[int, int], float] = {}
-        #: (what, from, to, when it arrives), unless everything arrives at once
-        self.carried: list[tuple[Action, int, int, float]] = []
-
-    @property
-    def at_once(self) -> bool:
-        """Whether travel takes no time at all."""
-        return not self._comm and not self._links
+        self.carried: _Carried = []
 
     def arrival(self, action: Action, source: int, target: int, now: float) -> float:
         """Return when `action`, finished at `now`, is at `target`."""
@@ -178,98 +226,84 @@ class _Roads:
         return there
 
 
-class _Run:
-    """An event loop over numbers: most of the simulator's time is spent in `complete`."""
+def _in_fixed_order(relation: Relation, costs: list[float], comm: float) -> _Ran:
+    """Run where each lane's order is given: an action starts when its lane is free and the last of its needs is met."""
+    earliest: list[float] = [0] * len(costs)
+    free: list[float] = [0] * relation.num_lanes
+    lanes, own, others = relation.lane, relation.own, relation.others
+    ran: _Ran = []
+    for number in relation.in_sequence:
+        lane = lanes[number]
+        start = earliest[number]
+        if free[lane] > start:
+            start = free[lane]
+        end = free[lane] = start + costs[number]
+        ran.append((number, start, end))
+        for user in own[number]:
+            if earliest[user] < end:
+                earliest[user] = end
+        if others[number]:
+            there = end + comm
+            for user in others[number]:
+                if earliest[user] < there:
+                    earliest[user] = there
+    ran.sort(key=itemgetter(1))
+    return ran
 
-    def __init__(self, relation: Relation, cost: Cost, fixed: bool, roads: _Roads) -> None:
-        num_workers = relation.spec.num_workers
-        self._relation = relation
-        self._roads = roads
-        self._fixed = fixed
-        self._costs = [cost(action) for action in relation.actions]
-        #: (number, start, end) of what ran, by start
-        self.ran: list[tuple[int, float, float]] = []
-        self.busy: list[float] = [0] * num_workers
-        self.peak = [0] * num_workers
 
-    def complete(self) -> None:
-        """Run until nothing can happen any more."""
-        relation, costs, fixed = self._relation, self._costs, self._fixed
-        missing, worker_of, own, others = relation.num_needs, relation.worker, relation.own, relation.others
-        kinds = [action.kind for action in relation.actions]
-        ready: list[list[int]] = [[] for _ in self.busy]  # by worker, heaps of numbers whose needs are met
-        head = list(relation.first[:-1])  # by worker, what is next in fixed order
-        idle = [True] * len(self.busy)
-        live = [0] * len(self.busy)
-        busy, peak, ran, at_once = self.busy, self.peak, self.ran, self._roads.at_once
-        push, pop = heapq.heappush, heapq.heappop
-        for number, count in enumerate(missing):
-            if not count:
-                ready[worker_of[number]].append(number)  # ascending, so a heap
-        #: (time, number, numbers that it arrives for; None: it has been finished)
-        events: list[tuple[float, int, list[int] | None]] = []
-        touched = set(range(len(self.busy)))
-        now: float = 0
-        while True:
-            for worker in touched:
-                heap = ready[worker]
-                if idle[worker] and heap and not (fixed and heap[0] != head[worker]):
-                    number = pop(heap)
-                    head[worker] += 1
-                    idle[worker] = False
-                    end = now + costs[number]
-                    busy[worker] += costs[number]
-                    ran.append((number, now, end))
-                    if kinds[number] is F:
-                        live[worker] += 1
-                        if live[worker] > peak[worker]:
-                            peak[worker] = live[worker]
-                    push(events, (end, number, None))
-            if not events:
-                break
-            now = events[0][0]
-            touched = set()
-            while events and events[0][0] == now:
-                _, number, arrives_for = pop(events)
-                if arrives_for is None:
-                    worker = worker_of[number]
-                    touched.add(worker)
-                    idle[worker] = True
-                    if kinds[number] in ACCUMULATING:
-                        live[worker] -= 1
-                    arrives_for = own[number]
-                    if others[number]:
-                        if at_once:
-                            arrives_for = arrives_for + others[number]
-                        else:
-                            self._send(number, now, events)
-                for need in arrives_for:
-                    missing[need] -= 1
-                    if not missing[need]:
-                        worker = worker_of[need]
-                        push(ready[worker], need)
-                        touched.add(worker)
-        if len(ran) != len(costs):
-            self._say_deadlock()
-
-    def _send(self, number: int, now: float, events: list[tuple[float, int, list[int] | None]]) -> None:
-        """Put a finished action on its way to each worker that needs it."""
-        relation = self._relation
-        targets: dict[int, list[int]] = {}
-        for need in relation.others[number]:
-            targets.setdefault(relation.worker[need], []).append(need)
-        for target, numbers in targets.items():
-            there = self._roads.arrival(relation.actions[number], relation.worker[number], target, now)
-            heapq.heappush(events, (there, number, numbers))
-
-    def _say_deadlock(self) -> None:
-        relation = self._relation
-        done = {number for number, _, _ in self.ran}
-        stuck = next(n for n in range(len(relation.actions)) if n not in done)
-        waits = [n for n in range(len(relation.actions)) if n not in done and self._needs(n, stuck)]
-        names = ", ".join(str(relation.actions[n]) for n in waits)
-        worker = relation.worker[stuck]
-        raise PipeError(f"deadlock: worker {worker}: cannot run {relation.actions[stuck]}, which waits for {names}")
-
-    def _needs(self, number: int, by: int) -> bool:
-        return by in self._relation.own[number] or by in self._relation.others[number]
+def _as_ready(relation: Relation, costs: list[float], fixed: bool, comm: float, roads: _Roads | None) -> _Ran:
+    """Run event by event: most of a planner's time is spent here."""
+    missing, lanes, own, others = relation.num_needs.copy(), relation.lane, relation.own, relation.others
+    ready: list[list[int]] = [[] for _ in range(relation.num_lanes)]  # heaps of numbers whose needs are met
+    queues: list[list[int]] = [[] for _ in range(relation.num_lanes)]
+    for number, lane in enumerate(lanes):
+        queues[lane].append(number)
+        if not missing[number]:
+            ready[lane].append(number)  # ascending, so a heap
+    issued = [0] * relation.num_lanes
+    idle = [True] * relation.num_lanes
+    at_once = roads is None and not comm
+    push, pop = heapq.heappush, heapq.heappop
+    #: (time, number, numbers that it arrives for; None: it has been finished)
+    events: list[tuple[float, int, list[int] | None]] = []
+    touched = set(range(relation.num_lanes))
+    ran: _Ran = []
+    now: float = 0
+    while True:
+        for lane in touched:
+            heap = ready[lane]
+            if heap and idle[lane] and not (fixed and heap[0] != queues[lane][issued[lane]]):
+                number = pop(heap)
+                issued[lane] += 1
+                idle[lane] = False
+                end = now + costs[number]
+                ran.append((number, now, end))
+                push(events, (end, number, None))
+        if not events:
+            break
+        now = events[0][0]
+        touched = set()
+        while events and events[0][0] == now:
+            _, number, arrives_for = pop(events)
+            if arrives_for is None:
+                touched.add(lanes[number])
+                idle[lanes[number]] = True
+                arrives_for = own[number]
+                if others[number]:
+                    if at_once:
+                        arrives_for = arrives_for + others[number]
+                    elif roads is None:
+                        push(events, (now + comm, number, others[number]))
+                    else:
+                        for target, numbers in relation.targets(number):
+                            there = roads.arrival(relation.actions[number], relation.worker[number], target, now)
+                            push(events, (there, number, numbers))
+            for user in arrives_for:
+                missing[user] -= 1
+                if not missing[user]:
+                    lane = lanes[user]
+                    push(ready[lane], user)
+                    touched.add(lane)
+    if len(ran) != len(costs):
+        relation.say_deadlock({number for number, _, _ in ran})
+    return ran

@@ -17,7 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
-from ..dependency import PER_REPLICA, Action, B, ConfigError, F, I, Kind, Order, R, Spec, local_order
+from ..dependency import Action, B, ConfigError, F, I, Kind, Order, R, Spec, local_order
 
 _CELL = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -39,7 +39,7 @@ def export_csv(spec: Spec) -> str:
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     for worker in range(spec.num_workers):
-        order = [action for action in local_order(spec, worker) if action.kind not in PER_REPLICA]
+        order = [action for action in local_order(spec, worker) if action.kind.per_microbatch]
         if any(action.kind is R for action in order):
             raise ConfigError(
                 f"schedule {name}: recomputes by actions of their own, which torch's CSV does not know; "
@@ -160,10 +160,10 @@ def _actions(path: str, row: int, cells: Iterable[str]) -> Iterator[Action]:
         together = _OVERLAP.fullmatch(cell.strip())
         for part in map(str.strip, together[1].split(";") if together else [cell]):
             match = _CELL.fullmatch(part)
-            computes = match is not None and match[2] in Kind.__members__
+            computes = match is not None and match[2] in "FIBW"
             if part and (match is None or (computes and not match[3])):
                 raise ConfigError(
                     f"schedule {path}: row {row}, cell {column}: {part!r} is no action, such as 2F0, 1I3 or 1W3"
                 )
             if match and computes:
-                yield Action(int(match[1]), Kind[match[2]], int(match[3]))
+                yield Action(int(match[1]), Kind.of(match[2]), int(match[3]))

@@ -44,8 +44,6 @@ _FIXED = struct.Struct("<9qd3q")
 _SLOTS_BYTES, _LEAST_SLOTS, MOST_SLOTS = 2**20, 4, 512
 _TRIES = 20
 
-_KINDS = list(Kind)
-_NUMBERS = {kind: number for number, kind in enumerate(_KINDS)}
 _NONE = -1
 
 
@@ -341,11 +339,11 @@ def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
 
 def _code(action: Action) -> int:
     stage, kind, microbatch = action
-    return _NUMBERS[kind] << 48 | stage << 32 | microbatch
+    return ord(kind.letter) << 48 | stage << 32 | microbatch
 
 
 def _named(code: int) -> Action:
-    return Action(code >> 32 & 0xFFFF, _KINDS[code >> 48], code & 0xFFFFFFFF)
+    return Action(code >> 32 & 0xFFFF, Kind.of(chr(code >> 48)), code & 0xFFFFFFFF)
 
 
 def _action(code: int) -> Action | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ..dependency import PER_REPLICA, Action, ConfigError, Entry, I, Order, R, Spec
+from ..dependency import Action, ConfigError, Entry, I, Order, R, Spec
 from ..schedules import SCHEDULES
 
 _NAMES = {cls: name for name, cls in SCHEDULES.items()}
@@ -23,7 +23,7 @@ def name_of(spec: Spec) -> str:
 
 def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]) -> dict[str, Any]:
     """Return the listing of what `worker` runs in a step, in its order, and what each action needs, for JSON."""
-    entries = [entry for entry in program if entry.action.kind not in PER_REPLICA]
+    entries = [entry for entry in program if entry.action.kind.per_microbatch]
     return {
         "schedule": name_of(spec),
         "worker": worker,
@@ -110,7 +110,7 @@ class Listed(Spec):
         return stage in self.relation.recomputed
 
     def after(self, action: Action) -> Iterable[Action]:
-        return [need for need in self.relation.needs.get(action, ()) if need.kind not in PER_REPLICA]
+        return [need for need in self.relation.needs.get(action, ()) if need.kind.per_microbatch]
 
     def slot(self, action: Action) -> int:
         return self.relation.slots[action]

@@ -14,7 +14,7 @@ from rpc_pipe.tracing.board import MOST_SLOTS, Board, BoardWriter, Live, State, 
 from rpc_pipe.workers.hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 
 times = st.integers(0, 2**62)
-actions = st.builds(Action, st.integers(0, 2**16 - 1), st.sampled_from(list(Kind)), st.integers(0, 2**32 - 1))
+actions = st.builds(Action, st.integers(0, 2**16 - 1), st.sampled_from(list(Kind.all())), st.integers(0, 2**32 - 1))
 records = st.builds(
     StepRecord,
     worker=st.integers(0, 1000),

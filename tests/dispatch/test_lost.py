@@ -50,7 +50,7 @@ def test_uneven_stages_are_named_with_a_better_cut():
     layers = {0: [(1, 5)], 1: [(1, 5)] * 3, 2: [(1, 5)] * 2, 3: [(1, 5)] * 2}
 
     def cost(action):
-        return {F: 5, B: 10, U: 1}[action.kind] * (1, 3, 2, 2)[action.stage]
+        return {F: 5, B: 10, U: 1}.get(action.kind, 0) * (1, 3, 2, 2)[action.stage]
 
     shards = [[(0, 0, 1)], [(1, 0, 3)], [(2, 0, 2)], [(3, 0, 2)]]
     lost = attribute(trace_of(cost=cost, layers=layers), shards)

@@ -6,50 +6,51 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterator
 
-from rpc_pipe.dependency import ACCUMULATING, ENDLESS, Action, F, Order, PipeError, Spec, entries
+from rpc_pipe.dependency import RESOURCES, Action, Order, Part, PipeError, Pulled, Spec, entries
 from rpc_pipe.planning.simulator import Cost
 from rpc_pipe.planning.span import Span
-from rpc_pipe.workers.state import Instruction, Pull, WorkerState
+from rpc_pipe.workers.state import WorkerState
 
 
 def run_state_machines(
-    spec: Spec, cost: Cost, *, comm: float = 0, order: Order | None = None, lookahead: int = ENDLESS
+    spec: Spec, cost: Cost, *, comm: float = 0, order: Order | None = None
 ) -> tuple[list[Span], list[int]]:
     """Run one step of `spec`; return what ran, and the peaks of activations.
 
     Raises:
         PipeError: the run cannot finish; `dependency.check_all` says why.
     """
-    order = order or spec.order
-    states = [WorkerState(entries(spec, w), order, lookahead) for w in range(spec.num_workers)]
+    parts = [Part(spec, worker, entries(spec, worker)) for worker in range(spec.num_workers)]
+    states = [WorkerState(part, order or spec.order) for part in parts]
     clock = _Clock(comm)
     spans: list[Span] = []
     live = [0] * spec.num_workers
     peak = [0] * spec.num_workers
 
     for worker, state in enumerate(states):
-        clock.carry(worker, state.start())
+        clock.ask(worker, state.start())
     touched = set(range(spec.num_workers))
     while touched:
         for worker in sorted(touched):
-            action = states[worker].take()
-            if action is None:
-                continue
-            duration = cost(action)
-            spans.append(Span(worker, action, clock.now, clock.now + duration))
-            if action.kind is F:
-                live[worker] += 1
-                peak[worker] = max(peak[worker], live[worker])
-            clock.finish_after(duration, worker, action)
+            for resource in RESOURCES:
+                entry = states[worker].take(resource)
+                if entry is None:
+                    continue
+                duration = cost(entry.action)
+                spans.append(Span(worker, entry.action, clock.now, clock.now + duration))
+                if entry.action.kind.holds > 0:
+                    live[worker] += 1
+                    peak[worker] = max(peak[worker], live[worker])
+                clock.finish_after(duration, worker, entry.action)
         touched = set()
         for worker, action, is_arrival in clock.advance():
             touched.add(worker)
             if is_arrival:
-                clock.carry(worker, states[worker].arrived(action))
+                states[worker].arrived(action)
             else:
-                live[worker] -= action.kind in ACCUMULATING
+                live[worker] -= action.kind.holds < 0
                 clock.announce(action)
-                clock.carry(worker, states[worker].finished(action))
+                states[worker].finished(action)
     for worker, state in enumerate(states):
         if not state.complete:
             blocked = state.blocked()
@@ -69,7 +70,6 @@ class _Clock:
         self._comm = comm
         self._events: list[tuple[float, int, int, Action, bool]] = []
         self._number = 0
-        self._finished: dict[Action, float] = {}
         self._asked: defaultdict[Action, list[int]] = defaultdict(list)
 
     def _push(self, time: float, worker: int, action: Action, is_arrival: bool) -> None:
@@ -79,20 +79,12 @@ class _Clock:
     def finish_after(self, duration: float, worker: int, action: Action) -> None:
         self._push(self.now + duration, worker, action, False)
 
-    def carry(self, worker: int, instructions: list[Instruction]) -> None:
-        """Send the pulls of `worker` on their way; what is already finished arrives `comm` after its end."""
-        for instruction in instructions:
-            if not isinstance(instruction, Pull):
-                continue
-            finished = self._finished.get(instruction.action)
-            if finished is None:
-                self._asked[instruction.action].append(worker)
-            else:
-                self._push(max(self.now, finished + self._comm), worker, instruction.action, True)
+    def ask(self, worker: int, pulls: list[Pulled]) -> None:
+        for pull in pulls:
+            self._asked[pull.action].append(worker)
 
     def announce(self, action: Action) -> None:
         """Answer those who asked for `action`, which has just finished."""
-        self._finished[action] = self.now
         for worker in self._asked.pop(action, ()):
             self._push(self.now + self._comm, worker, action, True)
 

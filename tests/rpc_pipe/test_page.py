@@ -8,7 +8,6 @@ import pytest
 
 from rpc_pipe.dependency import B, F
 from rpc_pipe.drawing.page import Picture, draw_page
-from rpc_pipe.drawing.timeline import PALETTE
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.span import Span
 from rpc_pipe.planning.waits import waits
@@ -58,7 +57,7 @@ def test_the_page_holds_every_span_from_zero_on():
     assert len(drawn["spans"]) == 4 * 8 * 2 + 4
     assert drawn["spans"][0][:6] == [0, 0, "F", 0, 0, 1]
     assert drawn["about"].startswith("4 workers, makespan") and " ms, bubble" in drawn["about"]
-    assert data["palette"]["F"] == list(PALETTE["F"])
+    assert data["palette"]["F"] == [F.colour, F.ink, F.word]
 
 
 def test_a_wait_names_its_cause():
@@ -119,7 +118,7 @@ def test_a_browser_draws_zooms_and_explains(tmp_path):
     assert result["all"] == 64 and 0 < result["zoomed"] < 64
     assert result["names"] == ["planned", "actual </script>"]
     assert result["legend"] == ["F forward", "B backward", "U update", "bubble"]
-    assert result["colours"] == [PALETTE["F"].colour, PALETTE["B"].colour]
+    assert result["colours"] == [F.colour, B.colour]
     assert result["aligned"] and result["kept"]
     assert result["onSpan"] == result["onGap"]
     assert result["onSpan"][:2] == ["1B0 backward", "worker 1, stage 1, microbatch 0"]

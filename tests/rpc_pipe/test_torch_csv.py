@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpc_pipe.dependency import PER_REPLICA, B, ConfigError, F, I, Spec, W, check_all, local_order
+from rpc_pipe.dependency import B, ConfigError, F, I, Spec, W, check_all, local_order
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.planning.torch_csv import export_csv
@@ -24,7 +24,7 @@ EXPORTED = (
 
 
 def order(spec, worker):
-    return [action for action in local_order(spec, worker) if action.kind not in PER_REPLICA]
+    return [action for action in local_order(spec, worker) if action.kind.per_microbatch]
 
 
 def test_torch_runs_what_is_exported(tmp_path):

@@ -59,14 +59,21 @@ def test_of_overlapping_runs_each_gets_its_own(mailboxes):
     assert [arrival.run for arrival in second.next_arrivals((1, 2), str)] == [1]
 
 
-def test_what_a_worker_publishes_for_itself_arrives_too(mailboxes):
+def test_what_another_thread_of_the_worker_has_done_arrives_too(mailboxes):
     first, _ = mailboxes
-    first.publish(RUN, "result", PAYLOAD, [], here=True)
     first.deliver_own(RUN, F(0, 3), None)
-    assert [(a.what, a.peer, a.payload) for a in first.next_arrivals((RUN,), str)] == [
-        ("result", 0, PAYLOAD),
-        (F(0, 3), 0, None),
-    ]
+    assert [(a.what, a.peer, a.payload) for a in first.next_arrivals((RUN,), str)] == [(F(0, 3), 0, None)]
+
+
+def test_of_an_abandoned_run_nothing_is_kept_and_nothing_comes(mailboxes):
+    first, second = mailboxes
+    second.pull(RUN, 0, [(F(0, 0), True)])
+    first.publish(RUN, "0F0", PAYLOAD, [1])
+    first.publish(RUN, "0F1", PAYLOAD, [1])
+    first.abandon(RUN)
+    second.pull(RUN, 0, [(F(0, 1), True)])
+    second.abandon(RUN)
+    assert len(first.outbox) == 0 and second.arrivals((RUN + 1,)) == []
 
 
 def test_who_waits_in_vain_says_for_what(mailboxes):

@@ -73,10 +73,13 @@ def test_that_it_is_finished_is_an_answer_without_payload(outbox, answers):
 
 
 def test_of_runs_that_are_over_every_action_is_finished(outbox, answers):
+    for run in (1, 2, 3):
+        outbox.begin(run)
     outbox.finish((1, "0F0 done"))
     outbox.offer(KEY, PAYLOAD, [2])
-    outbox.end(2)
-    for key in ((1, "0F0 done"), (2, "1F0 done"), KEY, (3, "0F0 done")):
+    for run in (1, 3):  # an evaluation between two steps of a stream ends before the later one
+        outbox.end(run)
+    for key in ((1, "0F0 done"), (3, "1F0 done"), KEY, (2, "0F0 done"), (4, "0F0 done")):
         outbox.ask(key, 2)
     assert answers == [(2, None), (2, None), (2, PAYLOAD)]
 

@@ -1,15 +1,16 @@
-"""What all workers know after a run: the loss or the outputs, put together from the last stage's hosts."""
+"""What all workers know after a step: the loss or the outputs, put together from what the last stage's hosts tell."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..transport.payload import Payload, Tree, pack, unpack
+from ..transport.payload import Tree
 
 
 @dataclass
@@ -21,61 +22,68 @@ class Losses:
     #: True if the loss function gave sums: gradients are then divided by the step's weight at the update
     summed: bool = False
 
-    def pack(self, stop: bool) -> Payload:
-        """Make the part that this worker tells all others. Stays on the device: no synchronisation."""
+    def tree(self) -> Tree:
+        """Return what all workers are told of them. Stays on the device: no synchronisation."""
         sums = torch.stack([total.double() for total, _ in self.parts.values()])
         weights = [weight for _, weight in self.parts.values()]
-        return pack({
-            "microbatches": list(self.parts), "sums": sums, "weights": weights,
-            "summed": self.summed, "stop": stop,
-        })  # fmt: skip
+        return {"microbatches": list(self.parts), "sums": sums, "weights": weights, "summed": self.summed}
 
 
 class Result:
-    """Collects the parts of all hosts of the last stage.
+    """What a step, an evaluation or a prediction came to.
 
     Args:
-        hosts: the workers that tell a part.
+        parts: what each host of the last stage tells: whether it was asked to stop, and the tree of its losses or its
+            outputs by microbatch. All workers have the same parts, so all come to the same end.
     """
 
-    def __init__(self, hosts: Iterable[int]) -> None:
-        self.missing = set(hosts)
-        #: True if a host was asked to stop: all workers read the same parts, so all stop after the same step
-        self.stop = False
-        self.outputs: dict[int, Tree] = {}
-        self._summed = False
-        self._parts: dict[int, tuple[float, float]] = {}
+    def __init__(self, parts: Iterable[Mapping[str, Any]]) -> None:
+        self._parts = list(parts)
+        #: True if a host was asked to stop: all workers stop after the same step
+        self.stop = any(part["stop"] for part in self._parts)
+        self.outputs: dict[int, Tree] = {m: tree for part in self._parts for m, tree in part.get("outputs", {}).items()}
+        #: norm of all gradients, once it is told, if they are clipped
+        self.norm_tensor: Tensor | None = None
+        self.summed = any(part.get("summed", False) for part in self._parts)
 
-    def add(self, host: int, payload: Payload) -> None:
-        """Take in the part of `host`."""
-        part = unpack(payload)
-        self.missing.remove(host)
-        self.stop |= part["stop"]
-        self.outputs |= part.get("outputs", {})
-        if "sums" in part:
-            self._summed = part["summed"]
-            numbers = zip(part["sums"].tolist(), map(float, part["weights"]), strict=True)
-            self._parts |= dict(zip(part["microbatches"], numbers, strict=True))
+    @cached_property
+    def _numbers(self) -> list[tuple[float, float]]:
+        """Sum and weight of every microbatch in order; waits for the device where they were made."""
+        found: dict[int, tuple[float, float]] = {}
+        for part in self._parts:
+            if "sums" in part:
+                numbers = zip(part["sums"].tolist(), map(float, part["weights"]), strict=True)
+                found |= dict(zip(part["microbatches"], numbers, strict=True))
+        return [found[m] for m in sorted(found)]
+
+    @property
+    def norm(self) -> float | None:
+        """Norm of all gradients before they were clipped; waits for the device."""
+        return None if self.norm_tensor is None else float(self.norm_tensor)
 
     @property
     def divisor(self) -> float:
         """What summed gradients are divided by: the weight of the whole batch, or 1 if shares did it."""
-        return self._weight() if self._summed else 1.0
+        return sum(weight for _, weight in self._numbers) if self.summed else 1.0
 
     @property
     def loss(self) -> float | None:
         """Loss of the whole batch: sum over microbatches in their order, by weight; None without targets."""
-        if not self._parts:
+        if not self._numbers:
             return None
-        total = sum(self._parts[m][0] for m in sorted(self._parts))
-        if not self._summed:
+        total = sum(loss for loss, _ in self._numbers)
+        if not self.summed:
             return total  # means come weighted by shares of 1, which as floats need not add up to 1
-        return total / self._weight() if self._weight() else float("nan")
-
-    def _weight(self) -> float:
-        return sum(self._parts[m][1] for m in sorted(self._parts))
+        return total / self.divisor if self.divisor else float("nan")
 
 
-def pack_outputs(outputs: dict[int, Tree], stop: bool) -> Payload:
-    """Make the part of a host that was asked for outputs."""
-    return pack({"outputs": outputs, "stop": stop})
+def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return the norm of what has these norms, with the bits of `torch.nn.utils.get_total_norm` of the whole model.
+
+    It takes tensors of a type together, in the order in which the types come first.
+    """
+    by_type: dict[torch.dtype, list[Tensor]] = {}
+    for norm in norms:
+        by_type.setdefault(norm.dtype, []).append(norm.to(device))
+    grouped = [norm for of_type in by_type.values() for norm in of_type]
+    return torch.linalg.vector_norm(torch.stack(grouped)) if grouped else torch.tensor(0.0)

@@ -205,12 +205,36 @@ class Shard:
                 total += part
             parameter.grad = total
 
-    def update(self, divisor: float) -> None:
-        """Apply one optimizer step to the summed gradients divided by `divisor`, and forget them."""
+    def abandon(self) -> None:
+        """Forget what has been done since the last update."""
+        for kept in (self._kept, self._inputs, self._deferred):
+            kept.clear()
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    @property
+    def stateful(self) -> bool:
+        """Whether forwards write what later ones read, such as running means."""
+        return any(True for _, module in self.layers for _ in module.buffers())
+
+    def divide(self, divisor: float) -> None:
+        """Divide the summed gradients by the step's weight."""
         if divisor != 1:
             for parameter in self.parameters():
                 if parameter.grad is not None:
                     parameter.grad.div_(divisor)
+
+    def gradient_norms(self) -> list[Tensor]:
+        """Return the norm of each gradient, on the device."""
+        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+        return list(torch._foreach_norm(grads)) if grads else []
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the gradients of a model whose gradients have this norm as `clip_grad_norm_` does."""
+        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+
+    def update(self) -> None:
+        """Apply one optimizer step to the gradients, and forget them."""
         if self.optimizer is not None:
             self.optimizer.step()
             if self.lr_scheduler is not None:

@@ -73,14 +73,22 @@ class Carrier(ABC):
         """
         run = self.calls.begin(call)
         self._told[run] = set()
+        self.outbox.begin(run)
         if self.outbox.failure is not None:
             raise self.outbox.failure
         return run
 
     def end(self, run: int) -> None:
-        """`run` and those before it are over on this worker."""
+        """`run` is over on this worker."""
         self.outbox.end(run)
-        self._told = {later: told for later, told in self._told.items() if later > run}
+        self._told.pop(run, None)
+
+    def abandon(self, run: int) -> None:
+        """`run` is given up by all workers, each of which may be at another point of it."""
+        self.outbox.abandon(run)
+        self._told.pop(run, None)
+        self._open = {asked: enter for asked, enter in self._open.items() if asked[1][0] != run}
+        self._set_aside = [arrived for arrived in self._set_aside if arrived.key[0] != run]
 
     def pull(self, peer: int, run: int, names: Iterable[str], enter: Enter | None = None) -> None:
         """Ask `peer` for all `names` of `run`, each of which will arrive once; return at once."""
@@ -108,7 +116,8 @@ class Carrier(ABC):
             found.append(self._arrived.popleft())
         if all([arrived.key[0] in runs for arrived in found]):
             return found
-        self._set_aside = [arrived for arrived in found if arrived.key[0] not in runs]
+        # What still comes of a run that has been given up is for nobody.
+        self._set_aside = [arrived for arrived in found if arrived.key[0] not in runs and arrived.key[0] in self._told]
         return [arrived for arrived in found if arrived.key[0] in runs]
 
     def wait(self, timeout_s: float) -> bool:

@@ -29,8 +29,11 @@ class Outbox:
     def __init__(self, answer: Callable[[int, Key, Answer | PipeError], bool]) -> None:
         self._answer = answer
         self._lock = threading.Lock()
-        #: this run and all before it have ended
-        self._ended = 0
+        #: the last run that has begun, and those that have not ended
+        self._run = 0
+        self._open: set[int] = set()
+        #: runs of which there will be nothing more
+        self._abandoned: set[int] = set()
         #: payload (None while it is on its way here from the device) and who has not taken it
         self._payloads: dict[Key, tuple[Payload | None, set[int]]] = {}
         #: finished actions of runs that have not ended; of the others all are
@@ -43,11 +46,26 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._payloads)
 
-    def end(self, run: int) -> None:
-        """`run` and those before it are over: all their actions are finished, whoever still asks."""
+    def begin(self, run: int) -> None:
+        """`run` has begun; runs begin in the order of their numbers, and may end in another."""
         with self._lock:
-            self._ended = max(self._ended, run)
-            self._finished = {key for key in self._finished if key[0] > run}
+            self._run = run
+            self._open.add(run)
+
+    def end(self, run: int) -> None:
+        """`run` is over: all its actions are finished, whoever still asks."""
+        with self._lock:
+            self._open.discard(run)
+            self._finished = {key for key in self._finished if key[0] != run}
+
+    def abandon(self, run: int) -> None:
+        """`run` is given up by all workers: keep nothing of it and answer no question."""
+        with self._lock:
+            self._open.discard(run)
+            self._abandoned.add(run)
+            self._finished = {key for key in self._finished if key[0] != run}
+            self._payloads = {key: kept for key, kept in self._payloads.items() if key[0] != run}
+            self._asked = {key: asked for key, asked in self._asked.items() if key[0] != run}
 
     def promise(self, key: Key, consumers: Iterable[int]) -> None:
         """Announce that `offer` will come later; from now the outbox is not empty."""
@@ -58,6 +76,8 @@ class Outbox:
         """Let each consumer take `payload` once."""
         with self._lock:
             waiting = set(consumers) - self._left
+            if key[0] in self._abandoned:
+                return
             self._payloads[key] = payload, waiting
             if not waiting:
                 del self._payloads[key]
@@ -78,7 +98,11 @@ class Outbox:
         """Answer `consumer`'s question for `key`, now or when there is something to say. Asking again does no harm."""
         with self._lock:
             payload, _ = self._payloads.get(key, (None, None))
-            over = key not in self._payloads and (key in self._finished or key[0] <= self._ended)
+            if key[0] in self._abandoned:
+                return
+            over = key not in self._payloads and (
+                key in self._finished or (key[0] <= self._run and key[0] not in self._open)
+            )
             answer = self.failure or payload
             if answer is None and not over:
                 self._asked.setdefault(key, set()).add(consumer)

@@ -1,0 +1,135 @@
+"""The end of a synchronous step as actions: what must be known before an update, and who is told.
+
+    C, N  collect along a tree whose root is the last stage: the loss, its weight and wishes to stop; gradients' norms
+    D, T  tell, down the same tree, what follows: the step's loss and whether to go on; the norm of all gradients
+
+The tree has a place on every worker: from the last stage back along a route, until all its workers are reached, then
+along the next. So all edges are between neighbouring stages, and a worker that holds several stages is told once.
+An update waits only for what is asked for: after a mean loss without clipping it waits for nobody. The loss is known
+when the last forward has run; norms, of which there are none unless they are asked for, when all backwards have.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from .action import Action
+from .kinds import C, D, F, G, N, T, U
+
+#: what is told -> what is collected for it
+_COLLECTED = {D: C, T: N}
+#: a replica of a stage: (stage, route)
+Shard = tuple[int, int]
+
+
+class Placed(Protocol):
+    """What is known of a spec here."""
+
+    num_microbatches: int
+
+    @property
+    def num_routes(self) -> int: ...
+    @property
+    def last_stage(self) -> int: ...
+    def place(self, stage: int, route: int) -> int: ...
+    def route(self, microbatch: int) -> int: ...
+    def hosted(self, worker: int) -> list[Shard]: ...
+
+
+class Asked(NamedTuple):
+    """What an update must know of the other stages."""
+
+    #: the weight of the whole step: the loss is given as sums
+    weight: bool = False
+    #: the norms of all gradients: they are clipped
+    norms: bool = False
+
+
+NOTHING = Asked()
+
+
+class EndTree:
+    """Where the end of a step passes."""
+
+    def __init__(self, spec: Placed) -> None:
+        self.spec = spec
+        last = spec.last_stage
+        #: place -> the place nearer to the root; the root, which is first, has none
+        self.parent: dict[Shard, Shard | None] = {}
+        #: worker -> its place nearest to the root; a worker that holds no stage has none
+        self.own: dict[int, Shard] = {}
+        for route in range(spec.num_routes):
+            new = [s for s in range(last, -1, -1) if spec.place(s, route) not in self.own]
+            for stage in range(last, min(new, default=last + 1) - 1, -1):
+                root = None if route == 0 else (last, 0)
+                self.parent[stage, route] = root if stage == last else (stage + 1, route)
+                self.own.setdefault(spec.place(stage, route), (stage, route))
+        self.children: dict[Shard, list[Shard]] = {place: [] for place in self.parent}
+        for place, parent in self.parent.items():
+            if parent is not None:
+                self.children[parent].append(place)
+        #: places from which something of the loss comes, or through which it goes
+        self._of_loss: set[Shard] = set()
+        for route in range(spec.num_routes):
+            above: Shard | None = self.own[spec.place(last, route)]
+            while above is not None and above not in self._of_loss:
+                self._of_loss.add(above)
+                above = self.parent[above]
+
+    def actions(self, worker: int, asked: Asked) -> list[Action]:
+        """Return what `worker` collects and tells, in an order that suits the tree: to the root, and back."""
+        places = [place for place in self.parent if self.spec.place(*place) == worker]
+        of_loss = [C(*place) for place in reversed(places) if place in self._of_loss] + [D(*place) for place in places]
+        return of_loss + [N(*p) for p in reversed(places)] + [T(*p) for p in places] if asked.norms else of_loss
+
+    def needs(self, action: Action, asked: Asked) -> tuple[list[Shard], list[Action]]:
+        """Return what an action that ends a step needs: shards with all their gradients, and actions."""
+        stage, kind, route = action
+        place = stage, route
+        if kind is G:
+            return [place], []
+        if kind is U:
+            own = self.own[self.spec.place(*place)]
+            told = [T(*own)] if asked.norms else [D(*own)] if asked.weight else []
+            return ([], self._exchanged(stage) + told) if self.spec.num_routes > 1 else ([place], told)
+        if kind in _COLLECTED:
+            parent = self.parent[place]
+            return [], [(_COLLECTED[kind] if parent is None else kind)(*(parent or place))]
+        worker = self.spec.place(*place)
+        held = self.spec.hosted(worker) if self.own[worker] == place else []
+        children = self.children[place]
+        if kind is C:
+            below = [C(*child) for child in children if child in self._of_loss]
+            return [], below + [f for shard in held if shard[0] == self.spec.last_stage for f in self._forwards(*shard)]
+        below = [N(*child) for child in children] + [D(*place)]  # gradients of sums are divided first
+        first = [shard for shard in held if shard[1] == 0]
+        if self.spec.num_routes > 1:
+            return [], below + [g for s, _ in first for g in self._exchanged(s)]
+        return first, below
+
+    def _exchanged(self, stage: int) -> list[Action]:
+        return [G(stage, route) for route in range(self.spec.num_routes)]
+
+    def _forwards(self, stage: int, route: int) -> list[Action]:
+        return [F(stage, m) for m in range(self.spec.num_microbatches) if self.spec.route(m) == route]
+
+    def successors(self, action: Action) -> list[Action]:
+        """Return the actions that the payload of one that ends a step flows to."""
+        stage, kind, route = action
+        if kind is G:
+            # Norms are of route 0, on whose worker the gradients are needed anyway.
+            return [U(stage, other) for other in range(self.spec.num_routes) if other != route]
+        if kind in _COLLECTED:
+            return [kind(*child) for child in self.children[stage, route]]
+        for told, collected in _COLLECTED.items():
+            if kind is collected:
+                parent = self.parent[stage, route]
+                return [told(stage, route) if parent is None else kind(*parent)]
+        return []
+
+
+@lru_cache(maxsize=256)
+def end_tree(spec: Placed) -> EndTree:
+    """Return the tree along which a step of `spec` ends."""
+    return EndTree(spec)

@@ -1,0 +1,32 @@
+"""What the parts of a worker share while it computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .compute.device import Courier
+from .compute.shard import Shard
+from .hooks import Listeners
+from .mailbox import Mailbox
+
+
+@dataclass(eq=False)
+class Context:
+    """A worker's own things."""
+
+    worker: int
+    courier: Courier
+    mailbox: Mailbox
+    #: by (stage, route)
+    shards: dict[tuple[int, int], Shard]
+    #: norm to which the gradients of the whole model are clipped; None: they are not
+    max_grad_norm: float | None = None
+    listeners: Listeners = field(default_factory=Listeners)
+    #: training steps done, and begun
+    step: int = 0
+    next_step: int = 0
+    #: what runs now, such as `2B3`, and in which step, for reports
+    running: str = ""
+    running_step: int = 0
+    #: set from anywhere; all workers then stop after the same step (see Result.stop)
+    stop_requested: bool = False

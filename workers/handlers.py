@@ -1,0 +1,285 @@
+"""What each kind of action does on a worker: a function a kind. A new kind is one row of the table and one function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor
+
+from ..dependency import (
+    NOTHING,
+    Action,
+    Asked,
+    B,
+    C,
+    ConfigError,
+    D,
+    Entry,
+    F,
+    G,
+    I,
+    Kind,
+    N,
+    Order,
+    Part,
+    R,
+    Spec,
+    T,
+    U,
+    W,
+    end_tree,
+)
+from .compute.device import Mark
+from .compute.result import Losses, Result, total_norm
+from .compute.shard import Shard
+from .context import Context
+from .hooks import Arrived, LayerTime
+from .state import WorkerState
+from .transport.call import Call
+from .transport.payload import Payload, Tree, pack, unpack
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a worker is asked to do: a training step, an evaluation or a prediction."""
+
+    part: Part
+    order: Order
+    #: what others are told of it
+    call: Call
+    #: inputs of the model by microbatch; read where stage 0 is
+    inputs: list[Tree]
+    #: targets by microbatch; read where the last stage is. None: outputs are wanted, not the loss
+    targets: list[Tree] | None
+    #: each microbatch's share of the rows
+    shares: list[float]
+    train: bool = True
+    #: what updates must know of other stages, as `part` was compiled for
+    asked: Asked = NOTHING
+    #: of the whole batch; tokens are counted if the inputs are whole numbers
+    rows: int = 0
+    tokens: int = 0
+
+    @property
+    def spec(self) -> Spec:
+        return self.part.spec
+
+
+class Task(NamedTuple):
+    """What an action means on a worker: the same in every step."""
+
+    entry: Entry
+    name: str
+    shard: Shard
+    does: Handler
+    #: of a forward: whether what it saves is touched before backward, and whether it is computed again
+    saves: bool
+    recomputes: bool
+
+
+@dataclass(eq=False)
+class Step:
+    """A batch on its way through a worker."""
+
+    batch: Batch
+    state: WorkerState
+    #: what its actions mean here
+    tasks: dict[Action, Task]
+    #: under which what is exchanged for it is known between workers
+    run: int
+    #: of all training steps
+    number: int
+    start_ns: int
+    #: payloads by the action that made them: from other workers, or handed over on this one
+    payloads: dict[Action, Payload] = field(default_factory=dict)
+    forwards_left: int = 0
+    losses: Losses = field(default_factory=Losses)
+    outputs: dict[int, Tree] = field(default_factory=dict)
+    #: known from `D` on
+    result: Result | None = None
+    #: shards whose gradients are those of the whole batch
+    completed: set[Shard] = field(default_factory=set)
+    marks: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
+    arrived: list[Arrived] = field(default_factory=list)
+    layer_times: list[LayerTime] = field(default_factory=list)
+    #: (buffer, copy of it after this step), where the next step has been opened and writes it
+    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+
+class Doing(NamedTuple):
+    """An action that is carried out."""
+
+    worker: Context
+    step: Step
+    task: Task
+
+    def source(self) -> Payload | None:
+        """Take the payload that the action computes from; None: there is none, as for the loss's gradient."""
+        sources = self.task.entry.sources
+        return self.worker.courier.ready(self.step.payloads.pop(sources[0])) if sources else None
+
+    @property
+    def microbatch(self) -> int:
+        return self.task.entry.action.index
+
+
+#: carries out an action and returns its payload; on the resource `copy` in a thread of its own
+Handler = Callable[[Doing], "Payload | None"]
+_handlers: dict[Kind, Handler] = {}
+
+
+def carries_out(kind: Kind) -> Callable[[Handler], Handler]:
+    """Make a function what workers do for `kind`."""
+
+    def register(handler: Handler) -> Handler:
+        _handlers[kind] = handler
+        return handler
+
+    return register
+
+
+def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
+    """Return what the actions of `part` mean on a worker with these shards."""
+    spec, found = part.spec, {}
+    for entry in part.entries:
+        stage, kind, index = entry.action
+        chain = [a.kind for a in spec.actions(stage, index)] if kind.per_microbatch else []
+        saves = kind.way == 1 and any(other not in (F, R, B) for other in chain)
+        recomputes = kind.way == 1 and R in chain
+        route = spec.route(index) if kind.per_microbatch else index
+        found[entry.action] = Task(entry, str(entry.action), shards[stage, route], _handlers[kind], saves, recomputes)
+    return found
+
+
+@carries_out(F)
+def _forward(doing: Doing) -> Payload | None:
+    worker, step, task = doing.worker, doing.step, doing.task
+    batch, shard, m = step.batch, task.shard, doing.microbatch
+    payload = doing.source()
+    if payload is None:
+        payload = pack(worker.courier.load(batch.inputs[m]))
+    if shard.stage < batch.spec.last_stage:
+        return shard.forward(step.number, m, payload, split=task.saves, recompute=task.recomputes)
+    if batch.targets is None:
+        output = shard.forward(step.number, m, payload)
+        assert output is not None
+        step.outputs[m] = unpack(output)
+    else:
+        target, share = worker.courier.load(batch.targets[m]), batch.shares[m]
+        shard.losses = step.losses
+        shard.forward(step.number, m, payload, target=target, share=share, split=task.saves, recompute=task.recomputes)
+    return None
+
+
+@carries_out(B)
+def _backward(doing: Doing) -> Payload:
+    return doing.task.shard.backward(doing.microbatch, doing.source())
+
+
+@carries_out(I)
+def _backward_inputs(doing: Doing) -> Payload:
+    return doing.task.shard.backward_inputs(doing.microbatch, doing.source())
+
+
+@carries_out(W)
+def _backward_weights(doing: Doing) -> None:
+    doing.task.shard.backward_weights(doing.microbatch)
+
+
+@carries_out(R)
+def _recompute(doing: Doing) -> None:
+    doing.task.shard.recompute(doing.step.number, doing.microbatch)
+
+
+@carries_out(G)
+def _gradients(doing: Doing) -> Payload:
+    return doing.task.shard.gradients()
+
+
+@carries_out(C)
+def _collect_loss(doing: Doing) -> Payload:
+    """Put what this worker's last stages have to tell behind what comes from further away."""
+    worker, step = doing.worker, doing.step
+    parts = [part for payload in _taken(doing, C) for part in unpack(payload)]
+    if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_place(doing):
+        part: dict[str, Tree] = {"stop": worker.stop_requested}
+        if step.batch.targets is None:
+            part["outputs"] = step.outputs
+        else:
+            part |= step.losses.tree()
+        parts.append(part)
+    return pack(parts)
+
+
+@carries_out(D)
+def _tell_loss(doing: Doing) -> Payload:
+    (payload,) = _taken(doing, D, C)
+    step = doing.step
+    step.result = Result(unpack(payload))
+    if step.result.summed and step.batch.train and not step.batch.asked.weight:
+        raise ConfigError("loss_fn: gave a mean before and gives (sum, weight) now; it must always give the same")
+    return payload
+
+
+@carries_out(N)
+def _collect_norms(doing: Doing) -> Payload:
+    """Put the norms of this worker's gradients behind those from further away, by stage."""
+    norms: dict[int, list[Tensor]] = {}
+    for payload in _taken(doing, N):
+        norms |= unpack(payload)
+    if _is_first_place(doing):
+        for (stage, route), shard in doing.worker.shards.items():
+            if route == 0:
+                _complete_gradients(doing, shard, route)
+                norms[stage] = shard.gradient_norms()
+    return pack(norms)
+
+
+@carries_out(T)
+def _tell_norm(doing: Doing) -> Payload:
+    """Make the norm of all gradients as `clip_grad_norm_` does of those of the whole model, in the order of stages."""
+    (payload,) = _taken(doing, T, N)
+    told = unpack(payload)
+    if isinstance(told, dict):
+        told = total_norm([norm for stage in sorted(told) for norm in told[stage]], doing.worker.courier.device)
+    assert doing.step.result is not None
+    doing.step.result.norm_tensor = told
+    return pack(told)
+
+
+@carries_out(U)
+def _update(doing: Doing) -> None:
+    worker, step, shard = doing.worker, doing.step, doing.task.shard
+    _complete_gradients(doing, shard, doing.task.entry.action.index)
+    if step.result is not None and step.result.norm_tensor is not None and worker.max_grad_norm is not None:
+        shard.clip(worker.max_grad_norm, step.result.norm_tensor)
+    shard.update()
+
+
+def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
+    """Sum the gradients of all replicas, in the order of routes, divide those of sums by the weight; once a step."""
+    step, spec = doing.step, doing.step.batch.spec
+    if shard in step.completed:
+        return
+    step.completed.add(shard)
+    if spec.num_routes > 1:
+        ready = doing.worker.courier.ready
+        # Not taken out: several replicas may be on this worker.
+        shard.sum_gradients([
+            shard.gradients() if r == route else ready(step.payloads[G(shard.stage, r)]) for r in range(spec.num_routes)
+        ])  # fmt: skip
+    if step.result is not None and step.batch.asked.weight:
+        shard.divide(step.result.divisor)
+
+
+def _is_first_place(doing: Doing) -> bool:
+    """Tell whether the worker has its say here; elsewhere in the tree it only passes on."""
+    stage, _, route = doing.task.entry.action
+    return end_tree(doing.step.batch.spec).own[doing.worker.worker] == (stage, route)
+
+
+def _taken(doing: Doing, *kinds: Kind) -> list[Payload]:
+    """Take the payloads that come from actions of these kinds."""
+    return [doing.step.payloads.pop(source) for source in doing.task.entry.sources if source.kind in kinds]
