@@ -205,6 +205,12 @@ class Shard:
                 total += part
             parameter.grad = total
 
+    def saved(self, microbatch: int) -> Saved:
+        """Return what the forward of a microbatch has saved, where actions between it and backward may touch that."""
+        _, _, saved = self._kept[microbatch]
+        assert saved is not None
+        return saved
+
     def abandon(self) -> None:
         """Forget what has been done since the last update."""
         for kept in (self._kept, self._inputs, self._deferred):

@@ -18,7 +18,7 @@ those of all weights where forward has registered hooks, which a node that runs 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -83,6 +83,14 @@ class Saved:
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return sum(size for address, size in sizes.items() if address not in without)
 
+    def replace(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Hold `change(tensor)` instead of each tensor, such as a copy in another memory, for backward to read."""
+        for handle in self._handles:
+            if handle.tensor is not None:
+                self._load_unchanged(handle)
+                handle.tensor = change(handle.tensor)
+                handle.version = handle.tensor._version
+
     def _save(self, tensor: Tensor) -> _Handle:
         # Detached: a saved output would otherwise hold the node that holds it.
         handle = _Handle(tensor.detach(), tensor._version)
@@ -90,6 +98,13 @@ class Saved:
         return handle
 
     def _load(self, handle: _Handle) -> Tensor:
+        tensor = self._load_unchanged(handle)
+        if self._kept is not None and handle not in self._kept:
+            handle.tensor = None
+        return tensor
+
+    @staticmethod
+    def _load_unchanged(handle: _Handle) -> Tensor:
         tensor = handle.tensor
         if tensor is None:
             raise RuntimeError("backward for inputs ran through a part of the graph a second time")
@@ -97,8 +112,6 @@ class Saved:
             raise RuntimeError(
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was used"
             )
-        if self._kept is not None and handle not in self._kept:
-            handle.tensor = None
         return tensor
 
 

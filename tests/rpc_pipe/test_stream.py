@@ -1,0 +1,190 @@
+"""Streams of steps, and what ends a step: the loss, its weight, norms of gradients, a wish to stop."""
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+from processes import environment
+from torch import nn
+
+from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.schedules import SCHEDULES
+
+X = torch.randn(6, 10, 8, generator=torch.Generator().manual_seed(1))
+LAYERS = [
+    partial(nn.Linear, 8, 8),
+    nn.Tanh,
+    partial(nn.Linear, 8, 8),
+    partial(nn.Dropout, 0.2),
+    partial(nn.Linear, 8, 8),
+    nn.Tanh,
+    partial(nn.Linear, 8, 8),
+    partial(nn.Linear, 8, 8),
+]
+NORMED = [*LAYERS[:2], partial(nn.BatchNorm1d, 8), *LAYERS[3:5], partial(nn.BatchNorm1d, 8), *LAYERS[6:]]
+
+
+def summed(output, target):
+    """A sum and its weight, which differs from microbatch to microbatch."""
+    wanted = target[:, 0] > -0.5
+    return ((output - target)[wanted] ** 2).sum(), wanted.sum() * 8
+
+
+def pipeline(schedule="1f1b", layers=LAYERS, loss_fn=nn.functional.mse_loss, P=2, M=4, **options):
+    return Pipeline(
+        layers,
+        loss_fn,
+        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        schedule=schedule,
+        num_workers=P,
+        num_microbatches=M,
+        **options,
+    )
+
+
+def same(first, second):
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, summed])
+@pytest.mark.parametrize("schedule, P", [("1f1b", 4), ("zb-h1", 2), ("interleaved", 2), ("zb-v", 2), ("naive", 3)])
+def test_clipping_has_the_bits_of_the_whole_model(schedule, P, loss_fn):
+    layers = [layer for layer in LAYERS if not isinstance(layer, partial) or layer.func is not nn.Dropout]
+    pipe = pipeline(schedule, layers, loss_fn, P, max_grad_norm=0.05)
+    whole = nn.Sequential(*(layer() for layer in layers))
+    whole.load_state_dict(pipe.state_dict())
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    for x in X[:3]:
+        weight = 0
+        for part in x.tensor_split(4):
+            loss = loss_fn(whole(part), part)
+            if isinstance(loss, tuple):
+                weight += float(loss[1])
+                loss[0].backward()
+            else:
+                (loss * (len(part) / len(x))).backward()
+        for parameter in whole.parameters() if weight else ():
+            parameter.grad.div_(weight)
+        norm = nn.utils.clip_grad_norm_(whole.parameters(), 0.05)
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.step((x, x))
+        assert pipe.grad_norm == float(norm) > 0.05
+    assert same(whole.state_dict(), pipe.state_dict())
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
+def test_replicas_are_clipped_by_the_norm_of_what_they_are_together(schedule):
+    pipe = pipeline(schedule, max_grad_norm=0.05)
+    straight = pipeline("1f1b", max_grad_norm=0.05)
+    for x in X[:3]:
+        pipe.step((x, x))
+        straight.step((x, x))
+        assert pipe.grad_norm == pytest.approx(straight.grad_norm, rel=1e-6), "sums of another order"
+    by_place = {place: shard.state_dict() for actor in pipe.actors for place, shard in actor.shards.items()}
+    assert all(same(state, by_place[stage, 0]) for (stage, _), state in by_place.items())
+
+
+@pytest.mark.parametrize("layers", [LAYERS, NORMED], ids=["dropout", "batchnorm"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_stream_is_its_steps(schedule, layers):
+    """With an evaluation in the loop's body, and after the loop was left early."""
+    pipes = [pipeline(schedule, layers, P=2, max_grad_norm=1.0) for _ in range(2)]
+    losses = [[pipes[0].step((x, x)) for x in X[:3]]]
+    losses[0] += [pipes[0].evaluate((X[5], X[5]))]
+    losses[0] += [pipes[0].step((x, x)) for x in X[3:]]
+    stream = pipes[1].train((x, x) for x in X)
+    losses.append([loss for _, loss in zip(range(3), stream, strict=False)])
+    stream.close()  # what has been begun of the fourth is undone
+    losses[1] += [pipes[1].evaluate((X[5], X[5]))]
+    for number, loss in enumerate(pipes[1].train((x, x) for x in X[3:])):
+        losses[1].append(loss)
+        if number == 0:
+            pipes[1].evaluate((X[0], X[0]))
+    assert losses[0] == losses[1]
+    assert same(pipes[0].state_dict(), pipes[1].state_dict())
+    assert all(len(actor.carrier.outbox) == 0 for actor in pipes[1].actors)
+
+
+def test_batches_of_a_stream_are_read_one_ahead_and_may_differ_in_size():
+    read = []
+
+    def batches():
+        for rows in (8, 3, 10, 1):
+            read.append(rows)
+            yield X[0, :rows], X[0, :rows]
+
+    pipe = pipeline()
+    losses = []
+    for loss in pipe.train(batches()):
+        losses.append(loss)
+        assert len(read) == min(len(losses) + 1, 4)
+    straight = pipeline()
+    assert losses == [straight.step((X[0, :rows], X[0, :rows])) for rows in (8, 3, 10, 1)]
+
+
+def test_a_stop_that_is_wanted_ends_the_stream_after_the_step_that_has_begun():
+    pipe = pipeline()
+    losses = []
+    for loss in pipe.train((x, x) for x in X):
+        losses.append(loss)
+        if len(losses) == 2:
+            pipe.request_stop()
+    assert pipe.stopped and 2 < len(losses) <= 4
+
+
+def test_a_loss_that_changes_its_kind_is_refused():
+    """A mean lets updates wait for nobody, and a sum's weight would come too late to divide by it."""
+    kinds = iter([False] * 4 + [True] * 4)
+
+    def fickle(output, target):
+        loss = nn.functional.mse_loss(output, target)
+        return (loss, 1.0) if next(kinds) else loss
+
+    pipe = pipeline(loss_fn=fickle)
+    pipe.step((X[0], X[0]))
+    with pytest.raises(Exception, match="gave a mean before"):
+        pipe.step((X[1], X[1]))
+
+
+STREAM = """
+import sys
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+torch.manual_seed(0)
+pipe = Pipeline([partial(nn.Linear, 8, 8) for _ in range(4)], nn.functional.mse_loss, num_workers=2,
+                optimizer=partial(torch.optim.AdamW, lr=1e-2), schedule="zb-h1", num_microbatches=4, max_grad_norm=0.1)
+x = torch.randn(8, 8)
+losses = []
+for loss in pipe.train([(x, x)] * 6):
+    losses.append((loss, pipe.grad_norm))
+    if len(losses) == 3:
+        losses.append(pipe.evaluate((x, x)))
+    if len(losses) == 6:
+        break
+losses.append(pipe.step((x, x)))
+if pipe.worker == 0:
+    print("LOSSES", losses)
+"""
+
+
+def test_a_stream_over_rpc_is_that_of_threads(tmp_path):
+    script = tmp_path / "stream.py"
+    script.write_text(STREAM)
+    found = []
+    for command in ([str(script)], ["-m", "rpc_pipe", "run", str(script), "--workers", "2"]):
+        done = subprocess.run(
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            timeout=150,
+            env=environment(OMP_NUM_THREADS="1"),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        found.append(next(line.split("LOSSES")[1] for line in done.stdout.splitlines() if "LOSSES" in line))
+    assert found[0] == found[1]
