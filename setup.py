@@ -1,11 +1,19 @@
 """Packaging of rpc-pipe."""
 
+from pathlib import Path
+
 from setuptools import setup
 
 setup(
     name="rpc-pipe",
     version="0.1.0",
     description="Decentralised pipeline-parallel training on torch.distributed.rpc",
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author="the rpc-pipe authors",
+    license="BSD-3-Clause",
+    license_files=["LICENSE"],
+    keywords="pipeline parallelism, distributed training, torch, rpc, schedule",
     python_requires=">=3.10",
     # Exactly this mapping makes `pip install -e .` write a plain .pth, which type checkers read.
     package_dir={"": "."},

@@ -1,4 +1,4 @@
-"""What the README shows is executed."""
+"""What the README and the documentation show is executed."""
 
 import os
 import re
@@ -6,12 +6,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
 def blocks(language):
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return [text for page in PAGES for text in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
 def run(command, folder, *, refused=False):
@@ -66,6 +68,16 @@ def test_the_picture_is_what_is_drawn(tmp_path):
     assert (tmp_path / "zb_v.svg").read_text() == (ROOT / "schedules" / "zb_v.svg").read_text()
 
 
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)]+)\)", README):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_readme_is_short():
+    assert len(PAGES[0].read_text().splitlines()) <= 170
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "docs" / "examples").glob("*.py")), ids=lambda path: path.stem)
+def test_examples_run(example, tmp_path):
+    run([sys.executable, str(example), "--steps", "3"], tmp_path)

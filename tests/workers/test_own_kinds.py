@@ -1,0 +1,112 @@
+"""A pair of kinds that the package does not have: activations wait in host memory between forward and backward.
+
+Each is a row of the table and a function; all else, checker, simulator, timeline and trace included, follows.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe.dependency import B, F, Kind, ScheduleError, check_all
+from rpc_pipe.drawing.timeline import draw
+from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.schedules import OneFOneB
+from rpc_pipe.tracing.recorder import Recorder
+from rpc_pipe.workers.handlers import carries_out
+
+EVICT = Kind("E", "evict activations", resource="copy", holds=-1, colour="#aaaaaa")
+LOAD = Kind("L", "bring activations back", resource="copy", holds=1, colour="#dddddd")
+moved = []
+
+
+@carries_out(EVICT)
+def evict(doing):
+    """A copy for the device's memory here: this machine has one memory."""
+    parameters = {p.data_ptr() for p in doing.task.shard.parameters()}
+    doing.task.shard.saved(doing.microbatch).replace(lambda t: t if t.data_ptr() in parameters else t.clone())
+    moved.append(str(doing.task.entry.action))
+
+
+@carries_out(LOAD)
+def load(doing):
+    evict(doing)
+
+
+class Offloaded(OneFOneB):
+    """1F1B that keeps at most three microbatches' activations on the device, whatever its window."""
+
+    claim: int = 3
+
+    def actions(self, stage, microbatch):
+        forward, backward = super().actions(stage, microbatch)
+        if stage >= self.last_stage - 1:  # backward follows too soon
+            return forward, backward
+        return forward, EVICT(stage, microbatch), LOAD(stage, microbatch), backward
+
+    def after(self, a):
+        s, m = a.stage, a.microbatch
+        if a.kind is F:
+            copies_keep_up = [EVICT(s, m - 2)] if s < self.last_stage - 1 else []
+            return [*super().after(a), *copies_keep_up]
+        return [B(s, m - 1)] if a.kind is LOAD else []  # one is brought back ahead of need
+
+    def slot(self, a):
+        base = {EVICT: F, LOAD: B}.get(a.kind, a.kind)
+        return 4 * super().slot(base(a.stage, a.microbatch)) + {EVICT: 1, LOAD: -2}.get(a.kind, 0)
+
+    def peak_activations(self, worker):
+        return self.claim
+
+
+def test_the_checker_sees_less_memory_on_the_device():
+    check_all(Offloaded(num_workers=6, num_microbatches=12))
+    with pytest.raises(ScheduleError, match="promises 1"):
+        check_all(Offloaded(num_workers=6, num_microbatches=12, claim=1))
+    with pytest.raises(ScheduleError, match="promises 3"):
+
+        class AllKept(OneFOneB):
+            def peak_activations(self, worker):
+                return 3
+
+        check_all(AllKept(num_workers=6, num_microbatches=12))
+
+
+def test_copies_overlap_compute_in_the_simulator_and_are_drawn():
+    cost = uniform({F: 1, B: 2, EVICT: 1, LOAD: 1})
+    plain = simulate(OneFOneB(num_workers=6, num_microbatches=12), cost)
+    spec = Offloaded(num_workers=6, num_microbatches=12)
+    result = simulate(spec, cost)
+    assert result.makespan <= plain.makespan + 2 and result.busy == plain.busy
+    assert max(result.peak_activations) <= 3 < max(plain.peak_activations)
+    slow = simulate(spec, uniform({F: 1, B: 2, EVICT: 4, LOAD: 4}))
+    assert slow.makespan > result.makespan, "copies have a resource of their own, and it is one"
+    assert "E0" in draw([s for s in result.spans if s.worker == 0 and s.action.kind is not F], 1, width=400).plain
+
+
+@pytest.mark.parametrize("order", ["ready", "fixed"])
+def test_it_trains_bit_for_bit_and_is_traced(order):
+    x = torch.randn(12, 8, generator=torch.Generator().manual_seed(0))
+    states = []
+    for schedule in (OneFOneB, Offloaded):
+        torch.manual_seed(0)
+        pipe = Pipeline(
+            [nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(3)],
+            nn.functional.mse_loss,
+            optimizer=partial(torch.optim.AdamW, lr=1e-2),
+            schedule=schedule,
+            num_workers=3,
+            num_microbatches=6,
+            order=order,
+        )
+        recorder = Recorder(pipe, 2)
+        moved.clear()
+        losses = [pipe.step((x, x)) for _ in range(2)]
+        states.append((losses, pipe.state_dict()))
+        trace = recorder.collect()
+    assert states[0][0] == states[1][0]
+    assert all(torch.equal(states[0][1][name], tensor) for name, tensor in states[1][1].items())
+    assert len(moved) == 2 * 2 * 1 * 6, "two steps, there and back, one stage"
+    assert {span.action.kind for span in trace.last_steps(1)} >= {EVICT, LOAD}
