@@ -149,6 +149,24 @@ def test_a_loss_that_changes_its_kind_is_refused():
         pipe.step((X[1], X[1]))
 
 
+def test_a_failure_is_told_to_those_who_ask_later():
+    """Read in a hang: a worker that failed gave its step up, and then answered no question about it, not even with why."""
+
+    class Fails(nn.Module):
+        def forward(self, x):
+            raise ArithmeticError("no")
+
+    pipe = pipeline(layers=[Fails, *LAYERS[:1]], P=2, stall_s=60)
+    with pytest.raises(Exception, match="ArithmeticError: no"):
+        pipe.step((X[0], X[0]))
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "mixpipe", "dualpipe"])
+def test_a_replica_without_a_microbatch_has_nothing_to_tell(schedule):
+    pipe = pipeline(schedule, M=1, max_grad_norm=1.0)
+    assert pipe.step((X[0], X[0])) == pipeline(M=1, max_grad_norm=1.0).step((X[0], X[0]))
+
+
 STREAM = """
 import sys
 from functools import partial

@@ -24,7 +24,7 @@ class Losses:
 
     def tree(self) -> Tree:
         """Return what all workers are told of them. Stays on the device: no synchronisation."""
-        sums = torch.stack([total.double() for total, _ in self.parts.values()])
+        sums = torch.stack([total.double() for total, _ in self.parts.values()]) if self.parts else torch.zeros(0)
         weights = [weight for _, weight in self.parts.values()]
         return {"microbatches": list(self.parts), "sums": sums, "weights": weights, "summed": self.summed}
 

@@ -98,7 +98,7 @@ class Outbox:
         """Answer `consumer`'s question for `key`, now or when there is something to say. Asking again does no harm."""
         with self._lock:
             payload, _ = self._payloads.get(key, (None, None))
-            if key[0] in self._abandoned:
+            if key[0] in self._abandoned and self.failure is None:
                 return
             over = key not in self._payloads and (
                 key in self._finished or (key[0] <= self._run and key[0] not in self._open)
