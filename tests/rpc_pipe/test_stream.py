@@ -150,7 +150,7 @@ def test_a_loss_that_changes_its_kind_is_refused():
 
 
 def test_a_failure_is_told_to_those_who_ask_later():
-    """Read in a hang: a worker that failed gave its step up, and then answered no question about it, not even with why."""
+    """A worker that failed gave its step up, and answered no question about it any more, not even with why: a hang."""
 
     class Fails(nn.Module):
         def forward(self, x):
