@@ -36,7 +36,11 @@ class Payload:
     @property
     def num_bytes(self) -> int:
         """Of the tensors."""
-        return sum([tensor.nbytes for tensor in self.tensors])
+        return sum([_num_sparse_bytes(tensor) if tensor.is_sparse else tensor.nbytes for tensor in self.tensors])
+
+
+def _num_sparse_bytes(tensor: Tensor) -> int:
+    return tensor._indices().nbytes + tensor._values().nbytes
 
 
 def pack(tree: Tree) -> Payload:

@@ -1,0 +1,87 @@
+"""What `test_rpc.py` trains in a job of four workers and once more in threads: each with a schedule of its own kind."""
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rpc_pipe.pipeline import Pipeline
+
+
+class Complex(nn.Module):
+    """A layer that hands on a conjugate view, whose bytes alone do not say what it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) / 4)
+
+    def forward(self, x):
+        return (x.to(torch.complex64) @ self.weight).conj()
+
+
+class Magnitude(nn.Module):
+    def forward(self, z):
+        return torch.cat([z.real, z.imag], -1) @ torch.ones(16, 8)
+
+
+class Late(torch.autograd.Function):
+    """Lets the backward of its stage take its time, so that later stages are done long before."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(0.01)
+        return grad
+
+
+class Hold(nn.Module):
+    def forward(self, x):
+        return Late.apply(x)
+
+
+def layers(sparse):
+    first = [partial(nn.Embedding, 11, 8, sparse=sparse), Hold]
+    return [*first, partial(nn.Linear, 8, 8), nn.Tanh, Complex, Magnitude, nn.Tanh, partial(nn.Linear, 8, 3)]
+
+
+#: schedule: (steps, microbatches, whether the weights are gathered after each step, whether a gradient is sparse)
+CASES = {"chimera": (3, 4, False, True), "zb-v": (3, 4, False, False), "varuna": (3, 24, True, False)}
+
+
+def train(schedule):
+    """Return the losses and, on worker 0, the weights."""
+    steps, microbatches, gather, sparse = CASES[schedule]
+    pipe = Pipeline(
+        layers(sparse),
+        nn.functional.cross_entropy,
+        num_microbatches=microbatches,
+        num_workers=4,
+        schedule=schedule,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        stall_s=60,
+    )
+    draw = torch.Generator().manual_seed(0)
+    losses = []
+    for _ in range(steps):
+        inputs, targets = (torch.randint(high, (2 * microbatches,), generator=draw) for high in (11, 3))
+        losses.append(pipe.step((inputs, targets)))
+        if gather:
+            pipe.state_dict()
+    return losses, pipe.state_dict()
+
+
+if __name__ == "__main__":
+    from rpc_pipe.workers.transport import rpc
+
+    for schedule in CASES:
+        if schedule == "zb-v":
+            rpc._invoke = rpc._invoke_publicly
+        losses, weights = train(schedule)
+        if weights is not None:
+            torch.save((losses, weights), Path(sys.argv[1]) / schedule)
