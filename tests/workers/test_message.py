@@ -76,18 +76,13 @@ def test_a_value_of_another_type_is_named(value):
 
 
 def test_nobody_imports_or_calls_for_a_message():
+    written = encode_value(Pair("echo", 1))
     for module, name in (("os", "system"), ("builtins", "exec"), ("antigravity", "x"), ("collections", "namedtuple")):
-        value = decode_value(
-            encode_value(Pair("echo", 1))
-            .replace(b"s\x04\x00\x00\x00Pair", _text(name))
-            .replace(_text(__name__), _text(module))
-        )
-        assert value == ("echo", 1)
+        other = written.replace(_text("Pair"), _text(name)).replace(_text(__name__), _text(module))
+        assert decode_value(other) == ("echo", 1)
     assert "antigravity" not in sys.modules
     with pytest.raises(Malformed):  # a name that is none would be code
-        decode_value(
-            b"n(" + (4).to_bytes(4, "little") + _text("m") + _text("T") + encode_value(("a b",)) + encode_value((1,))
-        )
+        decode_value(written.replace(_text("left"), _text("l ft")))
 
 
 def _text(text):
@@ -101,7 +96,7 @@ def test_values_may_not_lie_in_each_other_without_end():
     with pytest.raises(TypeError, match="more than 100 deep"):
         encode_value(deep)
     with pytest.raises(Malformed, match="more than 100 deep"):
-        decode_value(b"[\x01\x00\x00\x00" * 200 + b"N")
+        decode_value(b"[\x01\x00\x00\x00" * 200 + bytes(10))
 
 
 # --- payloads

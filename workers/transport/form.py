@@ -7,7 +7,7 @@ runs of those that it is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
@@ -147,14 +147,24 @@ def _identity(value: Any) -> Any:
 
 
 def _read(data: bytes) -> Form:
-    places: list[Place] = []
-    described = decode_value(data, places)
+    described = decode_value(data)
     if type(described) is not tuple or len(described) != 2 or type(described[1]) is not tuple:
         raise Malformed("malformed form: not of a payload")
     skeleton, looks = described
-    if any(place.number >= len(looks) for place in places):
-        raise Malformed(f"malformed form: {max(places)} of {len(looks)} tensors")
+    missing = [place.number for place in _places(skeleton) if place.number >= len(looks)]
+    if missing:
+        raise Malformed(f"malformed form: tensor {missing[0]} of {len(looks)} tensors")
     return Form(skeleton, tuple([_read_look(look) for look in looks]))
+
+
+def _places(skeleton: Any) -> Iterator[Place]:
+    if type(skeleton) is Place:
+        yield skeleton
+    elif isinstance(skeleton, (tuple, list)):
+        for child in skeleton:
+            yield from _places(child)
+    elif isinstance(skeleton, dict):
+        yield from _places([*skeleton, *skeleton.values()])
 
 
 _remembered = lru_cache(_MOST)(_read)
