@@ -6,7 +6,6 @@ workers that `rpc-pipe run` or torchrun started, over RPC. All workers make the 
 
 from __future__ import annotations
 
-import copy
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -115,9 +114,7 @@ class Pipeline:
         self._weights = ""
 
         def shard(stage: int, route: int) -> Shard:
-            layers = self.partition.build(stage, randomness)
-            if route > 0:
-                layers = copy.deepcopy(layers)  # a replica; a module given by the user exists once
+            layers = self.partition.build(stage, randomness, route)
             if self.spec.num_routes > 1:
                 tensors = [tensor for _, module in layers for tensor in module.state_dict().values()]
                 self._weights += f"{stage}={digest(tensors):x} "
@@ -144,6 +141,7 @@ class Pipeline:
             )
             for worker, carrier in zip(workers, carriers, strict=True)
         ]
+        self.partition.release()
         self._threads = _worker_threads(len(workers)) if len(workers) > 1 else None
         self._stopped = False
         self._grad_norm: float | None = None

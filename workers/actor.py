@@ -120,7 +120,7 @@ class WorkerActor(Context):
             raise
 
     def _describe(self, error: BaseException) -> WorkerFailure:
-        summary = traceback.format_exception_only(type(error), error)[-1].strip()
+        summary = ", ".join(line.strip() for line in traceback.format_exception_only(type(error), error))
         frames = error.__traceback__
         while frames and frames.tb_next and Path(frames.tb_frame.f_code.co_filename).parent == _HERE:
             frames = frames.tb_next  # the user's code is of interest, not how we came there

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..dependency import ConfigError
 from ..workers.compute.randomness import Randomness
@@ -48,7 +49,9 @@ class Partition:
     """
 
     def __init__(self, model: Model, num_stages: int, split: Sequence[int] | None = None) -> None:
-        self._model = model
+        self._model: Model | None = model
+        #: what has been built, of which a replica must not get the same
+        self._made: set[nn.Module] = set()
         self._num_stages = num_stages
         if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
             raise ConfigError(
@@ -80,22 +83,73 @@ class Partition:
                             f"{other_stage} and {stage}; choose a split that keeps them together"
                         )
 
-    def build(self, stage: int, randomness: Randomness) -> list[tuple[int, nn.Module]]:
-        """Build the layers of `stage`, and only those; return them with their index in the whole model."""
+    def build(self, stage: int, randomness: Randomness, route: int = 0) -> list[tuple[int, nn.Module]]:
+        """Build the layers of `stage`, and only those; return them with their index in the whole model.
+
+        Args:
+            route: other routes than the first get layers of their own, copied where the user has made them.
+        """
+        layers, built = self._layers(stage, randomness)
+        made = [_realize(layer, i, randomness) for i, layer in zip(layers, built, strict=True)]
+        # What a callable returns may have been made by the user, or be what it returned before.
+        pairs = zip(built, made, strict=True)
+        taken = [module for layer, module in pairs if (route > 0 if layer is module else module in self._made)]
+        self._made.update(made)
+        copies = dict(zip(taken, replicas(taken), strict=True))
+        return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
+
+    def _layers(self, stage: int, randomness: Randomness) -> tuple[Sequence[int], list[LayerLike]]:
+        """Return the indices of the stage's layers, and the layers."""
         layers = self.ranges[stage]
+        assert self._model is not None, "released"
         if isinstance(self._model, (nn.Sequential, Sequence)):
-            return [(i, _realize(self._model[i], i, randomness)) for i in layers]
+            return layers, [self._model[i] for i in layers]
         with randomness.initial(layers.start):
             built = self._model(Stage(stage, self._num_stages, layers if self._counted else range(0)))
         if not self._counted:
-            return [(stage, built if isinstance(built, nn.Module) else nn.Sequential(*map(_module, built)))]
+            return [stage], [built if isinstance(built, nn.Module) else nn.Sequential(*map(_module, built))]
         children = list(built) if isinstance(built, (nn.Sequential, Sequence)) else [built]
         if len(children) != len(layers):
             raise ConfigError(
                 f"model: the builder returned {len(children)} layers for stage {stage}, "
                 f"which has {len(layers)} (layers {layers.start} to {layers.stop - 1})"
             )
-        return [(i, _realize(child, i, randomness)) for i, child in zip(layers, children, strict=True)]
+        return layers, children
+
+    def release(self) -> None:
+        """Let go of the model: what no stage here is made of may be freed."""
+        self._model = None
+        self._made.clear()
+
+
+def replicas(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return copies of layers with all that they have, the hooks of their parameters included.
+
+    Raises:
+        ConfigError: one cannot be copied.
+    """
+    # What every forward computes anew, as `torch.nn.utils.weight_norm` does, is an attribute that cannot be copied.
+    values = [value for layer in layers for module in layer.modules() for value in vars(module).values()]
+    computed = [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
+    memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
+    copies = []
+    for layer in layers:
+        try:
+            copies.append(copy.deepcopy(layer, memo))
+        except Exception as error:
+            raise ConfigError(
+                f"model: a {type(layer).__name__} cannot be copied for the second replica of its stage ({error}); "
+                "pass a callable that builds it"
+            ) from error
+    # A deep copy leaves out what hangs on parameters: hooks, and attributes such as `no_weight_decay`.
+    for parameter in dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()):
+        copied = memo[id(parameter)]
+        vars(copied).update(copy.deepcopy(vars(parameter), memo))
+        for hook in (parameter._backward_hooks or {}).values():
+            copied.register_hook(copy.deepcopy(hook, memo))
+        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+            copied.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
+    return copies
 
 
 def _realize(layer: LayerLike, index: int, randomness: Randomness) -> nn.Module:

@@ -1,7 +1,8 @@
 """Random numbers keyed by what they are for, never by when or where they are drawn.
 
 Dropout in layer 3 for microbatch 2 of step 7 draws the same numbers on any worker, in any cut of the model
-and in any order; so do initial weights.
+and in any order; so do initial weights. What else draws while a worker computes (hooks of gradients, functions that
+round at random in backward, optimizers that add noise) is keyed by the stage.
 """
 
 from __future__ import annotations
@@ -17,44 +18,62 @@ from contextlib import contextmanager
 
 import torch
 
-#: A process has one default generator a device; layers of several workers in one process take turns.
-_generator_lock = threading.Lock()
+#: A process has one default generator a device; workers that are threads of one process take turns.
+_generator_lock = threading.RLock()
+
+#: what a key is for
+_INITIAL, _FORWARD, _BACKWARD, _BACKWARD_WEIGHTS, _UPDATE = range(5)
+_packers = [struct.Struct(f"<{length}q").pack for length in range(8)]
 
 
 def _seed_from(*key: int) -> int:
-    digest = hashlib.blake2b(struct.pack(f"<{len(key)}q", *key), digest_size=8).digest()
+    digest = hashlib.blake2b(_packers[len(key)](*key), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # generators take 63 bits
 
 
 class Randomness:
-    """The random numbers of a run with one seed."""
+    """The random numbers of a run with one seed. A stage is known by its first layer."""
 
     def __init__(self, seed: int, device: torch.device | None = None) -> None:
         self.seed = seed
         self.device = device or torch.device("cpu")
-        #: to be held while numbers are drawn
+        #: to be held while numbers may be drawn, and by whoever seeds
         self.lock = _generator_lock
+        self._generators = [torch.default_generator]
+        if self.device.type == "cuda":
+            torch.cuda.init()
+            self._generators.append(torch.cuda.default_generators[self.device.index or 0])
 
     def seed_forward(self, step: int, microbatch: int, layer: int) -> None:
-        """Let what is drawn next be what `layer` draws for `microbatch` of `step`. The lock is the caller's."""
-        self._seed(_seed_from(self.seed, 1, step, microbatch, layer))
+        """Let what is drawn next be what `layer` draws for `microbatch` of `step`.
 
-    def _seed(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            index = torch.cuda.current_device() if self.device.index is None else self.device.index
-            torch.cuda.default_generators[index].manual_seed(seed)
+        A loss function draws on from where the last layer has stopped.
+        """
+        self._seed(_FORWARD, step, microbatch, layer)
+
+    def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
+        """Let what is drawn next be for a stage's backward; `weights`: for that of the weights alone."""
+        self._seed(_BACKWARD_WEIGHTS if weights else _BACKWARD, step, microbatch, layer)
+
+    def seed_update(self, update: int, layer: int) -> None:
+        """Let what is drawn next be for a stage's update."""
+        self._seed(_UPDATE, update, layer)
 
     @contextmanager
     def initial(self, layer: int) -> Iterator[None]:
-        """Return a context in which `layer` draws its initial weights, and leaves the caller's generators as found."""
-        seed = _seed_from(self.seed, 0, layer)
+        """Return a context in which `layer` draws its initial weights; the generators are left as they were."""
         with self.lock, preserved(self.device):
-            self._seed(seed)
+            seed = self._seed(_INITIAL, layer)
             random.seed(seed)
             if numpy := sys.modules.get("numpy"):
                 numpy.random.seed(seed % 2**32)
             yield
+
+    def _seed(self, *key: int) -> int:
+        seed = _seed_from(self.seed, *key)
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        return seed
 
 
 @contextmanager

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..transport.payload import Payload, Tree, map_tensors, pack, tensors_of, unpack
+from ...dependency import ConfigError
+from ..transport.payload import Payload, Tree, pack, tensors_of, unpack
+from .borders import enter, leaving
 from .randomness import Randomness
+from .recomputation import Noted, Recomputation
 from .result import Losses
 from .split_backward import Deferred, Saved, backward_inputs
 
@@ -23,6 +27,17 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
+
+
+class _Kept(NamedTuple):
+    """What backward needs of a microbatch's forward."""
+
+    step: int
+    #: leaves that owe a gradient upstream
+    owing: list[Tensor]
+    #: outputs that backward starts from
+    roots: list[Tensor]
+    saved: Saved | None
 
 
 class Shard:
@@ -52,18 +67,29 @@ class Shard:
         self.layer_times: list[tuple[int, int]] | None = None
         self._layer_kinds: dict[tuple[Any, ...], int] = {}
         self._randomness = randomness
-        # What arrives is a leaf, and others may hold its storage: a layer such as ReLU(inplace=True) at the start
-        # of a stage gets a copy. Layers further on write what the stage itself made.
-        first = self.layers[0][1].modules() if self.layers else ()
-        self._writes_inputs = any(getattr(module, "inplace", False) for module in first)
-        #: microbatch -> (tensors that owe a gradient upstream, tensors that backward starts from, what is saved)
-        self._kept: dict[int, tuple[list[Tensor], list[Tensor], Saved | None]] = {}
-        #: microbatch -> what to recompute its activations from: inputs, target, share, split
-        self._inputs: dict[int, tuple[Payload, Tree, float | None, bool]] = {}
-        #: microbatch -> what is left of its backward
-        self._deferred: dict[int, Deferred] = {}
+        #: index of the first layer
+        self._first = self.layers[0][0]
+        self._modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
+        #: modules' own modes while all are in evaluation mode
+        self._modes: dict[nn.Module, bool] = {}
+        #: whether layers write the batch in place, by whether gradients are wanted; missing until it has been seen
+        self._writes_batch: dict[bool, bool] = {}
+        self._kept: dict[int, _Kept] = {}
+        #: microbatch -> the forward to run again, and in which world
+        self._inputs: dict[int, tuple[Callable[[], Tree], Noted]] = {}
+        #: microbatch -> step, and what is left of its backward
+        self._deferred: dict[int, tuple[int, Deferred]] = {}
+        self._recomputation = Recomputation(self._modules)
+        self._updates = 0
+        if lr_scheduler is not None and optimizer is None:
+            raise ConfigError("lr_scheduler: there is no optimizer for it; pass optimizer as well")
         parameters = [p for p in self.parameters() if p.requires_grad]
         self.optimizer = optimizer(parameters) if optimizer and parameters else None
+        if self.optimizer is not None and _needs_closure(self.optimizer):
+            raise ConfigError(
+                f"optimizer {type(self.optimizer).__name__}: its step runs the model again, by a closure, which a "
+                "pipeline cannot; use one whose step needs no closure, such as AdamW"
+            )
         self.lr_scheduler = lr_scheduler(self.optimizer) if lr_scheduler and self.optimizer else None
 
     def parameters(self) -> list[nn.Parameter]:
@@ -80,10 +106,20 @@ class Shard:
         """How many microbatches' activations, or inputs to compute them from, are held now."""
         return len(self._kept) + len(self._inputs) + len(self._deferred)
 
+    @property
+    def stateful(self) -> bool:
+        """Whether forwards may write what later ones read, such as running means: then their order matters."""
+        training = [module for module in self._modules if self._modes.get(module, module.training)]
+        return any(buffer is not None for module in training for buffer in module._buffers.values())
+
     def train(self, mode: bool) -> None:
-        """Set all layers to training or evaluation mode."""
-        for _, module in self.layers:
-            module.train(mode)
+        """Set all layers to evaluation mode, or back to the modes that they had before, which are their owner's."""
+        if not mode and not self._modes:
+            self._modes = {module: module.training for module in self._modules}
+        for module, own in self._modes.items():
+            module.training = mode and own
+        if mode:
+            self._modes = {}
 
     def forward(
         self,
@@ -105,41 +141,73 @@ class Shard:
             split: whether `backward_inputs` and `backward_weights` will follow instead of `backward`.
             recompute: keep the inputs instead of the activations; `recompute` comes before backward.
         """
-        if not recompute or not torch.is_grad_enabled():
-            return self._forward(step, microbatch, inputs, target, share, Saved() if split else None)
-        # With the graph, not without: the outputs say what owes a gradient. What the graph would hold is dropped.
-        with saved_tensors_hooks(lambda tensor: None, _dropped):
-            payload = self._forward(step, microbatch, inputs, target, share, None)
-        del self._kept[microbatch]
-        self._inputs[microbatch] = inputs, target, share, split
-        return payload
+        if recompute and torch.is_grad_enabled():
+            forward = partial(self._forward, step, microbatch, inputs, target, share, split)
+            with self._randomness.lock:  # modules may be those of other threads too
+                # With the graph, not without: the outputs say what owes a gradient.
+                tree, noted = self._recomputation.first(partial(forward, again=True))
+            del self._kept[microbatch]
+            self._inputs[microbatch] = forward, noted
+        else:
+            tree = self._forward(step, microbatch, inputs, target, share, split)
+        return leaving(tree, lambda: self._staying(inputs)) if share is None else None
 
     def recompute(self, step: int, microbatch: int) -> None:
         """Compute the activations of a microbatch again, with the same random numbers and no other effect."""
-        inputs, target, share, split = self._inputs.pop(microbatch)
-        with _on_copies_of_buffers(module for _, module in self.layers):
-            self._forward(step, microbatch, inputs, target, share, Saved() if split else None)
+        forward, noted = self._inputs.pop(microbatch)
+        with self._randomness.lock:
+            self._recomputation.again(noted, forward)
 
     def _forward(
-        self, step: int, microbatch: int, inputs: Payload, target: Tree, share: float | None, saved: Saved | None
-    ) -> Payload | None:
-        tree, randomness = unpack(inputs), self._randomness
-        owing = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
-        with saved.hooks() if saved is not None and torch.is_grad_enabled() else nullcontext():
-            if self._writes_inputs:
-                tree = map_tensors(tree, torch.clone)
-            times: list[tuple[int, int]] | None = None if self.layer_times else self.layer_times
+        self,
+        step: int,
+        microbatch: int,
+        inputs: Payload,
+        target: Tree,
+        share: float | None,
+        split: bool,
+        *,
+        again: bool = False,
+    ) -> Tree:
+        """Run the layers, and the loss function if a share is given; return what comes out.
+
+        Args:
+            again: whether the same will be run once more, from the same inputs.
+        """
+        backward, randomness = torch.is_grad_enabled(), self._randomness
+        writes = self._writes_batch.get(backward, True)
+        tree, owing, _ = entered = enter(inputs, copied=again or (self.stage == 0 and writes))
+        wanted = None if target is None else enter(pack(target), copied=again or writes)
+        saved = Saved() if split and backward else None
+        times = None if self.layer_times else self.layer_times
+        with randomness.lock, saved.hooks() if saved is not None else nullcontext():
             for index, module in self.layers:
-                with randomness.lock:
-                    randomness.seed_forward(step, microbatch, index)
+                randomness.seed_forward(step, microbatch, index)
+                try:
                     tree = module(tree) if times is None else self._timed(index, module, tree, times)
+                except Exception as error:
+                    _note(error, f"in layer {index} ({type(module).__name__})")
+                    raise
             if share is not None:
                 assert self.loss_fn is not None
-                tree = self._weigh(microbatch, self.loss_fn(tree, target), share)
-        roots = [tensor for tensor in tensors_of(tree) if tensor.requires_grad]
-        if torch.is_grad_enabled():
-            self._kept[microbatch] = owing, roots, saved
-        return pack(tree) if share is None else None
+                tree = self._weigh(microbatch, self.loss_fn(tree, None if wanted is None else wanted.tree), share)
+        written = entered.written() and self.stage == 0
+        if self.stage == 0 or wanted is not None:
+            written = written or (wanted is not None and wanted.written())
+            self._writes_batch[backward] = written or self._writes_batch.get(backward, False)
+        if backward:
+            roots = [tensor for tensor in dict.fromkeys(tensors_of(tree)) if tensor.requires_grad]
+            self._kept[microbatch] = _Kept(step, owing, roots, saved)
+        return tree
+
+    def _staying(self, inputs: Payload) -> Iterable[Tensor]:
+        """Yield what lives on when an output has left: the shard's tensors, and the user's batch."""
+        for module in self._modules:
+            yield from (
+                tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
+            )
+        if self.stage == 0:
+            yield from inputs.tensors
 
     def _timed(self, index: int, module: nn.Module, tree: Tree, times: list[tuple[int, int]]) -> Tree:
         """Call a layer and note how long it took."""
@@ -159,13 +227,20 @@ class Shard:
         backward as it is: the step's weight is known only when all its microbatches have been forward.
         """
         self.losses.summed = isinstance(loss, tuple)
-        if isinstance(loss, tuple):
-            root, weight = loss
-            self.losses.parts[microbatch] = root.detach(), weight
-        else:
-            root = loss * share
-            self.losses.parts[microbatch] = root.detach(), share
-        assert isinstance(root, Tensor)
+        total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, share)
+        if not isinstance(total, Tensor) or total.numel() != 1:
+            found = (
+                f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+            )
+            raise TypeError(f"loss_fn returned {found}: it must return a tensor of one number, or that and a weight")
+        total = total.reshape(()) if total.dim() else total
+        root = total if self.losses.summed else total * share
+        if torch.is_grad_enabled() and not root.requires_grad:
+            raise RuntimeError(
+                "the loss depends on no parameter that requires a gradient: it was detached, or all that it depends on "
+                "is frozen; to compute a loss without training, use `evaluate`"
+            )
+        self.losses.parts[microbatch] = root.detach(), weight
         return root
 
     def backward(self, microbatch: int, grads: Payload | None) -> Payload:
@@ -174,23 +249,31 @@ class Shard:
         Args:
             grads: one gradient or None for each tensor that this stage's output owed; None after the loss.
         """
-        owing, roots, _ = self._kept.pop(microbatch)
+        step, owing, roots, _ = self._kept.pop(microbatch)
         roots, starts = _begin(roots, grads)
         if roots:
-            torch.autograd.backward(roots, starts)
+            with self._randomness.lock:
+                self._randomness.seed_backward(step, microbatch, self._first)
+                torch.autograd.backward(roots, starts)
         return pack(tuple([tensor.grad for tensor in owing]))
 
     def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
         """Return the inputs' gradients; leave the weights' to `backward_weights`. Arguments as of `backward`."""
-        owing, roots, saved = self._kept.pop(microbatch)
+        step, owing, roots, saved = self._kept.pop(microbatch)
         roots, starts = _begin(roots, grads)
         assert saved is not None
-        found, self._deferred[microbatch] = backward_inputs(roots, starts, owing, saved)
+        with self._randomness.lock:
+            self._randomness.seed_backward(step, microbatch, self._first)
+            found, deferred = backward_inputs(roots, starts, owing, saved)
+        self._deferred[microbatch] = step, deferred
         return pack(tuple(found))
 
     def backward_weights(self, microbatch: int) -> None:
         """Add to the weights' gradients what `backward_inputs` left."""
-        self._deferred.pop(microbatch).run()
+        step, deferred = self._deferred.pop(microbatch)
+        with self._randomness.lock:
+            self._randomness.seed_backward(step, microbatch, self._first, weights=True)
+            deferred.run()
 
     def gradients(self) -> Payload:
         """Return the summed gradients, None where there is none, for the other replicas of this shard."""
@@ -207,7 +290,7 @@ class Shard:
 
     def saved(self, microbatch: int) -> Saved:
         """Return what the forward of a microbatch has saved, where actions between it and backward may touch that."""
-        _, _, saved = self._kept[microbatch]
+        saved = self._kept[microbatch].saved
         assert saved is not None
         return saved
 
@@ -217,11 +300,6 @@ class Shard:
             kept.clear()
         for parameter in self.parameters():
             parameter.grad = None
-
-    @property
-    def stateful(self) -> bool:
-        """Whether forwards write what later ones read, such as running means."""
-        return any(True for _, module in self.layers for _ in module.buffers())
 
     def divide(self, divisor: float) -> None:
         """Divide the summed gradients by the step's weight."""
@@ -241,11 +319,25 @@ class Shard:
 
     def update(self) -> None:
         """Apply one optimizer step to the gradients, and forget them."""
+        self._recomputation.check()
         if self.optimizer is not None:
-            self.optimizer.step()
+            with self._randomness.lock:
+                self._randomness.seed_update(self._updates, self._first)
+                self.optimizer.step()
+            self._updates += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
             self.optimizer.zero_grad(set_to_none=True)
+
+
+def _note(error: Exception, where: str) -> None:
+    """Add to an error where it happened, as `add_note` does from Python 3.11 on."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), where]
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _begin(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:
@@ -254,31 +346,3 @@ def _begin(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], li
         return roots, [None] * len(roots)
     pairs = [(root, grad) for root, grad in zip(roots, unpack(grads), strict=True) if grad is not None]
     return [root for root, _ in pairs], [grad for _, grad in pairs]
-
-
-@contextmanager
-def _on_copies_of_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Let modules write copies of their buffers, such as running means, which have counted the microbatch already.
-
-    Not by putting the values back afterwards: that would be a change in place of what backward needs, and which
-    buffers a forward writes cannot be seen from their versions (batch normalisation does not raise them).
-    """
-    places = [
-        (module._buffers, name, buffer)
-        for whole in modules
-        for module in whole.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    copies = {buffer: buffer.clone() for _, _, buffer in places}
-    for buffers, name, buffer in places:
-        buffers[name] = copies[buffer]
-    try:
-        yield
-    finally:
-        for buffers, name, buffer in places:
-            buffers[name] = buffer
-
-
-def _dropped(_: None) -> NoReturn:
-    raise AssertionError("backward before recompute")

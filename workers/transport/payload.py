@@ -2,11 +2,13 @@
 
 A tree is made of tensors, None, bool, numbers, strings, tuples, lists and dicts. It travels as a flat list
 of tensors and a skeleton in which each tensor is replaced by its place in that list and by whether a
-gradient is owed for it. Shapes and structure may change with every microbatch; nothing is declared.
+gradient is owed for it. Shapes and structure may change with every microbatch; nothing is declared. A tensor
+that the tree holds in several places travels once and stays one tensor.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,11 +21,20 @@ Tree = Any
 
 
 class Place(NamedTuple):
-    """Stands in the skeleton where the tensor `index` was."""
+    """Stands in the skeleton where the tensor `number` was."""
 
     number: int
     #: whether the consumer owes a gradient for it
     owes_grad: bool
+
+
+class Sparse(NamedTuple):
+    """Stands in the skeleton where a sparse tensor was."""
+
+    indices: Place
+    values: Place
+    shape: tuple[int, ...]
+    is_coalesced: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,23 +60,54 @@ def pack(tree: Tree) -> Payload:
     Raises:
         TypeError: a value that is none of the supported types; the text says where.
     """
+    if type(tree) is Tensor and tree.layout is torch.strided:  # as most are
+        return Payload([tree.detach()], Place(0, tree.requires_grad))
     tensors: list[Tensor] = []
+    places: dict[int, Place] = {}
 
-    def place(tensor: Tensor) -> Place:
-        tensors.append(tensor.detach())
-        return Place(len(tensors) - 1, tensor.requires_grad)
+    def place(tensor: Tensor) -> Place | Sparse:
+        found = places.get(id(tensor))
+        if found is not None:
+            return found
+        if tensor.layout is torch.sparse_coo:
+            # Not coalesced: the order in which values are added up stays the receiver's to choose.
+            parts = append(tensor.detach()._indices(), False), append(tensor.detach()._values(), False)
+            return Sparse(*parts, tuple(tensor.shape), tensor.is_coalesced())
+        found = places[id(tensor)] = append(tensor.detach(), tensor.requires_grad)
+        return found
 
-    return Payload(tensors, _map(tree, Tensor, place, "output"))
+    def append(tensor: Tensor, owes_grad: bool) -> Place:
+        tensors.append(tensor)
+        return Place(len(tensors) - 1, owes_grad)
+
+    return Payload(tensors, _map(tree, (Tensor,), place, "output"))
 
 
-def unpack(payload: Payload) -> Tree:
-    """Put a tree together again; tensors that owe a gradient become fresh leaves of this worker's graph."""
+def as_leaf(tensor: Tensor, owes_grad: bool) -> Tensor:
+    """Return a new tensor on the same memory: the outbox, or another worker's thread, may hold the original."""
+    return tensor.detach().requires_grad_(owes_grad)
 
-    def leaf(place: Place) -> Tensor:
-        # A new tensor on the same storage: the outbox, or another worker's thread, may hold the original.
-        return payload.tensors[place.number].detach().requires_grad_(place.owes_grad)
 
-    return _map(payload.skeleton, Place, leaf, "payload")
+def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -> Tree:
+    """Put a tree together again; tensors that owe a gradient become fresh leaves of this worker's graph.
+
+    Args:
+        take: what makes a tensor of the tree from one of the payload and from whether it owes a gradient.
+    """
+    if type(payload.skeleton) is Place:
+        return take(payload.tensors[0], payload.skeleton.owes_grad)
+    taken: dict[int, Tensor] = {}
+
+    def restore(place: Place | Sparse) -> Tensor:
+        if isinstance(place, Sparse):
+            parts = restore(place.indices), restore(place.values)
+            return torch.sparse_coo_tensor(*parts, place.shape, check_invariants=False, is_coalesced=place.is_coalesced)
+        number, owes_grad = place
+        if number not in taken:
+            taken[number] = take(payload.tensors[number], owes_grad)
+        return taken[number]
+
+    return _map(payload.skeleton, (Place, Sparse), restore, "payload")
 
 
 def compact(tensor: Tensor) -> Tensor:
@@ -88,24 +130,52 @@ def tensors_of(tree: Tree) -> Iterator[Tensor]:
 
 
 def map_tensors(tree: Tree, change: Callable[[Tensor], Any]) -> Tree:
-    """Return `tree` with every tensor replaced by `change(tensor)`."""
-    return _map(tree, Tensor, change, "batch")
+    """Return `tree` with every tensor replaced by `change(tensor)`, called once for each."""
+    changed: dict[int, Any] = {}
+
+    def once(tensor: Tensor) -> Any:
+        if id(tensor) not in changed:
+            changed[id(tensor)] = change(tensor)
+        return changed[id(tensor)]
+
+    return _map(tree, (Tensor,), once, "batch")
 
 
-def _map(tree: Tree, kind: type, change: Callable[[Any], Any], where: str) -> Tree:
-    if isinstance(tree, kind):
+def _map(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any], where: str) -> Tree:
+    try:
+        return _changed(tree, kinds, change)
+    except _UnfitError as error:
+        raise TypeError(
+            f"{where}{error.path} is a {error.kind}, which cannot travel between workers; use tensors, None, "
+            "bool, numbers, strings, tuples, lists and dicts"
+        ) from None
+
+
+class _UnfitError(Exception):
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.path = ""
+
+
+def _changed(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Tree:
+    if isinstance(tree, kinds):
         return change(tree)
     if tree is None or isinstance(tree, (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)):
         return tree
-    if isinstance(tree, (tuple, list)):
-        children = [_map(child, kind, change, f"{where}[{i}]") for i, child in enumerate(tree)]
-        return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+    if not isinstance(tree, (tuple, list, dict)):
+        raise _UnfitError(type(tree).__qualname__)
+    children = []
+    try:
+        for child in tree.values() if isinstance(tree, dict) else tree:
+            children.append(_changed(child, kinds, change))
+    except _UnfitError as error:
+        place = list(tree)[len(children)] if isinstance(tree, dict) else len(children)
+        error.path = f"[{place!r}]{error.path}"
+        raise
     if isinstance(tree, dict):
-        return {key: _map(child, kind, change, f"{where}[{key!r}]") for key, child in tree.items()}
-    raise TypeError(
-        f"{where} is a {type(tree).__qualname__}, which cannot travel between workers; use tensors, None, "
-        "bool, numbers, strings, tuples, lists and dicts"
-    )
+        made = zip(tree, children, strict=True)
+        return OrderedDict(made) if isinstance(tree, OrderedDict) else dict(made)
+    return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
 
 
 def split_rows(tree: Tree, parts: int) -> list[Tree]:
@@ -113,12 +183,8 @@ def split_rows(tree: Tree, parts: int) -> list[Tree]:
 
     Plain values go to every piece unchanged.
     """
-    pieces = [tensor.tensor_split(parts) for tensor in tensors_of(tree)]
-    split = []
-    for i in range(parts):
-        own = iter([piece[i] for piece in pieces])
-        split.append(map_tensors(tree, lambda _, own=own: next(own)))  # type: ignore[misc]
-    return split
+    pieces = {id(tensor): tensor.tensor_split(parts) for tensor in tensors_of(tree)}
+    return [map_tensors(tree, lambda tensor, i=i: pieces[id(tensor)][i]) for i in range(parts)]  # type: ignore[misc]
 
 
 def num_rows(tree: Tree) -> int:

@@ -1,0 +1,221 @@
+"""A shard computes what its layers compute inside one model, or says in one sentence why not."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.workers.compute.randomness import Randomness
+from rpc_pipe.workers.compute.shard import Shard
+from rpc_pipe.workers.transport.payload import pack, unpack
+
+ROWS = {"small": 4, "large": 400}
+
+
+def shard(*layers, stage=1, **options):
+    return Shard(stage, list(enumerate(layers)), Randomness(0), **options)
+
+
+class Writing(nn.Module):
+    """Notes where its input lies, and writes it."""
+
+    def forward(self, x):
+        self.address = x.data_ptr()
+        return x.mul_(2)
+
+
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+def test_what_arrives_may_be_written_in_place(rows):
+    """It was a leaf, which autograd lets nobody write, but for a first layer with an attribute `inplace`."""
+    arrived = torch.randn(rows, 4)
+    before, writing = arrived.clone(), Writing()
+    stage = shard(nn.Identity(), writing)
+    made = unpack(stage.forward(0, 0, pack(arrived.requires_grad_())))
+    assert torch.equal(made, before * 2)
+    (grad,) = unpack(stage.backward(0, pack((torch.ones(rows, 4),))))
+    assert torch.equal(grad, torch.full((rows, 4), 2.0))
+    assert (writing.address == arrived.data_ptr()) == (rows == ROWS["large"]), "what is large is not copied"
+
+
+def test_a_write_is_noticed_by_a_backward_that_needs_what_was_there():
+    """With workers in one process, as with stages of one worker, the memory is that of the stage before."""
+    x = torch.randn(ROWS["large"], 4, requires_grad=True)
+    y = x.tanh()
+    shard(Writing()).forward(0, 0, pack(y))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_users_batch_is_left_alone(recompute):
+    """Microbatches are views of one tensor: to write one changed the version of all, and backward complained."""
+    x, y = torch.ones(2, 4), torch.ones(2, 4)
+    stage = shard(Writing(), nn.Linear(4, 4), stage=0, loss_fn=lambda out, target: (out - target.add_(1)).sum())
+    for m in (0, 1):
+        inputs, target = pack(x[m : m + 1]), y[m : m + 1]
+        stage.forward(0, m, inputs, target=target, share=0.5, recompute=recompute)
+    for m in (0, 1):
+        if recompute:
+            stage.recompute(0, m)
+        stage.backward(m, None)
+    assert torch.equal(x, torch.ones(2, 4)) and torch.equal(y, torch.ones(2, 4))
+    assert torch.equal(stage.parameters()[0].grad, torch.full((4, 4), 2.0))
+
+
+def test_a_batch_that_nobody_writes_is_not_copied():
+    class Seeing(nn.Module):
+        def forward(self, x):
+            seen.append(x.data_ptr())
+            return x
+
+    seen, x = [], torch.ones(4, 4)
+    stage = shard(Seeing(), stage=0)
+    for m in range(3):
+        stage.forward(0, m, pack(x))
+    assert seen[0] != x.data_ptr() and seen[1:] == [x.data_ptr()] * 2, "the first time it is not known yet"
+
+
+def test_what_is_handed_on_and_lives_on_is_a_copy():
+    """A counter that was handed on had been raised again when the next stage read it."""
+
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x):
+            self.count += 1
+            return x, self.count, self.weight[:2]
+
+    counting = Counting()
+    first, second = (shard(counting).forward(0, m, pack(torch.ones(2, requires_grad=True) * 2)) for m in (0, 1))
+    assert [float(unpack(payload)[1]) for payload in (first, second)] == [1, 2]
+    with torch.no_grad():
+        counting.weight.zero_()
+    assert torch.equal(unpack(second)[2], torch.ones(2))
+
+
+# --- recomputation
+
+
+def recomputed(layer, rounds=3):
+    """Run forwards, then recompute each and run backward."""
+    stage = shard(layer)
+    for m in range(rounds):
+        stage.forward(0, m, pack(torch.randn(2, 4).requires_grad_()), recompute=True)
+    for m in range(rounds):
+        stage.recompute(0, m)
+        stage.backward(m, pack((torch.ones(2, 4),)))
+    stage.update()
+
+
+class Depending(nn.Module):
+    """Its output depends on something that it changes."""
+
+    def __init__(self, big=False):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.frozen = nn.Parameter(torch.zeros(4), requires_grad=False)
+        self.register_buffer("table", torch.zeros(2**19 if big else 4))
+        self.calls, self.change = [], lambda: None
+
+    def forward(self, x):
+        y = x * self.weight + self.frozen + self.table[:4] + len(self.calls)
+        self.change()
+        return y
+
+
+def test_a_list_that_grows_is_noticed():
+    layer = Depending()
+    layer.change = lambda: layer.calls.append(1)
+    with pytest.raises(RuntimeError, match=r"recomputed activations differ .* or a list that grows"):
+        recomputed(layer)
+
+
+def test_a_frozen_parameter_that_is_written_is_noticed():
+    layer = Depending()
+    layer.change = lambda: layer.frozen.add_(1e-6)
+    with pytest.raises(RuntimeError, match=r"a layer wrote its frozen parameter, .* of shape \(4,\)"):
+        recomputed(layer)
+
+
+def test_a_large_buffer_is_copied_only_if_it_is_written():
+    constant, written = Depending(big=True), Depending(big=True)
+    written.change = lambda: written.table.add_(1)
+    for layer, copies in ((constant, 1), (written, 3)):
+        stage, copied = shard(layer), []
+        table = layer.table
+        for m in range(3):
+            stage.forward(0, m, pack(torch.randn(2, 4).requires_grad_()), recompute=True)
+            copied.append(table in stage._inputs[m][1].world._copies)
+        assert sum(copied) == copies
+    recomputed(written)
+
+
+# --- what trains nothing, or cannot be trained
+
+
+def train_step(loss_fn, *layers, **options):
+    stage = shard(*layers, stage=0, loss_fn=loss_fn, **options)
+    stage.forward(0, 0, pack(torch.ones(2, 4)), target=torch.ones(2, 4), share=1.0)
+
+
+mse = nn.functional.mse_loss
+
+
+@pytest.mark.parametrize(
+    "loss_fn, message",
+    [
+        (lambda output, target: mse(output, target).item(), "loss_fn returned a float: it must return a tensor of one"),
+        (lambda output, target: output - target, r"loss_fn returned a tensor of shape \(2, 4\)"),
+        (lambda output, target: (1, 2, 3), "loss_fn returned a tuple"),
+        (lambda output, target: mse(output, target).detach(), "the loss depends on no parameter that requires a grad"),
+    ],
+)
+def test_a_loss_that_cannot_be_trained_on(loss_fn, message):
+    with pytest.raises((TypeError, RuntimeError), match=message):
+        train_step(loss_fn, nn.Linear(4, 4))
+
+
+def test_a_model_that_is_frozen_as_a_whole():
+    with pytest.raises(RuntimeError, match=r"was detached, or all that it depends on is frozen; .* use `evaluate`"):
+        train_step(mse, nn.Linear(4, 4).requires_grad_(False), optimizer=torch.optim.AdamW)
+
+
+def test_a_loss_of_one_number_in_any_shape():
+    train_step(lambda output, target: mse(output, target).reshape(1, 1), nn.Linear(4, 4))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"optimizer": torch.optim.LBFGS}, "optimizer LBFGS: its step runs the model again, by a closure"),
+        (
+            {"lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
+            "lr_scheduler: there is no optimizer",
+        ),
+    ],
+)
+def test_optimizers_that_cannot_work(options, message):
+    with pytest.raises(ConfigError, match=message):
+        shard(nn.Linear(4, 4), **options)
+
+
+def test_a_layer_that_is_in_evaluation_mode_stays_so():
+    """A backbone whose owner had called `eval()` was put back into training mode by the first step."""
+    backbone, head = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval(), nn.Dropout()
+    stage = shard(backbone, head)
+    modes = []
+    for mode in (True, False, False, True):
+        stage.train(mode)
+        modes.append((backbone.training, backbone[1].training, head.training))
+    trained, evaluated = (False, False, True), (False, False, False)
+    assert modes == [trained, evaluated, evaluated, trained]
+
+
+def test_order_matters_where_forwards_write_buffers():
+    assert shard(nn.BatchNorm1d(4)).stateful
+    assert not shard(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4).eval()).stateful

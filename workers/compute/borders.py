@@ -1,0 +1,92 @@
+"""What enters and leaves a stage: tensors that its layers may write in place, as they could inside one model.
+
+Inside one model a layer's input is what another layer has returned. At a stage's border it is a leaf, which autograd
+lets nobody write, and its memory is somebody else's: of the stage before, if that is in this process, or of the user's
+batch. Only where layers write the batch it is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ..transport.payload import Payload, Tree, as_leaf, pack, tensors_of, unpack
+
+#: what is smaller is copied sooner than it is shared
+_SMALL_BYTES = 2**12
+
+
+class Entered(NamedTuple):
+    """A payload as the layers of a stage get it."""
+
+    tree: Tree
+    #: leaves whose gradients are owed
+    owing: list[Tensor]
+    #: (tensor of the payload, what the layers get, version of that)
+    given: list[tuple[Tensor, Tensor, int]]
+
+    def written(self) -> bool:
+        """Tell whether layers have written what they got.
+
+        It is told to the payload's tensors too, so that a backward that needs what was there says so, as it does
+        inside one model.
+        """
+        found = False
+        for tensor, given, version in self.given:
+            if not given.is_inference() and given._version != version:
+                found = True
+                if given.requires_grad and given.data_ptr() == tensor.data_ptr():
+                    increment_version(tensor)  # without a gradient, the two have one version
+        return found
+
+
+def enter(payload: Payload, *, copied: bool = False) -> Entered:
+    """Make a payload's tensors ones that layers may write.
+
+    Args:
+        copied: whether the layers get copies.
+    """
+    owing: list[Tensor] = []
+    given: list[tuple[Tensor, Tensor, int]] = []
+
+    def take(tensor: Tensor, owes_grad: bool) -> Tensor:
+        free = leaf = as_leaf(tensor.clone() if copied else tensor, owes_grad)
+        if owes_grad:
+            owing.append(leaf)
+            # Neither a leaf nor a view: to autograd it is what a layer has returned. The same memory, if large.
+            free = (
+                leaf.clone() if leaf.nbytes <= _SMALL_BYTES else torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+            )
+        given.append((tensor, free, 0 if free.is_inference() else free._version))
+        return free
+
+    return Entered(unpack(payload, take), owing, given)
+
+
+def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
+    """Pack what leaves a stage; copied is what shares memory with something that stays and may be written.
+
+    Args:
+        staying: returns what stays; called only where a look at the tree does not tell.
+    """
+    payload = pack(tree)
+    if all([_is_activation(tensor) for tensor in tensors_of(tree)]):
+        return payload
+    addresses = {_address(tensor) for tensor in staying()}
+    tensors = [tensor.clone() if _address(tensor) in addresses else tensor for tensor in payload.tensors]
+    return Payload(tensors, payload.skeleton)
+
+
+def _is_activation(tensor: Tensor) -> bool:
+    """Tell whether autograd has seen the tensor, or what it is a view of, being made: its memory is its own."""
+    if tensor._is_view():
+        return tensor._base is not None and tensor._base.grad_fn is not None
+    return tensor.grad_fn is not None
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)

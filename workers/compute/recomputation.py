@@ -1,0 +1,171 @@
+"""Computing a stage's activations again, in the world that its forward met."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..transport.payload import Tree, tensors_of
+
+#: larger tensors that the first forward has left as they were are not copied for later ones
+_LARGE_BYTES = 2**20
+#: so many numbers of an output are compared
+_NUM_COMPARED = 1024
+#: by how much they may differ, relative to the largest: some devices add up in any order
+_TOLERANCE = 1e-3
+
+
+class World:
+    """What modules hold besides parameters: buffers such as running means, counters and modes, as they are now.
+
+    Tensors are copied: which of them a forward writes cannot be seen from their versions (batch normalisation does
+    not raise them), and to write values back afterwards would change in place what backward needs.
+
+    Args:
+        constant: tensors that need no copy, with their versions.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], constant: Mapping[Tensor, int]) -> None:
+        self._attributes = [(module, dict(vars(module))) for module in modules]
+        self._buffers = [dict(module._buffers) for module in modules]
+        tensors = [
+            tensor
+            for held in (*(attributes for _, attributes in self._attributes), *self._buffers)
+            for tensor in held.values()
+            if isinstance(tensor, Tensor) and not tensor.requires_grad
+        ]
+        self._shared = {tensor: constant[tensor] for tensor in tensors if constant.get(tensor) == tensor._version}
+        frozen = [p for module in modules for p in module._parameters.values() if p is not None and not p.requires_grad]
+        self._shared |= {parameter: parameter._version for parameter in frozen}
+        self._copies = {tensor: tensor.clone() for tensor in tensors if tensor not in self._shared}
+
+    def constant(self) -> dict[Tensor, int]:
+        """Return the large tensors that still are what they were, with their versions."""
+        dense = [(tensor, copy) for tensor, copy in self._copies.items() if tensor.layout is torch.strided]
+        large = [(tensor, copy) for tensor, copy in dense if tensor.nbytes > _LARGE_BYTES]
+        return {tensor: tensor._version for tensor, copy in large if torch.equal(tensor, copy)}
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Return a context in which the modules hold what they held then, and after which they hold what they do now.
+
+        Raises:
+            RuntimeError: a frozen parameter, or a large tensor that was constant so far, has been written.
+        """
+        for tensor, version in self._shared.items():
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"a layer wrote its frozen parameter, or its buffer that the first forward left alone, of shape "
+                    f"{tuple(tensor.shape)}: what a forward was computed from is gone and cannot be recomputed; make "
+                    "it a buffer that is smaller or written always, or use a schedule that does not recompute"
+                )
+        now = [(module, dict(vars(module))) for module, _ in self._attributes]
+        for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
+            _set(module, self._copied(attributes) | {"_buffers": self._copied(buffers)})
+        try:
+            yield
+        finally:
+            for module, attributes in now:
+                _set(module, attributes)
+
+    def put_back(self) -> None:
+        """Make the modules hold what they held then."""
+        for tensor, copy in self._copies.items():
+            tensor.data = copy  # not written in place: other microbatches may have saved it
+        for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
+            _set(module, attributes)
+            module._buffers.update(buffers)
+
+    def _copied(self, held: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: self._copies.get(v, v) if isinstance(v, Tensor) else v for k, v in held.items()}
+
+
+def _set(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    for name in vars(module).keys() - attributes.keys():
+        del vars(module)[name]
+    vars(module).update(attributes)
+
+
+class Noted(NamedTuple):
+    """What a forward leaves for the same forward to be run again."""
+
+    world: World
+    outputs: list[Tensor]
+
+
+class Recomputation:
+    """Runs forwards that will be run again.
+
+    Args:
+        modules: all that run in them.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        #: large tensors that forwards do not write, with their versions; None until it has been seen
+        self._constant: dict[Tensor, int] | None = None
+        #: whether forward can do without what autograd saves in it
+        self._drops = True
+        #: whether an output was another one when it was made again
+        self._differ: list[Tensor] = []
+
+    def first(self, forward: Callable[[], Tree]) -> tuple[Tree, Noted]:
+        """Run `forward`; return its output, which has a graph, but nothing in it to go backward with."""
+        world = World(self._modules, self._constant or {})
+        try:
+            with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
+                tree = forward()
+        except _NeededError:
+            self._drops = False
+            world.put_back()
+            tree = forward()
+        if self._constant is None:
+            self._constant = world.constant()
+        return tree, Noted(world, _sample(tree))
+
+    def again(self, noted: Noted, forward: Callable[[], Tree]) -> None:
+        """Run `forward` in the world that it met, with no effect on today's."""
+        with noted.world.restored():
+            tree = forward()
+        self._differ += _differences(noted.outputs, _sample(tree))
+
+    def check(self) -> None:
+        """Complain if what was run again has not given the same; waits for the device.
+
+        Raises:
+            RuntimeError: it has not.
+        """
+        differ, self._differ = self._differ, []
+        if differ and torch.stack(differ).any():
+            raise RuntimeError(
+                "recomputed activations differ from those of forward: a layer depends on something besides its inputs, "
+                "parameters, buffers, attributes and torch's random numbers, such as numpy's or a list that grows; "
+                "use a schedule that does not recompute"
+            )
+
+
+class _NeededError(Exception):
+    """Forward itself asks for a gradient, and what autograd had saved for that was dropped."""
+
+
+def _needed(_: None) -> NoReturn:
+    raise _NeededError
+
+
+def _sample(tree: Tree) -> list[Tensor]:
+    """Return a part of each tensor of an output."""
+    flat = [tensor.detach().flatten() for tensor in tensors_of(tree) if tensor.is_floating_point()]
+    return [tensor[:: 1 + len(tensor) // _NUM_COMPARED].clone() for tensor in flat if len(tensor)]
+
+
+def _differences(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:
+    found = []
+    for a, b in zip(first, second, strict=True):
+        tolerance = max(_TOLERANCE, 4 * torch.finfo(a.dtype).eps)
+        found.append((a - b).abs().max() > tolerance * a.abs().max())
+    return found
