@@ -1,0 +1,193 @@
+"""From an observed forward and a cut to what each stage does: which events it runs, what it takes and hands on.
+
+An event that depends on parameters or blocks runs on exactly one stage; what depends on fields alone runs on every
+stage. The order of the program is the order of the stages: backward then meets every tensor's uses in the same order
+as in the uncut model, and sums of gradients have the same bits. Only what depends on parameters and no block (such as
+the embedding before a decoder) moves to the first stage that takes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..dependency import ConfigError
+from .absent import storage_of
+from .observation import Event, Kind, Observation, Value, Version
+
+#: parameter -> the stages that need it
+Owners = dict[str, set[int]]
+
+
+@dataclass(eq=False, slots=True)
+class Role:
+    """What one stage does of an observed forward."""
+
+    #: what arrives and what is handed on, in order
+    takes: list[Version]
+    hands: list[Version]
+    #: events that run here and not everywhere
+    own: set[int]
+    #: value -> place in `takes`, for those that are needed here and not only handed on
+    given: dict[Value, int] = field(default_factory=dict)
+    #: those of them that are written here, so that a copy is needed
+    copied: set[Value] = field(default_factory=set)
+    #: the event after which the forward may end
+    last: int = -1
+
+
+class Assignment:
+    """Which stage runs which event of an observed forward.
+
+    Args:
+        cut: the calls of blocks of each stage.
+        owners: which stages may use a parameter, where that is settled already.
+
+    Raises:
+        ConfigError: something would have to cross a cut that cannot.
+    """
+
+    def __init__(self, observation: Observation, cut: Sequence[range], owners: Owners | None = None) -> None:
+        self._observation = observation
+        self._owners = owners
+        self._num_stages = len(cut)
+        self._stage_of_call = [stage for stage, calls in enumerate(cut) for _ in calls]
+        if len(self._stage_of_call) != len(observation.calls):
+            raise ConfigError(
+                f"model: the forward called {len(observation.calls)} blocks where the cut has "
+                f"{len(self._stage_of_call)}; every microbatch must call the same blocks (no layer drop)"
+            )
+        self._readers: dict[Value, list[tuple[Event, int]]] = {}
+        for event in observation.events:
+            for value, version in event.reads:
+                self._readers.setdefault(value, []).append((event, version))
+        #: by event; None: on every stage
+        self.stage_of: list[int | None] = self._place()
+        self.owners = self._find_owners()
+
+    # --- placing
+
+    def _place(self) -> list[int | None]:
+        last = self._num_stages - 1
+        switch = [self._switch(k) for k in range(len(self._stage_of_call) - 1)]
+        stage_of: list[int | None] = []
+        for event in self._observation.events:
+            after = event.position  # calls before it
+            if event.kind is Kind.FREE:
+                stage_of.append(None)
+            elif event.is_block:
+                stage_of.append(self._stage_of_call[after])
+            elif after == 0 or after == len(self._stage_of_call):
+                stage_of.append(0 if after == 0 < len(self._stage_of_call) else last)
+            else:
+                stage_of.append(self._stage_of_call[after - 1 if event.index < switch[after - 1] else after])
+        written = {storage for event in self._observation.events if event.kind for storage in event.writes}
+        for event in reversed(self._observation.events):
+            if event.kind is Kind.WEIGHTS and not any(
+                storage_of(value.tensor) in written for value in (*event.made, *(read for read, _ in event.reads))
+            ):
+                takers = [stage_of[reader.index] for value in event.made for reader, _ in self._readers.get(value, ())]
+                wanted = [stage for stage in takers if stage is not None]
+                stage_of[event.index] = min(wanted) if wanted else stage_of[event.index]
+        return stage_of
+
+    def _switch(self, call: int) -> int:
+        """Return the first event after `call` that the next stage runs: where the fewest bytes cross."""
+        calls, stages = self._observation.calls, self._stage_of_call
+        first, end = calls[call].index + 1, calls[call + 1].index
+        if stages[call] == stages[call + 1]:
+            return end
+        # where a parameter's place is settled, its uses stay on that side
+        for event in self._observation.events[first:end]:
+            if self._owners is not None and event.kind is Kind.BLOCKS and event.params:
+                settled = [self._owners.get(name, set()) for name in event.params]
+                if any(stages[call] in stages_of and stages[call + 1] not in stages_of for stages_of in settled):
+                    first = event.index + 1
+                elif any(stages[call] not in stages_of for stages_of in settled):
+                    end = min(end, event.index)
+        end = max(first, end)
+        return min(range(end, first - 1, -1), key=self._bytes_crossing)
+
+    def _bytes_crossing(self, before: int) -> int:
+        """Return the size of the tensors that are made before an event and taken from it on."""
+        return sum(
+            value.tensor.nbytes
+            for value, readers in self._readers.items()
+            if value.kind is Kind.BLOCKS and value.made < before and any(event.index >= before for event, _ in readers)
+        )
+
+    def _find_owners(self) -> Owners:
+        owners: Owners = {}
+        for event, stage in zip(self._observation.events, self.stage_of, strict=True):
+            for name in event.params if stage is not None else ():
+                owners.setdefault(name, set()).add(stage)  # type: ignore[arg-type]
+        for name, stages in owners.items():
+            missing = stages - self._owners.get(name, set()) if self._owners is not None else set()
+            if missing:
+                raise ConfigError(
+                    f"model: for these inputs stage {min(missing)} needs {name}, but not for the example that the "
+                    f"model was cut with; cut it with inputs like these"
+                )
+        return owners
+
+    # --- what crosses
+
+    def crossing(self) -> list[list[Version]]:
+        """Return what stage s hands to stage s + 1, for every s but the last."""
+        crossing: list[list[Version]] = [[] for _ in range(self._num_stages - 1)]
+        found: dict[Version, tuple[int, int]] = {}
+        for value, readers in self._readers.items():
+            for reader, version in readers:
+                made_on = self.stage_of[version] if version >= 0 else None
+                taken_on = self.stage_of[reader.index]
+                if made_on is None or taken_on is None or taken_on <= made_on:
+                    if made_on is not None and taken_on is None:
+                        raise self._refuse(value, "is taken by something that every stage does")
+                    continue
+                if value.made < 0:
+                    raise self._refuse(value, "was there before and is written by a stage that others follow")
+                _, furthest = found.get((value, version), (made_on, made_on))
+                found[value, version] = made_on, max(furthest, taken_on)
+        order = {value: i for i, value in enumerate(self._observation.values)}
+        for each in sorted(found, key=lambda version: (version[1], order[version[0]])):
+            for stage in range(*found[each]):
+                crossing[stage].append(each)
+        return crossing
+
+    def role(self, stage: int) -> Role:
+        """Return what `stage` does."""
+        crossing = self.crossing()
+        last = stage == self._num_stages - 1
+        role = Role(
+            crossing[stage - 1] if stage else [],
+            [] if last else crossing[stage],
+            {i for i, at in enumerate(self.stage_of) if at == stage},
+        )
+        self._give(stage, role)
+        made_here = [value.made for value, version in role.hands if (value, version) not in role.takes]
+        role.last = max([*role.own, *made_here], default=-1)
+        return role
+
+    def _give(self, stage: int, role: Role) -> None:
+        writes = [event for event in self._observation.events if event.index in role.own and event.writes]
+        for place, (value, version) in enumerate(role.takes):
+            readers = [
+                (reader, seen) for reader, seen in self._readers[value] if self.stage_of[reader.index] in (stage, None)
+            ]
+            if not any(seen == version for _, seen in readers):
+                continue
+            if value in role.given or any(seen < version for _, seen in readers):
+                raise self._refuse(value, f"is written between two of its uses on stage {stage}")
+            role.given[value] = place
+            storage = storage_of(value.tensor)
+            if any(storage in event.writes for event in writes):
+                if any(storage == storage_of(other.tensor) for other in role.given if other is not value):
+                    raise self._refuse(value, f"is written on stage {stage} while another view of it is used there")
+                role.copied.add(value)
+
+    def _refuse(self, value: Value, why: str) -> ConfigError:
+        maker = self._observation.events[value.made].where if value.made >= 0 else "an input or a buffer of the model"
+        return ConfigError(
+            f"model: the tensor of shape {tuple(value.tensor.shape)} from {maker} {why}, so that it cannot cross the "
+            f"cut; leave out the change in place, or cut elsewhere"
+        )

@@ -1,0 +1,169 @@
+"""A model made by a function, without its parameters' numbers; they are computed for whoever holds them.
+
+The function runs once, on shapes; what it does to tensors is noted. To fill a parameter, what concerns it is done
+again for real: exactly the model's own initialisation, whatever it is. Random numbers are keyed by the place of the
+operation in the function, so a parameter has the same numbers on any worker and in any cut (and not those that the
+function would have drawn one after another from one generator).
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..dependency import ConfigError
+from ..workers.compute.randomness import Randomness, preserved
+from .absent import NEEDS_NUMBERS, Absent, Shapes, on_shapes, storage_of, written
+from .trees import Path, leaves, replaced, tensors
+
+#: tensors up to this many elements are made at once: tables of positions, rates of dropout, biases
+_SMALL = 2**14
+
+
+@dataclass(eq=False, slots=True)
+class _Operation:
+    number: int
+    func: Any
+    args: Any
+    kwargs: Any
+    result: Any
+
+
+class Deferred:
+    """The model that `factory` makes.
+
+    Args:
+        seed: of its initial weights.
+
+    Attributes:
+        model: its large parameters are absent; small ones and all buffers are there.
+    """
+
+    def __init__(self, factory: Callable[[], nn.Module], seed: int) -> None:
+        self._recorder = _Recorder(Randomness(seed))
+        numpy = sys.modules.get("numpy")
+        states = random.getstate(), numpy.random.get_state() if numpy else None
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            with preserved(torch.device("cpu")), self._recorder:
+                self.model = factory()
+        finally:
+            random.setstate(states[0])
+            if numpy is not None:
+                numpy.random.set_state(states[1])
+        if not isinstance(self.model, nn.Module):
+            raise ConfigError(f"model: the function returned a {type(self.model).__name__}, not a module")
+        for module in self.model.modules():
+            for owner in (module._buffers, vars(module)):
+                self._fill(owner)
+
+    def _fill(self, owner: dict[str, Any]) -> None:
+        for name, tree in list(owner.items()):
+            if isinstance(tree, (Tensor, tuple, list, dict)) and not name.startswith("_"):
+                if any(isinstance(tensor, Absent) for tensor in tensors(tree)):
+                    owner[name] = replaced(tree, {path: self.filled(tensor) for path, tensor in leaves(tree)})
+
+    def filled(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` with its numbers."""
+        with preserved(torch.device("cpu")):
+            return self._recorder.filled(tensor)
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self, randomness: Randomness) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._shapes = Shapes()
+        self._randomness = randomness
+        self._count = 0
+        #: storage -> the operations that wrote it or made views of it, in order
+        self._of: dict[int, list[_Operation]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        self._count += 1
+        given = list(tensors((args, kwargs)))
+        absent = any(isinstance(tensor, Absent) for tensor in given)
+        if not absent and not given:
+            result = self._shapes.without_numbers(func, args, kwargs)
+            absent = any(t.numel() > _SMALL and isinstance(t, Absent) for t in tensors(result))
+        elif absent and all(isinstance(tensor, Absent) for tensor in written(func, args, kwargs)):
+            try:
+                result = on_shapes(func, args, kwargs)
+            except NEEDS_NUMBERS:
+                absent = False
+        else:
+            absent = False
+        operation = _Operation(self._count, func, args, kwargs, None)
+        if not absent:
+            return self._run(operation, {id(tensor): self.filled(tensor) for tensor in given})
+        # As they are now: small ones may be written later, and what stands for a parameter may be exchanged.
+        now: dict[Path, Tensor] = {}
+        for path, tensor in leaves((args, kwargs)):
+            if isinstance(tensor, Absent):
+                now[path] = tensor.fake
+            elif tensor.numel() <= _SMALL:
+                now[path] = tensor.clone()
+        operation.args, operation.kwargs = replaced((args, kwargs), now)
+        made = {path: tensor.fake for path, tensor in leaves(result) if isinstance(tensor, Absent)}
+        operation.result = replaced(result, made)
+        for storage in {storage_of(tensor) for tensor in (*tensors(result), *written(func, args, kwargs))}:
+            self._of.setdefault(storage, []).append(operation)
+        return result
+
+    def _run(self, operation: _Operation, now: dict[int, Tensor]) -> Any:
+        """Do an operation for real; `now` has what stands for its arguments, by their ids."""
+        places = {path: now[id(t)] for path, t in leaves((operation.args, operation.kwargs)) if id(t) in now}
+        args, kwargs = replaced((operation.args, operation.kwargs), places)
+        if torch.Tag.nondeterministic_seeded in operation.func.tags:
+            with self._randomness.initial(operation.number):
+                return operation.func(*args, **kwargs)
+        return operation.func(*args, **kwargs)
+
+    def filled(self, tensor: Tensor) -> Tensor:
+        """Do again what made a tensor."""
+        if not isinstance(tensor, Absent):
+            return tensor
+        storage = storage_of(tensor)
+        operations = self._concerning(storage)
+        last_use = {
+            id(each): operation.number
+            for operation in operations
+            for each in tensors((operation.args, operation.kwargs, operation.result))
+        }
+        now: dict[int, Tensor] = {}
+        found: Tensor | None = None
+        with torch.no_grad():
+            for operation in operations:
+                result = self._run(operation, now)
+                for fake, real in zip(tensors(operation.result), tensors(result), strict=True):
+                    now[id(fake)] = real
+                    found = real if storage_of(fake) == storage else found
+                now = {key: real for key, real in now.items() if last_use[key] > operation.number}
+        if found is None:
+            raise ConfigError(f"model: nothing is known of how a tensor of shape {tuple(tensor.shape)} was made")
+        return found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def _concerning(self, storage: int) -> list[_Operation]:
+        """Return, in order, all operations on which the numbers of a storage depend."""
+        found: dict[int, _Operation] = {}
+        seen, waiting = {storage}, [storage]
+        while waiting:
+            for operation in self._of.get(waiting.pop(), ()):
+                found[operation.number] = operation
+                arguments = tensors((operation.args, operation.kwargs))
+                needed = {storage_of(tensor) for tensor in arguments if isinstance(tensor, FakeTensor)} - seen
+                seen |= needed
+                waiting += needed
+        return [found[number] for number in sorted(found)]

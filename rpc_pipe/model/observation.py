@@ -1,0 +1,102 @@
+"""The record of one forward: its events, and the tensors that pass between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+from torch import Tensor, nn
+
+from .trees import Path
+
+
+class Kind(IntEnum):
+    """What a tensor depends on."""
+
+    #: fields, buffers and constants: every stage computes it
+    FREE = 0
+    #: parameters, but no block
+    WEIGHTS = 1
+    #: a block
+    BLOCKS = 2
+
+
+@dataclass(eq=False, slots=True)
+class Value:
+    """A tensor that an event made, or that was there before.
+
+    Args:
+        made: the event; -1 if it was there.
+        part: in which of the event's parts it lies, and at which path.
+    """
+
+    tensor: Tensor
+    kind: Kind
+    made: int = -1
+    part: int = 0
+    path: Path = ()
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """A tree that an event left somewhere: what it returned; and of blocks what a module inside returned under the
+    eyes of a hook (`arguments` are then the call's), or what it left in an attribute (`name`)."""
+
+    tree: Any
+    module: nn.Module | None = None
+    arguments: tuple[Any, Any] | None = None
+    name: str = ""
+
+
+#: a value as it is after the event that made or last wrote it
+Version = tuple[Value, int]
+
+
+@dataclass(eq=False, slots=True)
+class Event:
+    """A call of a block, or of a torch function around the blocks."""
+
+    index: int
+    #: how many calls of blocks came before
+    position: int
+    func: Any = None
+    module: nn.Module | None = None
+    where: str = ""
+    kind: Kind = Kind.FREE
+    parts: list[Part] = field(default_factory=list)
+    #: what a later forward must be told too, if it is to go the same way: a number, or the shape of a tensor
+    answer: Any = None
+    made: list[Value] = field(default_factory=list)
+    reads: set[Version] = field(default_factory=set)
+    params: set[str] = field(default_factory=set)
+    buffers: set[str] = field(default_factory=set)
+    #: storages that were there before and that it writes
+    writes: set[int] = field(default_factory=set)
+    #: draws random numbers: counted from 1 among those at its position
+    random: int = 0
+
+    @property
+    def is_block(self) -> bool:
+        """Whether it is the call of a block."""
+        return self.module is not None
+
+
+@dataclass(eq=False, slots=True)
+class Observation:
+    """What one forward did. The last event stands for the output."""
+
+    events: list[Event]
+    values: list[Value]
+    #: events that call blocks, in order
+    calls: list[Event]
+    #: the (args, kwargs) that the forward was given
+    fields: Any
+    #: whether Python's or numpy's generator was drawn from
+    draws_in_python: bool = False
+    fields_written: bool = False
+
+    @property
+    def output(self) -> Event:
+        """The event that takes what the model returns."""
+        return self.events[-1]

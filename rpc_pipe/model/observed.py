@@ -1,0 +1,255 @@
+"""Any model as it is, cut where its own forward calls its blocks.
+
+observed = observe(model, (), {"input_ids": ids, "labels": ids})
+cut = [range(0, 6), range(6, 12)]
+stages = [observed.build(i, cut) for i in range(2)]
+payload = stages[0].forward((), (), batch)
+loss = stages[1].forward([t.detach().requires_grad_(t.requires_grad) for t in payload], (), batch).loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..dependency import ConfigError
+from .absent import Absent
+from .assignment import Assignment, Owners
+from .deferred import Deferred
+from .observation import Observation
+from .observer import observe_forward
+from .skeleton import Skeleton, members, num_bytes
+from .stage import Stage
+
+#: Lists of fewer calls are looked into for lists inside their members (the stages of a Swin or a ResNet).
+_FEW_CALLS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One call of a block, the unit of cutting."""
+
+    name: str
+    num_parameters: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor that crosses a cut."""
+
+    made_by: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """What one stage of a cut would be."""
+
+    blocks: list[Block]
+    #: by the unsplit model's names
+    parameters: list[str]
+    hands_on: list[Crossing]
+
+
+def observe(
+    model: nn.Module | Callable[[], nn.Module],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    blocks: str | Sequence[str] | None = None,
+    seed: int = 0,
+) -> Observed:
+    """Find the blocks of a model and what passes between them, by one forward on shapes.
+
+    Args:
+        model: any module, which is left as it is; or a function that makes one, whose parameters are then computed
+            only where they are needed.
+        args, kwargs: one microbatch, as the model's forward takes it. Later ones may have other shapes.
+        blocks: names of lists of blocks, or of blocks, where they are not the outermost lists.
+        seed: of the initial weights of a model made by a function.
+
+    Raises:
+        ConfigError: the model cannot be cut; the text names the tensor or the module.
+    """
+    source = model if isinstance(model, nn.Module) else Deferred(model, seed)
+    skeleton = Skeleton(source if isinstance(source, nn.Module) else source.model, torch.device("cpu"))
+    notes = _without_caches(skeleton.module)
+    args, kwargs = tuple(args), dict(kwargs or {})
+    if blocks is not None:
+        skeleton.choose(_named(skeleton.module, [blocks] if isinstance(blocks, str) else blocks))
+        observation = observe_forward(skeleton, args, kwargs)
+    else:
+        observation = _find_blocks(skeleton, args, kwargs)
+    if not observation.calls:
+        raise ConfigError(
+            f"model {type(skeleton.module).__name__}: calls none of its blocks; name their list with blocks="
+        )
+    return Observed(source, skeleton, observation, notes)
+
+
+class Observed:
+    """A model, its blocks and what passes between them."""
+
+    def __init__(
+        self, source: nn.Module | Deferred, skeleton: Skeleton, observation: Observation, notes: list[str]
+    ) -> None:
+        self._source = source
+        self._skeleton = skeleton
+        self._observation = observation
+        self._block_names = [skeleton.name_of(block) for block in skeleton.blocks]
+        #: what was changed in the copies of the model, in words for the user
+        self.notes = notes
+        self.blocks = [_block(skeleton, event.module) for event in observation.calls if event.module is not None]
+
+    @property
+    def num_blocks(self) -> int:
+        """How many calls of blocks there are to cut between."""
+        return len(self.blocks)
+
+    def stages(self, cut: Sequence[range]) -> list[StageSpec]:
+        """Return what the stages of a cut would be."""
+        assignment = Assignment(self._observation, cut)
+        owners = self._owners(assignment, len(cut))
+        crossing = [*assignment.crossing(), []]
+        return [
+            StageSpec(
+                self.blocks[calls.start : calls.stop],
+                [name for name in self._skeleton.parameters if stage in owners[name]],
+                [
+                    Crossing(
+                        self._observation.events[value.made].where, tuple(value.tensor.shape), value.tensor.dtype,
+                        value.tensor.nbytes,
+                    )
+                    for value, _ in crossing[stage]
+                ],
+            )
+            for stage, calls in enumerate(cut)
+        ]  # fmt: skip
+
+    def shared(self, cut: Sequence[range]) -> dict[str, list[int]]:
+        """Return the parameters that several stages hold, whose gradients are to be summed, with those stages."""
+        owners = self._owners(Assignment(self._observation, cut), len(cut))
+        return {name: sorted(owners[name]) for name in self._skeleton.parameters if len(owners[name]) > 1}
+
+    def build(
+        self, stage: int, cut: Sequence[range], device: str | torch.device = "cpu", *, initialise: bool = True
+    ) -> Stage:
+        """Return a stage with its own parameters.
+
+        Of a model given as a module they are the module's own, so that training the stage trains the module; of a
+        parameter that several stages hold, the later ones hold copies. Buffers are copies.
+
+        Args:
+            initialise: False leaves the parameters of a model made by a function as they come, to be loaded.
+
+        Raises:
+            ConfigError: the model's parameters have no numbers.
+        """
+        device = torch.device(device)
+        owners = self._owners(Assignment(self._observation, cut), len(cut))
+        model = self._source if isinstance(self._source, nn.Module) else self._source.model
+        skeleton = Skeleton(model, device)
+        _without_caches(skeleton.module)
+        skeleton.choose([skeleton.module.get_submodule(name) for name in self._block_names])
+        own = {}
+        for name, parameter in model.named_parameters():
+            if stage in owners[name]:
+                copied = stage > min(owners[name])
+                own[name] = self._real(name, parameter, device, copied=copied, initialise=initialise)
+        skeleton.put(own)
+        return Stage(skeleton, stage, cut, owners)
+
+    def _real(
+        self, name: str, parameter: nn.Parameter, device: torch.device, *, copied: bool, initialise: bool
+    ) -> nn.Parameter:
+        if not initialise:
+            like = torch.empty_like(parameter.detach(), device="meta")
+            return nn.Parameter(torch.empty_like(like, device=device), parameter.requires_grad)
+        if parameter.device.type == "meta":
+            raise ConfigError(
+                f"model: {name} is on the meta device, so its numbers exist nowhere; pass a function that makes the "
+                f"model as usual: large parameters are then computed only where they are needed"
+            )
+        tensor = parameter.detach()
+        if isinstance(self._source, Deferred):
+            tensor, copied = self._source.filled(tensor), copied or not isinstance(parameter, Absent)
+        elif device == parameter.device and not copied:
+            return parameter
+        moved = tensor.to(device)
+        return nn.Parameter(moved.clone() if copied and moved is tensor else moved, parameter.requires_grad)
+
+    def _owners(self, assignment: Assignment, num_stages: int) -> Owners:
+        """Return the stages that hold each parameter; those that no forward uses are with the last."""
+        return {name: assignment.owners.get(name, {num_stages - 1}) for name in self._skeleton.parameters}
+
+
+def _block(skeleton: Skeleton, module: nn.Module) -> Block:
+    return Block(skeleton.name_of(module), sum(p.numel() for p in module.parameters()), num_bytes(module))
+
+
+def _without_caches(module: nn.Module) -> list[str]:
+    """Switch off what a configuration calls `use_cache`: what it collects is of no use in training."""
+    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
+    found = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in found:
+        config.use_cache = False
+    return ["use_cache of the model's configuration is set to False"] if found else []
+
+
+def _named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    found: list[nn.Module] = []
+    for name in names:
+        try:
+            part = module.get_submodule(name)
+        except AttributeError:
+            raise ConfigError(f"blocks {name!r}: the model has no module of this name") from None
+        found += members(part) if isinstance(part, (nn.ModuleList, nn.Sequential)) else [part]
+    return found
+
+
+def _find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
+    """Choose the members of the outermost lists that are called, or of lists inside them where those are few.
+
+    Where there are no lists, the children that are called.
+    """
+    chosen: list[nn.Module] = []
+    observation: Observation | None = None
+    candidates = _with_parameters(members(skeleton.module)) or list(skeleton.module.children())
+    if not candidates:
+        raise ConfigError(f"model {type(skeleton.module).__name__}: has no parts to cut between")
+    while candidates != chosen:
+        skeleton.choose(list(dict.fromkeys(candidates)))
+        try:
+            finer = observe_forward(skeleton, args, kwargs)
+        except ConfigError:
+            if observation is None:
+                raise
+            break  # what is inside these blocks cannot be cut
+        observation = finer
+        chosen = list(dict.fromkeys(event.module for event in observation.calls if event.module is not None))
+        # Blocks of one form are layers; those of several forms, such as the stages of a Swin, may consist of layers.
+        few = len(observation.calls) < _FEW_CALLS
+        alike = len({tuple(p.shape for p in block.parameters()) for block in chosen}) == 1 < len(chosen)
+        candidates = (
+            [inner for block in chosen for inner in _inside(block, len(chosen))] if few and not alike else chosen
+        )
+    assert observation is not None
+    skeleton.choose(chosen)
+    return observation
+
+
+def _with_parameters(modules: Sequence[nn.Module]) -> list[nn.Module]:
+    return [module for module in modules if any(True for _ in module.parameters())]
+
+
+def _inside(block: nn.Module, among: int) -> list[nn.Module]:
+    inner = _with_parameters(members(block)) or (list(block.children()) if among == 1 else [])
+    most = len(inner) > 1 and num_bytes(inner) >= 0.8 * num_bytes(block)
+    return inner if most or (among == 1 and inner) else [block]

@@ -1,0 +1,371 @@
+"""One forward of a model as it is, on shapes alone: which operation takes what from where.
+
+The forward runs on fake tensors: whatever depends on a parameter or a block has a shape and no numbers, so nothing
+large is computed. What depends on the microbatch's fields alone (masks, positions) has its numbers, so that a model
+may decide by them. The record is a list of events in the order of the program: the calls of blocks, and the torch
+functions that the model calls around its blocks.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path as File
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..dependency import ConfigError
+from ..workers.compute.randomness import preserved
+from .absent import NEEDS_NUMBERS, Absent, Shapes, on_shapes, storage_of, written
+from .observation import Event, Kind, Observation, Part, Value
+from .skeleton import Skeleton
+from .trees import leaves, mapped, replaced, tensors
+
+_LARGE = 2**20
+
+
+class Observer(TorchFunctionMode):
+    """The record of a forward while it runs; `skeleton.run` while it does."""
+
+    def __init__(self, skeleton: Skeleton, given: Any) -> None:
+        super().__init__()
+        self._skeleton = skeleton
+        self.events: list[Event] = []
+        self.calls: list[Event] = []
+        self.values: dict[int, Value] = {id(t): Value(t, Kind.FREE) for t in tensors(given)}
+        self._fields = given
+        self._given = list(self.values.values())
+        self._params = {id(p): name for name, p in skeleton.parameters.items()}
+        self._buffers = {id(b): name for name, b in skeleton.module.named_buffers(remove_duplicate=False)}
+        self._current: Event | None = None
+        #: of every tensor that an operator made: by which event; and the tensors, so that no id is used again
+        self._made_by: dict[int, Event | None] = {}
+        self._alive: list[Tensor] = []
+        self._born: set[int] = {storage_of(t) for t in skeleton.all_tensors()}
+        self._born |= {storage_of(value.tensor) for value in self._given}
+        #: storage -> the last event that wrote it and depends on more than fields
+        self._writer: dict[int, Event] = {}
+        self._randoms = 0
+        self._ops = _Operators(self)
+
+    # --- around the blocks
+
+    def __enter__(self) -> Observer:
+        self._ops.__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._ops.__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        event = self._begin(func=func, where=_caller())
+        for tensor in tensors((args, kwargs)):
+            self.read(event, tensor)
+        self._current = event
+        try:
+            result = func(*args, **kwargs)
+        except NEEDS_NUMBERS as error:
+            raise ConfigError(
+                f"model: {event.where} needs the numbers of a tensor that depends on the model's parameters "
+                f"({name_of(func)}: {error}); a stage that lacks them cannot go the same way: keep such a decision "
+                f"inside a block, or name a module that contains it with blocks="
+            ) from None
+        finally:
+            self._current = None
+        self._end(event, result)
+        return result
+
+    def _begin(self, **what: Any) -> Event:
+        event = Event(len(self.events), len(self.calls), **what)
+        self.events.append(event)
+        return event
+
+    def _end(self, event: Event, result: Any) -> None:
+        event.parts.append(Part(result))
+        found = list(tensors(result))
+        if not found and not event.writes:
+            # A question about a tensor, such as its shape: every stage may ask it of whatever stands there
+            # (not all such answers must be the same for what arrived: is_leaf).
+            mere_form = isinstance(result, bool) and any(self._kinds(event))
+            if isinstance(result, (int, torch.Size, list)) and not mere_form:
+                event.answer = result
+            event.reads.clear()
+            event.params.clear()
+        if event.params:
+            event.kind = Kind.WEIGHTS
+        event.kind = max([event.kind, *self._kinds(event)])
+        if event.kind is Kind.FREE and isinstance(result, Tensor):
+            event.answer = result.shape
+        self._note_made(event)
+        if event.random:
+            event.random = self._randoms = self._randoms + 1
+
+    def _kinds(self, event: Event) -> Iterator[Kind]:
+        for value, version in event.reads:
+            yield max(value.kind, self.events[version].kind if version >= 0 else Kind.FREE)
+
+    def _note_made(self, event: Event) -> None:
+        for number, part in enumerate(event.parts):
+            for path, tensor in leaves(part.tree):
+                if id(tensor) in self.values or id(tensor) in self._params or id(tensor) in self._buffers:
+                    continue  # handed through
+                value = Value(tensor, event.kind, event.index, number, path)
+                self.values[id(tensor)] = value
+                self._born.add(storage_of(tensor))
+                event.made.append(value)
+        if event.kind:
+            self._writer |= dict.fromkeys(event.writes, event)
+
+    # --- blocks
+
+    def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a block's own forward and note it as one event."""
+        with self._skeleton.inside_block(self):
+            return self._block(module, forward, args, kwargs)
+
+    def _block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        event = self._begin(module=module, where=self._skeleton.name_of(module))
+        event.kind = Kind.BLOCKS
+        event.params = {self._params[id(parameter)] for parameter in module.parameters()}
+        parts: list[Part] = []
+
+        def note(inner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            parts.append(Part(output, inner, (args, kwargs)))
+
+        hooked = [inner for inner in module.modules() if inner._forward_hooks and inner is not module]
+        handles = [inner.register_forward_hook(note, prepend=True, with_kwargs=True) for inner in hooked]
+        self._current = event
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self._current = None
+            for handle in handles:
+                handle.remove()
+        parts += [Part(tree, inner, None, name) for inner, name, tree in self._left_by(event)]
+        event.parts = [Part(result), *parts]
+        for part in event.parts:
+            real = {path: t for path, t in leaves(part.tree) if not isinstance(t, Absent) and self._is_of(event, t)}
+            part.tree = replaced(part.tree, {path: self._skeleton.shapes.like(tensor) for path, tensor in real.items()})
+        self._note_made(event)
+        self.calls.append(event)
+        self._randoms = 0
+        return event.parts[0].tree
+
+    def _is_of(self, event: Event, tensor: Tensor) -> bool:
+        return self._made_by.get(id(tensor)) is event and id(tensor) not in self.values
+
+    def _left_by(self, event: Event) -> Iterator[tuple[nn.Module, str, Any]]:
+        assert event.module is not None
+        for inner in event.module.modules():
+            for name, tree in list(vars(inner).items()):
+                if isinstance(tree, (Tensor, tuple, list, dict)) and not name.startswith("_"):
+                    if any(self._is_of(event, tensor) for tensor in tensors(tree)):
+                        yield inner, name, tree
+
+    # --- tensors
+
+    def read(self, event: Event | None, tensor: Tensor) -> None:
+        """Note that `event` takes `tensor`."""
+        key = id(tensor)
+        if event is not None and key in self._params:
+            event.params.add(self._params[key])
+        elif event is not None and key in self._buffers:
+            event.buffers.add(self._buffers[key])
+        if key in self._params or (key in self._buffers and storage_of(tensor) not in self._writer):
+            return
+        value = self.values.get(key)
+        if value is None:
+            if key in self._made_by:
+                if event is not None and self._made_by[key] is event:
+                    return
+                raise self._lost(tensor, self._made_by[key])
+            if isinstance(tensor, Absent):
+                raise self._lost(tensor, None)
+            value = self.values[key] = Value(tensor, Kind.FREE)
+            self._born.add(storage_of(tensor))
+        if event is not None:
+            writer = self._writer.get(storage_of(tensor))
+            event.reads.add((value, max(value.made, writer.index if writer else -1)))
+
+    def _lost(self, tensor: Tensor, maker: Event | None) -> ConfigError:
+        what = f"a tensor of shape {tuple(tensor.shape)} that {_caller()} takes"
+        if maker is not None and maker.is_block:
+            return ConfigError(
+                f"model: {what} was made in block {maker.where} and left it otherwise than by its return value; "
+                f"return it from the block's forward"
+            )
+        return ConfigError(
+            f"model: {what} was made by an operation that Python does not see, such as a scripted or transformed "
+            f"function; put it inside a block, or name a module that contains it with blocks="
+        )
+
+    def ran(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Note what an operator did, inside the event that runs now."""
+        event = self._current
+        if event is not None:
+            if torch.Tag.nondeterministic_seeded in operator.tags:
+                event.random = 1
+            event.writes |= self._born & {storage_of(tensor) for tensor in written(operator, args, kwargs)}
+        for tensor in tensors(result):
+            if id(tensor) not in self.values:
+                self._made_by.setdefault(id(tensor), event)
+                self._alive.append(tensor)
+                # what the event itself makes may be written in it: that is nobody else's business
+                if event is None:
+                    self._born.add(storage_of(tensor))
+
+    def in_block(self) -> bool:
+        """Whether a block runs now."""
+        return self._current is not None and self._current.is_block
+
+    def run(self, args: Any, kwargs: Any) -> Observation:
+        """Run the model's forward; return the record."""
+        self._skeleton.run = self
+        try:
+            with self:
+                output = self._skeleton.module(*args, **kwargs)
+        finally:
+            self._skeleton.run = None
+        return self._finish(output)
+
+    def _finish(self, output: Any) -> Observation:
+        event = self._begin(func="output", where="the output")
+        event.kind = Kind.BLOCKS
+        event.parts.append(Part(output))
+        for tensor in tensors(output):
+            self.read(event, tensor)
+        changed = {storage for past in self.events for storage in past.writes}
+        return Observation(
+            self.events,
+            [value for past in self.events for value in past.made],
+            self.calls,
+            self._fields,
+            fields_written=any(storage_of(value.tensor) in changed for value in self._given),
+        )
+
+
+class _Operators(TorchDispatchMode):
+    """Sees every operator below the torch functions, also inside blocks."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._observer = observer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        observer = self._observer
+        for tensor in tensors((args, kwargs)):
+            observer.read(observer._current, tensor)
+        try:
+            result = self._run(func, args, kwargs)
+        except Exception as error:
+            absent = any(isinstance(tensor, Absent) for tensor in tensors((args, kwargs)))
+            if not absent or (isinstance(error, NEEDS_NUMBERS) and not observer.in_block()):
+                raise
+            # What a block does by its numbers is its own business, and not every operator knows shapes alone:
+            # any numbers show the shape of its output.
+            result = _on_ones(func, args, kwargs, observer._skeleton.shapes)
+        observer.ran(func, args, kwargs, result)
+        return result
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        observer = self._observer
+        if func is torch.ops.aten.index.Tensor and isinstance(args[0], Absent):
+            args = (args[0], _without_masks(args[1]))
+        if observer.in_block() and not any(True for _ in leaves((args, kwargs))):
+            result = observer._skeleton.shapes.without_numbers(func, args, kwargs)
+            if sum(tensor.numel() for tensor in tensors(result)) > _LARGE:
+                return result
+        return on_shapes(func, args, kwargs)
+
+
+def _on_ones(func: Any, args: Any, kwargs: Any, shapes: Shapes) -> Any:
+    absent = {path: t for path, t in leaves((args, kwargs)) if isinstance(t, Absent)}
+    ones = {path: torch.ones(t.shape, dtype=t.dtype, device=t.device) for path, t in absent.items()}
+    args, kwargs = replaced((args, kwargs), ones)
+    result = func(*args, **kwargs)
+    return replaced(result, {path: shapes.like(tensor) for path, tensor in leaves(result)})
+
+
+def _without_masks(indices: Any) -> list[Any]:
+    """Return indices with masks whose numbers are known replaced by the places they choose."""
+    known: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype is torch.bool and not isinstance(index, Absent):
+            known += index.nonzero(as_tuple=True)
+        else:
+            known.append(index)
+    return known
+
+
+def name_of(func: Any) -> str:
+    """Return what to call a torch function, or a block, in a sentence."""
+    if isinstance(func, nn.Module):
+        return type(func).__name__
+    return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
+
+
+_TORCH = str(File(torch.__file__).parent)
+_OWN = str(File(__file__).parent)
+
+
+def _caller() -> str:
+    """Return the file and line of the model that runs now."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN)):
+        frame = frame.f_back
+    return f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
+    """Run the model once on shapes and return what it did; generators, buffers and inputs are left as they were.
+
+    Raises:
+        ConfigError: the model does something that stages could not do alike; the text names it.
+    """
+    numpy = sys.modules.get("numpy")
+    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
+    given = mapped((tuple(args), dict(kwargs)), torch.clone)
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # a cast of a weight is part of every operation that uses it
+    try:
+        with preserved(skeleton.device), skeleton.without_numbers(), _eager(), _quiet():
+            observation = Observer(skeleton, given).run(*given)
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+        draws = random.getstate() != python_state
+        random.setstate(python_state)
+        if numpy is not None:
+            draws |= repr(numpy.random.get_state()) != repr(numpy_state)
+            numpy.random.set_state(numpy_state)
+    observation.draws_in_python = draws
+    return observation
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging operators that know no shapes."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Return a context in which compiled functions run as they were written."""
+    # Importing the compiler takes seconds; whoever uses it has done so.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -1,0 +1,153 @@
+"""What one stage answers to every event of the forward: prepared once, followed by every microbatch of these shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .absent import Absent
+from .assignment import Assignment, Owners, Role
+from .observation import Event, Observation, Part
+from .skeleton import Skeleton
+from .trees import Path, leaves, replaced
+
+#: number of a part, path in it, tensor as it was observed (by its id)
+_Place = tuple[int, Path, int]
+
+
+class Departed(BaseException):
+    """The forward left the script; not an Exception, so that no model swallows it.
+
+    Args:
+        event: where.
+        func: what the model called there instead, or the block.
+        answer: or what it was told there instead.
+    """
+
+    def __init__(self, event: int, func: Any, answer: Any = None) -> None:
+        super().__init__(event, func, answer)
+        self.event, self.func, self.answer = event, func, answer
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """What to do at one event.
+
+    Args:
+        func: the torch function, or the block, that must be called here.
+        runs: whether to run it; otherwise `parts` says what to return in its place.
+        swapped: what of that has a real counterpart on this stage.
+        noted: what of the result others need later.
+        number: of the random operation at its position; 0 if it draws nothing.
+    """
+
+    func: Any
+    position: int
+    is_block: bool
+    runs: bool
+    last: bool
+    number: int
+    answer: Any
+    parts: list[Part] = field(default_factory=list)
+    swapped: list[_Place] = field(default_factory=list)
+    noted: list[_Place] = field(default_factory=list)
+
+
+class Script:
+    """The steps of one stage.
+
+    Args:
+        observation: the forward that was observed; not kept.
+    """
+
+    def __init__(
+        self, observation: Observation, skeleton: Skeleton, stage: int, cut: Sequence[range], owners: Owners
+    ) -> None:
+        self._skeleton = skeleton
+        assignment = Assignment(observation, cut, owners)
+        role = assignment.role(stage)
+        self.is_last = stage == len(cut) - 1
+        self.draws_in_python = observation.draws_in_python
+        self.fields_written = observation.fields_written
+        #: what arrives: observed tensor, shape, where it came from
+        self.takes = [
+            (id(value.tensor), value.tensor.shape, observation.events[value.made].where) for value, _ in role.takes
+        ]
+        #: (observed tensor, place in what arrives, whether to copy it)
+        self.given = [(id(value.tensor), place, value in role.copied) for value, place in role.given.items()]
+        arrives = {version: place for place, version in enumerate(role.takes)}
+        #: place in what arrives, or the observed tensor
+        self.hands = [(arrives.get(version), id(version[0].tensor)) for version in role.hands]
+        self.fields = [(path, id(tensor)) for path, tensor in leaves(observation.fields)]
+        self._stand_ins: dict[int, Tensor] = {}
+        # The observed tensors must live as long as their ids are used.
+        self._alive = [value.tensor for value in observation.values]
+        self._prepare(observation, assignment, role)
+
+    def _prepare(self, observation: Observation, assignment: Assignment, role: Role) -> None:
+        given = {id(value.tensor) for value in role.given}
+        wanted = {key for place, key in self.hands if place is None}
+        runs = [at is None or event in role.own for event, at in enumerate(assignment.stage_of)]
+        for event in observation.events:
+            if not runs[event.index]:
+                wanted |= {id(tensor) for part in event.parts for _, tensor in leaves(part.tree)}
+        real = {key for _, key in self.fields} | given
+        real |= {id(value.tensor) for value in observation.values if runs[value.made]}
+        self.steps = [
+            self._step(event, runs[event.index], role, given, wanted, real) for event in observation.events[:-1]
+        ]
+
+    def _step(self, event: Event, runs: bool, role: Role, given: set[int], wanted: set[int], real: set[int]) -> Step:
+        step = Step(
+            func=event.module if event.is_block else event.func,
+            position=event.position,
+            is_block=event.is_block,
+            runs=runs,
+            last=event.index == role.last and not self.is_last,
+            number=event.random if not event.is_block else 0,
+            answer=event.answer,
+        )
+        for number, part in enumerate(event.parts):
+            found = [(number, path, id(tensor)) for path, tensor in leaves(part.tree)]
+            if not runs:
+                step.parts.append(self._stand_in(part))
+                step.swapped += [place for place in found if place[2] in real]
+            else:
+                if not event.is_block and event.index not in role.own:
+                    step.swapped += [place for place in found if place[2] in given]
+                made = {id(value.tensor) for value in event.made}
+                step.noted += [place for place in found if place[2] in (made & wanted) - given]
+                step.parts.append(Part(None, part.module, None, part.name))
+        return step
+
+    def _stand_in(self, part: Part) -> Part:
+        """Return a part in which nothing has numbers or a history."""
+
+        def plain(tree: Any) -> Any:
+            return replaced(tree, {path: self._plain(tensor) for path, tensor in leaves(tree)})
+
+        return Part(plain(part.tree), part.module, plain(part.arguments), part.name)
+
+    def _plain(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._stand_ins:
+            self._alive.append(tensor)
+            fake = tensor.detach() if isinstance(tensor, Absent) else self._skeleton.shapes.like(tensor)
+            self._stand_ins[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
+        return self._stand_ins[id(tensor)]
+
+    def admits(self, departed: Departed) -> bool:
+        """Whether this script goes the way on which another was left."""
+        if departed.event >= len(self.steps):
+            return False
+        step = self.steps[departed.event]
+        return bool(step.func == departed.func) and (departed.answer is None or agrees(step.answer, departed.answer))
+
+
+def agrees(expected: Any, found: Any) -> bool:
+    """Whether what a question was answered, or the shape of a result, is as it was observed."""
+    if isinstance(found, Tensor):
+        found = found.shape
+    return bool(type(expected) is type(found) and expected == found)

@@ -1,0 +1,159 @@
+"""A copy of a model in which parameters are placeholders until someone puts real ones there, and whose blocks tell
+who runs the forward that they are called."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+
+from ..dependency import ConfigError
+from .absent import Absent, Shapes
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+class Run(Protocol):
+    """A forward that runs now, as seen by the blocks."""
+
+    def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Answer the call of a block; `forward` is its own."""
+
+
+class Skeleton:
+    """A model's modules with fake parameters (shapes, no numbers) in place of the model's own, by the model's names.
+
+    Args:
+        model: left as it is; its buffers are copied.
+        device: of the placeholders, and where the copied buffers go.
+
+    Raises:
+        ConfigError: the model cannot be copied.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.shapes = Shapes()
+        self.device = device
+        for name, module in model.named_modules():
+            if module._compiled_call_impl is not None:
+                raise ConfigError(
+                    f"model: {name or type(model).__name__} was compiled with .compile(), which no copy keeps; "
+                    f"let torch.compile(block) stand in the block's place instead"
+                )
+        memo: dict[int, Any] = {}
+        for parameter in model.parameters():
+            memo[id(parameter)] = nn.Parameter(self.shapes.like(parameter, device), parameter.requires_grad)
+        try:
+            self.module: nn.Module = copy.deepcopy(model, memo)
+        except (TypeError, RuntimeError) as error:
+            raise ConfigError(
+                f"model {type(model).__name__}: cannot be copied ({error}); pass a function that makes it instead"
+            ) from None
+        for module in self.module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != device:
+                    module._buffers[name] = buffer.to(device)
+        #: name in the unsplit model (the first, where it has several) -> what stands there now
+        self.parameters = dict(self.module.named_parameters())
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.parameters}
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        for module in self.module.modules():
+            for name, own in module._parameters.items():
+                if own is not None:
+                    self._places[names[id(own)]].append((module, name))
+        self._names = {id(module): name for name, module in self.module.named_modules()}
+        self._fakes = dict(self.parameters)
+        self.blocks: list[nn.Module] = []
+        self._forwards: list[Callable[..., Any]] = []
+        #: who runs a forward now; None: blocks run as they are
+        self.run: Run | None = None
+
+    def all_tensors(self) -> list[Tensor]:
+        """Return the parameters and buffers that stand there now."""
+        return [*self.parameters.values(), *self.module.buffers()]
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return a module's name in the model."""
+        return self._names[id(module)] or type(module).__name__
+
+    def put(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Let real parameters stand where placeholders stood; by name."""
+        for name, parameter in parameters.items():
+            for module, attribute in self._places[name]:
+                setattr(module, attribute, parameter)
+            self.parameters[name] = parameter
+
+    @contextmanager
+    def without_numbers(self) -> Iterator[None]:
+        """Put placeholders back for a while, and copies of all buffers, which a forward may write."""
+        real = {name: p for name, p in self.parameters.items() if not isinstance(p, Absent)}
+        for name, parameter in real.items():
+            self._fakes[name].requires_grad_(parameter.requires_grad)
+        buffers = [(m, n, b) for m in self.module.modules() for n, b in m._buffers.items() if b is not None]
+        self.put({name: self._fakes[name] for name in real})
+        copies = {id(buffer): buffer.clone() for _, _, buffer in buffers}
+        for module, name, buffer in buffers:
+            module._buffers[name] = copies[id(buffer)]
+        try:
+            yield
+        finally:
+            self.put(real)
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
+
+    def choose(self, blocks: Sequence[nn.Module]) -> None:
+        """Let `blocks` be the modules that tell whoever runs the forward that they are called."""
+        for block, forward in zip(self.blocks, self._forwards, strict=True):
+            vars(block)["forward"] = forward
+        self.blocks = list(blocks)
+        self._forwards = [block.forward for block in blocks]
+        for block in self.blocks:
+            self._wrap(block)
+
+    def _wrap(self, block: nn.Module) -> None:
+        forward = block.forward
+
+        @wraps(forward)
+        def told(*args: Any, **kwargs: Any) -> Any:
+            # Without a run: backward computes a forward again, or the block is called inside another one.
+            return forward(*args, **kwargs) if self.run is None else self.run.block(block, forward, args, kwargs)
+
+        vars(block)["forward"] = told  # a compiled module would hand an attribute on to the module inside
+
+    @contextmanager
+    def inside_block(self, mode: TorchFunctionMode) -> Iterator[None]:
+        """Return a context in which the running forward sees neither torch functions nor blocks."""
+        run, self.run = self.run, None
+        if _get_current_function_mode() is not mode:
+            raise ConfigError("model: calls its blocks under a torch function mode of its own, which cannot be cut")
+        TorchFunctionMode.__exit__(mode, None, None, None)
+        try:
+            yield
+        finally:
+            TorchFunctionMode.__enter__(mode)
+            self.run = run
+
+
+def members(module: nn.Module) -> list[nn.Module]:
+    """Return the members of the outermost lists in `module`, in order of declaration."""
+    if not isinstance(module, _LISTS):
+        return [member for child in module.children() for member in members(child)]
+    found: list[nn.Module] = []
+    for child in module.children():
+        # a list of lists, or of modules that only hold others
+        has_no_forward = getattr(child.forward, "__func__", None) is nn.Module.forward
+        holds_only = isinstance(child, nn.ModuleList) or has_no_forward
+        found += (members(child) or list(child.children())) if holds_only else [child]
+    return found
+
+
+def num_bytes(module: nn.Module | Iterable[nn.Module]) -> int:
+    """Return the size of the parameters of a module, or of several, each counted once."""
+    modules = [module] if isinstance(module, nn.Module) else module
+    return sum(p.nbytes for p in dict.fromkeys(p for each in modules for p in each.parameters()))

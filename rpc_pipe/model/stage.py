@@ -1,0 +1,310 @@
+"""A stage of a model that was cut by observation: the model's own forward, in which the rest only stands there."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..dependency import ConfigError
+from .absent import Absent
+from .assignment import Owners
+from .observation import Part
+from .observer import name_of, observe_forward
+from .script import Departed, Script, Step, agrees
+from .skeleton import Skeleton
+from .trees import Path, at, leaves, mapped, replaced, tensors
+
+#: (call of a block that comes next, number of the operation around the blocks; 0: the block): what is drawn next
+Seed = Callable[[int, int], None]
+#: ways through the forward that are remembered for inputs of one form
+_MOST_SCRIPTS = 8
+
+
+class Stage:
+    """What a stage holds of the model, and how it runs.
+
+    Args:
+        skeleton: a copy of the model with the stage's own parameters in their places.
+        cut: the calls of blocks of every stage.
+        owners: which stages need a parameter.
+
+    Attributes:
+        module: the whole model's modules. Parameters of other stages have shapes, but no numbers.
+        names: its own parameters, named as in the unsplit model.
+    """
+
+    def __init__(self, skeleton: Skeleton, index: int, cut: Sequence[range], owners: Owners) -> None:
+        self.module = skeleton.module
+        self.index = index
+        self.names = [name for name, tensor in skeleton.parameters.items() if not isinstance(tensor, Absent)]
+        self._skeleton = skeleton
+        self._cut = list(cut)
+        self._owners = owners
+        self._scripts: dict[Any, list[Script]] = {}
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the stage's own parameters by the unsplit model's names."""
+        return ((name, self._skeleton.parameters[name]) for name in self.names)
+
+    def forward(
+        self, payload: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], seed: Seed | None = None
+    ) -> Any:
+        """Run the stage for one microbatch.
+
+        Args:
+            payload: what the stage before returned, as leaves of this stage's graph; empty on the first stage.
+            args: the model's own positional arguments, which every stage has.
+            kwargs: its keyword arguments.
+            seed: called before numbers are drawn; the place in the model that it is told is the same for any cut.
+
+        Returns:
+            The tensors for the next stage, as a tuple; on the last stage what the model returns.
+
+        Raises:
+            ConfigError: the model cannot run in stages on these inputs.
+        """
+        device = self._skeleton.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        modes = torch.is_grad_enabled(), tuple(module.training for module in self.module.modules()), autocast
+        scripts = self._scripts.setdefault((_signature((args, kwargs)), modes), [])
+        departures: list[Departed] = []
+        fresh: Script | None = None
+        while True:
+            script = next((each for each in scripts if all(map(each.admits, departures))), None)
+            if script is None:
+                if fresh is not None:
+                    raise _wayward(fresh, departures[-1])
+                observation = observe_forward(self._skeleton, args, kwargs)
+                script = fresh = Script(observation, self._skeleton, self.index, self._cut, self._owners)
+                scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
+            try:
+                return _Forward(self._skeleton, script, payload, seed or _no_seed).run(args, kwargs)
+            except Departed as departed:
+                departures.append(departed)
+
+
+def _wayward(script: Script, departed: Departed) -> ConfigError:
+    """Say where a forward left the way that it had just been observed to go."""
+    step = script.steps[departed.event] if departed.event < len(script.steps) else None
+    observed = "its end" if step is None else f"{name_of(step.func)} {step.answer or ''}"
+    return ConfigError(
+        f"model: its forward goes another way each time on the same inputs ({observed} was observed, then came "
+        f"{name_of(departed.func)} {departed.answer or ''}); it must depend on its inputs alone"
+    )
+
+
+def _no_seed(position: int, number: int) -> None:
+    pass
+
+
+class _Forward(TorchFunctionMode):
+    """One forward that follows a script; the skeleton's `run` while it does."""
+
+    def __init__(self, skeleton: Skeleton, script: Script, payload: Sequence[Tensor], seed: Seed) -> None:
+        super().__init__()
+        self._skeleton = skeleton
+        self._script = script
+        self._payload = payload
+        self._seed = _seed_python_too(seed) if script.draws_in_python else seed
+        self._next = 0
+        #: the forward has ended here, by an exception that is on its way
+        self._over = False
+        #: observed tensor (its id) -> what it is now
+        self._now: dict[int, Tensor] = {}
+        arrived = zip(script.takes, payload, strict=True)
+        #: what arrived in another shape than was observed, with where it comes from
+        self._odd = {key: (where, shape, t) for (key, shape, where), t in arrived if t.shape != shape}
+        for key, place, copied in script.given:
+            self._now[key] = payload[place].clone() if copied else payload[place]
+
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the model's forward as far as this stage has a part in it."""
+        script = self._script
+        if script.fields_written:
+            args, kwargs = mapped((tuple(args), kwargs), torch.clone)
+        fields = (tuple(args), kwargs)
+        self._now |= {key: at(fields, path) for path, key in script.fields}
+        self._skeleton.run = self
+        output = None
+        with _python_generators_kept(script.draws_in_python), torch.set_grad_enabled(torch.is_grad_enabled()):
+            try:
+                self._seed(0, 0)
+                with self:
+                    output = self._skeleton.module(*args, **kwargs)
+                if self._next < len(script.steps):
+                    raise Departed(self._next, "output")
+            except _Finished:
+                pass
+            finally:
+                self._skeleton.run = None
+        self._refuse_odd(self._odd)
+        if not script.is_last:
+            output = tuple([self._now[key] if place is None else self._payload[place] for place, key in script.hands])
+        if any(isinstance(tensor, Absent) for tensor in tensors(output)):
+            raise ConfigError("model: a stage would hand on a tensor that it does not have")
+        if any(tensor.requires_grad and not tensor.is_leaf for tensor in self._payload):
+            raise ConfigError(
+                "model: an autograd function around the blocks took over what came from the stage before; "
+                "with checkpoint(), use_reentrant=False"
+            )
+        return output
+
+    def _refuse_odd(self, keys: Iterable[int]) -> None:
+        for where, shape, tensor in (self._odd[key] for key in keys if key in self._odd):
+            raise ConfigError(
+                f"model: {where} gave a tensor of shape {tuple(tensor.shape)}, and {tuple(shape)} when it was "
+                f"observed: its shape depends on numbers and cannot cross a cut; cut elsewhere"
+            )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._over:  # contexts are being left
+            return func(*args, **(kwargs or {}))
+        step = self._step(func)
+        if not step.runs:
+            return self._stand_in(step)[0].tree
+        if step.number:
+            self._seed(step.position, step.number)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        if step.number:
+            self._seed(step.position, 0)
+        if step.answer is not None and not agrees(step.answer, result):
+            self._over = True
+            raise Departed(self._next - 1, func, result.shape if isinstance(result, Tensor) else result)
+        if step.swapped:
+            result = replaced(result, {path: self._now[key] for _, path, key in step.swapped})
+        for _, path, key in step.noted:
+            self._now[key] = at(result, path)
+        if step.last:
+            self._over = True
+            raise _Finished
+        return result
+
+    def _step(self, called: Any) -> Step:
+        steps = self._script.steps
+        if self._next >= len(steps) or steps[self._next].func != called:
+            self._over = True
+            raise Departed(self._next, called)
+        self._next += 1
+        return steps[self._next - 1]
+
+    def _stand_in(self, step: Step) -> list[Part]:
+        """Return what an event that other stages run left, with what this stage has of it."""
+        real: list[dict[Path, Tensor]] = [{} for _ in step.parts]
+        if self._odd:
+            self._refuse_odd(key for _, _, key in step.swapped)
+        for number, path, key in step.swapped:
+            real[number][path] = self._now[key]
+        # Rebuilt, so that a list that the model adds to is a new one for each microbatch.
+        return [
+            Part(
+                replaced(part.tree, {path: now.get(path, tensor) for path, tensor in leaves(part.tree)}),
+                part.module, part.arguments, part.name,
+            )
+            for part, now in zip(step.parts, real, strict=True)
+        ]  # fmt: skip
+
+    def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a block if it is this stage's own; else return what stands for its output."""
+        with self._skeleton.inside_block(self):
+            step = self._step(module)
+            if step.runs:
+                result = self._run_block(step, forward, args, kwargs)
+            else:
+                parts = self._stand_in(step)
+                result = parts[0].tree
+                needed = {number for number, _, _ in step.swapped}
+                for number, part in enumerate(parts[1:], 1):
+                    _leave(part, number in needed)
+            self._seed(step.position + 1, 0)
+        if step.last:
+            self._over = True
+            raise _Finished
+        return result
+
+    def _run_block(self, step: Step, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        returned: list[Any] = []
+        handles = [
+            part.module.register_forward_hook(lambda _, args, output: returned.append(output), prepend=True)
+            for part in {id(part.module): part for part in step.parts[1:] if not part.name}.values()
+            if part.module is not None and step.noted
+        ]
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for number, path, key in step.noted:
+            part = step.parts[number]
+            tree = result if not number else getattr(part.module, part.name) if part.name else returned[number - 1]
+            self._now[key] = at(tree, path)
+        return result
+
+
+class _Finished(BaseException):
+    """The stage has all that it hands on; not an Exception, so that no model swallows it."""
+
+
+def _leave(part: Part, needed: bool) -> None:
+    """Do what a block that is not run would have left: let hooks see its modules' outputs, set its attributes."""
+    module = part.module
+    assert module is not None
+    if part.name:
+        if needed:
+            setattr(module, part.name, part.tree)
+        return
+    assert part.arguments is not None
+    own = vars(module).get("forward")
+    module.forward = lambda *args, **kwargs: part.tree
+    try:
+        module(*part.arguments[0], **part.arguments[1])
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+def _signature(tree: Any) -> Any:
+    """Return what inputs of one form have in common, as a key."""
+    if isinstance(tree, Tensor):
+        return tree.shape, tree.dtype, tree.device
+    if isinstance(tree, dict):
+        return tuple((key, _signature(child)) for key, child in tree.items())
+    if isinstance(tree, (tuple, list)):
+        return (type(tree), *map(_signature, tree))
+    try:
+        hash(tree)
+    except TypeError:
+        return type(tree)
+    return tree
+
+
+def _seed_python_too(seed: Seed) -> Seed:
+    def all_alike(position: int, number: int) -> None:
+        seed(position, number)
+        drawn = int(torch.randint(2**32, ()).item())
+        seed(position, number)
+        random.seed(drawn)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(drawn)
+
+    return all_alike
+
+
+@contextmanager
+def _python_generators_kept(needed: bool) -> Iterator[None]:
+    numpy = sys.modules.get("numpy") if needed else None
+    states = random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        yield
+    finally:
+        if needed:
+            random.setstate(states[0])
+            if numpy is not None:
+                numpy.random.set_state(states[1])

@@ -1,0 +1,92 @@
+"""Tensors inside what a model's modules pass to each other: containers, dataclasses and plain objects.
+
+What travels between workers is narrower (`workers.transport.payload`): only the tensors found here.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+#: from the root to a tensor: ("[]", index or key) or (".", attribute) for each level
+Path = tuple[tuple[str, Any], ...]
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
+#: objects whose attributes belong to the model or to Python, not to what is passed
+_CLOSED = (nn.Module, torch.Generator, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
+
+
+def leaves(tree: Any) -> Iterator[tuple[Path, Tensor]]:
+    """Yield every tensor of `tree` with its path, in a fixed order; what is met twice on a path's way is left out."""
+    return _leaves(tree, (), set())
+
+
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield every tensor of `tree`."""
+    return (tensor for _, tensor in leaves(tree))
+
+
+def _leaves(tree: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield path, tree
+        return
+    if isinstance(tree, _PLAIN) or id(tree) in above:
+        return
+    above.add(id(tree))
+    for step, child in _children(tree):
+        yield from _leaves(child, (*path, step), above)
+    above.discard(id(tree))
+
+
+def _children(tree: Any) -> list[tuple[tuple[str, Any], Any]]:
+    if isinstance(tree, (tuple, list)):
+        return [(("[]", i), child) for i, child in enumerate(tree)]
+    if isinstance(tree, Mapping):
+        return [(("[]", key), child) for key, child in tree.items()]
+    if isinstance(tree, _CLOSED):
+        return []
+    named = dict(getattr(tree, "__dict__", {}))
+    if dataclasses.is_dataclass(tree):
+        named |= {field.name: getattr(tree, field.name, None) for field in dataclasses.fields(tree)}
+    return [((".", name), child) for name, child in named.items()]
+
+
+def at(tree: Any, path: Path) -> Any:
+    """Return what is at `path`."""
+    for how, key in path:
+        tree = tree[key] if how == "[]" else getattr(tree, key)
+    return tree
+
+
+def replaced(tree: Any, new: Mapping[Path, Any]) -> Any:
+    """Return a copy of `tree` with what is at some paths replaced; what lies beside those paths is shared."""
+    if () in new:
+        return new[()]
+    below: dict[tuple[str, Any], dict[Path, Any]] = {}
+    for path, value in new.items():
+        below.setdefault(path[0], {})[path[1:]] = value
+    if not below:
+        return tree
+    children = {step: replaced(at(tree, (step,)), inner) for step, inner in below.items()}
+    if isinstance(tree, tuple):
+        items = [children.get(("[]", i), item) for i, item in enumerate(tree)]
+        # named tuples take their fields one by one, torch's own results (torch.return_types) take a sequence
+        return type(tree)(*items) if hasattr(tree, "_make") else type(tree)(items)
+    result = copy.copy(tree)
+    for (how, key), child in children.items():
+        if how == "[]":
+            result[key] = child
+        else:
+            object.__setattr__(result, key, child)
+    return result
+
+
+def mapped(tree: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Return a copy of `tree` with every tensor replaced by `change(tensor)`."""
+    return replaced(tree, {path: change(tensor) for path, tensor in leaves(tree)})
