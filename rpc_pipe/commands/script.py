@@ -17,8 +17,8 @@ from ..launching import launcher_link as link
 from ..launching import overrides
 from ..launching.job import Job
 from ..pipeline import Pipeline
-from ..tracing.outcome import FILES, RECORDED_STEPS, figures, write_timelines
-from ..tracing.recorder import Recorder
+from ..tracing.outcome import FILES, figures, last_steps, sentence, write_timelines
+from ..tracing.own_boards import collect, record
 
 #: what needs the last steps
 _OF_STEPS = ("trace", "html", "json")
@@ -69,11 +69,12 @@ class _Ending:
     def __init__(self, typed: Mapping[str, Any]) -> None:
         self._typed = typed
         self._pipe: Pipeline | None = None
-        self._recorder: Recorder | None = None
+        self._wants_steps = any(name in typed for name in _OF_STEPS)
 
     def made(self, pipe: Pipeline) -> None:
         self._pipe = pipe
-        self._recorder = Recorder(pipe, RECORDED_STEPS) if any(name in self._typed for name in _OF_STEPS) else None
+        if self._wants_steps:
+            record(pipe)
 
     def leave(self) -> None:
         """Save and tell; every worker calls this."""
@@ -85,26 +86,24 @@ class _Ending:
             return
         if "save" in typed:
             pipe.save(typed["save"])
-        if self._recorder is not None:
-            self._tell(pipe, self._recorder)
-        elif "save" in typed and pipe.worker == 0:
-            link.tell(kind="text", text=f"{FILES['save']} written to {typed['save']}")
-        if "save" in typed or self._recorder is not None:
+        if pipe.worker == 0:
+            if self._wants_steps:
+                self._tell(str(pipe.actors[0].courier.device))
+            elif "save" in typed:
+                link.tell(kind="text", text=f"{FILES['save']} written to {typed['save']}")
+        if "save" in typed or self._wants_steps:
             pipe.barrier()
 
-    def _tell(self, pipe: Pipeline, recorder: Recorder) -> None:
-        trace, typed = recorder.collect(), self._typed
-        if trace is None:
-            return  # not worker 0
-        if not trace.steps:
+    def _tell(self, device: str) -> None:
+        history, typed = collect(), self._typed
+        trace, found = last_steps(history), figures(history)
+        if trace is None or found is None:
             raise ConfigError(f"{typed['script']} trained no step that --trace, --html or --json could tell of")
-        write_timelines(trace, str(pipe.actors[0].courier.device), chrome=typed.get("trace"), html=typed.get("html"))
-        found = figures(trace, pipe, one_machine=link.present())
+        write_timelines(trace, device, chrome=typed.get("trace"), html=typed.get("html"))
         files = {name: typed[name] for name in FILES if name in typed}
         link.tell(
             kind="summary",
-            title=f"{found['steps']} steps on {found['workers']} workers: {found['step_ms']:.0f} ms a step, "
-            f"loss {found['loss']:.4f}",
+            title=sentence(found),
             lines=[f"{FILES[name]} written to {path}" for name, path in files.items()],
             json={**found, **files},
         )

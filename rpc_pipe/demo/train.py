@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from ..drawing.timeline import draw
 from ..launching import launcher_link as link
 from ..pipeline import Pipeline
-from ..tracing.outcome import FILES, RECORDED_STEPS, figures, write_timelines
-from ..tracing.recorder import Recorder
-from ..tracing.trace import Trace
+from ..tracing.history import History
+from ..tracing.outcome import FILES, figures, last_steps, write_timelines
+from ..tracing.own_boards import collect, record
 from .corpus import Corpus
 from .gpt import gpt_layers, next_byte_loss
 from .settings import TrainOptions
@@ -35,16 +35,15 @@ def train(options: TrainOptions) -> None:
         lr_scheduler=partial(_warmup_and_cosine, steps=options.steps),
         **options.for_pipeline(),
     )
-    recorder = Recorder(pipe, RECORDED_STEPS)
+    record(pipe)
     if pipe.worker == 0:
         _tell_plan(options, corpus, pipe)
     times = _loop(options, corpus, pipe)
     held_out = _held_out_loss(options, corpus, pipe)
-    trace = recorder.collect()
     if options.save:
         pipe.save(options.save)
-    if trace is not None:
-        _tell_summary(options, corpus, pipe, trace, times, held_out)
+    if pipe.worker == 0:
+        _tell_summary(options, corpus, collect(), times, held_out)
     pipe.barrier()
     if pipe.stopped:
         raise SystemExit(130)
@@ -99,17 +98,16 @@ def _tell_plan(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> None:
     )
 
 
-def _tell_summary(
-    options: TrainOptions, corpus: Corpus, pipe: Pipeline, trace: Trace, times: list[float], held_out: float
-) -> None:
+def _tell_summary(options: TrainOptions, corpus: Corpus, history: History, times: list[float], held_out: float) -> None:
+    trace, found = last_steps(history), figures(history)
+    assert trace is not None and found is not None
     middle = sorted(times)[len(times) // 2]
     write_timelines(trace, options.device, chrome=options.trace, html=options.html)
     bigram = corpus.bigram_loss(corpus.held_out_batches(options.batch, _HELD_OUT_BATCHES))
-    found = figures(trace, pipe, one_machine=link.present())  # a launcher starts local workers
     found |= {"step_ms": 1e3 * middle, "tokens_per_s": options.batch * options.context / middle}
     link.tell(
         kind="summary",
-        title=f"\nlast step as it ran on {pipe.num_workers} workers:",
+        title=f"\nlast step as it ran on {history.num_workers} workers:",
         timeline=draw(trace.last_steps(1), trace.spec.num_workers, width=100).markup,
         lines=[
             f"bubble {100 * found['bubble_actual']:.1f} % measured, {100 * found['bubble_planned']:.1f} % planned "

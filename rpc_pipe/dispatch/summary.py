@@ -22,7 +22,7 @@ def draw_steps(view: View, count: int) -> list[Picture]:
     largest = max(sum(len(record.actions) for record in records) for records in trace.steps.values())
     trace = view.trace(max(1, min(count, _MOST_SPANS // max(1, largest)))) or trace
     workers, spec, found = view.num_workers, trace.spec, []
-    planned = view.planned(trace, len(trace.steps))
+    planned = trace.simulated(len(trace.steps)).spans
     for name, spans in (("planned", planned), ("actual", trace.spans())):
         causes = waits(spec, spans, slack=trace.clock_error_ms) if len(spans) <= _MOST_EXPLAINED else {}
         found.append(Picture(name, spans, workers, "ms", causes))

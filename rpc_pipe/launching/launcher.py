@@ -161,8 +161,6 @@ class Launcher:
                 break
         if self._consequences:
             return self._give_up(self._vague, "\n".join(self._consequences.values()), _FAILED)
-        self._look()
-        self._reporter.finish(self._view)
         return _INTERRUPTED if _INTERRUPTED in self._ended.values() else self._reporter.exit_code
 
     def _take(self, event: Event) -> None:

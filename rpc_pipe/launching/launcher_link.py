@@ -5,15 +5,20 @@ The launcher's leash ends the worker when the launcher is gone; what the worker 
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 from weakref import WeakSet
 
-from ..tracing.own_boards import keep_boards
+from ..tracing.mirror import RemoteBoards
+from ..tracing.outcome import figures, lost_lines, sentence
+from ..tracing.own_boards import collect, keep_boards, stay
 from ..tracing.training import Training
 
 logger = logging.getLogger(__name__)
@@ -34,6 +39,8 @@ class Attachable(Training, Protocol):
 _lock = threading.Lock()
 _pipelines: WeakSet[Attachable] = WeakSet()
 _stop_requested = False
+#: whether the user has been told how the run went, or why it ends
+_concluded = _failed = False
 _instead: Callable[[dict[str, Any]], None] | None = None
 
 
@@ -44,6 +51,9 @@ def present() -> bool:
 
 def tell(**message: Any) -> None:
     """Send a message to the launcher, or to who took its place in this process."""
+    global _concluded, _failed
+    _concluded |= message["kind"] in ("summary", "result")
+    _failed |= message["kind"] in ("failure", "wrong input")
     if present():
         with _lock, open(int(os.environ[TELL]), "w", closefd=False) as pipe:
             pipe.write(json.dumps(message) + "\n")
@@ -79,6 +89,40 @@ def attach(pipeline: Attachable) -> None:
     if _stop_requested:
         pipeline.request_stop()
     try:
-        keep_boards(pipeline)
+        if keep_boards(pipeline) and any(isinstance(actor.carrier, RemoteBoards) for actor in pipeline.actors):
+            _end_with_a_sentence(pipeline.actors[0].worker)
     except Exception as error:  # nothing depends on being watched
         logger.warning("this run cannot be watched: %s: %s", type(error).__name__, error)
+
+
+@cache
+def _end_with_a_sentence(worker: int) -> None:
+    """Let worker 0 say at the end of its process how the run went, and the others stay until they have been asked."""
+    # What is registered later is done earlier: before the carrier leaves.
+    atexit.register(_say_how_it_went if worker == 0 else _stay)
+
+
+def _say_how_it_went() -> None:
+    if _has_failed() or (_concluded and present()):
+        return
+    try:  # also if nothing is to be said: without a launcher the others stay until they have been asked
+        found = figures(collect())
+    except Exception as error:
+        logger.warning("nothing can be said of this run: %s: %s", type(error).__name__, error)
+        return
+    if found is None or _concluded:
+        return
+    if present() or _instead is not None:
+        tell(kind="summary", title=sentence(found), lines=[], json=found)
+    else:
+        print(sentence(found), *lost_lines(found), sep="\n", file=sys.stderr)
+
+
+def _stay() -> None:
+    if not _has_failed():
+        stay()
+
+
+def _has_failed() -> bool:
+    """Tell whether this process ends by an error of which the user hears otherwise."""
+    return _failed or getattr(sys, "last_value", None) is not None

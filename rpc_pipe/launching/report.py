@@ -6,14 +6,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-if TYPE_CHECKING:
-    from ..dispatch.view import View
+from ..tracing.outcome import lost_lines
 
 #: how often a progress line is written where it cannot be overwritten
 _LINE_EVERY_S = 5.0
@@ -27,7 +26,6 @@ class Reporter:
         #: what the results shown so far ask for
         self.exit_code = 0
         self._json = as_json
-        self._summarized = False
         self._live: Live | None = None
         self._last_line = 0.0
 
@@ -78,29 +76,6 @@ class Reporter:
             for line in stacks.splitlines():
                 self.console.print(f"  {line}", markup=False)
 
-    def finish(self, view: View) -> None:
-        """Show where the time went, unless the run has had a summary of its own."""
-        lost = None if self._summarized else view.lost(fresh=True)
-        if lost is None:
-            return
-        self.close()
-        step, throughput, steps = view.complete_steps(1)[0], view.throughput(), view.losses
-        rate = f", {throughput[0]:,.0f} {throughput[1]}/s" if throughput else ""
-        loss = f", loss {steps[-1][1]:.4f}" if steps else ""
-        self.console.print(f"{step + 1} steps on {view.num_workers} workers: {lost.step_ms:.0f} ms a step{rate}{loss}")
-        self._lost(lost.line(), lost.sentence)
-        if self._json:
-            summary: dict[str, Any] = {"steps": step + 1, "workers": view.num_workers, "step_ms": lost.step_ms}
-            if steps:
-                summary["loss"] = steps[-1][1]
-            if throughput:
-                summary[f"{throughput[1]}_per_s"] = throughput[0]
-            print(json.dumps({**summary, "lost": lost.as_json()}))
-
-    def _lost(self, line: str, sentence: str) -> None:
-        self.console.print(f"a step's time: {line}", markup=False)
-        self.console.print(f"worst: {sentence}", markup=False)
-
     def close(self) -> None:
         """End the progress line."""
         if self._live is not None:
@@ -126,20 +101,18 @@ class Reporter:
 
     def _summary(self, message: dict[str, Any]) -> None:
         self.close()
-        self._summarized = True
         self.console.print(message["title"], markup=False)
         if "timeline" in message:
             self.console.print(Text.from_markup(message["timeline"]))
         for line in message["lines"]:
             self.console.print(line, markup=False)
-        found = message["json"]
-        self._lost(found["lost"]["line"], found["lost"]["sentence"])
+        for line in lost_lines(message["json"]):
+            self.console.print(line, markup=False)
         if self._json:
-            print(json.dumps(found))
+            print(json.dumps(message["json"]))
 
     def _result(self, message: dict[str, Any]) -> None:
         self.close()
-        self._summarized = True
         if self._json:
             print(json.dumps(message["json"]))
         self.console.print(message["text"], markup=False)

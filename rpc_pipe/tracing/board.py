@@ -103,7 +103,8 @@ class BoardWriter(Listener):
         if _START.size + len(self._encoded) > _HEADER_BYTES:
             raise ValueError(f"header of {len(self._encoded)} bytes: at most {_HEADER_BYTES - _START.size}")
         self._version = 0
-        self._written = 0
+        #: how many steps have been written
+        self.written = 0
         self._make(_SLOTS_BYTES // MOST_SLOTS)
         self._write(State.STARTING, 0)
         self._show()
@@ -144,13 +145,13 @@ class BoardWriter(Listener):
 
     def step_finished(self, record: StepRecord) -> None:
         packed = pack_record(record)
-        self._written += 1  # also for a step that there is no room for, so that readers know that one is missing
+        self.written += 1  # also for a step that there is no room for, so that readers know that one is missing
         if len(packed) + 8 > self._slot_bytes:
             try:
                 self._grow(len(packed) + 8)
             except OSError:
                 return
-        self._put(self._written, packed)
+        self._put(self.written, packed)
 
     def _put(self, version: int, packed: bytes) -> None:
         at = _SLOTS_AT + (version % self._num_slots) * self._slot_bytes

@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -31,7 +31,8 @@ _PULL_EVERY_S = 0.5
 #: clocks drift; so often they are compared again
 _COMPARE_EVERY_S = 60.0
 #: a message has so many steps at most: the latest
-_MOST_STEPS = 8
+_MOST_STEPS = 16
+_ASK_PAUSE_S = 0.002
 
 
 class _Future(Protocol):
@@ -99,6 +100,26 @@ def unpack_answer(answer: bytes, offset_ns: int) -> Answer:
         records.append(unpack_record(answer[at : at + size], offset_ns))
         at += size
     return Answer(**head, live=live._replace(since_ns=live.since_ns + offset_ns), records=records)
+
+
+def ask_everything(carrier: RemoteBoards, peers: Sequence[int], timeout_s: float) -> list[tuple[Answer, int]]:
+    """Ask `peers` for all that is on their boards; return their answers, by this clock, and its errors in ns.
+
+    A worker that has left, or does not answer in time, is left out.
+    """
+    asked: list[tuple[int, int, _Future]] = []
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            offset, error = carrier.clock_offset(peer)
+            asked.append((-offset, error, carrier.look(peer, -1)))
+    found, deadline = [], time.monotonic() + timeout_s
+    for offset, error, future in asked:
+        while not future.done() and time.monotonic() < deadline:
+            time.sleep(_ASK_PAUSE_S)
+        with contextlib.suppress(RuntimeError):
+            if future.done() and (packed := future.value()):
+                found.append((unpack_answer(packed, offset), error))
+    return found
 
 
 class Mirror(threading.Thread):

@@ -1,48 +1,56 @@
-"""What a run leaves when its workers end together: figures, and the last steps as files."""
+"""What a run leaves when it ends: figures and a sentence, and the last steps as files."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..planning.simulator import simulate
-from .lost import attribute
+from .history import History
 from .trace import Trace, planned_and_actual
-from .training import Training
 
 #: what is in the file that an option names
 FILES = {"save": "weights", "trace": "trace", "html": "page"}
-#: steps that a run keeps for its figures and files
-RECORDED_STEPS = 12
+#: steps that make the figures and files
+_STEPS = 12
 
 
-def figures(trace: Trace, pipe: Training, *, one_machine: bool) -> dict[str, Any]:
-    """Return what the recorded steps say of the run, for JSON."""
-    planned = simulate(trace.spec, trace.cost())
-    device = pipe.actors[0].courier.device.type
-    cores = len(os.sched_getaffinity(0)) if one_machine and device == "cpu" else None
-    shards = [pipe.shards(worker) for worker in range(trace.spec.num_workers)]
+def last_steps(history: History) -> Trace | None:
+    """Return the steps that figures and files are made from; None if none is complete."""
+    return history.trace(_STEPS)
+
+
+def figures(history: History) -> dict[str, Any] | None:
+    """Return what the recorded steps say of a run, for JSON; None if no step is complete."""
+    trace, lost = last_steps(history), history.lost(fresh=True)
+    if trace is None or lost is None:
+        return None
+    planned, throughput = trace.simulated(), history.throughput()
     return {
-        "steps": max(trace.steps) + 1,
-        "workers": trace.spec.num_workers,
-        "loss": trace.steps[max(trace.steps)][0].loss,
+        "steps": history.complete_steps(1)[0] + 1,
+        "workers": history.num_workers,
+        "loss": history.losses[-1][1],
         "step_ms": trace.step_ms,
-        **_throughput(trace),
+        **({f"{throughput[1]}_per_s": throughput[0]} if throughput else {}),
         "bubble_planned": planned.bubble,
         "bubble_actual": trace.bubble,
         "peak_activations": list(planned.peak_activations),
         "clock_error_ms": trace.clock_error_ms,
-        "lost": attribute(trace, shards, cores).as_json(),
+        "lost": lost.as_json(),
     }
 
 
-def _throughput(trace: Trace) -> dict[str, float]:
-    records: Sequence[Any] = [steps[0] for steps in trace.steps.values()]
-    tokens, rows = sum(record.tokens for record in records), sum(record.rows for record in records)
-    name, count = ("tokens_per_s", tokens) if tokens else ("rows_per_s", rows)
-    return {name: 1e3 * count / (len(records) * trace.step_ms)} if trace.step_ms else {}
+def sentence(found: dict[str, Any]) -> str:
+    """Say how a run of these figures went."""
+    rates = [f", {found[f'{unit}_per_s']:,.0f} {unit}/s" for unit in ("tokens", "rows") if f"{unit}_per_s" in found]
+    return (
+        f"{found['steps']} steps on {found['workers']} workers: {found['step_ms']:.0f} ms a step{''.join(rates)}, "
+        f"loss {found['loss']:.4f}"
+    )
+
+
+def lost_lines(found: dict[str, Any]) -> list[str]:
+    """Say where the time of a run of these figures went."""
+    return [f"a step's time: {found['lost']['line']}", f"worst: {found['lost']['sentence']}"]
 
 
 def write_timelines(trace: Trace, device: str, *, chrome: str | None, html: str | None) -> None:
@@ -50,5 +58,4 @@ def write_timelines(trace: Trace, device: str, *, chrome: str | None, html: str 
     if chrome is not None:
         trace.write_chrome(chrome, device)
     if html is not None:
-        planned = simulate(trace.spec, trace.cost())
-        Path(html).write_text(planned_and_actual(planned, trace), encoding="utf-8")
+        Path(html).write_text(planned_and_actual(trace), encoding="utf-8")

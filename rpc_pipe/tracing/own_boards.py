@@ -1,4 +1,8 @@
-"""The boards of this process's workers: kept while they train, shown to other machines, cleared up at the end."""
+"""The boards of this process's workers: kept while they train, shown to other machines, cleared up at the end.
+
+At the end of a run worker 0 collects what all boards say. Where a launcher keeps the boards it reads them; else it asks
+the other workers, who stay until they have been asked.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +17,31 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
-from weakref import WeakMethod
+from weakref import ref
 
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import BoardWriter
+from .boards import News
+from .history import History
 from .listing import list_program, name_of
-from .mirror import WATCHED, Mirror, RemoteBoards, pack_answer
+from .mirror import WATCHED, Mirror, RemoteBoards, ask_everything, pack_answer
 from .training import Training
 
 #: on this signal a worker writes the stacks of its threads to `stacks-<process>`; users have others for their own
 _STACKS = signal.SIGRTMIN + 7
 #: a worker lists what it runs for so many numbers of microbatches; the other programs are parts of larger ones
 _MOST_LISTED = 32
+#: how long worker 0 waits for the last step to be over everywhere, and for answers
+_COLLECT_S = 2.0
+#: how long the others wait for worker 0 to ask
+_STAY_S = 10.0
+_PAUSE_S = 0.01
 
-#: by worker, until the end, which they must tell
+#: by worker, those of the pipeline made last, until the end, which they must tell
 _boards: dict[int, OwnBoard] = {}
+#: to other workers, if they are other processes
+_carrier: RemoteBoards | None = None
 #: (folder, worker) of the boards that this process writes, and its other files
 _shown: set[tuple[Path, int]] = set()
 _files: set[Path] = set()
@@ -38,19 +51,22 @@ class OwnBoard(BoardWriter):
     """The board of a worker of this process, beside it the listings of what the worker runs.
 
     Args:
-        folder: of the run.
+        folder: of the run; None: this process alone sees the board.
     """
 
-    def __init__(self, training: Training, worker: int, folder: Path) -> None:
-        self._program = WeakMethod(training.program)
+    def __init__(self, training: Training, worker: int, folder: Path | None) -> None:
+        self.training = ref(training)
+        #: how many steps had been written when everything was asked for
+        self.asked_at = 0
         self._spec, self._order = training.spec, training.order
         self._worker = worker
         self._folder = folder
         #: by number of microbatches; replaced, not changed, as other threads read it
         self.listings: dict[int, dict[str, Any]] = {}
-        run_folders.remove_listings(folder, worker)
+        if folder is not None:
+            run_folders.remove_listings(folder, worker)
         self._list(training.spec.num_microbatches)
-        super().__init__(folder / f"worker-{worker}", _header(training, worker))
+        super().__init__(None if folder is None else folder / f"worker-{worker}", _header(training, worker))
 
     def step_finished(self, record: StepRecord) -> None:
         if record.num_microbatches not in self.listings and len(self.listings) < _MOST_LISTED:
@@ -59,15 +75,20 @@ class OwnBoard(BoardWriter):
 
     def answer(self, seen: int) -> bytes:
         """Return what is new since version `seen`, for those who look from elsewhere; everything if it is -1."""
-        return pack_answer(self.board, self.listings, seen)
+        written, answer = self.written, pack_answer(self.board, self.listings, seen)
+        if seen < 0:
+            self.asked_at = written
+        return answer
 
     def _list(self, num_microbatches: int) -> None:
-        program = self._program()
-        if program is not None:
+        training = self.training()
+        if training is not None:
             spec = replace(self._spec, num_microbatches=num_microbatches)
-            listing = list_program(spec, self._worker, self._order, program(self._worker, num_microbatches))
+            program = training.program(self._worker, num_microbatches)
+            listing = list_program(spec, self._worker, self._order, program)
             self.listings = {**self.listings, num_microbatches: listing}
-            run_folders.write_listing(self._folder, listing)
+            if self._folder is not None:
+                run_folders.write_listing(self._folder, listing)
 
 
 def _header(training: Training, worker: int) -> dict[str, Any]:
@@ -93,28 +114,96 @@ def _folder() -> Path | None:
     return run_folders.folder(os.environ)
 
 
-def keep_boards(training: Training) -> None:
-    """Keep boards of the workers of this process in the folder of the run, unless there are to be none.
+def keep_boards(training: Training) -> bool:
+    """Keep boards of the workers of this process in the folder of the run; False: there are to be none.
 
     Raises:
         ConfigError, OSError: they cannot be kept.
     """
     folder = _folder()
     if folder is None:
-        return
+        return False
     _offer_stacks(folder)
     _files.add(folder / WATCHED)
+    _keep(training, folder)
+    return True
+
+
+def record(training: Training) -> None:
+    """See to it that `collect` has the last steps of `training`, though nobody else may see its boards."""
+    boards = [_boards.get(actor.worker) for actor in training.actors]
+    if any(board is None or board.training() is not training for board in boards):
+        _keep(training, None)
+
+
+def _keep(training: Training, folder: Path | None) -> None:
+    global _carrier
 
     def board(worker: int) -> OwnBoard:
         made = _boards[worker] = OwnBoard(training, worker, folder)
-        _shown.add((folder, worker))
+        if folder is not None:
+            _shown.add((folder, worker))
         return made
 
+    _boards.clear()
     training.listen(board)
     for actor in training.actors:
         if isinstance(actor.carrier, RemoteBoards):
-            actor.carrier.exhibit = _boards[actor.worker].answer
-            _keep_mirror(actor.carrier, folder)
+            _carrier = actor.carrier
+            _carrier.exhibit = _boards[actor.worker].answer
+            if folder is not None:
+                _keep_mirror(_carrier, folder)
+
+
+def collect() -> History:
+    """Return what all workers have recorded of their last steps. For worker 0, at the end of a run."""
+    deadline = time.monotonic() + _COLLECT_S
+    last = max((record.step for board in _boards.values() for _, record in board.board.since(0)), default=-1)
+    while True:
+        history = History()
+        history.take(_everybody())
+        # The last step is over here, but perhaps not everywhere.
+        if [last] == history.complete_steps(1) or last < 0 or time.monotonic() > deadline:
+            return history
+        time.sleep(_PAUSE_S)
+
+
+def _everybody() -> News:
+    """Return all that the boards of all workers have, as far as they can be read."""
+    folder = _folder() if run_folders.FOLDER in os.environ else None
+    boards = {} if folder is None else run_folders.boards(folder)
+    boards = {worker: board for worker, board in boards.items() if "clock_error_ms" not in board.header}  # no mirrors
+    boards |= {worker: own.board for worker, own in _boards.items()}
+    listings = {} if folder is None else run_folders.listings(folder)
+    listings |= {(worker, count): listing for worker, own in _boards.items() for count, listing in own.listings.items()}
+    news = News(
+        headers={worker: board.header for worker, board in boards.items()},
+        listings=listings,
+        records=[record for board in boards.values() for _, record in board.since(0)],
+    )
+    return news if _carrier is None else _with_others(news, _carrier)
+
+
+def _with_others(news: News, carrier: RemoteBoards) -> News:
+    """Add what workers say whose boards cannot be read here."""
+    others = [worker for worker in range(carrier.num_workers) if worker not in news.headers]
+    for answer, error_ns in ask_everything(carrier, others, _COLLECT_S):
+        assert answer.header is not None
+        worker = answer.header["worker"]
+        news.headers = {**news.headers, worker: answer.header}
+        news.listings = {**news.listings, **{(worker, found["microbatches"]): found for found in answer.listings}}
+        news.records += answer.records
+        news.clock_error_ms = max(news.clock_error_ms, error_ns / 1e6)
+    return news
+
+
+def stay() -> None:
+    """Wait, but not for long, until worker 0 has collected what it cannot read once this process has ended."""
+    deadline = time.monotonic() + _STAY_S
+    while run_folders.FOLDER not in os.environ and time.monotonic() < deadline:
+        if all(board.asked_at == board.written for board in _boards.values()):
+            return
+        time.sleep(_PAUSE_S)
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..dependency import Kind, Spec
 from ..drawing.chrome import write_chrome
 from ..drawing.page import Picture, draw_page
-from ..planning.simulator import Cost, Simulation
+from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span
 from ..planning.waits import waits
 from ..workers.hooks import StepRecord
@@ -59,6 +59,10 @@ class Trace:
         medians = {key: median(values) for key, values in times.items()}
         return lambda action: medians.get((self.spec.worker(action), action.stage, action.kind), 0.0)
 
+    def simulated(self, steps: int = 1) -> Simulation:
+        """Return what the schedule would do in the times that actions took, with free transfers."""
+        return simulate(self.spec, self.cost(), steps=steps)
+
     def write_chrome(self, path: str | Path, device: str = "cpu") -> None:
         """Write Chrome's trace event format, which Perfetto reads."""
         steps = {step: spans_of(records) for step, records in self.steps.items()}
@@ -92,10 +96,10 @@ def ways(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], list[Wa
     return found
 
 
-def planned_and_actual(planned: Simulation, trace: Trace) -> str:
+def planned_and_actual(trace: Trace) -> str:
     """Return a page with a step as it was planned, in milliseconds, above the last one as it ran."""
-    actual, spec = trace.last_steps(1), trace.spec
+    spec, planned, actual = trace.spec, trace.simulated().spans, trace.last_steps(1)
     return draw_page([
-        Picture("planned", planned.spans, spec.num_workers, "ms", waits(spec, planned.spans)),
+        Picture("planned", planned, spec.num_workers, "ms", waits(spec, planned)),
         Picture("actual", actual, spec.num_workers, "ms", waits(spec, actual, slack=trace.clock_error_ms)),
     ])  # fmt: skip

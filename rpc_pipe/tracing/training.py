@@ -10,7 +10,6 @@ from ..workers.hooks import Listener
 
 if TYPE_CHECKING:
     from ..workers.actor import WorkerActor
-    from ..workers.transport.payload import Tree
 
 
 class Training(Protocol):
@@ -34,6 +33,3 @@ class Training(Protocol):
 
     def listen(self, listener: Callable[[int], Listener]) -> None:
         """Add `listener(worker)` to every worker of this process."""
-
-    def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
-        """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""

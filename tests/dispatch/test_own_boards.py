@@ -11,6 +11,7 @@ from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import own_boards
 from rpc_pipe.tracing.boards import Boards
 from rpc_pipe.tracing.mirror import _Image
+from rpc_pipe.tracing.outcome import figures, sentence
 
 
 @pytest.fixture
@@ -20,10 +21,10 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def pipeline(**options):
+def pipeline(num_workers=2, **options):
     layers = [partial(nn.Linear, 4, 4) for _ in range(8)]
     optimizer = partial(torch.optim.SGD, lr=0.1)
-    return Pipeline(layers, nn.functional.mse_loss, optimizer=optimizer, num_workers=2, **options)
+    return Pipeline(layers, nn.functional.mse_loss, optimizer=optimizer, num_workers=num_workers, **options)
 
 
 def steps(pipe, *counts):
@@ -46,8 +47,8 @@ def test_steps_of_any_number_of_microbatches_are_recorded(folder, schedule):
     for step, count in enumerate([40, 40, 40, 2, 6, 4]):
         trace = view.trace_of([step])
         assert trace is not None and trace.spec.num_microbatches == count
-        ran = {(run.worker, run.action) for run in trace.spans() if run.action.kind.value not in "UG"}
-        assert ran == {(span.worker, span.action) for span in view.planned(trace) if span.action.kind.value not in "UG"}
+        ran, planned = ({(s.worker, s.action) for s in spans} for spans in (trace.spans(), trace.simulated().spans))
+        assert ran == planned
 
 
 def test_the_next_pipeline_of_a_process_replaces_the_one_before(folder):
@@ -90,3 +91,23 @@ def test_a_board_of_another_machine_is_mirrored_with_all_that_is_listed_later(fo
     assert [r.start_ns for r in seen] == [r.start_ns + 5_000_000 for _, r in there]
     assert [(r.step, r.num_microbatches) for r in seen] == [(0, 2), (1, 6), (2, 4)] and view.dropped == 0
     assert {count for _, count in view.listings} == {2, 4, 6} and view.clock_error_ms == 1e-3
+
+
+def test_a_run_that_is_not_watched_can_still_be_told_of(monkeypatch):
+    monkeypatch.setattr(own_boards, "_folder", lambda: None)
+    unseen, pipe = pipeline(num_microbatches=2), pipeline(num_microbatches=4)
+    own_boards.record(pipe)
+    steps(unseen, 2)
+    steps(pipe, 4, 4, 4)
+    history = own_boards.collect()
+    assert history.complete_steps(0) == [0, 1, 2] and history.spec.num_microbatches == 4
+    found = figures(history)
+    assert (found["steps"], found["workers"]) == (3, 2) and sentence(found).startswith("3 steps on 2 workers: ")
+
+
+def test_boards_of_an_earlier_pipeline_with_more_workers_do_not_count(folder):
+    steps(pipeline(num_microbatches=4, num_workers=4), 4)
+    steps(pipeline(num_microbatches=4), 4, 4)
+    view = View()
+    view.take(Boards(folder).look())
+    assert len(view.rows()) == 2 and view.complete_steps(0) == [0, 1]

@@ -216,4 +216,4 @@ def test_every_schedule_can_be_drawn_as_planned():
         if cls.synchronous:
             view = view_of(4, 8, name)
             trace = view.trace(2)
-            assert len(view.planned(trace, 2)) == len(trace.spans())
+            assert len(trace.simulated(2).spans) == len(trace.spans())

@@ -137,6 +137,9 @@ def test_one_script_alone_launched_and_under_torchrun_gives_one_loss(tmp_path):
     assert sorted(printed[:3]) == [f"worker {w} | {expected}" for w in range(3)]
     assert printed[3].startswith("3 steps on 3 workers: ") and printed[5].startswith("worst: ")
     assert torchrun.stdout.splitlines() == [expected] * 2
+    # Worker 0 says how it went; what else is on stderr is TensorPipe's.
+    said = [line for line in torchrun.stderr.splitlines() if line.startswith(("3 steps on 2 workers: ", "worst: "))]
+    assert len(said) == 2, torchrun.stderr
 
 
 def test_a_schedule_of_ones_own_runs_from_its_file(tmp_path):
