@@ -78,7 +78,7 @@ class StepRecord:
     @property
     def busy_ns(self) -> int:
         """Time spent computing."""
-        return sum(record.end_ns - record.start_ns for record in self.actions)
+        return sum(end - start for action, start, end in self.actions if action.kind.resource == "compute")
 
 
 class Listener:

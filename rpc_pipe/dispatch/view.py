@@ -11,7 +11,7 @@ from statistics import median
 from ..tracing.board import Live, State
 from ..tracing.boards import News
 from ..tracing.history import KEPT_STEPS, RECENT, History
-from ..tracing.trace import ways
+from ..tracing.trace import spans_of, ways
 from .rollcall import blame, duration, roll_call
 
 #: nothing has finished for so long, and for so many times a usual step: a stall
@@ -140,7 +140,7 @@ class View(History):
         busy = sum(record.busy_ns for record in records)
         # From the start of the first to the end of the last step: what lies between steps is not computing either.
         length = records[-1].end_ns - records[0].start_ns if records else 0
-        timed = [r.end_ns - r.start_ns for record in records for r in record.actions]
+        timed = [span.end - span.start for span in spans_of(records)]
         waits_for = ""
         if live.state is State.WAITING:
             waits_for = "the result" if live.missing is None else f"{live.missing} of {live.peer}"
@@ -150,7 +150,7 @@ class View(History):
             action=str(live.action) if live.state is State.RUNNING else "",
             stages=",".join(str(stage) for stage in sorted({stage for stage, _, _ in header["shards"]})),
             step=live.step,
-            action_ms=sum(timed) / len(timed) / 1e6 if timed else math.nan,
+            action_ms=sum(timed) / len(timed) if timed else math.nan,
             bubble=1 - busy / length if length else math.nan,
             waits_for=waits_for,
             for_s=max(0.0, (self.now_ns - live.since_ns) / 1e9) if live.since_ns else 0.0,

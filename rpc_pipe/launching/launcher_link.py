@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 from ..tracing.mirror import RemoteBoards
 from ..tracing.outcome import figures, lost_lines, sentence
-from ..tracing.own_boards import collect, keep_boards, stay
+from ..tracing.own_boards import collect, keep_boards, release, stay
 from ..tracing.training import Training
 
 logger = logging.getLogger(__name__)
@@ -97,25 +97,24 @@ def attach(pipeline: Attachable) -> None:
 
 @cache
 def _end_with_a_sentence(worker: int) -> None:
-    """Let worker 0 say at the end of its process how the run went, and the others stay until they have been asked."""
+    """Let worker 0 say at the end of its process how the run went, for which the others stay."""
     # What is registered later is done earlier: before the carrier leaves.
     atexit.register(_say_how_it_went if worker == 0 else _stay)
 
 
 def _say_how_it_went() -> None:
-    if _has_failed() or (_concluded and present()):
-        return
-    try:  # also if nothing is to be said: without a launcher the others stay until they have been asked
-        found = figures(collect())
+    try:
+        found = None if _concluded or _has_failed() else figures(collect())
+        if found is None:
+            return
+        if present() or _instead is not None:
+            tell(kind="summary", title=sentence(found), lines=[], json=found)
+        else:
+            print(sentence(found), *lost_lines(found), sep="\n", file=sys.stderr)
     except Exception as error:
         logger.warning("nothing can be said of this run: %s: %s", type(error).__name__, error)
-        return
-    if found is None or _concluded:
-        return
-    if present() or _instead is not None:
-        tell(kind="summary", title=sentence(found), lines=[], json=found)
-    else:
-        print(sentence(found), *lost_lines(found), sep="\n", file=sys.stderr)
+    finally:
+        release()
 
 
 def _stay() -> None:

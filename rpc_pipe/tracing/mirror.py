@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -30,6 +30,8 @@ WATCHED, _FRESH_S = "watched", 5.0
 _PULL_EVERY_S = 0.5
 #: clocks drift; so often they are compared again
 _COMPARE_EVERY_S = 60.0
+#: instead of the version that was seen last: everything is wanted, or nothing any more
+EVERYTHING, NO_MORE = -1, -2
 #: a message has so many steps at most: the latest
 _MOST_STEPS = 16
 _ASK_PAUSE_S = 0.002
@@ -48,7 +50,7 @@ class RemoteBoards(Protocol):
 
     worker: int
     num_workers: int
-    #: answers who looks at this worker: (version seen last, or -1 for everything) -> bytes
+    #: answers who looks at this worker: (version seen last, EVERYTHING or NO_MORE) -> bytes
     exhibit: Callable[[int], bytes] | None
 
     def look(self, peer: int, seen: int) -> _Future:
@@ -75,7 +77,7 @@ class Answer(NamedTuple):
 
 
 def pack_answer(board: Board, listings: Mapping[int, dict[str, Any]], seen: int) -> bytes:
-    """Encode what is new on a board since version `seen`, or everything if it is -1; `unpack_answer` reads it."""
+    """Encode what is new on a board since version `seen`, or everything; `unpack_answer` reads it."""
     versions = board.since(max(0, seen))[-_MOST_STEPS:]
     head: dict[str, Any] = {
         "seen": versions[-1][0] if versions else max(0, seen),
@@ -107,19 +109,32 @@ def ask_everything(carrier: RemoteBoards, peers: Sequence[int], timeout_s: float
 
     A worker that has left, or does not answer in time, is left out.
     """
-    asked: list[tuple[int, int, _Future]] = []
+    clocks: dict[int, tuple[int, int]] = {}
     for peer in peers:
         with contextlib.suppress(RuntimeError):
-            offset, error = carrier.clock_offset(peer)
-            asked.append((-offset, error, carrier.look(peer, -1)))
-    found, deadline = [], time.monotonic() + timeout_s
-    for offset, error, future in asked:
+            clocks[peer] = carrier.clock_offset(peer)
+    answers = _ask(carrier, clocks, EVERYTHING, timeout_s)
+    return [(unpack_answer(packed, -clocks[peer][0]), clocks[peer][1]) for peer, packed in answers.items() if packed]
+
+
+def tell_no_more(carrier: RemoteBoards, peers: Iterable[int], timeout_s: float) -> None:
+    """Tell `peers` that they are not asked again."""
+    _ask(carrier, peers, NO_MORE, timeout_s)
+
+
+def _ask(carrier: RemoteBoards, peers: Iterable[int], seen: int, timeout_s: float) -> dict[int, bytes]:
+    asked: dict[int, _Future] = {}
+    for peer in peers:
+        with contextlib.suppress(RuntimeError):
+            asked[peer] = carrier.look(peer, seen)
+    answers, deadline = {}, time.monotonic() + timeout_s
+    for peer, future in asked.items():
         while not future.done() and time.monotonic() < deadline:
             time.sleep(_ASK_PAUSE_S)
         with contextlib.suppress(RuntimeError):
-            if future.done() and (packed := future.value()):
-                found.append((unpack_answer(packed, offset), error))
-    return found
+            if future.done():
+                answers[peer] = future.value()
+    return answers
 
 
 class Mirror(threading.Thread):
@@ -157,7 +172,7 @@ class _Image:
         self._folder = folder
         self.peer = peer
         self._asked: _Future | None = None
-        self._seen = -1
+        self._seen = EVERYTHING
         self._clock_ns = -1
         self._listed: list[int] = []
         self._last_step = -1
@@ -186,7 +201,7 @@ class _Image:
         if answer.header is not None:
             self._show(answer, answer.header)
         elif (answer.clock_ns, answer.listed) != (self._clock_ns, self._listed):
-            self._seen = -1  # it has made another pipeline, or lists more
+            self._seen = EVERYTHING  # it has made another pipeline, or lists more
             return
         assert self._writer is not None
         for record in answer.records:

@@ -11,6 +11,7 @@ import faulthandler
 import os
 import signal
 import socket
+import threading
 import time
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +26,7 @@ from .board import BoardWriter
 from .boards import News
 from .history import History
 from .listing import list_program, name_of
-from .mirror import WATCHED, Mirror, RemoteBoards, ask_everything, pack_answer
+from .mirror import NO_MORE, WATCHED, Mirror, RemoteBoards, ask_everything, pack_answer, tell_no_more
 from .training import Training
 
 #: on this signal a worker writes the stacks of its threads to `stacks-<process>`; users have others for their own
@@ -34,7 +35,7 @@ _STACKS = signal.SIGRTMIN + 7
 _MOST_LISTED = 32
 #: how long worker 0 waits for the last step to be over everywhere, and for answers
 _COLLECT_S = 2.0
-#: how long the others wait for worker 0 to ask
+#: how long the others wait for worker 0 to release them
 _STAY_S = 10.0
 _PAUSE_S = 0.01
 
@@ -42,6 +43,8 @@ _PAUSE_S = 0.01
 _boards: dict[int, OwnBoard] = {}
 #: to other workers, if they are other processes
 _carrier: RemoteBoards | None = None
+#: worker 0 has asked for the last time
+_released = threading.Event()
 #: (folder, worker) of the boards that this process writes, and its other files
 _shown: set[tuple[Path, int]] = set()
 _files: set[Path] = set()
@@ -56,8 +59,6 @@ class OwnBoard(BoardWriter):
 
     def __init__(self, training: Training, worker: int, folder: Path | None) -> None:
         self.training = ref(training)
-        #: how many steps had been written when everything was asked for
-        self.asked_at = 0
         self._spec, self._order = training.spec, training.order
         self._worker = worker
         self._folder = folder
@@ -75,10 +76,10 @@ class OwnBoard(BoardWriter):
 
     def answer(self, seen: int) -> bytes:
         """Return what is new since version `seen`, for those who look from elsewhere; everything if it is -1."""
-        written, answer = self.written, pack_answer(self.board, self.listings, seen)
-        if seen < 0:
-            self.asked_at = written
-        return answer
+        if seen == NO_MORE:
+            _released.set()
+            return b""
+        return pack_answer(self.board, self.listings, seen)
 
     def _list(self, num_microbatches: int) -> None:
         training = self.training()
@@ -199,11 +200,14 @@ def _with_others(news: News, carrier: RemoteBoards) -> News:
 
 def stay() -> None:
     """Wait, but not for long, until worker 0 has collected what it cannot read once this process has ended."""
-    deadline = time.monotonic() + _STAY_S
-    while run_folders.FOLDER not in os.environ and time.monotonic() < deadline:
-        if all(board.asked_at == board.written for board in _boards.values()):
-            return
-        time.sleep(_PAUSE_S)
+    if run_folders.FOLDER not in os.environ:
+        _released.wait(_STAY_S)
+
+
+def release() -> None:
+    """Let the others end, who may `stay`: nothing more is collected."""
+    if _carrier is not None and run_folders.FOLDER not in os.environ:
+        tell_no_more(_carrier, range(1, _carrier.num_workers), _COLLECT_S)
 
 
 @cache

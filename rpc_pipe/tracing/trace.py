@@ -41,7 +41,8 @@ class Trace:
         """Share of the workers' time over the recorded steps that was not spent computing."""
         spans = self.spans()
         length = max(s.end for s in spans) - min(s.start for s in spans)
-        return 1 - sum(s.end - s.start for s in spans) / (self.spec.num_workers * length)
+        busy = sum(s.end - s.start for s in spans if s.action.kind.resource == "compute")
+        return 1 - busy / (self.spec.num_workers * length)
 
     @property
     def step_ms(self) -> float:
@@ -70,8 +71,13 @@ class Trace:
 
 
 def spans_of(records: Sequence[StepRecord]) -> list[Span]:
-    """Return what ran according to `records`, in ms."""
-    return [Span(r.worker, a.action, a.start_ns / 1e6, a.end_ns / 1e6) for r in records for a in r.actions]
+    """Return what ran according to `records`, in ms, but for what only travels between workers."""
+    return [
+        Span(record.worker, action, start_ns / 1e6, end_ns / 1e6)
+        for record in records
+        for action, start_ns, end_ns in record.actions
+        if action.kind.resource != "link"
+    ]
 
 
 class Way(NamedTuple):
@@ -83,14 +89,14 @@ class Way(NamedTuple):
 
 
 def ways(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], list[Way]]:
-    """Return how the payloads of `steps` fared, by (from, to)."""
+    """Return how the payloads of `steps` fared, by (from, to), but for those of what only travels."""
     found: dict[tuple[int, int], list[Way]] = defaultdict(list)
     for records in steps:
         ends = {(r.worker, a.action): a.end_ns for r in records for a in r.actions}
         for record in records:
             for arrived in record.arrivals:
                 made = ends.get((arrived.peer, arrived.action))
-                if made is not None:
+                if made is not None and arrived.action.kind.resource != "link":
                     ns = arrived.at_ns - max(made, record.start_ns)
                     found[arrived.peer, record.worker].append(Way(max(0, ns) / 1e6, arrived.num_bytes))
     return found
