@@ -9,17 +9,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from .action import Action
 from .answers import actions_in, blaming, bound, check_answers, looked_at, own_actions, slot_of, updates_of
 from .draw import draw_edge, draw_held, draw_listed
-from .errors import ScheduleError
-from .memory import peak_at_any_timing, peak_in_order
+from .errors import PipeError, ScheduleError
+from .memory import Lives, Memory, peaks_in_order
 from .order import has_program, has_slot, local_order
 from .program import entries, order_limit
 from .spec import ENDLESS, Spec
 from .unroll import check_acyclic, refuse_endless
+
+#: from so many microbatches on (and eight a stage) they are taken as many, else their multiple is
+_MANY = 256
+_WINDOW = "A window is an edge: let after(F(s, m)) name the B or W of microbatch m - window"
+_UNSURE = ", as far as can be seen (the edges reach too far for all of them to be looked at)"
 
 
 def check(spec: Spec, worker: int) -> None:
@@ -31,7 +35,7 @@ def check(spec: Spec, worker: int) -> None:
     with blaming(type(spec)):
         check_answers(spec)
         _check_runs(spec, [worker])
-        _check_memory(spec, worker)
+        _check_memory(Memory(spec, entries), worker)
 
 
 def check_all(spec: Spec) -> None:
@@ -39,8 +43,9 @@ def check_all(spec: Spec) -> None:
     with blaming(type(spec)):
         check_answers(spec)
         _check_runs(spec, range(spec.num_workers))
+        memory = Memory(spec, entries)
         for worker in range(spec.num_workers):
-            _check_memory(spec, worker)
+            _check_memory(memory, worker)
 
 
 def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
@@ -61,13 +66,15 @@ def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
         for worker in range(spec.num_workers):
             _check_listed_once(spec, programs, worker)
         check_acyclic(spec, programs)
+    else:
+        next(local_order(spec, 0), None)  # unrolls the whole
 
 
 def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> None:
     """Check what `action` waits for, unless it ends a synchronous step, of which a schedule says nothing."""
     if not spec.orders(action):
         return
-    named = [need for need in actions_in(spec.after(action), f"after({action})") if need.microbatch >= 0]
+    named = [need for need in actions_in(spec.after(action), f"after({action})") if need.index >= 0]
     for need in named:
         _check_exists(spec, action, need)
         if abs(need.stage - action.stage) > 1 and spec.worker(need) != worker:
@@ -148,35 +155,74 @@ def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) 
     return ""
 
 
-def _check_memory(spec: Spec, worker: int) -> None:
+def _check_memory(memory: Memory, worker: int) -> None:
     """Check that activations are bounded by the relation, not by luck."""
+    spec = memory.spec
     bound(spec, "activation_limit", worker)
     claimed = bound(spec, "peak_activations", worker)
     if claimed is None:
         claimed = order_limit(spec, worker)
-    if claimed is None and spec.num_microbatches != ENDLESS:
-        # Windows do not bind while there are few microbatches; what grows with them is seen with many.
-        spec = replace(spec, num_microbatches=4 * (spec.num_microbatches + spec.num_workers))
-    program = list(looked_at(spec, entries(spec, worker)))
-    actions = [entry.action for entry in program]
-    in_order = peak_in_order(actions)
-    if claimed is not None and in_order > claimed:
+    if claimed is None:
+        _check_growth(memory, worker)
+        return
+    actions = [entry.action for entry in memory.program(worker)]
+    in_order = peaks_in_order(actions)[-1]
+    if in_order > claimed:
         raise ScheduleError(
             f"worker {worker} keeps up to {in_order} microbatches of activations in slot order, "
             f"but peak_activations({worker}) promises {claimed}",
             draw_held(actions, claimed),
         )
-    num_forwards = sum(action.kind.holds > 0 for action in actions)
-    # A flush that holds everything is a choice; what turns into everything when a gradient is late is not.
-    enough = max(in_order, num_forwards - 1) if claimed is None else claimed
-    at_worst = peak_at_any_timing(spec, program, enough)
-    if at_worst <= enough:
-        return
-    promise = f"peak_activations({worker}) promises {claimed}"
-    if claimed is None:
-        promise = f"its order keeps {in_order}: nothing in the relation bounds memory, it grows with the microbatches"
-    raise ScheduleError(
-        f"worker {worker} may keep {at_worst} microbatches of activations when gradients are late, but {promise}. "
-        f"A window is an edge: let after(F(s, m)) name the B or W of microbatch m - window",
-        draw_held(actions, claimed or in_order, late=True),
+    lives, is_exact = memory.at_any_timing(worker, lambda lives: lives.most[-1] <= claimed)
+    if lives.most[-1] > claimed:
+        raise ScheduleError(
+            f"worker {worker} may keep {lives.most[-1]} microbatches of activations when gradients are late"
+            f"{_UNSURE * (not is_exact)}, but peak_activations({worker}) promises {claimed}. {_WINDOW}",
+            draw_held(lives.run_to_most(), claimed),
+        )
+
+
+def _check_growth(memory: Memory, worker: int) -> None:
+    """Check that not more and more is held at some timing than in order, the more microbatches there are.
+
+    A flush that holds everything is a choice; what turns into everything when a gradient is late is not.
+    """
+    spec, wrong = memory.spec, None
+    if spec.num_microbatches >= max(_MANY, 8 * spec.num_stages):
+        wrong = _grows(memory, worker)
+        if wrong is None:
+            return
+    # Twice, as the first so many may still be too few for a wide window.
+    for _ in range(2 if spec.num_microbatches != ENDLESS else 0):
+        try:
+            with blaming(type(spec)):
+                memory = memory.of_more
+                if has_slot(spec):
+                    _check_runs(memory.spec, [worker])
+                wrong = _grows(memory, worker)
+        except PipeError:
+            break  # so many cannot be run
+        if wrong is None:
+            return
+    if wrong is not None:
+        raise ScheduleError(*wrong)
+
+
+def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
+    """Return what is wrong, and a drawing, if what is held at the worst timing leaves behind what is held in order."""
+    in_order = peaks_in_order(entry.action for entry in memory.program(worker))
+    half, more = len(in_order) // 2, len(in_order) * 3 // 4  # at the end there may be fewer edges
+
+    def is_bounded(lives: Lives) -> bool:
+        return lives.most[more] - in_order[more] <= lives.most[half] - in_order[half]
+
+    lives, is_exact = memory.at_any_timing(worker, is_bounded)
+    if is_bounded(lives):
+        return None
+    number = memory.spec.num_microbatches
+    return (
+        f"{f'with {number} microbatches ' * (number != ENDLESS)}worker {worker} may keep {lives.most[-1]} microbatches "
+        f"of activations when gradients are late{_UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "
+        f"nothing in the relation bounds memory, it grows with the microbatches. {_WINDOW}",
+        draw_held(lives.run_to_most(), in_order[-1]),
     )

@@ -58,16 +58,12 @@ def draw_listed(programs: Sequence[Sequence[Action]], action: Action, workers: I
     return "\n".join(lines)
 
 
-def draw_held(program: Sequence[Action], allowed: int, *, late: bool = False) -> str:
-    """Draw how many microbatches a worker holds, action by action, up to the first that is too many.
-
-    With `late` no B or W comes back: what runs is every F.
-    """
+def draw_held(actions: Iterable[Action], allowed: int) -> str:
+    """Draw how many microbatches a worker holds that runs `actions`, up to the first that is too many."""
     held, cells = 0, []
-    for action in program:
-        if action.kind.holds > 0 or not late:
-            held += action.kind.holds
-            cells.append((str(action), str(held)))
+    for action in actions:
+        held += action.kind.holds
+        cells.append((str(action), str(held)))
         if held > allowed:
             break
     shown = cells[-_MAX_COLUMNS:]

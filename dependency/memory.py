@@ -1,109 +1,269 @@
 """How many microbatches a worker may have to hold: in its own order, and at the worst timing there is.
 
-The worst timing lets every F start that may, and finishes no B or W before nothing else can happen. As the
-B and W of a shard (or of the whole worker) follow each other in a chain, the state of a worker is how far each
-chain is, and the most that is held is found by counting, chain position by chain position.
+A microbatch's activations are held from what begins their life (F) to what ends it (B or W). Two lives overlap at
+some timing unless the end of one must be finished before the other begins. So the most that can be held at once is the
+largest set of lives of which none must end before another begins. That is the number of beginnings less the most pairs
+of a beginning and an end that it needs, each in one pair (Dilworth 1950; Fulkerson 1956). The pairs are found one
+beginning after the other, so what is held of the first so many microbatches comes with it.
+
+Ends form few chains, as gradients are summed in order, so what an action needs is a number of ends for each chain.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Iterable, Sequence
+import heapq
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .action import Action
+from .answers import looked_at
+from .errors import ScheduleError
 from .spec import Spec
 
 if TYPE_CHECKING:
     from .program import Entry
 
-#: how much of a relation is searched that reaches its own releases only through other workers
-_FAR_ACTIONS = 100_000
+#: how many actions a relation may have to be looked at as a whole
+_WHOLE = 200_000
+#: how many actions are asked what they need, to find how a beginning needs an end through other workers
+_PATH = 20_000
+
+#: chain -> how many of its ends
+Ends = Mapping[int, int]
 
 
-def peak_in_order(program: Iterable[Action]) -> int:
-    """Return the most microbatches held from F to B (or W) if the program runs in its order."""
-    held = peak = 0
+def peaks_in_order(program: Iterable[Action]) -> list[int]:
+    """Return the most microbatches held from F to B (or W) in the program's order, by how many have begun."""
+    held, peaks = 0, [0]
     for action in program:
         held += action.kind.holds
-        peak = max(peak, held)
-    return peak
+        if action.kind.holds > 0:
+            peaks.append(max(peaks[-1], held))
+    return peaks
 
 
-def peak_at_any_timing(spec: Spec, program: Sequence[Entry], enough: int) -> int:
-    """Return a bound on what a worker holds at any timing; exact if the bound is above `enough`.
+class Lives:
+    """The lives of activations on a worker: which must end before which may begin.
 
-    First from the worker's own edges alone, which nearly always is enough; then, for the first microbatches,
-    from the whole relation.
+    Args:
+        relation: (whether it is the worker's own, action, what it needs), each after what it needs. Where needs are
+            left out more lives overlap: a part of the relation gives a bound, and all of it what is true.
     """
-    bound = _Bound(spec, program)
-    near = bound.peak({})
-    return near if near <= enough else min(near, bound.peak(bound.far_needs()))
+
+    def __init__(self, relation: Iterable[tuple[bool, Action, Iterable[Action]]]) -> None:
+        #: how many may be held at once of the first microbatches, by how many these are
+        self.most: list[int] = [0]
+        self._own: list[tuple[Action, Ends]] = []  # beginnings and ends, with the ends that are finished by then
+        self._needed: list[Ends] = []  # by beginning
+        self._length: list[int] = []  # of each chain
+        self._partner: list[list[int]] = []  # chain -> the beginnings that its first ends are paired with
+        self._full: dict[int, int] = {}  # chain -> how many of its ends lead to no end without a partner
+        needed: dict[Action, Ends] = {}
+        for own, action, needs in relation:
+            ends = _united(needed.get(need) for need in needs)
+            held = action.kind.holds if own else 0
+            if held > 0:
+                self._begin(ends)
+            elif held < 0:
+                ends = self._end(ends)
+            if held:
+                self._own.append((action, ends))
+            needed[action] = ends
+
+    def run_to_most(self) -> list[Action]:
+        """Return own beginnings and ends that lead to the most that may be held, in an order that is legal."""
+        return [action for action, ends in self._own if all(n <= self._full.get(chain, 0) for chain, n in ends.items())]
+
+    def _end(self, ends: Ends) -> Ends:
+        at = next((chain for chain, n in ends.items() if n == self._length[chain]), len(self._length))
+        if at == len(self._length):
+            self._length.append(0)
+            self._partner.append([])
+        self._length[at] += 1
+        return {**ends, at: self._length[at]}
+
+    def _begin(self, ends: Ends) -> None:
+        self._needed.append(ends)
+        self.most.append(self.most[-1] + (not self._pair(len(self._needed) - 1)))
+
+    def _pair(self, beginning: int) -> bool:
+        """Pair a beginning with an end that it needs; those paired before may have to change to others."""
+        wanted_by: dict[int, tuple[int, int, int]] = {}  # beginning -> (who wants its end, the end's chain and place)
+        reached: dict[int, int] = {}
+        asked = [beginning]
+        for each in asked:
+            for at, count in self._needed[each].items():
+                partners = self._partner[at]
+                if count > len(partners):
+                    partners.append(each)
+                    while each in wanted_by:
+                        each, at, place = wanted_by[each]
+                        self._partner[at][place] = each
+                    return True
+                before = reached.get(at, self._full.get(at, 0))
+                for place in range(before, count):
+                    wanted_by[partners[place]] = each, at, place
+                    asked.append(partners[place])
+                reached[at] = max(before, count)
+        self._full.update(reached)
+        return False
 
 
-class _Bound:
-    def __init__(self, spec: Spec, program: Sequence[Entry]) -> None:
-        self._spec = spec
-        self._program = program
-        releases = [entry for entry in program if entry.action.kind.accumulates]
-        in_one_chain = all(b.action in a.own for b, a in itertools.pairwise(releases))
-        #: release -> (its chain, its place in it from 1)
-        self._place: dict[Action, tuple[tuple[int, int], int]] = {}
-        length: Counter[tuple[int, int]] = Counter()
-        for entry in releases:
-            chain = (-1, -1) if in_one_chain else self._shard(entry.action)
-            length[chain] += 1
-            self._place[entry.action] = chain, length[chain]
-        self._in_one_chain = in_one_chain
-
-    def _shard(self, action: Action) -> tuple[int, int]:
-        return action.stage, self._spec.route(action.microbatch)
-
-    def peak(self, far: dict[Action, list[Action]]) -> int:
-        """Return the sum over chains of the most F that may start less the releases they waited for."""
-        needed: dict[Action, Counter[tuple[int, int]]] = {}
-        started: dict[tuple[int, int], Counter[int]] = {}
-        for entry in self._program:
-            action = entry.action
-            least: Counter[tuple[int, int]] = Counter()
-            for need in (*entry.own, *far.get(action, ())):
-                if need in self._place:
-                    chain, place = self._place[need]
-                    least[chain] = max(least[chain], place)
-                elif need in needed:
-                    least |= needed[need]
-            needed[action] = least
-            if action.kind.way == 1 and (not far or action in far):
-                chain = (-1, -1) if self._in_one_chain else self._shard(action)
-                started.setdefault(chain, Counter())[least[chain]] += 1
-        return sum(_most_held(by_need) for by_need in started.values())
-
-    def far_needs(self) -> dict[Action, list[Action]]:
-        """Return, for the first F, the own releases that the relation reaches through other workers."""
-        forwards = (entry.action for entry in self._program if entry.action.kind.way == 1)
-        found: dict[Action, list[Action]] = {}
-        searched = 0
-        for action in forwards:
-            if searched > _FAR_ACTIONS:
-                break
-            seen, stack, own = {action}, [action], []
-            while stack:
-                for need in self._spec.needs(stack.pop()):
-                    if need in self._place:
-                        own.append(need)
-                    elif need not in seen:
-                        seen.add(need)
-                        stack.append(need)
-            searched += len(seen)
-            found[action] = own
-        return found
+def _united(all_ends: Iterable[Ends | None]) -> Ends:
+    """Return, for each chain, the most ends."""
+    united: Ends = {}
+    for ends in all_ends:
+        if not united:
+            united = ends or united
+        elif ends and ends is not united:
+            more = {at: n for at, n in ends.items() if n > united.get(at, 0)}
+            if more:
+                united = {**united, **more}
+    return united
 
 
-def _most_held(by_need: Counter[int]) -> int:
-    """Return the maximum over c of (F that need at most c releases) - c."""
-    started = most = 0
-    for releases in sorted(by_need):
-        started += by_need[releases]
-        most = max(most, started - releases)
-    return most
+class Memory:
+    """What the workers of a spec may hold at the worst timing.
+
+    First from a worker's own edges alone, which nearly always is enough; then together with those workers whose edges
+    lead from its beginnings to its ends, while all others only pass payloads on; then from the whole relation, unless
+    that is too large.
+    """
+
+    def __init__(self, spec: Spec, compile: Callable[[Spec, int], Iterable[Entry]]) -> None:
+        self.spec = spec
+        self._compile = compile
+        self._programs: dict[int, list[Entry]] = {}
+
+    @cached_property
+    def of_more(self) -> Memory:
+        """The same of so many more microbatches that windows bind; of a multiple, which some schedules ask for.
+
+        Raises:
+            PipeError: the schedule cannot be made for so many.
+        """
+        number, num_stages = self.spec.num_microbatches, self.spec.num_stages
+        enough = min(8 * (number + num_stages), max(2 * number, 8 * num_stages, 256))
+        while number < enough:
+            number *= 2
+        return Memory(replace(self.spec, num_microbatches=number), self._compile)
+
+    def program(self, worker: int) -> list[Entry]:
+        """Return the program of a worker without what ends a step; of an endless stream the beginning."""
+        program = self._programs.get(worker)
+        if program is None:
+            compiled = looked_at(self.spec, self._compile(self.spec, worker))
+            program = [entry for entry in compiled if self.spec.orders(entry.action)]
+            if not self._is_small(program):
+                self._programs.clear()
+            self._programs[worker] = program
+        return program
+
+    def _is_small(self, program: Sequence[Entry]) -> bool:
+        return len(program) * self.spec.num_workers <= _WHOLE
+
+    def at_any_timing(self, worker: int, is_enough: Callable[[Lives], bool]) -> tuple[Lives, bool]:
+        """Return the lives on `worker`, apart as far as is enough or can be seen, and whether nothing was left out."""
+        program = self.program(worker)
+        lives = Lives((True, entry.action, entry.own) for entry in program)
+        if is_enough(lives) or self.spec.num_workers == 1:
+            return lives, True
+        leading = self._leading(worker, program)
+        if leading:
+            lives = Lives(self._together(worker, {worker, *leading}))
+            if is_enough(lives):
+                return lives, True
+        if self._is_small(program):
+            return Lives(self._together(worker, set(range(self.spec.num_workers)))), True
+        return lives, False
+
+    def _together(self, own: int, workers: Collection[int]) -> Iterator[tuple[bool, Action, list[Action]]]:
+        """Yield what `workers` run, each action after what it needs: a run of all of them in their orders.
+
+        Raises:
+            ScheduleError: they cannot be run so.
+        """
+        programs = {worker: self.program(worker) for worker in workers}
+        listed = {entry.action for program in programs.values() for entry in program}
+        stages = sorted({action.stage for action in listed})
+        done: set[Action] = set()
+        at = dict.fromkeys(programs, 0)
+        moved = True
+        while moved:
+            moved = False
+            for worker, program in programs.items():
+                while at[worker] < len(program):
+                    entry = program[at[worker]]
+                    needs = [*entry.own]
+                    for pulled in entry.pulled:
+                        needs += self._passed_on(pulled.action, workers, stages)
+                    if any(need not in done and need in listed for need in needs):
+                        break
+                    yield worker == own, entry.action, needs
+                    done.add(entry.action)
+                    at[worker] += 1
+                    moved = True
+        stuck = [str(program[at[worker]].action) for worker, program in programs.items() if at[worker] < len(program)]
+        if stuck:
+            raise ScheduleError(f"{', '.join(stuck)} can never be run: each waits for another")
+
+    def _passed_on(self, need: Action, workers: Collection[int], stages: Sequence[int]) -> list[Action]:
+        """Return what of `workers` a need follows from by data flow, or itself if one of them runs it."""
+        spec, (stage, kind, microbatch) = self.spec, need
+        if spec.worker(need) in workers:
+            return [need]
+        behind = sorted((s for s in stages if s * kind.way < stage * kind.way), key=lambda s: abs(s - stage))
+        sources = (a for s in behind for a in spec.actions(s, microbatch) if a.kind.way == kind.way)
+        passed_on = next((action for action in sources if spec.worker(action) in workers), None)
+        if passed_on is not None:
+            return [passed_on]
+        before = spec.actions(stage, microbatch)
+        before = before[: before.index(need)] if need in before else ()
+        return self._passed_on(before[-1], workers, stages) if before else []
+
+    def _leading(self, worker: int, program: Sequence[Entry]) -> set[int]:
+        """Return the workers whose edges lead from a few beginnings to own ends that own edges do not lead to."""
+        own = {entry.action: entry for entry in program}
+        beginnings = [action for action in own if action.kind.holds > 0]
+        leading: set[int] = set()
+        for beginning in {beginnings[len(beginnings) * part // 4] for part in (1, 2, 3)}:
+            near, asked = {beginning}, [beginning]
+            for action in asked:
+                new = [need for need in own[action].own if need in own and need not in near]
+                near.update(new)
+                asked += new
+            leading |= self._leading_from(beginning, worker, near)
+        return leading - {worker}
+
+    def _leading_from(self, beginning: Action, worker: int, near: Collection[Action]) -> set[int]:
+        spec = self.spec
+        needed_by: dict[Action, Action] = {}
+        asked = [(-beginning.index, 0, beginning)]  # the latest microbatch first: its ends are what windows name
+        leading: set[int] = set()
+        stages = {stage for stage, _ in spec.hosted(worker)}  # to whose ends no way has been found
+        while asked and stages and len(needed_by) < _PATH:
+            action = heapq.heappop(asked)[-1]
+            if (
+                action.kind.holds < 0
+                and action.stage in stages
+                and action not in near
+                and spec.worker(action) == worker
+            ):
+                stages.remove(action.stage)
+                leading.update(self._leading_back(action, beginning, needed_by))
+                continue
+            for need in spec.needs(action):
+                if need not in needed_by:
+                    needed_by[need] = action
+                    heapq.heappush(asked, (-need.index, len(needed_by), need))
+        return leading
+
+    def _leading_back(self, action: Action, beginning: Action, needed_by: Mapping[Action, Action]) -> Iterator[int]:
+        """Yield the workers whose own edges, and not the flow of data, lead from `beginning` to `action`."""
+        while action != beginning:
+            by = needed_by[action]
+            if action not in self.spec.data(by):
+                yield self.spec.worker(by)
+            action = by

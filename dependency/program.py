@@ -15,7 +15,7 @@ from .action import Action, Kind
 from .ending import NOTHING, Asked, Shard, end_tree
 from .errors import ScheduleError
 from .kinds import C, D
-from .memory import peak_in_order
+from .memory import peaks_in_order
 from .order import has_program, has_slot, is_uniform, local_order
 from .spec import Spec
 
@@ -185,7 +185,7 @@ def order_limit(spec: Spec, worker: int) -> int | None:
     """Return how many activations the worker's own order lets it hold: what is listed is also what may be held."""
     limit = spec.activation_limit(worker)
     if limit is None and has_program(spec) and not has_slot(spec):
-        limit = peak_in_order(spec.program(worker))
+        limit = peaks_in_order(spec.program(worker))[-1]
     return limit
 
 
