@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -20,21 +19,23 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PeerLost, Spec, check, entries
+from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PipeError, Spec, check, entries
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import current_job, join
+from .model.arguments import refuse_options, refuse_training
 from .model.microbatches import Ahead, Microbatches
 from .model.partition import Model, Partition
+from .model.shards import ShardMaker
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor
 from .workers.compute.device import courier_for
-from .workers.compute.digest import digest
 from .workers.compute.randomness import Randomness, preserved
 from .workers.compute.result import Result
-from .workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
+from .workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory
 from .workers.handlers import Batch
 from .workers.hooks import Listener
+from .workers.threads import WorkerThreads
 from .workers.transport.call import Call
 from .workers.transport.carrier import Carrier
 from .workers.transport.local import local_carriers
@@ -57,7 +58,7 @@ class Pipeline:
         schedule: a name (`rpc-pipe schedules` lists them), `path/to/file.py:ClassName` or a Spec class.
         schedule_options: the schedule's parameters.
         num_microbatches: into how many microbatches a batch is split; fewer if it has fewer rows.
-        num_workers: how many workers; inside a job the job decides.
+        num_workers: how many workers; inside a job the job decides, and else it is one. More are threads.
         split: number of layers of each stage; evenly by default.
         order: `ready` or `fixed`; the schedule's own preference by default. The result is the same.
         device: `cpu`, `cuda` or `cuda:N`.
@@ -95,7 +96,9 @@ class Pipeline:
         )
         if job is not None and num_workers not in (None, job.num_workers):
             raise ConfigError(f"num_workers {num_workers}: this job has {job.num_workers} workers; start as many")
-        self.num_workers = job.num_workers if job else 2 if num_workers is None else num_workers
+        self.num_workers = job.num_workers if job else 1 if num_workers is None else num_workers
+        refuse_options(order, max_grad_norm, num_workers=self.num_workers, num_microbatches=num_microbatches, seed=seed)
+        refuse_training(loss_fn, optimizer, lr_scheduler)
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
         _refuse_untrainable(self.spec)
         workers = [job.worker] if job else list(range(self.num_workers))
@@ -107,43 +110,23 @@ class Pipeline:
         self._parts: dict[tuple[Spec, int, bool, Asked], Part] = {}
         # Whether the loss is given as sums, so that updates wait for its weight, is known after the first step.
         self._asked = Asked(weight=True, norms=max_grad_norm is not None)
-        courier = courier_for(device)
-        randomness = Randomness(seed, courier.device)
+        couriers = [courier_for(device) for _ in workers]
+        maker = ShardMaker(
+            self.partition,
+            Randomness(seed, couriers[0].device),
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+        )
+        carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
+        made = zip(carriers, couriers, [maker.hosted(self.spec, worker) for worker in workers], strict=True)
+        self._actors = [WorkerActor(*parts, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
         # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
-        self._described = _describe(self.spec, self.partition.ranges, seed)
-        self._weights = ""
-
-        def shard(stage: int, route: int) -> Shard:
-            layers = self.partition.build(stage, randomness, route)
-            if self.spec.num_routes > 1:
-                tensors = [tensor for _, module in layers for tensor in module.state_dict().values()]
-                self._weights += f"{stage}={digest(tensors):x} "
-            for _, module in layers:
-                module.to(courier.device)
-            last = stage == self.spec.last_stage
-            return Shard(
-                stage,
-                layers,
-                randomness,
-                loss_fn=loss_fn if last else None,
-                optimizer=optimizer,
-                lr_scheduler=lr_scheduler,
-            )
-
-        carriers: list[Carrier] = [join(job)] if job is not None else [*local_carriers(len(workers))]
-        self._actors = [
-            WorkerActor(
-                carrier,
-                courier if worker == workers[0] else courier_for(device),
-                {place: shard(*place) for place in self.spec.hosted(worker)},
-                max_grad_norm=max_grad_norm,
-                stall_s=stall_s,
-            )
-            for worker, carrier in zip(workers, carriers, strict=True)
-        ]
         self.partition.release()
-        self._threads = _worker_threads(len(workers)) if len(workers) > 1 else None
-        self._stopped = False
+        self._described, self._weights = _describe(self.spec, self.partition.ranges, seed), maker.weights
+        self._threads = None if job else WorkerThreads(self._actors)
+        self._worker = workers[0]
+        self._stopped = self._closed = False
         self._grad_norm: float | None = None
         self._num_cut = 0
         link.attach(self)
@@ -160,10 +143,13 @@ class Pipeline:
             microbatches: instead of a batch, a list of (inputs, targets) already split; shapes may differ.
 
         Raises:
-            SystemExit: the user asked to stop (Ctrl-C) and the step before this one was the last.
+            KeyboardInterrupt: the user asked to stop (Ctrl-C), and `stopped` has been True since the step before.
+            Disagreement: the workers were given different batches, or make different calls.
+            WorkerFailure: a worker raised, which this names. Where all workers are in this process, the step is
+                undone, and the pipeline may be used as before it.
         """
         if self._stopped:
-            raise SystemExit(130)
+            raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
         return self._told(self._run(self._cut(batch, microbatches), train=True))
 
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
@@ -186,7 +172,8 @@ class Pipeline:
                     return
                 yield self._told(result)
         finally:
-            self._each(lambda actor: streams[actor].close())
+            if not self._closed:
+                self._each(lambda actor: streams[actor].close())
 
     def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> float:
         """Return the loss of a batch without training on it, on every worker."""
@@ -230,16 +217,28 @@ class Pipeline:
         """Return when every worker has called this."""
         self._each(WorkerActor.barrier)
 
+    def close(self) -> None:
+        """End the threads and let go of the model. A process of a job stays with the others until it ends."""
+        if self._threads is not None:
+            self._threads.close()
+        self._threads, self._actors, self._closed = None, [], True
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
     # --- what one process has of its own
 
     @property
     def worker(self) -> int:
         """This process's worker; 0 if all workers are in it."""
-        return self._actors[0].worker
+        return self._worker
 
     @property
     def stopped(self) -> bool:
-        """True once the user has asked to stop: end the loop. All workers see it after the same step."""
+        """True once the user has asked to stop (Ctrl-C): end the loop. All workers see it after the same step."""
         return self._stopped
 
     @property
@@ -325,17 +324,12 @@ class Pipeline:
         return self._parts[key]
 
     def _each(self, call: Callable[[WorkerActor], T]) -> list[T]:
-        """Call for every worker of this process, each on its own thread, and raise the first cause."""
+        """Call for every worker of this process and raise the first cause."""
+        if self._closed:
+            raise PipeError("this pipeline is closed; `close` comes last, also at the end of a `with` block")
         # Around all workers of this process at once: they share its generators.
         with preserved(self._actors[0].courier.device):
-            if self._threads is None:
-                return [call(self._actors[0])]
-            futures = [self._threads.submit(call, actor) for actor in self._actors]
-            wait(futures)
-        errors = [error for future in futures if (error := future.exception()) is not None]
-        for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
-            raise error
-        return [future.result() for future in futures]
+            return [call(self._actors[0])] if self._threads is None else self._threads.each(call)
 
 
 def _refuse_untrainable(spec: Spec) -> None:
@@ -350,12 +344,6 @@ def _describe(spec: Spec, ranges: Sequence[range], seed: int) -> str:
     """Return in one short line what must be equal on all workers, without addresses of objects."""
     text = f"{re.sub(' at 0x[0-9a-f]+', '', repr(spec))}, split {'+'.join(str(len(r)) for r in ranges)}, seed {seed}"
     return text if len(text) < 200 else f"{text[:180]}... {zlib.crc32(text.encode()):x}"
-
-
-def _worker_threads(count: int) -> ThreadPoolExecutor:
-    """Return threads that compute like the caller's: torch's number of threads is kept by thread, and the
-    way a sum is divided among threads decides its last bits."""
-    return ThreadPoolExecutor(count, "worker", initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
 
 
 def _by_layer(name: str) -> tuple[int, str]:

@@ -50,13 +50,14 @@ class WorkerActor(Context):
     ) -> None:
         super().__init__(carrier.worker, courier, Mailbox(carrier, courier, stall_s), shards, max_grad_norm)
         self.carrier = carrier
+        self._stall_s = stall_s
         self._tasks: dict[Part, dict[Action, Task]] = {}
 
     def run(self, batch: Batch) -> Result:
         """Do this worker's part of `batch` and return what all workers know after it: a stream of length one.
 
         Raises:
-            Disagreement: another worker's call is not `call`.
+            Disagreement: another worker was asked for something else.
             WorkerFailure: this worker's own work raised.
             PeerLost: another worker failed or is gone.
             Stalled: nothing arrived in time.
@@ -75,6 +76,14 @@ class WorkerActor(Context):
                 yield result
         finally:
             stream.abandon()
+
+    def resume(self, carrier: Carrier, step: int) -> None:
+        """Forget what was under way and go on, over another carrier, after `step` complete steps."""
+        self.carrier, self.mailbox = carrier, Mailbox(carrier, self.courier, self._stall_s)
+        self.running, self.step, self.next_step = "", step, step
+        for shard in self.shards.values():
+            shard.abandon()
+        self.listeners.idle(step - 1)
 
     def _tasks_of(self, part: Part) -> dict[Action, Task]:
         if part not in self._tasks:

@@ -9,6 +9,7 @@ from itertools import count
 from ..dependency import ConfigError
 from ..workers.compute.digest import describe
 from ..workers.transport.payload import Tree, num_rows, num_tokens, split_rows
+from .arguments import refuse_batch
 
 
 @dataclass(frozen=True)
@@ -39,20 +40,23 @@ class Microbatches:
             number: of the calls so far; which of many tensors are compared with other workers' depends on it.
 
         Raises:
-            ConfigError: there is neither.
+            ConfigError: there is neither, or it is no pair, or has no rows.
         """
+        refuse_batch(batch, microbatches)
         if microbatches is not None:
             pieces = list(microbatches)
             batch = [inputs for inputs, _ in pieces], [targets for _, targets in pieces]
-        elif batch is not None:
+        else:
+            assert batch is not None
             inputs, targets = batch
             # A worker may have been given one of the two only.
             whole = inputs if targets is None else targets if inputs is None else (inputs, targets)
             parts = min(num_microbatches, max(1, num_rows(whole)))
             pieces = list(zip(split_rows(inputs, parts), split_rows(targets, parts), strict=True))
-        else:
-            raise ConfigError("step: needs a batch, or microbatches")
         rows = [num_rows(targets if inputs is None else inputs) for inputs, targets in pieces]
+        if 0 in rows:
+            which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
+            raise ConfigError(f"{which} has no rows: needs at least 1")
         return cls(
             [inputs for inputs, _ in pieces],
             [targets for _, targets in pieces],

@@ -1,7 +1,11 @@
 """The face, over the in-process carrier."""
 
+import os
 import random
+import signal
 import threading
+import time
+from contextlib import nullcontext
 from functools import partial
 
 import numpy
@@ -9,12 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.dependency import ConfigError, F, WorkerFailure
+from rpc_pipe.dependency import ConfigError, F, PipeError, WorkerFailure
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.hooks import Listener
 
 SGD = partial(torch.optim.SGD, lr=0.1)
+SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
 X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(1)), torch.arange(10) % 3
 
 
@@ -232,6 +237,129 @@ def test_the_first_cause_is_raised_with_worker_action_step_and_traceback():
     assert "in forward" in failure.value.remote_traceback
 
 
+def test_an_error_of_the_users_undoes_the_step_and_the_pipeline_goes_on():
+    """A wrong shape typed at a prompt lost the pipeline and its weights: every later call raised."""
+
+    def run(*mistakes):
+        pipe = pipeline([partial(nn.Linear, 4, 8), partial(nn.Dropout, 0.5), partial(nn.Linear, 8, 3)], num_workers=3)
+        losses = [pipe.step((X, Y))]
+        for mistake in mistakes:
+            torch.manual_seed(3)
+            before = torch.rand(1)
+            torch.manual_seed(3)
+            with pytest.raises(WorkerFailure):
+                mistake(pipe)
+            assert torch.equal(torch.rand(1), before), "as it was"
+            assert sum(shard.num_kept for actor in pipe.actors for shard in actor.shards.values()) == 0
+        return [*losses, pipe.step((X, Y)), pipe.evaluate((X, Y))], pipe.state_dict()
+
+    losses, state = run(
+        lambda pipe: pipe.step((torch.ones(10, 5), Y)),  # in the first stage
+        lambda pipe: pipe.step((X, Y.float())),  # in the last, after the others' first forwards
+        lambda pipe: pipe.step(microbatches=[(X, Y), (X, Y), (X, Y), (X[:, :3], Y)]),  # after backwards
+        lambda pipe: pipe.predict(X[:, :2]),
+    )
+    expected_losses, expected = run()
+    assert losses == expected_losses
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_ctrl_c_at_a_prompt_undoes_the_step_too(num_workers):
+    def stop(x):
+        if interrupts:
+            interrupts.pop()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        return x
+
+    class Stopped(nn.Module):
+        def forward(self, x):
+            return stop(x)
+
+    pipe = pipeline([partial(nn.Linear, 4, 8), nn.Tanh, Stopped, partial(nn.Linear, 8, 3)], num_workers=num_workers)
+    quiet = pipeline([partial(nn.Linear, 4, 8), nn.Tanh, nn.Identity, partial(nn.Linear, 8, 3)])
+    interrupts = []
+    assert pipe.step((X, Y)) == quiet.step((X, Y))
+    interrupts = [1]
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step((X, Y))
+    assert [pipe.step((X, Y)) for _ in range(2)] == [quiet.step((X, Y)) for _ in range(2)]
+
+
+def test_worker_threads_compute_with_the_callers_settings():
+    """Autocast around `step` worked in a job and did nothing in threads."""
+    seen = []
+
+    class SeeingLinear(nn.Linear):
+        def forward(self, x):
+            there = torch.empty(0).device.type  # as everything that a layer makes
+            seen.append((there, torch.get_default_dtype(), torch.is_autocast_enabled("cpu"), x.dtype))
+            return super().forward(x)
+
+    pipe = pipeline([partial(nn.Linear, 4, 8), partial(SeeingLinear, 8, 3)], num_microbatches=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = pipe.step((X, Y))
+    assert seen.pop() == ("cpu", torch.float32, True, torch.bfloat16)
+    with torch.device("meta"):
+        pipe.evaluate((X, Y))
+    assert seen.pop()[0] == "meta"
+    pipe.evaluate((X, Y))
+    assert seen.pop() == ("cpu", torch.float32, False, torch.float32)
+    alone = pipeline([partial(nn.Linear, 4, 8), partial(nn.Linear, 8, 3)], num_workers=1, num_microbatches=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert alone.step((X, Y)) == loss
+    with torch.no_grad():
+        assert pipe.gather("grad", lambda actor: torch.is_grad_enabled()) == [False] * 2
+    assert pipe.gather("grad", lambda actor: torch.is_grad_enabled()) == [True] * 2
+
+
+def test_autocast_around_the_whole_loop_trains_like_autocast_around_each_step():
+    """With one worker on the caller's thread, or in a job, forwards went on with the first step's weights."""
+
+    def losses(around_all, around_each):
+        pipe = pipeline(num_workers=1)
+        with around_all:
+            for _ in range(3):
+                with around_each:
+                    yield pipe.step((X, Y))
+
+    def autocast():
+        return torch.autocast("cpu", torch.bfloat16)
+
+    assert [*losses(autocast(), nullcontext())] == [*losses(nullcontext(), autocast())]
+
+
+def test_a_closed_pipeline_has_no_threads_and_others_go_on():
+    before = threading.active_count()
+    with pipeline(num_workers=3) as first, pipeline() as second:
+        assert first.step((X, Y)) == second.step((X, Y))
+        first.close()
+        second.step((X, Y))
+    assert threading.active_count() == before
+    for call in (lambda: first.step((X, Y)), first.state_dict, first.barrier):
+        with pytest.raises(PipeError, match="this pipeline is closed"):
+            call()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda pipe: pipe.step(X), r"batch is a Tensor: must be \(inputs, targets\)"),
+        (lambda pipe: pipe.step((X, Y, X)), "batch is a tuple of 3: must be"),
+        (lambda pipe: pipe.step((X[:0], Y[:0])), "the batch has no rows: needs at least 1"),
+        (lambda pipe: pipe.step(), r"pass a batch, \(inputs, targets\), or else microbatches="),
+        (lambda pipe: pipe.step((X, Y), microbatches=[(X, Y)]), "pass a batch, "),
+        (lambda pipe: pipe.step(microbatches=[]), "must be a list of at least one"),
+        (lambda pipe: pipe.step(microbatches=[(X, Y), (X[:0], Y[:0])]), "microbatch 1 has no rows"),
+        (lambda pipe: pipe.evaluate(microbatches=[(X, Y), X]), "microbatch 1 is a Tensor"),
+    ],
+)
+def test_a_batch_that_is_none_is_refused_in_one_sentence(call, message):
+    with pytest.raises(ConfigError, match=message):
+        call(pipeline())
+
+
 def test_a_listener_that_raises_is_removed_and_the_run_goes_on(caplog):
     class Raises(Listener):
         def action_started(self, step, action):
@@ -250,8 +378,9 @@ def test_a_stop_is_seen_by_all_after_the_same_step():
     assert not pipe.stopped
     pipe.step((X, Y))
     assert pipe.stopped
-    with pytest.raises(SystemExit):
+    with pytest.raises(KeyboardInterrupt, match="end the loop"):
         pipe.step((X, Y))
+    assert pipe.evaluate((X, Y)) > 0, "what a script does after its loop still works"
 
 
 def test_a_users_schedule_class_runs():
@@ -276,8 +405,21 @@ def test_what_cannot_be_trained_yet_is_refused():
     "options, message",
     [
         ({"num_workers": 9}, "stages 9: the model has only 4 layers"),
-        ({"num_workers": 0}, "workers 0: must be at least 1"),
-        ({"num_microbatches": 0}, "microbatches 0: must be at least 1"),
+        ({"num_workers": 0}, "num_workers 0: must be a whole number, at least 1"),
+        ({"num_microbatches": 0}, "num_microbatches 0: must be a whole number, at least 1"),
+        ({"num_microbatches": 4.0}, r"num_microbatches 4\.0: must be a whole number"),
+        ({"seed": None}, "seed None: must be a whole number, at least 0"),
+        ({"order": "best"}, "order 'best': must be ready or fixed, or None"),
+        ({"optimizer": torch.optim.SGD([nn.Parameter(X)], lr=0.5)}, r"such as partial\(torch.optim.SGD, lr=0.5\)"),
+        ({"optimizer": "adam"}, "optimizer 'adam': must be callable"),
+        ({"optimizer": None, "lr_scheduler": SLOWER}, "lr_scheduler: needs an optimizer"),
+        ({"lr_scheduler": SLOWER(SGD([nn.Parameter(X)]))}, r"such as partial\(torch.optim.lr_scheduler.StepLR, "),
+        (
+            {"loss": nn.CrossEntropyLoss},
+            r"is the class CrossEntropyLoss: pass an instance, CrossEntropyLoss\(\)",
+        ),
+        ({"loss": 0.5}, "loss_fn 0.5: must be callable"),
+        ({"device": "gpu"}, "device 'gpu': must be cpu, cuda"),
         ({"schedule": "1f2b"}, "did you mean '1f1b'"),
         ({"split": [1, 1]}, "add up to the model's 4 layers"),
         ({"device": "tpu"}, "device 'tpu': must be cpu, cuda or cuda:N"),

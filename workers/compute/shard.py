@@ -62,6 +62,7 @@ class Shard:
         self.stage = stage
         self.layers = list(layers)
         self.loss_fn = loss_fn
+        self.num_updates = 0
         self.losses = Losses()
         #: (kind of layer, ns) as in `LayerTime`; filled by the next forward if empty; None: not wanted
         self.layer_times: list[tuple[int, int]] | None = None
@@ -328,6 +329,8 @@ class Shard:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
             self.optimizer.zero_grad(set_to_none=True)
+            torch.clear_autocast_cache()  # of weights as they were, kept until the caller leaves `autocast`
+        self.num_updates += 1
 
 
 def _note(error: Exception, where: str) -> None:

@@ -1,0 +1,69 @@
+"""What `Pipeline` is given, refused in one sentence where it cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..dependency import ConfigError
+
+
+def refuse_options(order: object, max_grad_norm: object, **numbers: object) -> None:
+    """Refuse numbers that are not whole or too small, and an unknown order."""
+    for name, value in numbers.items():
+        least = 0 if name == "seed" else 1
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} {value!r}: must be a whole number, at least {least}")
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
+        raise ConfigError(f"max_grad_norm {max_grad_norm!r}: must be a number above 0, or None")
+    if order not in (None, "ready", "fixed"):
+        raise ConfigError(f"order {order!r}: must be ready or fixed, or None for the schedule's own")
+
+
+def refuse_batch(batch: object, microbatches: object) -> None:
+    """Refuse what is no pair of inputs and targets, or no list of such."""
+    if (batch is None) == (microbatches is None):
+        raise ConfigError("pass a batch, (inputs, targets), or else microbatches=, a list of such")
+    if microbatches is None:
+        _refuse_pair("batch", batch)
+    elif not isinstance(microbatches, Sequence) or not microbatches:
+        raise ConfigError("microbatches: must be a list of at least one (inputs, targets)")
+    else:
+        for number, pair in enumerate(microbatches):
+            _refuse_pair(f"microbatch {number}", pair)
+
+
+def _refuse_pair(name: str, pair: object) -> None:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        length = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
+        raise ConfigError(f"{name} is a {type(pair).__name__}{length}: must be (inputs, targets), trees of tensors")
+
+
+def refuse_training(loss_fn: object, optimizer: object, lr_scheduler: object) -> None:
+    """Refuse what cannot be called, or has been made already."""
+    if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
+        raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}()")
+    if not callable(loss_fn):
+        raise ConfigError(f"loss_fn {loss_fn!r}: must be callable as loss_fn(output, target), such as cross_entropy")
+    if isinstance(optimizer, Optimizer):
+        name, lr = type(optimizer).__name__, optimizer.defaults.get("lr", 1e-3)
+        lr = lr.item() if isinstance(lr, torch.Tensor) else lr
+        raise ConfigError(
+            f"optimizer is an {name} that holds parameters already: pass what makes one for the parameters of a stage, "
+            f"such as partial(torch.optim.{name}, lr={lr:g})"
+        )
+    if optimizer is not None and not callable(optimizer):
+        raise ConfigError(f"optimizer {optimizer!r}: must be callable with parameters, such as partial(AdamW, lr=1e-3)")
+    if isinstance(lr_scheduler, LRScheduler):
+        raise ConfigError(
+            f"lr_scheduler is a {type(lr_scheduler).__name__} of some optimizer: pass what makes one for the optimizer "
+            f"of a stage, such as partial(torch.optim.lr_scheduler.{type(lr_scheduler).__name__}, ...)"
+        )
+    if lr_scheduler is not None and not callable(lr_scheduler):
+        raise ConfigError(f"lr_scheduler {lr_scheduler!r}: must be callable, such as partial(StepLR, step_size=10)")
+    if lr_scheduler is not None and optimizer is None:
+        raise ConfigError("lr_scheduler: needs an optimizer to schedule; pass optimizer=, too")
