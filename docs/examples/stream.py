@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe import Pipeline
 
 
 def batches(steps: int, rows: int = 64):

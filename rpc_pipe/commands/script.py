@@ -48,6 +48,9 @@ def run_script(
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="__main__")
+    except KeyboardInterrupt:  # the script trained on after a stop: all workers end here
+        ending.leave()
+        raise
     except SystemExit as stopped:
         if stopped.code not in (None, 0):
             raise

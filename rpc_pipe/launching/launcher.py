@@ -161,7 +161,8 @@ class Launcher:
                 break
         if self._consequences:
             return self._give_up(self._vague, "\n".join(self._consequences.values()), _FAILED)
-        return _INTERRUPTED if _INTERRUPTED in self._ended.values() else self._reporter.exit_code
+        stopped = self._interrupts or _INTERRUPTED in self._ended.values()
+        return _INTERRUPTED if stopped else self._reporter.exit_code
 
     def _take(self, event: Event) -> None:
         if event.what == "printed":

@@ -38,7 +38,7 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
     path, colon, name = schedule.rpartition(":")
     if colon and path.endswith(".py"):
         return _load_class(schedule, Path(path), name)
-    near = difflib.get_close_matches(schedule, SCHEDULES, n=1)
+    near = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
         f"schedule {schedule!r}: {hint}known are {', '.join(SCHEDULES)}; "

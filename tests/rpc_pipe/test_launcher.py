@@ -184,6 +184,44 @@ def test_kill_9_of_the_launcher_leaves_no_process():
         assert_all_gone(workers)
 
 
+STOPPABLE = """
+import sys
+from torch import nn
+from rpc_pipe import Pipeline
+
+pipe = Pipeline([nn.Linear(2, 2), nn.Tanh()], nn.functional.mse_loss, num_microbatches=2)
+x = nn.Parameter(nn.Linear(2, 4).weight).detach()
+for step in range(10**6):
+    pipe.step((x, x))
+    print("step", step)
+    if pipe.stopped and "ends" in sys.argv:
+        break
+print(pipe.evaluate((x, x)) and "evaluated")
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "goes on"])
+def test_ctrl_c_lets_a_script_end_its_loop_and_saves_either_way(tmp_path, how):
+    """`step` raised SystemExit, and what the script saves after its loop was lost."""
+    script, weights = tmp_path / "train.py", tmp_path / "w.safetensors"
+    script.write_text(STOPPABLE)
+    arguments = ["run", str(script), "--workers", "2", "--save", str(weights), "--", how]
+    with subprocess.Popen(
+        [sys.executable, "-m", "rpc_pipe", *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment(), cwd=ROOT,
+    ) as launcher:  # fmt: skip
+        try:
+            while "step 3" not in (line := launcher.stdout.readline()):
+                assert line
+            launcher.send_signal(signal.SIGINT)
+            output = launcher.communicate(timeout=60)[0]
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 130, output
+    assert output.count("| evaluated") == (2 if how == "ends" else 0)
+    assert weights.is_file() and "Traceback" not in output
+
+
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_ctrl_c_once_finishes_the_step_and_twice_kills(interrupts):
     with training(workers=2) as (launcher, workers):

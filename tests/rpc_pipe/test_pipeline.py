@@ -421,6 +421,7 @@ def test_what_cannot_be_trained_yet_is_refused():
         ({"loss": 0.5}, "loss_fn 0.5: must be callable"),
         ({"device": "gpu"}, "device 'gpu': must be cpu, cuda"),
         ({"schedule": "1f2b"}, "did you mean '1f1b'"),
+        ({"schedule": "1F1B"}, "did you mean '1f1b'"),
         ({"split": [1, 1]}, "add up to the model's 4 layers"),
         ({"device": "tpu"}, "device 'tpu': must be cpu, cuda or cuda:N"),
         ({"schedule_options": {"windows": 3}}, "schedule 1f1b has no such parameter; it has window"),
