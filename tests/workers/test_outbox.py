@@ -90,4 +90,6 @@ def test_a_failure_answers_every_question_now_and_later(outbox, answers):
     outbox.fail(failure)
     outbox.fail(WorkerFailure(0, "", 3, "a consequence", ""))
     outbox.ask((1, "0F1"), 1)
-    assert answers == [(1, failure), (1, failure)]
+    outbox.abandon(1)  # as who fails does with what was under way
+    outbox.ask((1, "0F2"), 1)
+    assert answers == [(1, failure)] * 3

@@ -59,7 +59,7 @@ class Outbox:
             self._finished = {key for key in self._finished if key[0] != run}
 
     def abandon(self, run: int) -> None:
-        """`run` is given up by all workers: keep nothing of it and answer no question."""
+        """`run` is given up by all workers: keep nothing of it and answer no question, unless by a failure."""
         with self._lock:
             self._open.discard(run)
             self._abandoned.add(run)
