@@ -35,6 +35,8 @@ from .options import (
 
 #: more actions than this are not drawn in the terminal
 _MOST_DRAWN = 4000
+#: lines of a picture whose names would not fit side by side
+_MOST_LINES = 60
 
 
 def add(commands: Any) -> None:
@@ -81,7 +83,8 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
         print(json.dumps(_report(name, result)))
         return 0
     if len(result.spans) <= _MOST_DRAWN:
-        reporter.console.print(draw(result.spans, spec.num_workers, width=reporter.console.width))
+        width = reporter.console.width
+        reporter.console.print(draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES))
     a_step = f", step {result.step_time:g}" if steps > 1 else ""
     reporter.console.print(
         f"{name}: makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}, "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 from rich.text import Text
 
@@ -57,51 +58,97 @@ def tell(time: float) -> str:
     return f"{time:.6g}" if abs(time) < 1e6 else f"{time:.0f}"
 
 
-def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100) -> Text:
+def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_lines: int = 0) -> Text:
     """Draw spans as a coloured grid at most `width` columns wide.
 
-    A cell shows kind and microbatch where they fit, else colour alone tells the kind; gaps are bubbles.
+    A cell shows kind and microbatch, before them the stage where a worker has several, if they fit; else colour alone
+    tells the kind, and an underline a later stage of the worker. Gaps are bubbles. Names that do not fit side by side
+    are drawn in several rows of time, one below the other, if these are at most `most_lines` lines.
     """
     if not spans:
         return Text("nothing ran")
-    first = min(span.start for span in spans)
-    last = max(span.end for span in spans)
-    label = len(f"worker {num_workers - 1} ")
-    columns = max(10, width - label)
-    shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
-    widest = max(len(_name(span.action)) for span in spans) + 1
-    # One unit takes the columns its name needs, unless the picture would not fit.
-    per_unit = min(widest / shortest, columns / max(last - first, 1e-12))
-    if per_unit * shortest >= 1:
-        per_unit = math.floor(per_unit * shortest) / shortest  # equal times get equal columns
+    held = held_stages(spans, num_workers)
+    grid = _Grid(spans, num_workers, width, several=any(len(stages) > 1 for stages in held))
+    rows = grid.rows(most_lines)
     picture = Text()
-    for worker in range(num_workers):
-        picture.append(f"worker {worker} ".ljust(label), style="bold")
-        at = 0
-        for span in sorted((s for s in spans if s.worker == worker), key=lambda s: s.start):
-            begin, end = round((span.start - first) * per_unit), round((span.end - first) * per_unit)
-            if end <= max(begin, at):
-                continue  # too short to be seen at this scale
-            picture.append("·" * (begin - at), style="dim")
-            cells = end - max(begin, at)
-            picture.append(_fit(_name(span.action), cells), style=_style(span.action))
-            at = end
-        picture.append("·" * (round((last - first) * per_unit) - at), style="dim")
-        picture.append("\n")
+    for first, last in rows:
+        if len(rows) > 1:
+            picture.append(f"{tell(first)} to {tell(last)}\n", style="dim")
+        for worker in range(num_workers):
+            picture.append(f"worker {worker} ".ljust(grid.label), style="bold")
+            picture.append_text(grid.line(worker, held[worker], first, last))
+            picture.append("\n")
     picture.rstrip()
     return picture
 
 
-def _style(action: Action) -> str:
-    return f"{action.kind.ink} on {action.kind.colour}"
+class _Grid:
+    """Which columns a moment has."""
+
+    def __init__(self, spans: Sequence[Span], num_workers: int, width: int, *, several: bool) -> None:
+        self._several = several
+        self._first = min(span.start for span in spans)
+        self._last = max(span.end for span in spans)
+        self._by_worker: list[list[Span]] = [[] for _ in range(num_workers)]
+        for span in sorted(spans, key=lambda s: s.start):
+            self._by_worker[span.worker].append(span)
+        self.label = len(f"worker {num_workers - 1} ")
+        self._columns = max(10, width - self.label)
+        self._shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
+        self._longest = max(len(self._name(span.action)) for span in spans)
+        # One unit takes the columns its name needs, unless the picture would not fit.
+        self._per_unit = self._even(
+            min((self._longest + 1) / self._shortest, self._columns / max(self._last - self._first, 1e-12))
+        )
+
+    def _even(self, per_unit: float) -> float:
+        """Return columns of a unit such that equal times get equal columns."""
+        return math.floor(per_unit * self._shortest) / self._shortest if per_unit * self._shortest >= 1 else per_unit
+
+    def rows(self, most_lines: int) -> list[tuple[float, float]]:
+        """Return (from, to) of each row of time: one, unless names fit into several only."""
+        least = self._longest + self._several  # digits of the next name must not touch
+        if self._per_unit * self._shortest >= least:
+            return [(self._first, self._last)]
+        most = max(1, math.floor(self._columns / (self._longest + 1)))  # of the shortest actions, in a row
+        units = math.ceil((self._last - self._first) / self._shortest * (1 - 1e-9))
+        count = math.ceil(units / most)
+        if count * (len(self._by_worker) + 1) > most_lines:
+            return [(self._first, self._last)]
+        self._per_unit = (self._longest + 1) / self._shortest
+        row = math.ceil(units / count) * self._shortest
+        return list(pairwise([*(self._first + i * row for i in range(count)), self._last]))
+
+    def line(self, worker: int, held: Sequence[int], first: float, last: float) -> Text:
+        """Draw what `worker`, which holds the stages `held`, does from `first` to `last`."""
+        line, at = Text(), 0
+        for span in self._by_worker[worker]:
+            if span.end <= first or span.start >= last:
+                continue
+            begin = round((max(span.start, first) - first) * self._per_unit)
+            end = round((min(span.end, last) - first) * self._per_unit)
+            if end <= max(begin, at):
+                continue  # too short to be seen at this scale
+            line.append("·" * (begin - at), style="dim")
+            cells = end - max(begin, at)
+            name = self._name(span.action) if span.start >= first else "…"  # goes on from the row before
+            line.append(_fit(name, cells), style=_style(span.action, held.index(span.action.stage)))
+            at = end
+        line.append("·" * (round((last - first) * self._per_unit) - at), style="dim")
+        return line
+
+    def _name(self, action: Action) -> str:
+        name = f"{action.kind.letter}{action.microbatch}"
+        return f"{action.stage}{name}" if self._several else name
 
 
-def _name(action: Action) -> str:
-    return f"{action.kind.letter}{action.microbatch}"
+def _style(action: Action, level: int) -> str:
+    return f"{'underline ' if level else ''}{action.kind.ink} on {action.kind.colour}"
 
 
 def _fit(name: str, cells: int) -> str:
-    """Shorten to the microbatch, whose kind the colour tells, and then to the kind alone."""
-    if len(name) > cells:
-        name = name[1:] if len(name) - 1 <= cells and name[0] != "U" else name[0]
-    return name.ljust(cells)
+    """Shorten to kind and microbatch, to the microbatch, whose kind the colour tells, and then to the kind alone."""
+    plain = name.lstrip("0123456789")  # without the stage
+    letter, number = plain[:1], plain[1:]
+    shorter = (name, plain, letter if letter == "U" else number, letter)
+    return next((text for text in shorter if len(text) <= cells), letter).ljust(cells)
