@@ -110,8 +110,8 @@ def _tell_summary(options: TrainOptions, corpus: Corpus, history: History, times
         title=f"\nlast step as it ran on {history.num_workers} workers:",
         timeline=draw(trace.last_steps(1), trace.spec.num_workers, width=100).markup,
         lines=[
-            f"bubble {100 * found['bubble_actual']:.1f} % measured, {100 * found['bubble_planned']:.1f} % planned "
-            f"for the measured times; step {found['step_ms']:.0f} ms, {found['tokens_per_s']:,.0f} tokens/s",
+            f"idle {100 * found['bubble_actual']:.1f} %; {100 * found['bubble_planned']:.1f} % when simulated with the "
+            f"measured times and free transfers; step {found['step_ms']:.0f} ms, {found['tokens_per_s']:,.0f} tokens/s",
             f"held-out loss {held_out:.4f} nats a byte; a byte bigram model has {bigram:.4f} on the same bytes",
             *(f"{what} written to {path}" for name, what in FILES.items() if (path := getattr(options, name))),
         ],

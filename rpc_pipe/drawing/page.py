@@ -29,6 +29,8 @@ class Picture:
     num_workers: int
     #: shown behind times, such as "ms"; pictures of one unit share one scale
     unit: str = ""
+    #: what the time is called in which nothing ran: a schedule's `bubble`, or `idle` where times were measured
+    gaps: str = "bubble"
     #: why workers waited, as `waits.waits` tells
     waits: Mapping[Span, Wait] = field(default_factory=dict)
 
@@ -84,7 +86,8 @@ def _encode(picture: Picture) -> dict[str, object]:
         "name": picture.name,
         "unit": picture.unit,
         "workers": picture.num_workers,
-        "about": summarize(spans, picture.num_workers, unit=picture.unit),
+        "gaps": picture.gaps,
+        "about": summarize(spans, picture.num_workers, unit=picture.unit, gaps=picture.gaps),
         "stages": held_stages(spans, picture.num_workers),
         "spans": rows,
     }

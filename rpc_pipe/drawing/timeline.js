@@ -2,6 +2,7 @@
 /* Timelines on canvases: `load` takes what `page.encode` made, `build` makes the elements, `refresh` draws. */
 const hint = document.getElementById("hint");
 const AXIS = 24;  // height of the axis, in pixels
+const TALLEST = 64;  // no row is higher, in pixels
 const SMALLEST = 7, SIZES = [1, 0.8, 0.64];  // no text is smaller, in pixels; few sizes, for a calm picture
 const STRIPE = 0.28;  // share of a cell that the stripe of a worker's last stage takes
 const FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif";
@@ -78,7 +79,7 @@ function build() {
     item.append(words);
   };
   for (const [kind, [colour, , word]] of Object.entries(palette)) if (kinds.has(kind)) entry(`${kind} ${word}`, colour);
-  if (drawn.length) entry("bubble", "var(--bubble)");
+  if (drawn.length) entry(drawn[0].gaps, "var(--bubble)");
   const levels = Math.max(0, ...drawn.map(picture => picture.levels));
   if (levels) entry(levels > 1 ? "later stages of the worker: the later, the higher" : "second stage of the worker", "", "stripe");
   document.getElementById("tools").hidden = !drawn.length;
@@ -99,15 +100,15 @@ function build() {
 
 function measure() {
   const style = getComputedStyle(document.documentElement);
-  for (const name of ["paper", "ink", "dim", "line", "bubble"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
+  for (const name of ["paper", "ink", "dim", "line", "bubble", "curve"]) colours[name] = style.getPropertyValue(`--${name}`).trim();
   const ratio = window.devicePixelRatio || 1;
   const rows = drawn.reduce((sum, picture) => sum + picture.workers, 0);
   const free = window.innerHeight - 60 - drawn.length * (AXIS + 46);
-  const pitch = Math.max(11, Math.min(26, Math.floor(free / rows)));
+  const pitch = Math.max(11, Math.min(TALLEST, Math.floor(free / rows)));
   for (const picture of drawn) {
     picture.pitch = pitch;
     picture.cell = pitch - (pitch > 14 ? 2 : 1);
-    picture.font = Math.min(12, picture.cell - 2);
+    picture.font = Math.min(14, picture.cell - 2);
     picture.width = picture.plot.clientWidth;
     picture.height = picture.workers * pitch + AXIS;
     for (const canvas of [picture.canvas, picture.over]) {

@@ -39,8 +39,13 @@ def held_stages(spans: Sequence[Span], num_workers: int) -> list[list[int]]:
     return [sorted(stages) for stages in held]
 
 
-def summarize(spans: Sequence[Span], num_workers: int, *, unit: str = "", num_stages: int | None = None) -> str:
-    """Return workers, stages (where they differ from the workers), makespan and bubble in one line."""
+def summarize(
+    spans: Sequence[Span], num_workers: int, *, unit: str = "", num_stages: int | None = None, gaps: str = "bubble"
+) -> str:
+    """Return workers, stages (where they differ from the workers), makespan and `gaps` in one line.
+
+    What a schedule leaves idle is its bubble; what ran was idle, whatever the cause.
+    """
     if not spans:
         return "nothing ran"
     if num_stages is None:
@@ -49,7 +54,8 @@ def summarize(spans: Sequence[Span], num_workers: int, *, unit: str = "", num_st
     parts = [f"{num_workers} worker{'s' * (num_workers != 1)}"]
     if num_stages != num_workers:
         parts.append(f"{num_stages} stage{'s' * (num_stages != 1)}")
-    parts += [f"makespan {tell(makespan)} {unit}".rstrip(), f"bubble {bubble(spans, num_workers):.1%}"]
+    length = f"{makespan:.4g} {unit}" if unit else tell(makespan)
+    parts += [f"makespan {length}", f"{gaps} {bubble(spans, num_workers):.1%}"]
     return ", ".join(parts)
 
 

@@ -89,7 +89,7 @@ class Reporter:
             f"{message['step_ms']:.0f} ms/step"
         )
         if bubble is not None:
-            text += f"  bubble {100 * bubble:.0f} %"
+            text += f"  idle {100 * bubble:.0f} %"
         if self.console.is_terminal:
             if self._live is None:
                 self._live = Live(console=self.console, auto_refresh=False)

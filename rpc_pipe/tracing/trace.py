@@ -106,6 +106,6 @@ def planned_and_actual(trace: Trace) -> str:
     """Return a page with a step as it was planned, in milliseconds, above the last one as it ran."""
     spec, planned, actual = trace.spec, trace.simulated().spans, trace.last_steps(1)
     return draw_page([
-        Picture("planned", planned, spec.num_workers, "ms", waits(spec, planned)),
-        Picture("actual", actual, spec.num_workers, "ms", waits(spec, actual, slack=trace.clock_error_ms)),
+        Picture("planned", planned, spec.num_workers, "ms", "idle", waits(spec, planned)),
+        Picture("actual", actual, spec.num_workers, "ms", "idle", waits(spec, actual, slack=trace.clock_error_ms)),
     ])  # fmt: skip

@@ -2,20 +2,20 @@
 
 import asyncio
 import json
-import shutil
 import subprocess
 import urllib.error
 import urllib.request
+from importlib.resources import files
 
 import pytest
+from browser import BROWSER, needs_browser, shown
 from synthetic import view_of
 
 web = pytest.importorskip("rpc_pipe.dispatch.web")
 
 from rpc_pipe.dependency import ConfigError  # noqa: E402
 from rpc_pipe.dispatch.view import View  # noqa: E402
-
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+from rpc_pipe.drawing.page import with_parts  # noqa: E402
 
 
 class Source:
@@ -156,7 +156,7 @@ def test_a_port_that_is_taken_is_told():
     assert served(view_of(), use)
 
 
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium here")
+@needs_browser
 @pytest.mark.parametrize("view, expected", [
     (lambda: view_of(), ["run-1: 1f1b", "step 3", "planned", "actual", "worker", "0 → 1", "bubble", "loss 2.7000"]),
     (View, ["connected to 0 of ? workers of run-1; waiting for them to start"]),
@@ -176,3 +176,21 @@ def test_a_browser_shows_it(view, expected, tmp_path):
         assert text in page.replace("<b>", "").replace("</b>", ""), (text, page[-3000:])
     if len(expected) > 1:
         assert 'data-shown="136"' not in page and page.count("data-shown=") == 2
+
+
+@needs_browser
+@pytest.mark.parametrize("log", ["false", "true"])
+def test_the_axis_of_the_loss_has_room_for_its_numbers(tmp_path, log):
+    """Small losses were cut off at the left, and there was no logarithm."""
+    page = with_parts(files("rpc_pipe.dispatch").joinpath("live.html").read_text(encoding="utf-8"))
+    found = shown(page.replace(' nonce="@NONCE@"', ""), tmp_path, f"""
+        for (let step = 0; step < 100; step++) losses.push([step, 3e-7 * 0.9 ** step]);
+        byId("log").checked = {log};
+        drawCurve();
+        const canvas = byId("curve"), context = canvas.getContext("2d");
+        const inked = column => context.getImageData(column, 0, 1, canvas.height).data.some(value => value > 0);
+        report({{marks: canvas.getAttribute("aria-label"), first: inked(0), last: inked(canvas.width - 1)}});
+    """)  # fmt: skip
+    marks = found["marks"].removeprefix("loss by step; marks at ").split(", ")
+    assert marks == (["1e-11", "1e-10", "1e-9", "1e-8", "1e-7"] if log == "true" else ["1e-7", "2e-7", "3e-7"])
+    assert not found["first"] and not found["last"]

@@ -1,10 +1,8 @@
 import json
 import re
-import shutil
-import subprocess
-from urllib.parse import unquote
 
 import pytest
+from browser import needs_browser, shown
 
 from rpc_pipe.dependency import B, F
 from rpc_pipe.drawing.page import Picture, draw_page
@@ -13,9 +11,6 @@ from rpc_pipe.planning.span import Span
 from rpc_pipe.planning.waits import waits
 from rpc_pipe.schedules import SCHEDULES
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-needs_browser = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
-
 
 def picture(workers=4, microbatches=8, *, name="planned", comm=0, at=0, unit=""):
     spec = SCHEDULES["1f1b"](num_workers=workers, num_microbatches=microbatches)
@@ -23,32 +18,12 @@ def picture(workers=4, microbatches=8, *, name="planned", comm=0, at=0, unit="")
         Span(s.worker, s.action, s.start + at, s.end + at)
         for s in simulate(spec, uniform({F: 1, B: 2}), comm=comm).spans
     ]
-    return Picture(name, spans, workers, unit, waits(spec, spans))
+    return Picture(name, spans, workers, unit, waits=waits(spec, spans))
 
 
 def embedded(page):
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)
     return json.loads(found[1])
-
-
-def shown(page, folder, script):
-    """Run `script` in a real browser after the page, and return what it gives to `report`."""
-    probe = (
-        "<script>const report = value => { const out = document.createElement('output');"
-        "out.textContent = encodeURIComponent(JSON.stringify(value)); document.body.append(out); };"
-        f"try {{ {script} }} catch (error) {{ report(String(error)); }}</script></body>"
-    )
-    assert page.count("</body>") == 1
-    (folder / "page.html").write_text(page.replace("</body>", probe), encoding="utf-8")
-    done = subprocess.run(
-        [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1200,800",
-         f"--user-data-dir={folder / 'profile'}", "--virtual-time-budget=2000", "--dump-dom",
-         (folder / "page.html").as_uri()],
-        capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    found = re.search(r"<output>(.*?)</output>", done.stdout)
-    assert found, done.stdout[-2000:] + done.stderr[-2000:]
-    return json.loads(unquote(found[1]))
 
 
 def test_the_page_holds_every_span_from_zero_on():
@@ -99,6 +74,7 @@ def test_a_browser_draws_zooms_and_explains(tmp_path):
         const found = {all: paint(), names: [...document.querySelectorAll("h2")].map(h => h.textContent),
           legend: [...document.querySelectorAll("li")].map(li => li.textContent)};
         found.colours = ["F", "B"].map(kind => colour(planned, planned.spans.find(s => s.kind === kind)));
+        found.pitch = planned.pitch;
         found.aligned = place(planned, 5) === place(actual, 5);
         const span = actual.spans.find(s => s.worker === 1 && s.kind === "B");
         const box = actual.canvas.getBoundingClientRect();
@@ -119,6 +95,7 @@ def test_a_browser_draws_zooms_and_explains(tmp_path):
     assert result["names"] == ["planned", "actual </script>"]
     assert result["legend"] == ["F forward", "B backward", "U update", "bubble"]
     assert result["colours"] == [F.colour, B.colour]
+    assert result["pitch"] == 64, "few rows use the height that there is"
     assert result["aligned"] and result["kept"]
     assert result["onSpan"] == result["onGap"]
     assert result["onSpan"][:2] == ["1B0 backward", "worker 1, stage 1, microbatch 0"]
