@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from ..dependency import Spec
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
