@@ -87,7 +87,9 @@ class Carrier(ABC):
         """`run` is given up by all workers, each of which may be at another point of it."""
         self.outbox.abandon(run)
         self._told.pop(run, None)
-        self._open = {asked: enter for asked, enter in self._open.items() if asked[1][0] != run}
+        for asked in list(self._open):  # in one step of the interpreter: other threads take from it
+            if asked[1][0] == run:
+                self._open.pop(asked, None)
         self._set_aside = [arrived for arrived in self._set_aside if arrived.key[0] != run]
 
     def pull(self, peer: int, run: int, names: Iterable[str], enter: Enter | None = None) -> None:
