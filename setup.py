@@ -31,7 +31,7 @@ setup(
         "rpc_pipe.drawing": ["page.html", "timeline.css", "timeline.js"],
         "rpc_pipe.dispatch": ["live.html"],
     },
-    install_requires=["torch>=2.6", "rich>=13", "safetensors>=0.4", "numpy"],  # safetensors.torch imports numpy
+    install_requires=["torch>=2.13", "rich>=13", "safetensors>=0.4", "numpy"],  # safetensors.torch imports numpy
     extras_require={
         "test": ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "mypy", "ruff"],
         "dispatch": ["aiohttp>=3.9", "prometheus_client>=0.20"],
