@@ -217,8 +217,15 @@ class _Case:
             if self._compared
             else "it has more to compute or is slower; its layers cannot be compared with others"
         )
+        if slow and self._cores is not None and self._cores < self._spec.num_workers:
+            # Whoever has to wait for a core looks slow; which one it is changes from run to run.
+            return (
+                f"worker {worker} shares a core, as {self._spec.num_workers} workers have {self._cores}, and takes "
+                f"{self._slowness[worker]:.1f} x as long for the same layers, which {costs}"
+            )
         advice = self._better_cut(step_ms, now_ms)
-        return f"worker {worker} is {times:.1f} x the median ({reason}), which {costs}{advice}"
+        busier = f"is {times:.1f} x the median" if times >= 1.05 else "is slow"  # it may have less to do
+        return f"worker {worker} {busier} ({reason}), which {costs}{advice}"
 
     def _held(self, worker: int) -> str:
         if not self._layers:
