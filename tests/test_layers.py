@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "model": "workers/compute workers/transport dependency",
     "planning": "model workers/compute workers/transport schedules dependency",
     "drawing": "planning dependency",
-    "tracing": "drawing planning workers workers/transport schedules dependency",
+    "tracing": "drawing planning model workers workers/transport schedules dependency",
     # the watching node; nobody knows it but the launcher, which shows what it sees, and the command line
     "dispatch": "tracing drawing planning workers dependency",
     "launching": "dispatch tracing workers/transport dependency",

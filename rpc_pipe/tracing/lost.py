@@ -23,6 +23,7 @@ from itertools import pairwise
 from statistics import median, median_low
 
 from ..dependency import Action, B, F, Kind
+from ..model.cut import fastest_cut
 from ..planning.simulator import Cost, Link, simulate
 from ..workers.hooks import StepRecord
 from .listing import name_of
@@ -249,7 +250,7 @@ class _Case:
             return ""
         old = [len(times) for times in layers]
         speeds = [self._slowness[self._spec.place(stage, 0)] for stage in range(len(old))]
-        new = _best_cut([time for times in layers for time in times], speeds)
+        new = fastest_cut([time for times in layers for time in times], speeds)
         totals, flat, at = [sum(times) for times in layers], [t for times in layers for t in times], 0
         ratio = []
         for stage, count in enumerate(new):
@@ -309,34 +310,3 @@ def _slowness(steps: Sequence[Sequence[StepRecord]], num_workers: int) -> tuple[
                 ratios[worker] += [own / usual] * max(1, round(own * len(by_worker[worker]) / 1e6))
     found = [max(1.0, median(ratios[worker])) if worker in ratios else 1.0 for worker in range(num_workers)]
     return found, bool(ratios)
-
-
-def _best_cut(layers: Sequence[float], slowness: Sequence[float]) -> list[int]:
-    """Return how many of the layers each stage gets so that the slowest stage is as fast as possible."""
-    low, high = 0.0, sum(layers) * max(slowness)
-    best = _fill(layers, slowness, high)
-    for _ in range(40):
-        middle = (low + high) / 2
-        found = _fill(layers, slowness, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, middle
-    assert best is not None
-    return best
-
-
-def _fill(layers: Sequence[float], slowness: Sequence[float], most: float) -> list[int] | None:
-    """Give each stage as many layers as take at most `most`, at least one each; None if layers are left."""
-    counts, at = [], 0
-    for stage, slow in enumerate(slowness):
-        needed = len(slowness) - stage - 1  # a layer each for the stages behind
-        count, time = 0, 0.0
-        while at < len(layers) - needed and (count == 0 or time + layers[at] * slow <= most):
-            time += layers[at] * slow
-            count += 1
-            at += 1
-        if count == 0 or time > most:
-            return None
-        counts.append(count)
-    return counts if at == len(layers) else None
