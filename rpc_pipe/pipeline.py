@@ -53,7 +53,8 @@ class Pipeline:
             initial weights independent of workers and cut.
         loss_fn: (output, target) -> mean over the microbatch, or (sum, weight): the step's loss is the sum
             over all microbatches divided by the sum of weights. A mean counts by its rows.
-        optimizer: parameters -> optimizer, such as `partial(torch.optim.AdamW, lr=3e-4)`; one a stage.
+        optimizer: called with (name, parameter) pairs of a stage, by the unsplit model's names; such as
+            `partial(torch.optim.AdamW, lr=3e-4)`, or a function that makes groups by name.
         lr_scheduler: optimizer -> learning-rate scheduler; stepped after every update.
         schedule: a name (`rpc-pipe schedules` lists them), `path/to/file.py:ClassName` or a Spec class.
         schedule_options: the schedule's parameters.

@@ -106,10 +106,11 @@ def _num_bytes(tree: Tree) -> int:
 
 def _with_shard(size: Size, module: nn.Module, optimizer: OptimizerFactory | None) -> Size:
     parameters = list(module.parameters())
-    trained = [p for p in parameters if p.requires_grad]
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    trained = [p for _, p in named]
     kept = 0
     if optimizer is not None and trained:
-        trial = optimizer([nn.Parameter(torch.zeros_like(p)) for p in trained])
+        trial = optimizer([(name, nn.Parameter(torch.zeros_like(p))) for name, p in named])
         for group in trial.param_groups:
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)

@@ -1,5 +1,6 @@
 """The face, over the in-process carrier."""
 
+import copy
 import os
 import random
 import signal
@@ -504,3 +505,29 @@ def test_running_statistics_count_a_recomputed_microbatch_once():
     found, expected = statistics("gpipe-recompute"), statistics("gpipe")
     assert found["1.num_batches_tracked"] == 8
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_groups_of_parameters_are_made_by_name():
+    """No decay for biases, as in one process: torch's optimizers take the pairs as they are."""
+
+    def groups(named):
+        decayed = [(name, parameter) for name, parameter in named if not name.endswith("bias")]
+        others = [(name, parameter) for name, parameter in named if name.endswith("bias")]
+        return torch.optim.AdamW(
+            [{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=0.1, weight_decay=0.5
+        )
+
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Linear(4, 4)]
+    whole = copy.deepcopy(nn.Sequential(*layers))
+    pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=1, num_workers=2, optimizer=groups)
+    optimizer = groups(list(whole.named_parameters()))
+    x = torch.randn(6, 4)
+    for _ in range(3):
+        pipe.step((x, x))
+        nn.functional.mse_loss(whole(x), x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    names = [name for actor in pipe.actors for s in actor.shards.values() for name, _ in s.named_parameters()]
+    assert names == [name for name, _ in whole.named_parameters()]
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in pipe.state_dict().items())

@@ -23,7 +23,8 @@ from .recomputation import Noted, Recomputation
 from .result import Losses
 from .split_backward import Deferred, Saved, backward_inputs
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+#: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
@@ -84,8 +85,8 @@ class Shard:
         self._updates = 0
         if lr_scheduler is not None and optimizer is None:
             raise ConfigError("lr_scheduler: there is no optimizer for it; pass optimizer as well")
-        parameters = [p for p in self.parameters() if p.requires_grad]
-        self.optimizer = optimizer(parameters) if optimizer and parameters else None
+        named = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        self.optimizer = optimizer(named) if optimizer and named else None
         if self.optimizer is not None and _needs_closure(self.optimizer):
             raise ConfigError(
                 f"optimizer {type(self.optimizer).__name__}: its step runs the model again, by a closure, which a "
@@ -96,6 +97,14 @@ class Shard:
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once, also if several layers share it."""
         return list(dict.fromkeys(p for _, module in self.layers for p in module.parameters()))
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return each parameter once, under the name that it has in the unsplit `nn.Sequential`."""
+        found: dict[nn.Parameter, str] = {}
+        for index, module in self.layers:
+            for name, parameter in module.named_parameters():
+                found.setdefault(parameter, f"{index}.{name}")
+        return [(name, parameter) for parameter, name in found.items()]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the shard's tensors under the names they have in the unsplit `nn.Sequential`."""
