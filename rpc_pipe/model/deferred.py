@@ -8,8 +8,6 @@ function would have drawn one after another from one generator).
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dependency import ConfigError
-from ..workers.compute.randomness import Randomness, preserved
+from ..workers.compute.randomness import Randomness
 from .absent import NEEDS_NUMBERS, Absent, Shapes, on_shapes, storage_of, written
 from .trees import Path, leaves, replaced, tensors
 
@@ -48,19 +46,10 @@ class Deferred:
     """
 
     def __init__(self, factory: Callable[[], nn.Module], seed: int) -> None:
-        self._recorder = _Recorder(Randomness(seed))
-        numpy = sys.modules.get("numpy")
-        states = random.getstate(), numpy.random.get_state() if numpy else None
-        random.seed(seed)
-        if numpy is not None:
-            numpy.random.seed(seed % 2**32)
-        try:
-            with preserved(torch.device("cpu")), self._recorder:
-                self.model = factory()
-        finally:
-            random.setstate(states[0])
-            if numpy is not None:
-                numpy.random.set_state(states[1])
+        self._randomness = Randomness(seed)
+        self._recorder = _Recorder(self._randomness)
+        with self._randomness.initial(0), self._recorder:
+            self.model = factory()
         if not isinstance(self.model, nn.Module):
             raise ConfigError(f"model: the function returned a {type(self.model).__name__}, not a module")
         for module in self.model.modules():
@@ -75,8 +64,7 @@ class Deferred:
 
     def filled(self, tensor: Tensor) -> Tensor:
         """Return `tensor` with its numbers."""
-        with preserved(torch.device("cpu")):
-            return self._recorder.filled(tensor)
+        return self._recorder.filled(tensor)
 
 
 class _Recorder(TorchDispatchMode):

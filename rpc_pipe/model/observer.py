@@ -335,23 +335,24 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     Raises:
         ConfigError: the model does something that stages could not do alike; the text names it.
     """
-    numpy = sys.modules.get("numpy")
-    python_state, numpy_state = random.getstate(), numpy.random.get_state() if numpy else None
     given = mapped((tuple(args), dict(kwargs)), torch.clone)
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast of a weight is part of every operation that uses it
     try:
         with preserved(skeleton.device), skeleton.without_numbers(), _eager(), _quiet():
+            before = _python_generators()
             observation = Observer(skeleton, given).run(*given)
+            observation.draws_in_python = _python_generators() != before
+            return observation
     finally:
         torch.set_autocast_cache_enabled(cache)
-        draws = random.getstate() != python_state
-        random.setstate(python_state)
-        if numpy is not None:
-            draws |= repr(numpy.random.get_state()) != repr(numpy_state)
-            numpy.random.set_state(numpy_state)
-    observation.draws_in_python = draws
-    return observation
+
+
+def _python_generators() -> tuple[Any, ...]:
+    """Return the states of the generators that are not torch's, to compare."""
+    numpy = sys.modules.get("numpy")
+    _, key, *rest = numpy.random.get_state() if numpy else (None, None)
+    return random.getstate(), key is not None and key.tobytes(), rest
 
 
 @contextmanager

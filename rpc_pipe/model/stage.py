@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,6 +62,7 @@ class Stage:
             args: the model's own positional arguments, which every stage has.
             kwargs: its keyword arguments.
             seed: called before numbers are drawn; the place in the model that it is told is the same for any cut.
+                The caller keeps the global generators.
 
         Returns:
             The tensors for the next stage, as a tuple; on the last stage what the model returns.
@@ -133,7 +133,7 @@ class _Forward(TorchFunctionMode):
         self._now |= {key: at(fields, path) for path, key in script.fields}
         self._skeleton.run = self
         output = None
-        with _python_generators_kept(script.draws_in_python), torch.set_grad_enabled(torch.is_grad_enabled()):
+        with torch.set_grad_enabled(torch.is_grad_enabled()):  # what the model's own contexts did not put back
             try:
                 self._seed(0, 0)
                 with self:
@@ -295,16 +295,3 @@ def _seed_python_too(seed: Seed) -> Seed:
             numpy.random.seed(drawn)
 
     return all_alike
-
-
-@contextmanager
-def _python_generators_kept(needed: bool) -> Iterator[None]:
-    numpy = sys.modules.get("numpy") if needed else None
-    states = random.getstate(), numpy.random.get_state() if numpy else None
-    try:
-        yield
-    finally:
-        if needed:
-            random.setstate(states[0])
-            if numpy is not None:
-                numpy.random.set_state(states[1])
