@@ -6,6 +6,7 @@ workers that `rpc-pipe run` or torchrun started, over RPC. All workers make the 
 
 from __future__ import annotations
 
+import os
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,7 +16,6 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,7 +24,7 @@ from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import current_job, join
 from .model.arguments import refuse_options, refuse_training
-from .model.microbatches import Ahead, Microbatches
+from .model.microbatches import Ahead, Microbatches, join_rows
 from .model.partition import Model, Partition
 from .model.shards import ShardMaker
 from .planning.specs import ScheduleLike, make_spec
@@ -185,7 +185,7 @@ class Pipeline:
     def predict(self, inputs: Tree) -> Tree:
         """Return the model's output for `inputs`, on every worker, microbatches joined along dimension 0."""
         outputs = self._run(self._cut((inputs, None)), what="predict").outputs
-        return _join_rows([outputs[m] for m in sorted(outputs)])
+        return join_rows([outputs[m] for m in sorted(outputs)])
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's tensors on worker 0, named as in the unsplit model; None elsewhere."""
@@ -206,9 +206,13 @@ class Pipeline:
         """Write the whole model as one safetensors file, from worker 0; complete or not at all."""
         state = self.state_dict()
         if state is not None:
-            temporary = Path(path).with_suffix(".partial")
-            save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary)
-            temporary.replace(path)
+            folder, name = Path(path).absolute().parent, Path(path).name
+            temporary = folder / f".{name}.{os.getpid()}.partial"  # no file of the user's is called so
+            try:
+                save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary)
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""
@@ -350,14 +354,3 @@ def _describe(spec: Spec, ranges: Sequence[range], seed: int) -> str:
 def _by_layer(name: str) -> tuple[int, str]:
     layer, _, rest = name.partition(".")
     return int(layer), rest
-
-
-def _join_rows(pieces: list[Tree]) -> Tree:
-    first = pieces[0]
-    if isinstance(first, Tensor):
-        return torch.cat(pieces)
-    if isinstance(first, (tuple, list)):
-        return type(first)(_join_rows(list(column)) for column in zip(*pieces, strict=True))
-    if isinstance(first, dict):
-        return {key: _join_rows([piece[key] for piece in pieces]) for key in first}
-    return first

@@ -211,6 +211,9 @@ class Stream:
         if step.batch.train:
             self._report(step)
             worker.step += 1
+        else:
+            for shard in worker.shards.values():
+                shard.train(True)  # back to the modes that their owner gave them
         # The count goes up only after a training step, which this may not have been.
         worker.listeners.idle(worker.step - 1)
         assert step.result is not None

@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
+import torch
+from torch import Tensor
+
 from ..dependency import ConfigError
 from ..workers.compute.digest import describe
 from ..workers.transport.payload import Tree, num_rows, num_tokens, split_rows
@@ -89,3 +92,22 @@ class Ahead:
             if step not in self._read:
                 return
             yield self._read[step]
+
+
+def join_rows(pieces: list[Tree]) -> Tree:
+    """Put outputs of microbatches together along dimension 0.
+
+    Raises:
+        ConfigError: an output has no such dimension.
+    """
+    first = pieces[0]
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            raise ConfigError("predict: the model gives a tensor without rows; let it give a row for each of its input")
+        return torch.cat(pieces)
+    if isinstance(first, (tuple, list)):
+        columns = [join_rows(list(column)) for column in zip(*pieces, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
+    if isinstance(first, dict):
+        return type(first)((key, join_rows([piece[key] for piece in pieces])) for key in first)
+    return first

@@ -6,8 +6,10 @@ import random
 import signal
 import threading
 import time
+from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import numpy
 import pytest
@@ -531,3 +533,52 @@ def test_groups_of_parameters_are_made_by_name():
     names = [name for actor in pipe.actors for s in actor.shards.values() for name, _ in s.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]
     assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in pipe.state_dict().items())
+
+
+class Named(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Returns(nn.Module):
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self, x):
+        return self.of(x)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [lambda x: Named(x, x + 1), lambda x: OrderedDict(b=x, a=x + 1), lambda x: [x, (x, None)]],
+    ids=["namedtuple", "OrderedDict", "list"],
+)
+def test_predictions_keep_their_form(of):
+    pipe = Pipeline([nn.Identity(), Returns(of)], nn.functional.mse_loss, num_microbatches=3, num_workers=2)
+    x = torch.randn(7, 2)
+    found, whole = pipe.predict(x), of(x)
+    assert type(found) is type(whole) and list(found) is not None
+    first = found["b"] if isinstance(found, dict) else found[0]
+    assert torch.equal(first, x)
+
+
+def test_a_prediction_without_rows_is_told():
+    pipe = Pipeline([nn.Identity(), Returns(torch.sum)], nn.functional.mse_loss, num_microbatches=2, num_workers=2)
+    with pytest.raises(ConfigError, match="predict: the model gives a tensor without rows"):
+        pipe.predict(torch.randn(4, 2))
+
+
+def test_an_evaluation_leaves_modules_in_the_modes_that_they_had():
+    layers = [nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2).eval()]
+    pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=2, num_workers=3)
+    pipe.evaluate((torch.randn(4, 2), torch.randn(4, 2)))
+    assert [layer.training for layer in layers] == [True, True, False]
+
+
+def test_saving_touches_no_other_file(tmp_path):
+    """`save("w.safetensors")` wrote over and removed the user's `w.partial`."""
+    (tmp_path / "w.partial").write_text("mine")
+    pipeline(num_workers=2).save(tmp_path / "w.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.partial", "w.safetensors"]
+    assert (tmp_path / "w.partial").read_text() == "mine"
