@@ -28,6 +28,8 @@ class Part:
         self.waiting: dict[Action, list[int]] = {}
         #: what other workers finish for this one, each once
         self.pulls: list[Pulled] = []
+        #: how many forwards there are
+        self.num_forwards = 0
         #: own action of the step before -> those of this step that wait for it
         self.inherited: dict[Action, list[int]] = {}
         #: resource -> those that occupy it, in order
@@ -43,6 +45,7 @@ class Part:
                     self.pulls.append(pull)
                 waiting.setdefault(pull.action, []).append(number)
             queues[action.kind.resource].append(number)
+            self.num_forwards += action.kind.way == 1
         if spec.synchronous:
             self._inherit()
 

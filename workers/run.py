@@ -81,7 +81,7 @@ class Stream:
         run, tasks = self._mailbox.begin(batch.call), self._tasks_of(batch.part)
         self._worker.next_step += batch.train
         step = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
-        step.forwards_left = sum(entry.action.kind.way == 1 for entry in batch.part.entries)
+        step.forwards_left = batch.part.num_forwards
         wanted: dict[int, list[tuple[Action | str, bool]]] = {}
         for need in state.start():
             wanted.setdefault(need.worker, []).append((need.action, need.carries))
