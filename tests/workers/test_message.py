@@ -69,7 +69,11 @@ def test_a_named_tuple_is_of_its_class_where_that_is_loaded_and_of_its_fields_el
     assert type(best) is torch.return_types.max and best.indices == "indices"
 
 
-@pytest.mark.parametrize("value", [object(), {1}, range(3), sys, type("Sub", (int,), {})(3), torch.ones(1)], ids=str)
+@pytest.mark.parametrize(
+    "value",
+    [object(), {1}, range(3), sys, type("Sub", (int,), {})(3), torch.ones(1)],
+    ids=lambda value: type(value).__name__,
+)
 def test_a_value_of_another_type_is_named(value):
     with pytest.raises(TypeError, match="cannot travel between workers"):
         encode_value([value])
@@ -159,7 +163,7 @@ def test_sparse_tensors_travel(layout):
         [torch.zeros(20_000), torch.ones(1), torch.zeros(20_000)],
         None,
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_payload_arrives_as_it_was(tree):
     payload = pack(tree)
@@ -269,7 +273,7 @@ def test_what_nobody_has_written_is_refused(seed):
         ((2**40, 2**40), (2**40, 1), torch.float32),
         ((4,), (1,), "float32"),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_tensor_that_is_not_there_costs_no_memory(shape, strides, dtype):
     looks = ((dtype, shape, strides, False),)

@@ -57,7 +57,7 @@ def same(a, b):
         (1, True, 1.0),
         None,
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_a_payload_comes_out_as_it_went_in(ends, tree):
     payload = pack(tree)
