@@ -33,7 +33,7 @@ setup(
     },
     install_requires=["torch>=2.13", "rich>=13", "safetensors>=0.4", "numpy"],  # safetensors.torch imports numpy
     extras_require={
-        "test": ["pytest>=8", "pytest-timeout", "hypothesis", "psutil", "mypy", "ruff"],
+        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "mypy", "ruff"],
         "dispatch": ["aiohttp>=3.9", "prometheus_client>=0.20"],
         "tensorboard": ["tensorboard"],
         "bench": ["torchpippy==0.1.1", "transformers"],
