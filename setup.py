@@ -23,7 +23,10 @@ setup(
         "rpc_pipe",
         *("rpc_pipe." + room for room in ("dependency", "schedules")),
         *("rpc_pipe." + room for room in ("workers", "workers.compute", "workers.transport")),
-        *("rpc_pipe." + room for room in ("model", "planning", "drawing", "tracing", "launching", "commands")),
+        *(
+            "rpc_pipe." + room
+            for room in ("model", "planning", "drawing", "tracing", "launching", "checkpoints", "commands")
+        ),
         *("rpc_pipe." + room for room in ("dispatch", "demo")),
     ],
     package_data={

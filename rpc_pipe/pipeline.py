@@ -6,9 +6,6 @@ workers that `rpc-pipe run` or torchrun started, over RPC. All workers make the 
 
 from __future__ import annotations
 
-import os
-import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -16,14 +13,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors.torch import save_file
 from torch import Tensor
 
+from .checkpoints.keeper import Keeper, Restored
+from .checkpoints.whole import save_whole
 from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PipeError, Spec, check, entries
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import current_job, join
-from .model.arguments import refuse_options, refuse_training
+from .model.arguments import describe, refuse_options, refuse_training, refuse_untrainable
 from .model.microbatches import Ahead, Microbatches, join_rows
 from .model.partition import Model, Partition
 from .model.shards import ShardMaker
@@ -101,7 +99,7 @@ class Pipeline:
         refuse_options(order, max_grad_norm, num_workers=self.num_workers, num_microbatches=num_microbatches, seed=seed)
         refuse_training(loss_fn, optimizer, lr_scheduler)
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
-        _refuse_untrainable(self.spec)
+        refuse_untrainable(self.spec)
         workers = [job.worker] if job else list(range(self.num_workers))
         for worker in workers:
             check(self.spec, worker)
@@ -124,12 +122,13 @@ class Pipeline:
         self._actors = [WorkerActor(*parts, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
         # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
         self.partition.release()
-        self._described, self._weights = _describe(self.spec, self.partition.ranges, seed), maker.weights
+        self._described, self._weights = describe(self.spec, self.partition.ranges, seed), maker.weights
         self._threads = None if job else WorkerThreads(self._actors)
         self._worker = workers[0]
         self._stopped = self._closed = False
         self._grad_norm: float | None = None
         self._num_cut = 0
+        self._keeper = Keeper(self._each, self.num_workers, {"pipeline": self._described, "seed": seed}, stall_s)
         link.attach(self)
         overrides.made(self)
 
@@ -151,6 +150,8 @@ class Pipeline:
         """
         if self._stopped:
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
+        if self._keeper.results.behind:
+            return self._keeper.results.answer("step")
         return self._told(self._run(self._cut(batch, microbatches), train=True))
 
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
@@ -163,6 +164,9 @@ class Pipeline:
         Args:
             batches: each as for `step`; read one ahead.
         """
+        batches = iter(batches)
+        while self._keeper.results.behind and next(batches, batches) is not batches:
+            yield self._keeper.results.answer("step")
         ahead = Ahead(batches, self._cut)
         streams = {actor: actor.stream(map(partial(self._batch, actor, train=True), ahead)) for actor in self._actors}
         try:
@@ -178,8 +182,11 @@ class Pipeline:
 
     def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> float:
         """Return the loss of a batch without training on it, on every worker."""
+        if self._keeper.results.behind:
+            return self._keeper.results.answer("evaluate")
         result = self._run(self._cut(batch, microbatches), what="evaluate")
         assert result.loss is not None
+        self._keeper.results.note("evaluate", result.loss)
         return result.loss
 
     def predict(self, inputs: Tree) -> Tree:
@@ -206,13 +213,48 @@ class Pipeline:
         """Write the whole model as one safetensors file, from worker 0; complete or not at all."""
         state = self.state_dict()
         if state is not None:
-            folder, name = Path(path).absolute().parent, Path(path).name
-            temporary = folder / f".{name}.{os.getpid()}.partial"  # no file of the user's is called so
-            try:
-                save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary)
-                temporary.replace(path)
-            finally:
-                temporary.unlink(missing_ok=True)
+            save_whole(state, path)
+
+    def save_checkpoint(
+        self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True
+    ) -> Path | None:
+        """Write all that training needs to go on, as `folder/step-NNNNNNNN`; return its path where worker 0 is.
+
+        Each worker writes its own part, so the folder must be one that all workers see.
+
+        Args:
+            keep: remove all but so many of the newest checkpoints in `folder`.
+            extra: plain values to be kept with it.
+            wait: whether to return when it is complete. Otherwise it is written beside training, and an error is
+                raised by the next checkpoint or `close`.
+
+        Raises:
+            ConfigError: it cannot be written; checkpoints from before are as they were.
+        """
+        return self._keeper.save(Path(folder), keep, extra, wait)
+
+    def load_checkpoint(self, folder: str | Path) -> Restored:
+        """Go on from a checkpoint, or the newest complete one in `folder`, with all that it keeps.
+
+        It may have been written by another number of workers, with another cut and schedule. The process's own random
+        generators are put back too.
+
+        Raises:
+            ConfigError: it is damaged, or of another model or optimizer; nothing has changed.
+        """
+        return self._keeper.load(folder)
+
+    def resume(self, folder: str | Path) -> Restored:
+        """As `load_checkpoint`, for a script that makes all its calls anew, from the first one on.
+
+        Its `step`, `evaluate` and `train` return what they did, without computing, until the script is where the
+        checkpoint was made; batches are read and skipped.
+        """
+        return self._keeper.load(folder, anew=True)
+
+    def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
+        """Write a checkpoint after every so many steps from here on, beside training."""
+        self._keeper.every = steps, Path(folder), keep
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""
@@ -224,6 +266,8 @@ class Pipeline:
 
     def close(self) -> None:
         """End the threads and let go of the model. A process of a job stays with the others until it ends."""
+        if not self._closed:
+            self._keeper.settle()
         if self._threads is not None:
             self._threads.close()
         self._threads, self._actors, self._closed = None, [], True
@@ -245,6 +289,11 @@ class Pipeline:
     def stopped(self) -> bool:
         """True once the user has asked to stop (Ctrl-C): end the loop. All workers see it after the same step."""
         return self._stopped
+
+    @property
+    def steps_done(self) -> int:
+        """Training steps that the weights have behind them."""
+        return self._actors[0].step
 
     @property
     def grad_norm(self) -> float | None:
@@ -309,6 +358,8 @@ class Pipeline:
         self._stopped |= result.stop
         self._asked = self._asked._replace(weight=result.summed)
         self._grad_norm = result.norm
+        self._keeper.results.note("step", result.loss)
+        self._keeper.after(self.steps_done, result.stop)
         return result.loss
 
     def _spec_for(self, num_microbatches: int) -> Spec:
@@ -335,20 +386,6 @@ class Pipeline:
         # Around all workers of this process at once: they share its generators.
         with preserved(self._actors[0].courier.device):
             return [call(self._actors[0])] if self._threads is None else self._threads.each(call)
-
-
-def _refuse_untrainable(spec: Spec) -> None:
-    """What can be checked and simulated but not trained yet is refused, not trained wrongly."""
-    if not spec.synchronous:
-        raise ConfigError(
-            f"schedule {type(spec).__name__}: updates that steps overtake can be simulated, but not trained yet"
-        )
-
-
-def _describe(spec: Spec, ranges: Sequence[range], seed: int) -> str:
-    """Return in one short line what must be equal on all workers, without addresses of objects."""
-    text = f"{re.sub(' at 0x[0-9a-f]+', '', repr(spec))}, split {'+'.join(str(len(r)) for r in ranges)}, seed {seed}"
-    return text if len(text) < 200 else f"{text[:180]}... {zlib.crc32(text.encode()):x}"
 
 
 def _by_layer(name: str) -> tuple[int, str]:

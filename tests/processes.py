@@ -1,6 +1,8 @@
 """What tests that start real processes share."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -13,3 +15,9 @@ def environment(**more):
     """This process's variables without those of a job, and some more."""
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
     return clean | more
+
+
+def rpc_pipe(*arguments, timeout=120, cwd=ROOT, **more):
+    """Run the command line to its end."""
+    command = [sys.executable, "-m", "rpc_pipe", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**more), cwd=cwd)

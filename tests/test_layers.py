@@ -25,9 +25,11 @@ MAY_IMPORT = {
     # the watching node; nobody knows it but the launcher, which shows what it sees, and the command line
     "dispatch": "tracing drawing planning workers dependency",
     "launching": "dispatch tracing workers/transport dependency",
-    "pipeline": "launching model planning workers workers/compute workers/transport dependency",
-    "demo": "pipeline launching tracing drawing planning model workers workers/compute workers/transport dependency",
-    "commands": "demo pipeline launching dispatch tracing drawing planning schedules dependency",
+    "checkpoints": "workers workers/compute dependency",
+    "pipeline": "checkpoints launching model planning workers workers/compute workers/transport dependency",
+    "demo": "pipeline checkpoints launching tracing drawing planning model workers workers/compute "
+    "workers/transport dependency",
+    "commands": "demo pipeline checkpoints launching dispatch tracing drawing planning schedules dependency",
     "rpc_pipe": "commands pipeline schedules dependency",
 }
 #: of `launching`, the launcher alone may import `dispatch`

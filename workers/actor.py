@@ -25,7 +25,7 @@ from .mailbox import Mailbox
 from .run import Stream
 from .transport.call import Call
 from .transport.carrier import Carrier
-from .transport.payload import Payload, Tree, pack, unpack
+from .transport.payload import Tree, pack, unpack
 
 _HERE = Path(__file__).parent
 
@@ -103,16 +103,30 @@ class WorkerActor(Context):
             self.mailbox.end(run)
             return values
 
-    def barrier(self) -> None:
-        """Return when every worker has called this and nobody needs anything of this one."""
+    def exchange(self, name: str, value: Tree) -> list[Tree]:
+        """Return every worker's `value`, in order of workers, on every worker."""
         with self._telling_failures():
-            run = self.mailbox.begin(Call(self.worker, "barrier"))
+            run = self.mailbox.begin(Call(self.worker, name))
             others = set(range(self.carrier.num_workers)) - {self.worker}
             if others:
-                self.mailbox.publish(run, "barrier", Payload([], None), list(others))
-            self.mailbox.collect(run, "barrier", others)
+                self.mailbox.publish(run, name, pack(value), list(others))
+            values = {self.worker: value}
+            for worker, arrived in self.mailbox.collect(run, name, others).items():
+                values[worker] = unpack(arrived)
             self.mailbox.end(run)
+            return [values[worker] for worker in sorted(values)]
+
+    def barrier(self) -> None:
+        """Return when every worker has called this and nobody needs anything of this one."""
+        self.exchange("barrier", None)
+        with self._telling_failures():
             self.mailbox.drain()
+
+    def go_on_at(self, step: int, updates: int) -> None:
+        """Count from here as after so many training steps and updates."""
+        self.step = self.next_step = step
+        for shard in self.shards.values():
+            shard.go_on_at(updates)
 
     @contextmanager
     def _telling_failures(self) -> Iterator[None]:

@@ -91,6 +91,12 @@ def filled(cls: type[T], typed: Mapping[str, Any]) -> T:
     return cls(**values)
 
 
+def typed_checkpoints(typed: Mapping[str, Any]) -> tuple[int | None, str, int | None, str | None]:
+    """Return after how many steps a checkpoint is written, where, how many are kept, and from which to go on."""
+    folder = typed.get("checkpoint_folder", "checkpoints")
+    return typed.get("checkpoint_every"), folder, typed.get("checkpoint_keep"), typed.get("resume")
+
+
 def typed_spec(typed: Mapping[str, Any]) -> Spec:
     """Return the spec that was asked for."""
     settings = filled(PipeOptions, typed)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.options import try_checkpoints
 from ..demo.settings import TrainOptions
 from ..demo.text import find_text
 from ..dependency import ConfigError
@@ -21,7 +22,7 @@ from ..launching.report import Reporter
 from ..planning.specs import make_spec
 from ..tracing.outcome import FILES
 from .files import try_files
-from .options import Parser, add_pipeline, filled, fraction, number, schedule_options, whole
+from .options import Parser, add_pipeline, filled, fraction, number, schedule_options, typed_checkpoints, whole
 
 #: what the built-in training alone can be told
 _GPT: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -52,6 +53,17 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--html", metavar="FILE", help="write the last step, planned and actual, as a page to zoom and hover in"
     )
+    kept = parser.add_argument_group("checkpoints")
+    kept.add_argument(
+        "--checkpoint-every", type=whole(1), metavar="STEPS", help="write one after so many steps, and when stopped"
+    )
+    kept.add_argument("--checkpoint-folder", metavar="FOLDER", help="where, seen by all workers (checkpoints)")
+    kept.add_argument("--checkpoint-keep", type=whole(1), metavar="N", help="how many of the newest are kept (all)")
+    kept.add_argument(
+        "--resume",
+        metavar="auto|FOLDER",
+        help="go on from the newest of --checkpoint-folder, if there is one, or of FOLDER",
+    )
     gpt = parser.add_argument_group("the built-in GPT")
     for name, (kind, text) in _GPT.items():
         default = getattr(TrainOptions, name)
@@ -78,6 +90,7 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     refuse_idle(typed, job)
     if job is None or job.worker == 0:
         try_files(typed, FILES)
+        try_checkpoints(*typed_checkpoints(typed))
     return _run_script(typed, argv, job) if "script" in typed else _train(typed, argv, job)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from ..checkpoints.options import follow
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
 from ..launching import overrides
@@ -19,11 +20,24 @@ from ..launching.job import Job
 from ..pipeline import Pipeline
 from ..tracing.outcome import FILES, figures, last_steps, sentence, write_timelines
 from ..tracing.own_boards import collect, record
+from .options import typed_checkpoints
 
 #: what needs the last steps
 _OF_STEPS = ("trace", "html", "json")
 #: what has no effect without a pipeline
-_OF_PIPELINE = ("schedule", "set", "window", "microbatches", "split", "order", "device", "save", *_OF_STEPS)
+_OF_PIPELINE = (
+    "schedule",
+    "set",
+    "window",
+    "microbatches",
+    "split",
+    "order",
+    "device",
+    "save",
+    "checkpoint_every",
+    "resume",
+    *_OF_STEPS,
+)
 
 
 def run_script(
@@ -75,7 +89,15 @@ class _Ending:
         self._wants_steps = any(name in typed for name in _OF_STEPS)
 
     def made(self, pipe: Pipeline) -> None:
+        if self._pipe is not None and ("resume" in self._typed or "checkpoint_every" in self._typed):
+            raise ConfigError(
+                f"--checkpoint-every, --resume: {self._typed['script']} makes several pipelines; use "
+                "save_checkpoint and load_checkpoint in it"
+            )
         self._pipe = pipe
+        told = follow(pipe, *typed_checkpoints(self._typed), anew=True)
+        if told and pipe.worker == 0:
+            link.tell(kind="text", text=told)
         if self._wants_steps:
             record(pipe)
 
@@ -85,7 +107,7 @@ class _Ending:
         if pipe is None:
             for name in _OF_PIPELINE:
                 if name in typed:
-                    raise ConfigError(f"--{name}: {typed['script']} made no Pipeline")
+                    raise ConfigError(f"--{name.replace('_', '-')}: {typed['script']} made no Pipeline")
             return
         if "save" in typed:
             pipe.save(typed["save"])

@@ -40,6 +40,10 @@ class TrainOptions(PipeOptions):
     trace: str | None = None
     html: str | None = None
     beat_bigram: bool = False
+    checkpoint_every: int | None = None
+    checkpoint_folder: str = "checkpoints"
+    checkpoint_keep: int | None = None
+    resume: str | None = None
 
     @property
     def gpt(self) -> GPTConfig:

@@ -11,6 +11,8 @@ import torch
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..checkpoints.options import follow
+from ..dependency import ConfigError
 from ..drawing.timeline import draw
 from ..launching import launcher_link as link
 from ..pipeline import Pipeline
@@ -36,8 +38,12 @@ def train(options: TrainOptions) -> None:
         **options.for_pipeline(),
     )
     record(pipe)
+    kept = options.checkpoint_every, options.checkpoint_folder, options.checkpoint_keep, options.resume
+    resumed = follow(pipe, *kept, anew=False)
+    if pipe.steps_done >= options.steps:
+        raise ConfigError(f"--steps {options.steps}: the checkpoint has {pipe.steps_done} behind it; ask for more")
     if pipe.worker == 0:
-        _tell_plan(options, corpus, pipe)
+        _tell_plan(options, corpus, pipe, resumed)
     times = _loop(options, corpus, pipe)
     held_out = _held_out_loss(options, corpus, pipe)
     if options.save:
@@ -63,7 +69,7 @@ def _warmup_and_cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
 def _loop(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> list[float]:
     """Train; return what each step took, in seconds."""
     times: list[float] = []
-    for step in range(options.steps):
+    for step in range(pipe.steps_done, options.steps):
         begin = time.perf_counter()
         loss = pipe.step(corpus.batch(options.batch, options.seed, step))
         times.append(time.perf_counter() - begin)
@@ -88,13 +94,14 @@ def _held_out_loss(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> flo
     return sum(loss * rows for loss, rows in weighted) / sum(rows for _, rows in weighted)
 
 
-def _tell_plan(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> None:
+def _tell_plan(options: TrainOptions, corpus: Corpus, pipe: Pipeline, resumed: str) -> None:
     cut = ", ".join(f"{layers.start}-{layers.stop - 1}" for layers in pipe.partition.ranges)
     link.tell(
         kind="text",
         text=f"byte-level GPT of {options.gpt.num_layers} layers, cut into layers {cut}; "
         f"{corpus.num_bytes / 1e6:.1f} MB of text, a tenth held out; "
-        f"{options.schedule} on {pipe.num_workers} workers, {options.microbatches} microbatches a step",
+        f"{options.schedule} on {pipe.num_workers} workers, {options.microbatches} microbatches a step"
+        + (f"; {resumed}" if resumed else ""),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, Spec
 
 
 def refuse_options(order: object, max_grad_norm: object, **numbers: object) -> None:
@@ -67,3 +69,17 @@ def refuse_training(loss_fn: object, optimizer: object, lr_scheduler: object) ->
         raise ConfigError(f"lr_scheduler {lr_scheduler!r}: must be callable, such as partial(StepLR, step_size=10)")
     if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: needs an optimizer to schedule; pass optimizer=, too")
+
+
+def refuse_untrainable(spec: Spec) -> None:
+    """What can be checked and simulated but not trained yet is refused, not trained wrongly."""
+    if not spec.synchronous:
+        raise ConfigError(
+            f"schedule {type(spec).__name__}: updates that steps overtake can be simulated, but not trained yet"
+        )
+
+
+def describe(spec: Spec, ranges: Sequence[range], seed: int) -> str:
+    """Return in one short line what must be equal on all workers, without addresses of objects."""
+    text = f"{re.sub(' at 0x[0-9a-f]+', '', repr(spec))}, split {'+'.join(str(len(r)) for r in ranges)}, seed {seed}"
+    return text if len(text) < 200 else f"{text[:180]}... {zlib.crc32(text.encode()):x}"

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import psutil
 import pytest
-from processes import ROOT, SMALL, TEXT, environment
+from processes import ROOT, SMALL, TEXT, environment, rpc_pipe
 
 from rpc_pipe.workers.transport.shared_memory import POSSIBLE
 
@@ -39,11 +39,6 @@ pipe.barrier()
 assert len(pipe.actors[0].carrier.outbox) == 0
 print(f"{loss:.6f} {pipe.predict(x).shape[0]}\\n", end="")  # in one piece: others write too
 """
-
-
-def rpc_pipe(*arguments, timeout=120, **more):
-    command = [sys.executable, "-m", "rpc_pipe", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**more), cwd=ROOT)
 
 
 @contextmanager

@@ -131,6 +131,11 @@ class Shard:
         if mode:
             self._modes = {}
 
+    def go_on_at(self, updates: int) -> None:
+        """Count from here as after so many updates, from which optimizers' random numbers follow too."""
+        self.num_updates = updates
+        self._updates = updates if self.optimizer is not None else 0
+
     def forward(
         self,
         step: int,

@@ -1,0 +1,179 @@
+"""A pipeline's checkpoints: all workers make one together, and go on from one together or not at all."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from ..dependency import ConfigError
+from ..workers.actor import WorkerActor
+from ..workers.compute.shard import Shard
+from . import folder
+from .plain import decoded, encoded
+from .random_state import NAMES, random_state, set_random_state
+from .reading import Checkpoint
+from .resumption import Resumption
+from .shard_state import model_tensors, put
+from .writing import Snapshot, Writing
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_RESULTS = "results"
+
+
+class Restored(NamedTuple):
+    """What a pipeline went on from."""
+
+    path: Path
+    #: training steps done
+    step: int
+    #: what was given to `save_checkpoint` to be kept
+    extra: Any
+
+
+class Keeper:
+    """Saves and restores the workers of one process, in turn with all others.
+
+    Args:
+        each: calls a function for every worker of this process, at the same time.
+        about: what of the pipeline a reader of the checkpoint may want to know.
+        deadline_s: how long a worker's files may take.
+    """
+
+    def __init__(
+        self,
+        each: Callable[[Callable[[WorkerActor], Any]], list[Any]],
+        num_workers: int,
+        about: Mapping[str, Any],
+        deadline_s: float,
+    ) -> None:
+        self._each, self._num_workers, self._about, self._deadline_s = each, num_workers, dict(about), deadline_s
+        self._writing: Writing | None = None
+        self.results = Resumption()
+        #: after how many steps a checkpoint is written, where, and how many are kept
+        self.every: tuple[int, Path, int | None] | None = None
+
+    def after(self, step: int, stop: bool) -> None:
+        """Write a checkpoint if one is due after so many steps, or the run will stop."""
+        if self.every is not None and (stop or step % self.every[0] == 0):
+            self.save(*self.every[1:], extra=None, wait=stop)
+
+    def save(self, where: Path, keep: int | None, extra: Any, wait: bool) -> Path | None:
+        """Copy all numbers and write them beside training; with `wait`, return when the checkpoint is complete."""
+        self.settle()
+        about = {**self._about, "extra": encoded(extra, "extra")}
+        also = {**random_state(), _RESULTS: self.results.tensor()}
+
+        def snapshot(actor: WorkerActor) -> tuple[Snapshot, Path]:
+            place = Path(_agreed(actor, "checkpoint", lambda: str(folder.begin(where, actor.step)), of=0))
+            if not place.is_dir():
+                raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
+            first = [shard for (_, route), shard in actor.shards.items() if route == 0]
+            return Snapshot(actor.worker, self._num_workers, first, also if actor.worker == 0 else {}), place
+
+        made = self._each(lambda actor: (*snapshot(actor), actor.step))
+        about["step"] = made[0][2]
+        self._writing = Writing([each for each, *_ in made], made[0][1], about, keep, self._deadline_s)
+        return self.settle() if wait else None
+
+    def settle(self) -> Path | None:
+        """Wait until what is being written is complete; return its path where worker 0 is.
+
+        Raises:
+            ConfigError: on every worker, if it failed on one.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        writing.join()
+        failed = "" if writing.error is None else str(writing.error)
+        told = self._each(lambda actor: actor.exchange("checkpoint written", failed))[0]
+        for error in told:
+            if error:
+                raise ConfigError(error)
+        return writing.path
+
+    def load(self, where: str | Path, *, anew: bool = False) -> Restored:
+        """Let all workers go on from a checkpoint.
+
+        Args:
+            anew: whether the script makes all its calls again, and so draws all its random numbers again.
+
+        Raises:
+            ConfigError: it does not fit, or is damaged; on every worker, and nothing has changed on any.
+        """
+        self.settle()
+
+        def load(actor: WorkerActor) -> Restored:
+            checkpoint, steps = _prepared(actor, where)
+            for step in steps:
+                step()
+            return Restored(checkpoint.path, checkpoint.step, decoded(checkpoint.about.get("extra")))
+
+        restored: Restored = self._each(load)[0]
+        rest = Checkpoint(restored.path).rest([*NAMES, _RESULTS])
+        self.results = Resumption(rest[_RESULTS])
+        if anew:
+            self.results.replay()
+        else:
+            set_random_state(rest)
+        return restored
+
+
+def _prepared(actor: WorkerActor, where: str | Path) -> tuple[Checkpoint, list[Callable[[], None]]]:
+    """Read all that `actor` needs, see with the others that everything fits, and return what puts it in place."""
+    steps: list[Callable[[], None]] = []
+    names: set[str] = set()
+
+    def prepare() -> Checkpoint:
+        checkpoint = Checkpoint(where)
+        for shard in actor.shards.values():
+            own = model_tensors(shard)
+            names.update(own)
+            steps.append(_putting(shard, checkpoint.model(own)))
+            steps.append(checkpoint.stages.prepare(shard, checkpoint.rest(checkpoint.stages.wanted(shard))))
+        updates = checkpoint.stages.updates
+        steps.append(lambda: actor.go_on_at(checkpoint.step, updates))
+        return checkpoint
+
+    failed, checkpoint = "", None
+    try:
+        checkpoint = prepare()
+    except ConfigError as error:
+        failed = str(error)
+    told = actor.exchange(
+        "checkpoint read", [failed, "" if checkpoint is None else checkpoint.path.name, sorted(names)]
+    )
+    for cause, *_ in told:
+        if cause:
+            raise ConfigError(cause)
+    assert checkpoint is not None
+    if len({path for _, path, _ in told}) > 1:
+        raise ConfigError(f"checkpoint {where}: workers see different ones, {', '.join(path for _, path, _ in told)}")
+    left = checkpoint.names - {name for *_, own in told for name in own}
+    if left:
+        raise ConfigError(f"checkpoint {checkpoint.path}: has {min(left)}, which this model does not have")
+    return checkpoint, steps
+
+
+def _putting(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
+    return lambda: put(shard, tensors)
+
+
+def _agreed(actor: WorkerActor, name: str, value: Callable[[], str], of: int) -> str:
+    """Return on every worker what `value` gives on worker `of`, or raise its error on all."""
+    told: list[Any] = ["", ""]
+    if actor.worker == of:
+        try:
+            told = [value(), ""]
+        except ConfigError as error:
+            told = ["", str(error)]
+    found, failed = actor.exchange(name, told)[of]
+    if failed:
+        raise ConfigError(failed)
+    return str(found)

@@ -1,0 +1,116 @@
+"""A checkpoint is read: looked through first, so that what does not fit is told before anything has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..dependency import ConfigError
+from . import folder
+from .shard_state import Stages
+from .writing import FORMAT
+
+
+class Checkpoint:
+    """One that is complete.
+
+    Args:
+        path: the checkpoint, or the folder whose newest is meant.
+
+    Raises:
+        ConfigError: there is none, or a file of it is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        found = folder.newest(Path(path))
+        if found is None:
+            what = "holds no complete checkpoint" if Path(path).is_dir() else "there is no such folder"
+            raise ConfigError(f"checkpoint {path}: {what}")
+        self.path = found
+        manifest = folder.read_json(found / folder.MANIFEST)
+        if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+            raise ConfigError(f"{found / folder.MANIFEST}: is not of format {FORMAT}, which this version reads")
+        try:
+            self.about: dict[str, Any] = {key: each for key, each in manifest.items() if key not in ("files", "stages")}
+            self.step = int(manifest["step"])
+            #: name of a tensor -> (file, dtype and shape), by what it is for
+            self._tensors: dict[str, dict[str, tuple[str, list[Any]]]] = {"model": {}, "optimizer": {}}
+            sizes = {name: int(each["bytes"]) for name, each in manifest["files"].items()}
+            for name, each in manifest["files"].items():
+                for key, form in each["tensors"].items():
+                    self._tensors[each["what"]].setdefault(key, (name, form))
+            rest = list(self._tensors["optimizer"])
+            self.stages = Stages({int(stage): each for stage, each in manifest["stages"].items()}, rest)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"{found / folder.MANIFEST}: is damaged: {type(error).__name__} {error}") from error
+        for name, size in sizes.items():
+            self._see(name, size)
+
+    def _see(self, name: str, size: int) -> None:
+        path = self.path / name
+        if Path(name).name != name or not path.is_file():
+            raise ConfigError(f"checkpoint {path}: is missing")
+        if path.stat().st_size != size:
+            raise ConfigError(f"checkpoint {path}: has {path.stat().st_size} bytes of {size}: it was cut off")
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the model's tensors."""
+        return set(self._tensors["model"])
+
+    def model(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the numbers for these parameters and buffers.
+
+        Raises:
+            ConfigError: there is none for one, or they are another model's.
+        """
+        for name, tensor in own.items():
+            if name not in self._tensors["model"]:
+                raise ConfigError(f"checkpoint {self.path}: has no tensor {name}: it is of another model")
+            file, (dtype, *shape) = self._tensors["model"][name]
+            expected = str(tensor.dtype).removeprefix("torch.")
+            if tuple(shape) != tuple(tensor.shape) or dtype != expected:
+                raise ConfigError(
+                    f"checkpoint {self.path / file}: tensor {name} is {dtype} of shape {tuple(shape)}, and "
+                    f"{expected} of shape {tuple(tensor.shape)} in this model"
+                )
+        return self._read("model", own)
+
+    def rest(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors of optimizers, or others that were saved with them."""
+        return self._read("optimizer", names)
+
+    def has(self, name: str) -> bool:
+        """Whether such a tensor was saved with the optimizers'."""
+        return name in self._tensors["optimizer"]
+
+    def _read(self, what: str, names: Iterable[str]) -> dict[str, Tensor]:
+        by_file: dict[str, list[str]] = {}
+        for name in names:
+            by_file.setdefault(self._tensors[what][name][0], []).append(name)
+        found: dict[str, Tensor] = {}
+        for file, keys in by_file.items():
+            found |= read(self.path / file, keys)
+        return found
+
+
+def read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
+    """Read these tensors of a safetensors file, and no others.
+
+    Raises:
+        ConfigError: the file is damaged.
+    """
+    name = ""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as opened:
+            found = {}
+            for name in names:
+                found[name] = opened.get_tensor(name)
+            return found
+    except (OSError, SafetensorError) as error:
+        where = f"tensor {name}: " if name else ""
+        raise ConfigError(f"checkpoint {path}: {where}cannot be read: {error}") from error

@@ -1,0 +1,227 @@
+"""What a shard has to remember, by the unsplit model's names, and how the shards of another cut take it up.
+
+Tensors of an optimizer's state are named as in torch's flattened state: `state.<parameter>.<key>`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..dependency import ConfigError
+from ..workers.compute.shard import Shard
+from .plain import decoded, encoded
+
+#: options of a group that say how torch computes, not what
+_HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
+
+
+def model_tensors(shard: Shard) -> dict[str, Tensor]:
+    """Return the shard's parameters and buffers themselves."""
+    found = {}
+    for name, tensor in shard.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            raise ConfigError(
+                f"{name}: a checkpoint takes tensors, and get_extra_state gives a {type(tensor).__name__}"
+            )
+        found[name] = tensor
+    return found
+
+
+def optimizer_tensors(shard: Shard) -> dict[str, Tensor]:
+    """Return the tensors of the optimizer's state themselves."""
+    return {key: value for key, value, _ in _state(shard) if isinstance(value, Tensor)}
+
+
+def described(shard: Shard) -> dict[str, Any]:
+    """Return what else there is to remember, as JSON."""
+    optimizer, scheduler = shard.optimizer, shard.lr_scheduler
+    if optimizer is None:
+        return {"updates": shard.num_updates, "groups": []}
+    names = {parameter: name for name, parameter in shard.named_parameters()}
+    what = f"optimizer {type(optimizer).__name__}"
+    return {
+        "updates": shard.num_updates,
+        "optimizer": type(optimizer).__name__,
+        "groups": [
+            {
+                "parameters": [names[parameter] for parameter in group["params"]],
+                "options": {key: encoded(each, f"{what}: {key}") for key, each in group.items() if key not in _HOW},
+            }
+            for group in optimizer.param_groups
+        ],
+        "plain": {
+            key: encoded(value, f"{what}: {key}") for key, value, _ in _state(shard) if not isinstance(value, Tensor)
+        },
+        # Such as Adam's count of steps, which stays on the CPU.
+        "on_host": [key for key, value, p in _state(shard) if isinstance(value, Tensor) and value.device != p.device],
+        "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), type(scheduler).__name__),
+    }
+
+
+def _state(shard: Shard) -> Iterator[tuple[str, Any, nn.Parameter]]:
+    """Yield (name, value, parameter) of all that the optimizer remembers."""
+    if shard.optimizer is not None:
+        for name, parameter in shard.named_parameters():
+            for key, value in shard.optimizer.state.get(parameter, {}).items():
+                yield f"state.{name}.{key}", value, parameter
+
+
+class Stages:
+    """What the stages of a checkpoint have described.
+
+    Args:
+        stages: as `described`, by stage.
+        tensors: names of all tensors of optimizers.
+    """
+
+    def __init__(self, stages: Mapping[int, dict[str, Any]], tensors: list[str]) -> None:
+        self._stages = stages
+        self._groups = {
+            name: (stage, index)
+            for stage, each in stages.items()
+            for index, group in enumerate(each["groups"])
+            for name in group["parameters"]
+        }
+        self._keys: dict[str, list[str]] = {}
+        plain = [key for each in stages.values() for key in each.get("plain", {})]
+        for key in (*tensors, *plain):
+            self._keys.setdefault(key.removeprefix("state.").rpartition(".")[0], []).append(key)
+
+    def wanted(self, shard: Shard) -> list[str]:
+        """Return the names of the tensors that the optimizer of `shard` needs."""
+        on_this = [] if shard.optimizer is None else shard.named_parameters()
+        return [key for name, _ in on_this for key in self._keys.get(name, []) if self._plain(name, key) is None]
+
+    def _plain(self, name: str, key: str) -> dict[str, Any] | None:
+        stage, _ = self._groups.get(name, (None, 0))
+        plain: dict[str, Any] = {} if stage is None else self._stages[stage].get("plain", {})
+        return {"value": plain[key]} if key in plain else None
+
+    def prepare(self, shard: Shard, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
+        """See that the optimizer of `shard` can go on from here; return what makes it.
+
+        Args:
+            tensors: those `wanted`.
+
+        Raises:
+            ConfigError: it is another optimizer, or groups other parameters together.
+        """
+        optimizer = shard.optimizer
+        if optimizer is None or not self._groups:  # weights alone are wanted, or there is nothing more
+            return lambda: None
+        names = {parameter: name for name, parameter in shard.named_parameters()}
+        options, origins = [], []
+        for index, group in enumerate(optimizer.param_groups):
+            found = self._origins(optimizer, [names[parameter] for parameter in group["params"]])
+            origin = found[0] if found else (next(iter(self._stages)), index)
+            origins.append(origin)
+            options.append(self._options(origin) if found else {})
+        state = {
+            parameter: {
+                key.rpartition(".")[2]: self._value(name, key, tensors, parameter) for key in self._keys.get(name, [])
+            }
+            for parameter, name in names.items()
+            if name in self._groups
+        }
+        return partial(self._apply, shard, options, state, self._scheduler(shard, origins))
+
+    def _origins(self, optimizer: Optimizer, names: list[str]) -> list[tuple[int, int]]:
+        """Return of which groups these parameters, of one group here, were."""
+        for name in names:
+            if name not in self._groups:
+                raise ConfigError(f"{name} is trained here, and was not when the checkpoint was written")
+        found = list(dict.fromkeys(self._groups[name] for name in names))
+        for stage, _ in found:
+            was = self._stages[stage]["optimizer"]
+            if was != type(optimizer).__name__:
+                raise ConfigError(f"optimizer {type(optimizer).__name__}: the checkpoint is of {was}; go on with that")
+        for other in found[1:]:
+            if self._options(other) != self._options(found[0]):
+                raise ConfigError(
+                    f"optimizer: parameters of one group here were in groups with other options, "
+                    f"{self._options(found[0])} and {self._options(other)}; make the groups as they were"
+                )
+        return found
+
+    def _options(self, origin: tuple[int, int]) -> dict[str, Any]:
+        stage, index = origin
+        return dict(self._stages[stage]["groups"][index]["options"])
+
+    def _value(self, name: str, key: str, tensors: Mapping[str, Tensor], parameter: nn.Parameter) -> Any:
+        plain = self._plain(name, key)
+        if plain is not None:
+            return decoded(plain["value"])
+        on_host = key in self._stages[self._groups[name][0]].get("on_host", ())
+        return tensors[key] if on_host else tensors[key].to(parameter.device)
+
+    def _scheduler(self, shard: Shard, origins: list[tuple[int, int]]) -> Any:
+        """Return the state of this stage's scheduler, which may have groups of several stages; None: there is none."""
+        if shard.lr_scheduler is None:
+            return None
+        states = []
+        for stage, index in origins:
+            state = self._stages[stage].get("scheduler")
+            if state is None:
+                raise ConfigError("lr_scheduler: the checkpoint was written without one; leave it out")
+            states.append((decoded(state), index, len(self._stages[stage]["groups"])))
+        return _by_group(states)
+
+    def _apply(
+        self, shard: Shard, options: list[dict[str, Any]], state: dict[nn.Parameter, dict[str, Any]], scheduler: Any
+    ) -> None:
+        assert shard.optimizer is not None
+        for group, stored in zip(shard.optimizer.param_groups, options, strict=True):
+            for key, each in stored.items():
+                value, own = decoded(each), group.get(key)
+                if isinstance(own, Tensor):  # the user, or a compiled step, holds on to it
+                    own.fill_(float(value))
+                else:
+                    group[key] = value
+        shard.optimizer.state.clear()
+        for parameter, each_state in state.items():
+            shard.optimizer.state[parameter] = each_state
+        if shard.lr_scheduler is not None:
+            own_state = shard.lr_scheduler.state_dict()
+            for key, each in scheduler.items():
+                if isinstance(each, dict) and isinstance(own_state.get(key), dict):
+                    scheduler[key] = type(own_state[key])(each)  # a Counter of milestones
+            shard.lr_scheduler.load_state_dict(scheduler)
+
+    @property
+    def updates(self) -> int:
+        """How often the weights had been updated."""
+        return max(int(each["updates"]) for each in self._stages.values())
+
+
+def _by_group(states: list[tuple[Any, int, int]]) -> Any:
+    """Return one scheduler's state for groups whose schedulers were several.
+
+    Args:
+        states: for each group the state that it was part of, its index there, and how many groups there were.
+
+    >>> _by_group([({"base_lrs": [1, 2], "last_epoch": 9}, 1, 2), ({"base_lrs": [3], "last_epoch": 9}, 0, 1)])
+    {'base_lrs': [2, 3], 'last_epoch': 9}
+    """
+    first = states[0][0]
+    if isinstance(first, dict):
+        return {key: _by_group([(state[key], index, of) for state, index, of in states]) for key in first}
+    if not isinstance(first, list):
+        return first
+    if any(isinstance(each, dict) for each in first):  # schedulers inside a scheduler
+        return [_by_group([(state[n], index, of) for state, index, of in states]) for n in range(len(first))]
+    if all(len(state) == of for state, _, of in states):
+        return [state[index] for state, index, _ in states]
+    return first
+
+
+def put(shard: Shard, tensors: Mapping[str, Tensor]) -> None:
+    """Make these the numbers of the shard's parameters and buffers, in place."""
+    with torch.no_grad():
+        for name, own in model_tensors(shard).items():
+            own.copy_(tensors[name])

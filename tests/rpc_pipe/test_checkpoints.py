@@ -1,0 +1,318 @@
+"""Checkpoints: gone on from with any number of workers, cut and schedule; damaged ones are told, and change nothing."""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+import torch
+from processes import rpc_pipe
+from torch import nn
+from torch.optim import lr_scheduler
+
+from rpc_pipe import Pipeline
+from rpc_pipe.checkpoints import folder as folders
+from rpc_pipe.checkpoints.plain import decoded, encoded
+from rpc_pipe.checkpoints.reading import Checkpoint
+from rpc_pipe.dependency import ConfigError
+
+LAYERS = [
+    partial(nn.Linear, 8, 16),
+    nn.Tanh,
+    partial(nn.Linear, 16, 16),
+    nn.Dropout,
+    partial(nn.BatchNorm1d, 16),
+    partial(nn.Linear, 16, 4),
+]
+torch.manual_seed(0)
+BATCHES = [(torch.randn(8, 8), torch.randn(8, 4)) for _ in range(7)]
+DONE = 3
+
+
+def adamw(named):
+    decay = [p for name, p in named if name.endswith("weight")]
+    rest = [p for name, p in named if not name.endswith("weight")]
+    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+
+
+def warmed_up(optimizer):
+    warmup = lr_scheduler.LinearLR(optimizer, total_iters=2)
+    return lr_scheduler.SequentialLR(optimizer, [warmup, lr_scheduler.MultiStepLR(optimizer, [1, 3])], milestones=[2])
+
+
+def pipeline(num_workers, schedule="1f1b", layers=LAYERS, optimizer=adamw, **options):
+    return Pipeline(
+        layers,
+        nn.functional.mse_loss,
+        optimizer=optimizer,
+        num_workers=num_workers,
+        schedule=schedule,
+        num_microbatches=4,
+        **{"lr_scheduler": warmed_up, "max_grad_norm": 0.5, **options},
+    )
+
+
+def bits(pipe):
+    return {name: tensor.numpy().tobytes() for name, tensor in pipe.state_dict().items()}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A folder with a checkpoint after `DONE` steps on four workers, and what they did afterwards."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    pipe = pipeline(4)
+    losses = [pipe.step(batch) for batch in BATCHES[:DONE]]
+    before = torch.get_rng_state()
+    path = pipe.save_checkpoint(folder, extra={"epoch": 2, "pair": (1, 0.5)})
+    drawn = torch.rand(3)
+    torch.set_rng_state(before)
+    losses += [pipe.step(batch) for batch in BATCHES[DONE:]]
+    return folder, path, losses, bits(pipe), drawn
+
+
+@pytest.mark.parametrize("num_workers, schedule", [(2, "zb-h1"), (3, "1f1b"), (1, "eager-1f1b"), (2, "interleaved")])
+def test_training_goes_on_as_if_nothing_had_been(written, num_workers, schedule):
+    folder, path, losses, weights, drawn = written
+    pipe = pipeline(num_workers, schedule)
+    restored = pipe.load_checkpoint(folder)
+    assert (restored.path, restored.step, restored.extra) == (path, DONE, {"epoch": 2, "pair": (1, 0.5)})
+    assert torch.equal(torch.rand(3), drawn)
+    assert pipe.steps_done == DONE
+    assert [pipe.step(batch) for batch in BATCHES[DONE:]] == losses[DONE:]
+    assert bits(pipe) == weights
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe", "gpipe"])
+def test_schedules_that_sum_in_another_order_begin_with_the_same_bits(written, schedule):
+    pipe, same = pipeline(2, schedule), pipeline(1)
+    pipe.load_checkpoint(written[0])
+    same.load_checkpoint(written[0])
+    assert bits(pipe) == bits(same)
+    assert pipe.evaluate(BATCHES[0]) == same.evaluate(BATCHES[0])
+
+
+def test_a_script_that_knows_nothing_of_checkpoints_is_told_what_it_was_told(tmp_path):
+    def script(pipe, stop=99):
+        told = []
+        for batch in BATCHES[:5]:
+            told += [pipe.step(batch), pipe.evaluate(BATCHES[0])]
+            if len(told) == stop:
+                break
+        return told
+
+    undisturbed = script(pipeline(2))
+    pipe = pipeline(3)
+    pipe.checkpoint_every(2, tmp_path, keep=1)
+    script(pipe, stop=8)
+    pipe.close()
+    assert [path.name for path in folders.complete(tmp_path)] == ["step-00000004"]
+    pipe = pipeline(1)
+    pipe.resume(tmp_path)
+    assert script(pipe) == undisturbed
+    pipe = pipeline(2)
+    pipe.resume(tmp_path)
+    with pytest.raises(ConfigError, match="call 1 of the script is step, and was evaluate"):
+        list(pipe.train(BATCHES))
+
+
+def test_a_stream_skips_the_batches_that_it_has_behind_it(tmp_path):
+    undisturbed = list(pipeline(2).train(BATCHES))
+    pipe = pipeline(2)
+    for step, _ in enumerate(pipe.train(BATCHES)):
+        if step == 3:
+            pipe.save_checkpoint(tmp_path)
+            break
+    pipe = pipeline(3)
+    pipe.resume(tmp_path)
+    assert list(pipe.train(BATCHES)) == undisturbed
+
+
+def test_only_the_newest_are_kept_and_one_step_may_be_saved_twice(tmp_path):
+    pipe = pipeline(2)
+    for batch in BATCHES[:4]:
+        pipe.step(batch)
+        pipe.save_checkpoint(tmp_path, keep=2)
+    again = pipe.save_checkpoint(tmp_path, keep=2)
+    assert [path.name for path in folders.complete(tmp_path)] == ["step-00000004", "step-00000004.1"]
+    assert folders.newest(tmp_path) == again
+    assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000004.1"]
+
+
+def copied(path, tmp_path):
+    for file in path.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    return tmp_path
+
+
+def cut_off(path):
+    file = path / "model-00002-of-00004.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def flipped(path):
+    file = path / "model-00001-of-00004.safetensors"
+    file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
+
+
+def without_manifest_entry(path):
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["stages"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize(
+    "damage, says",
+    [
+        (cut_off, "model-00002-of-00004.safetensors: has .* bytes of .*: it was cut off"),
+        (flipped, r"model-00001-of-00004.safetensors: .*cannot be read"),
+        (lambda path: (path / "optimizer-00003-of-00004.safetensors").unlink(), "optimizer-00003.* is missing"),
+        (lambda path: (path / "manifest.json").write_text('{"format": 1, "st'), "manifest.json: is damaged"),
+        (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json: is not of format 1"),
+        (without_manifest_entry, "manifest.json: is damaged: KeyError 'stages'"),
+        (lambda path: (path / "manifest.json").unlink(), "holds no complete checkpoint"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_changes_nothing(written, tmp_path, damage, says):
+    path = copied(written[1], tmp_path)
+    damage(path)
+    pipe = pipeline(3)
+    before = bits(pipe)
+    with pytest.raises(ConfigError, match=says):
+        pipe.load_checkpoint(path)
+    assert bits(pipe) == before
+    assert pipe.steps_done == 0
+    pipe.step(BATCHES[0])
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"layers": [*LAYERS[:-1], partial(nn.Linear, 16, 5)]}, r"5.weight is float32 .*\(4, 16\), and .*\(5, 16\)"),
+        ({"layers": [*LAYERS, partial(nn.Linear, 4, 4)]}, "has no tensor 6.weight: it is of another model"),
+        ({"layers": LAYERS[:-1]}, "has 5.bias, which this model does not have"),
+        ({"layers": [partial(nn.Linear, 8, 16, dtype=torch.float64), *LAYERS[1:]]}, "0.weight is float32 .* float64"),
+        ({"optimizer": partial(torch.optim.SGD, lr=0.1), "lr_scheduler": None}, "SGD: the checkpoint is of AdamW"),
+        ({"optimizer": partial(torch.optim.AdamW, lr=0.1), "lr_scheduler": None}, "were in groups with other options"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_of_something_else_is_refused(written, options, says):
+    pipe = pipeline(2, **options)
+    before = bits(pipe)
+    with pytest.raises(ConfigError, match=says):
+        pipe.load_checkpoint(written[0])
+    assert bits(pipe) == before
+
+
+def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path):
+    pipe = pipeline(2)
+    pipe.step(BATCHES[0])
+    before = pipe.save_checkpoint(tmp_path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(
+            ConfigError, match=r"checkpoint .*: cannot be written: .*checkpoints before it are as they were"
+        ):
+            pipe.save_checkpoint(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+    assert os.listdir(tmp_path) == [before.name]
+    assert Checkpoint(tmp_path).step == 1
+    pipe.step(BATCHES[1])
+    assert pipe.save_checkpoint(tmp_path).name == "step-00000002"
+
+
+KILLED = """
+import sys
+sys.path[:0] = {path!r}
+from test_checkpoints import BATCHES, pipeline
+pipe = pipeline(2)
+pipe.step(BATCHES[0])
+print("ready", flush=True)
+while True:
+    pipe.save_checkpoint({folder!r}, keep=2)
+"""
+
+
+def test_a_kill_while_saving_leaves_the_checkpoint_before_it(tmp_path):
+    code = KILLED.format(path=sys.path, folder=str(tmp_path))
+    pipe = pipeline(1)
+    for moment in range(3):
+        killed = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        killed.stdout.readline()
+        while folders.newest(tmp_path) is None:
+            time.sleep(0.01)
+        time.sleep(0.013 * moment)
+        killed.kill()
+        killed.communicate()
+        assert pipe.load_checkpoint(tmp_path).step == 1
+
+
+SCRIPT = """
+import os, sys, torch
+from functools import partial
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from rpc_pipe import Pipeline
+
+data = TensorDataset(torch.randn(64, 8), torch.randn(64, 4))
+layers = [partial(nn.Linear, 8, 16), nn.Tanh, nn.Dropout, partial(nn.Linear, 16, 4)]
+pipe = Pipeline(layers, nn.functional.mse_loss, optimizer=partial(torch.optim.AdamW, lr=1e-2), num_microbatches=4)
+for epoch in range(2):
+    for batch in DataLoader(data, batch_size=16, shuffle=True):
+        loss = pipe.step(batch)
+        if pipe.steps_done == int(sys.argv[1]) and pipe.worker == 1:
+            os.kill(os.getpid(), 9)
+    print(f"{epoch} {loss:.7f} {pipe.evaluate(data.tensors):.7f}")
+"""
+
+
+def test_an_ordinary_script_that_was_killed_goes_on_with_other_workers(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def run(*typed):
+        done = rpc_pipe("run", script, *typed, cwd=tmp_path)
+        return done, [line for line in done.stdout.splitlines() if line.startswith("worker 0 | ")]
+
+    _, undisturbed = run("--workers", 2, "--", 0)
+    killed, _ = run("--workers", 2, "--checkpoint-every", 1, "--", 7)
+    assert killed.returncode != 0
+    kept = len(folders.complete(tmp_path / "checkpoints"))
+    assert kept >= 4, killed.stderr
+    resumed, told = run("--workers", 3, "--schedule", "zb-h1", "--resume", "auto", "--", 0)
+    assert resumed.returncode == 0, resumed.stderr
+    assert "goes on from checkpoints/step-" in resumed.stdout
+    assert told == undisturbed
+
+
+@pytest.mark.parametrize(
+    "typed, says",
+    [
+        (["--resume", "nowhere"], "--resume nowhere: holds no complete checkpoint; auto starts anew"),
+        (["--checkpoint-every", 0], "--checkpoint-every 0: must be at least 1"),
+        (["--checkpoint-keep", 2], "--checkpoint-keep 2: without --checkpoint-every none is written"),
+        (["--checkpoint-every", 2, "--checkpoint-folder", "/proc/x"], "--checkpoint-folder /proc/x: cannot be written"),
+    ],
+)  # fmt: skip
+def test_what_is_typed_wrongly_is_told_before_anything_is_trained(typed, says):
+    done = rpc_pipe("run", *typed)
+    assert done.returncode == 2
+    assert says in done.stderr
+
+
+@pytest.mark.parametrize("value", [None, 1.5, float("inf"), (1, [2, {"a": (None,)}]), {1: {2: 3}}, {"$tuple": 1}])
+def test_plain_values_come_back_as_they_were(value):
+    assert decoded(json.loads(json.dumps(encoded(value, "x")))) == value
+
+
+def test_what_is_not_plain_is_refused():
+    with pytest.raises(ConfigError, match="extra holds a set"):
+        encoded({"a": {1}}, "extra")
