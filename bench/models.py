@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from importlib.util import find_spec
@@ -22,7 +22,7 @@ from rpc_pipe.planning.measure import measure
 from .systems import Microbatch, Workload
 
 #: ms by kind, of each layer
-Costs = list[dict[Kind, float]]
+Costs = list[Mapping[Kind, float]]
 
 #: targets that no loss counts
 _IGNORED = -100

@@ -9,6 +9,7 @@ from .kinds import B, C, D, F, G, I, N, R, T, U, W
 from .order import local_order
 from .part import Part
 from .program import Entry, Pulled, entries, order_limit
+from .recomputing import recomputing
 from .spec import ENDLESS, Order, Spec
 
 __all__ = [
@@ -49,4 +50,5 @@ __all__ = [
     "entries",
     "local_order",
     "order_limit",
+    "recomputing",
 ]

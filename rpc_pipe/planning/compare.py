@@ -8,19 +8,10 @@ from typing import Any
 
 from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, W, check_all
 from ..model.cut import cut
-from ..schedules import SCHEDULES
+from .candidates import VARIANTS
 from .footprint import Size, num_messages, peak_bytes
 from .simulator import simulate
 from .specs import make_spec
-
-#: parameters that are worth a row of their own, besides the defaults
-VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
-    *((name, {}) for name in SCHEDULES),
-    ("interleaved", {"chunks": 4}),
-    ("hanayo", {"waves": 2}),
-    ("chimera", {"scale": "forward-doubling"}),
-    ("chimera", {"pairs": 2}),
-)
 
 #: steps that are simulated in sequence to see what one costs when they follow each other
 _STEPS = 4

@@ -70,7 +70,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             add(worker, span.end, size.after_inputs - size.activations)
         elif action.kind in (B, W):
             add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
-        amount = _payload(action, size)
+        amount = payload_bytes(action, size)
         for user in spec.successors(action):
             at = spec.worker(user)
             there = arrival.get((action, at), span.end)
@@ -88,7 +88,8 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     return tuple(peaks)
 
 
-def _payload(action: Action, size: Size) -> float:
+def payload_bytes(action: Action, size: Size) -> float:
+    """Return the bytes of what an action on a stage of this size makes for other stages."""
     if action.kind is F:
         return size.outputs
     if action.kind is G:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,7 @@ from ..workers.compute.shard import LossFn, OptimizerFactory
 from ..workers.compute.split_backward import Saved, backward_inputs
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
-
-
-@dataclass(frozen=True)
-class LayerCost:
-    """What one layer costs for one microbatch."""
-
-    #: milliseconds by kind
-    times: dict[Kind, float]
-    size: Size
+from .profile import LayerCost
 
 
 def measure(

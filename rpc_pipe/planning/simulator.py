@@ -171,10 +171,24 @@ def price(
     Raises:
         PipeError: the run cannot finish; `dependency.check_all` says why.
     """
+    with no_collection():
+        costs = [cost(action) for action in relation.actions]
+    return price_listed(relation, costs, comm=comm, order=order, links=links, payload=payload)
+
+
+def price_listed(
+    relation: Relation,
+    costs: list[float],
+    *,
+    comm: float = 0,
+    order: Order | None = None,
+    links: Mapping[tuple[int, int], Link] | None = None,
+    payload: Callable[[Action], float] | None = None,
+) -> Simulation:
+    """Do as `price`, with the cost of every action of the relation in a list: for who prices the same one often."""
     order = order or relation.spec.order
     roads = _Roads(comm, links, payload) if links else None
     with no_collection():
-        costs = [cost(action) for action in relation.actions]
         if order == "fixed" and roads is None:
             ran = _in_fixed_order(relation, costs, comm)
         else:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..dependency import ConfigError, Order, Spec, blaming, check_all
+from ..dependency import ConfigError, Order, Spec, blaming, check_all, recomputing
 from ..model.cut import cut
 from ..schedules import SCHEDULES
 from .torch_csv import import_csv
@@ -82,14 +82,21 @@ def make_spec(
 ) -> Spec:
     """Make the spec of a schedule; parameters may be text, as typed after `--set`.
 
+    Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`.
+
     Raises:
         ConfigError: a number or parameter that cannot be.
     """
     cls = find_schedule(schedule)
     name = schedule if isinstance(schedule, str) else cls.__name__
     known = parameter_types(cls)
+    parameters = dict(parameters or {})
+    recomputed: frozenset[int] | None = frozenset()
+    if "recompute" not in known:
+        recomputed = _stages(parameters.pop("recompute", "none"))
+        cls = cls if recomputed == frozenset() else recomputing(cls, recomputed)
     values = {}
-    for key, value in (parameters or {}).items():
+    for key, value in parameters.items():
         if key not in known:
             raise ConfigError(f"{key}: schedule {name} has no such parameter; it has {', '.join(known) or 'none'}")
         values[key] = _convert(name, key, value, known[key])
@@ -100,6 +107,8 @@ def make_spec(
     except (TypeError, NotImplementedError) as error:
         raise ConfigError(f"schedule {name}: {error}") from error
     asked = "".join(f" with {key}={value}" for key, value in values.items())
+    if recomputed and max(recomputed) >= num_stages:
+        raise ConfigError(f"recompute {max(recomputed)}: schedule {name}{asked} has stages 0 to {num_stages - 1}")
     if num_stages < 1:
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; must be at least 1")
     if num_stages * num_microbatches > MOST_FORWARDS:
@@ -108,6 +117,18 @@ def make_spec(
             f"{MOST_FORWARDS} forwards, the most that can be listed"
         )
     return spec
+
+
+def _stages(said: Any) -> frozenset[int] | None:
+    """Read which stages recompute; None: all."""
+    if not isinstance(said, str):
+        return frozenset(said)
+    if said in ("all", "none", ""):
+        return None if said == "all" else frozenset()
+    try:
+        return frozenset(int(part) for part in said.split("+"))
+    except ValueError:
+        raise ConfigError(f"recompute={said}: must be all, none or stages, such as 0+1") from None
 
 
 def parameter_types(cls: type[Spec]) -> dict[str, Any]:

@@ -1,0 +1,133 @@
+"""The planner's best against brute force: every cut of every schedule, on random models and machines.
+
+    python -m bench.plan_exact --count 500
+
+Up to 10 blocks and 4 workers, all schedules with all their variants; whole random times, unequal workers, slow links,
+tight memory, recomputation. Brute force shares the simulator, and nothing of the search. Prints a line for each
+instance that differs, and how many are equal; the exit code is 1 if any differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from collections.abc import Iterator
+from itertools import combinations, pairwise
+
+from rpc_pipe.dependency import Action, B, F, I, R, U, W
+from rpc_pipe.planning.candidates import Candidate, candidates
+from rpc_pipe.planning.footprint import Size, payload_bytes, peak_bytes
+from rpc_pipe.planning.profile import LayerCost, Machines, Profile
+from rpc_pipe.planning.relation import Relation
+from rpc_pipe.planning.search import Question, search
+from rpc_pipe.planning.simulator import Link, price
+
+
+def instance(seed: int) -> Question:
+    """Return a random model on random machines; numbers are whole, so that sums are exact."""
+    draw = random.Random(seed)
+    num_workers = draw.randint(1, 4)
+    blocks = []
+    skew = draw.choice((1, 4, 20))
+    crossing = [float(draw.randint(1, 50)) for _ in range(11)]
+    for i in range(draw.randint(num_workers, 10)):
+        inputs, weights = draw.randint(1, 20 * skew), draw.randint(0, 20)
+        times = {F: draw.randint(1, 20 * skew), I: inputs, W: weights, B: inputs + weights, U: draw.randint(0, 3)}
+        times[R] = times[F]
+        kept = float(draw.randint(1, 100) + crossing[i])
+        shard = [float(draw.randint(0, 30)) for _ in range(3)]
+        after = float(draw.randint(0, int(kept)))
+        size = Size(shard[0], shard[1], shard[2], kept, after, crossing[i], crossing[i + 1])
+        blocks.append(LayerCost(times, size, f"block {i}"))
+    slowness = tuple(float(draw.randint(1, 3)) for _ in range(num_workers)) if draw.random() < 0.4 else ()
+    links, link = {}, Link(float(draw.choice((0, 0, 1, 5, 30))))
+    if draw.random() < 0.3 and num_workers > 1:
+        a = draw.randrange(num_workers - 1)
+        links = {(a, a + 1): Link(float(draw.randint(0, 40)), 1.0), (a + 1, a): Link(float(draw.randint(0, 40)), 2.0)}
+    total = sum(b.size.shard + 4 * b.size.activations for b in blocks)
+    memory: tuple[float | None, ...] = ()
+    if draw.random() < 0.5:
+        memory = tuple(total * draw.choice((0.2, 0.35, 0.5, 1.0)) for _ in range(num_workers))
+    machines = Machines(num_workers, slowness, memory, link, links)
+    microbatches = tuple(sorted(draw.sample((1, 2, 3, 4, 5, 6, 8), draw.choice((1, 1, 2)))))
+    profile = Profile({8 // count or 1: blocks for count in microbatches} | {1: blocks, 8: blocks})
+    return Question(profile, machines, 8, microbatches, recompute=draw.random() < 0.3)
+
+
+def brute_force(question: Question) -> float | None:
+    """Return the least time of all schedules and cuts that fit; None: none fits."""
+    best: float | None = None
+    machines = question.machines
+    num_blocks = question.profile.num_blocks
+    for candidate in candidates(
+        machines.num_workers, question.microbatches, recompute=question.recompute, most_stages=num_blocks
+    ):
+        for took in _all_cuts(question, candidate, num_blocks):
+            if best is None or took < best:
+                best = took
+    return best
+
+
+def _all_cuts(question: Question, candidate: Candidate, num_blocks: int) -> Iterator[float]:
+    machines = question.machines
+    blocks = question.profile.at(question.batch / candidate.num_microbatches)
+    spec = candidate.spec(machines.num_workers)
+    relation = Relation(spec)
+    workers = range(machines.num_workers)
+    links = {(a, b): machines.between(a, b) for a in workers for b in workers if a != b}
+    for inner in combinations(range(1, num_blocks), spec.num_stages - 1):
+        stages = [blocks[a:b] for a, b in pairwise((0, *inner, num_blocks))]
+        sizes = [_sum([block.size for block in stage]) for stage in stages]
+
+        def cost(action: Action, stages: list[list[LayerCost]] = stages) -> float:
+            once = sum(block.times.get(action.kind, 0) for block in stages[action.stage])
+            return once * machines.slow(spec.worker(action))
+
+        def payload(action: Action, sizes: list[Size] = sizes) -> float:
+            return payload_bytes(action, sizes[action.stage])
+
+        run = price(relation, cost, links=links, payload=payload)
+        limits = [machines.limit(worker) for worker in workers]
+        held = peak_bytes(run, sizes) if any(limit is not None for limit in limits) else ()
+        if all(limit is None or used <= limit for used, limit in zip(held, limits, strict=False)):
+            yield run.makespan
+
+
+def _sum(sizes: list[Size]) -> Size:
+    total = sizes[0]
+    for size in sizes[1:]:
+        total += size
+    return total
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first instance (0)")
+    parser.add_argument("--count", type=int, default=500, help="how many (500)")
+    options = parser.parse_args()
+    equal = fits = 0
+    by_search = by_force = 0.0
+    for seed in range(options.first, options.first + options.count):
+        question = instance(seed)
+        start = time.perf_counter()
+        answer = search(question)
+        middle = time.perf_counter()
+        expected = brute_force(question)
+        by_search += middle - start
+        by_force += time.perf_counter() - middle
+        found = answer.plans[0].predicted_ms if answer.plans else None
+        wrong = found != expected or (found is not None and answer.lower_bound > found) or answer.gap > 1e-12
+        equal += not wrong
+        fits += expected is not None
+        if wrong:
+            print(f"seed {seed}: found {found}, brute force {expected}, bound {answer.lower_bound}, gap {answer.gap}")
+    print(
+        f"{equal} of {options.count} equal ({fits} have a plan that fits); {by_search:.1f} s, {by_force:.1f} s by force"
+    )
+    return int(equal < options.count)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

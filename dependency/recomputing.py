@@ -1,0 +1,71 @@
+"""Any schedule with recomputation on stages of one's choice: `R` right before the backward that needs it.
+
+`R` waits for what the backward waits for, so a microbatch's activations live twice shortly instead of once for long:
+from `F` to its end, and from `R` to the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .action import Action
+from .errors import ConfigError
+from .kinds import R
+from .spec import Spec
+
+#: a class made twice would make equal specs differ
+_made: dict[tuple[type[Spec], frozenset[int] | None], type[Spec]] = {}
+
+
+def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
+    """Return `base` with recomputation on `stages`; None: on all. The same class for the same arguments.
+
+    Raises:
+        ConfigError: the schedule recomputes by itself, or has updates that steps overtake.
+    """
+    if (base, stages) not in _made:
+        _made[base, stages] = _make(base, stages)
+    return _made[base, stages]
+
+
+def _make(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
+    if base.recompute:
+        raise ConfigError(f"recompute: schedule {base.__name__} recomputes by itself; leave it out")
+    if not base.synchronous:
+        raise ConfigError(f"recompute: schedule {base.__name__} lets steps overlap; only synchronous ones recompute")
+
+    def recomputes(self: Spec, stage: int) -> bool:
+        return stages is None or stage in stages
+
+    def after(self: Spec, action: Action) -> Iterable[Action]:
+        if action.kind is not R:
+            return base.after(self, action)
+        backward = _backward(self, action)
+        arriving = self.origin(backward)
+        return [*base.after(self, backward), *([] if arriving is None else [arriving])]
+
+    def slot(self: Spec, action: Action) -> int:
+        if action.kind is R:
+            return 2 * base.slot(self, _backward(self, action)) - 1
+        return 2 * base.slot(self, action)
+
+    def program(self: Spec, worker: int) -> Iterator[Action]:
+        for action in base.program(self, worker):
+            if action.kind.way == -1 and self.recomputes(action.stage):
+                yield R(action.stage, action.index)
+            yield action
+
+    said = "all" if stages is None else "+".join(map(str, sorted(stages)))
+    own: dict[str, Any] = {"recomputes": recomputes, "after": after, "__module__": base.__module__}
+    own["__doc__"] = base.__doc__
+    own["__qualname__"] = f"{base.__qualname__}[recompute {said}]"
+    if base.slot is not Spec.slot:
+        own["slot"] = slot
+    if base.program is not Spec.program:
+        own["program"] = program
+    return type(base.__name__, (base,), own)
+
+
+def _backward(spec: Spec, action: Action) -> Action:
+    return next(a for a in spec.actions(action.stage, action.index) if a.kind.way == -1)

@@ -1,0 +1,280 @@
+"""Times that no cut of a model can beat with a schedule: found without a simulation, to leave cuts out of the search.
+
+Proven below the simulator's time, for every order in which workers may run what is ready. For each worker:
+
+    it cannot begin before the forwards of the stages before its own, must do all its work, and the last backward of
+    its own must go back to stage 0;
+    before its first backward, which needs every forward and the backwards of later stages of one microbatch, it runs
+    at most as many forwards as it may hold activations: all its other work comes after;
+    before its last forward all but so many of its microbatches have been there and back, and after it that one must
+    still pass the later stages forth and back.
+
+Of a cut whose first stages only are known, the rest counts as if it could be shared evenly. Loads without torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ..dependency import B, F, I, Kind, R, Spec, U, W, order_limit
+from .bottleneck import costliest, least_bottleneck
+from .profile import Chain, Machines
+
+
+class Bounds:
+    """Lower bounds of the time of a step, for cuts of `chain` that are known in part or whole."""
+
+    def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
+        self.spec, self.chain, self.machines = spec, chain, machines
+        self._num_stages = spec.num_stages
+        microbatches = Counter(map(spec.route, range(spec.num_microbatches)))
+        self._routes = sorted(microbatches)
+        self._count = [microbatches[r] for r in range(spec.num_routes)]
+        stages = range(spec.num_stages)
+        self._worker = [[spec.place(s, r) for r in range(spec.num_routes)] for s in stages]
+        self._slow = [[machines.slow(w) for w in row] for row in self._worker]
+        self._hosted: list[list[tuple[int, int]]] = [
+            [shard for shard in spec.hosted(w) if self._count[shard[1]]] for w in range(spec.num_workers)
+        ]
+        self._num_split = [self._splits(s) for s in stages]
+        self._recomputes = [spec.recomputes(s) for s in stages]
+        #: whether what is computed again waits for the gradient
+        self._on_the_way = not type(spec).recompute
+        self._held = [self._most_held(w) for w in range(spec.num_workers)]
+
+    def _splits(self, stage: int) -> list[int]:
+        """Return by route how many backwards of a stage are in two parts."""
+        spec, found = self.spec, [0] * self.spec.num_routes
+        for m in range(spec.num_microbatches):
+            found[spec.route(m)] += spec.splits(stage, m)
+        return found
+
+    def _most_held(self, worker: int) -> int:
+        all_of_them = sum(self._count[r] for _, r in self._hosted[worker])
+        claims = (self.spec.peak_activations(worker), order_limit(self.spec, worker))
+        return min([all_of_them, *(claim for claim in claims if claim is not None)])
+
+    def of(self, ends: Sequence[int]) -> float:
+        """Return the bound.
+
+        Args:
+            ends: boundaries of the first stages, 0 first; all of them if as many as stages, and one.
+        """
+        return _Partial(self, ends).bound()
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each worker has one stage, and all microbatches take one route."""
+        return self.spec.num_routes == 1 and all(len(hosted) == 1 for hosted in self._hosted)
+
+    def behind(self, stage: int, start: int, stop: int) -> float:
+        """Return what the stage of these blocks adds to the path of one microbatch, if it is the slowest.
+
+        It grows with the blocks, so the cut for which its largest is least is found exactly (`least_bottleneck`).
+        """
+        chain, count, slow = self.chain, self._count[0], self._slow[stage][0]
+        times = {kind: chain.time(kind, start, stop) for kind in (F, B, I, W, R)}
+        split = self._num_split[stage][0]
+        back = times[I] if split else times[B]
+        back = min(back, times[B]) if 0 < split < count else back
+        again = times[R] if self._recomputes[stage] else 0
+        held = self._held[self._worker[stage][0]]
+        if not self._on_the_way:
+            return slow * ((count - held) * (times[F] + again) + (count - 1) * back)
+        adds = slow * ((count - held) * times[F] + (count - 1) * (back + again))
+        if count > held:
+            once = times[F] + again + (min(times[I] + times[W], times[B]) if split else times[B])
+            last, left = chain.num_blocks, self._num_stages - stage - 1
+            below = chain.blocks_time(F, stop, last) + left * chain.per_stage[F]
+            kind = I if any(any(row) for row in self._num_split) else B
+            below += chain.blocks_time(kind, stop, last) + left * chain.per_stage[kind]
+            fastest = min((row[0] for row in self._slow[stage + 1 :]), default=0)
+            # It must grow with the blocks: what the stages below lose counts as much at least here.
+            adds = max(adds, slow * (count - held) * once + min(slow, fastest) * below)
+        return adds
+
+    def everywhere(self) -> float:
+        """Return a time that no cut beats; infinity if none fits."""
+        bound = self.of((0,))
+        if not self.is_plain:
+            return bound
+        chain, limits = self.chain, [self.machines.limit(self._worker[s][0]) for s in range(self._num_stages)]
+
+        def fits(stage: int, a: int, b: int) -> bool:
+            limit = limits[stage]
+            return limit is None or chain.resident(a, b) + chain.activations(a, b) <= limit * (1 + 1e-9)
+
+        ends = least_bottleneck(chain.num_blocks, self._num_stages, self.behind, fits, may_be_empty=True)
+        if ends is None:
+            return float("inf")
+        return max(bound, (_Partial(self, (0,)).path() + costliest(ends, self.behind)) * (1 - 1e-9))
+
+    def beyond(self, ends: Sequence[int], cap: float | None = None) -> bool:
+        """Tell whether a worker cannot have its stages of those that are known, whatever the others are."""
+        chain, limits = self.chain, [self.machines.limit(w) for w in range(self.spec.num_workers)]
+        if cap is None and not any(limit is not None for limit in limits):
+            return False
+        known = len(ends) - 1
+        for worker, limit in enumerate(limits):
+            least = sum(chain.resident(ends[s], ends[s + 1]) for s, _ in self.spec.hosted(worker) if s < known)
+            used = (s for s, _ in self._hosted[worker] if s < known)
+            least += max((chain.activations(ends[s], ends[s + 1]) for s in used), default=0)
+            if any(most is not None and least > most * (1 + 1e-9) for most in (limit, cap)):
+                return True
+        return False
+
+
+class _Partial:
+    """The bound of one beginning of a cut."""
+
+    def __init__(self, bounds: Bounds, ends: Sequence[int]) -> None:
+        self._bounds = bounds
+        self._known = len(ends) - 1
+        chain = bounds.chain
+        self._times = {kind: [chain.time(kind, a, b) for a, b in pairwise(ends)] for kind in (F, B, I, W, R, U)}
+        self._ends = ends
+        self._rest = bounds._num_stages - self._known
+
+    def _unknown(self, kind: Kind) -> float:
+        """Return what a kind takes on all stages that are not known, on a worker of slowness 1."""
+        chain, start = self._bounds.chain, self._ends[-1]
+        if not self._rest:
+            return 0
+        return chain.blocks_time(kind, start, chain.num_blocks) + self._rest * chain.per_stage[kind]
+
+    def _back(self, stage: int, route: int) -> float:
+        """Return the least time from the arrival of a gradient to where it goes on, less the worker's slowness."""
+        b, times = self._bounds, self._times
+        split = b._num_split[stage][route]
+        back = times[I][stage] if split else times[B][stage]
+        if 0 < split < b._count[route]:
+            back = min(back, times[B][stage])
+        return back + (times[R][stage] if b._on_the_way and b._recomputes[stage] else 0)
+
+    def _unknown_back(self) -> float:
+        b = self._bounds
+        any_split = any(any(row) for row in b._num_split)
+        return min(self._unknown(I), self._unknown(B)) if any_split else self._unknown(B)
+
+    def _hop(self, stage: int, route: int, back: bool) -> float:
+        """Return the time of a payload from `stage` to the next one, or of the gradient back; at least the latency."""
+        b = self._bounds
+        here, there = b._worker[stage][route], b._worker[stage + 1][route]
+        if here == there:
+            return 0
+        link = b.machines.between(there, here) if back else b.machines.between(here, there)
+        if stage >= self._known or link.bandwidth == float("inf"):
+            return link.latency
+        return link.latency + b.chain.outputs(self._ends[stage + 1]) / link.bandwidth
+
+    def _path(self, route: int) -> tuple[list[float], list[float], float, float]:
+        """Return when each known stage can begin, what comes after its backward, all forwards, the whole path."""
+        b, known = self._bounds, self._known
+        heads, tails, head, tail = [], [], 0.0, 0.0
+        for stage in range(known):
+            slow = b._slow[stage][route]
+            heads.append(head)
+            tails.append(tail)
+            head += self._times[F][stage] * slow
+            tail += self._back(stage, route) * slow
+            if stage + 1 < b._num_stages:
+                head += self._hop(stage, route, False)
+                tail += self._hop(stage, route, True)
+        fastest = min((b._slow[s][route] for s in range(known, b._num_stages)), default=0)
+        hops = range(known, b._num_stages - 1)
+        forwards = head + self._unknown(F) * fastest + sum(self._hop(s, route, False) for s in hops)
+        back = self._unknown_back() * fastest + sum(self._hop(s, route, True) for s in hops)
+        return [*heads, head], [*tails, tail], forwards, forwards + back + tail
+
+    def path(self) -> float:
+        """Return the least time of one microbatch forth and back."""
+        return max(self._path(route)[3] for route in self._bounds._routes)
+
+    def bound(self) -> float:
+        b, known = self._bounds, self._known
+        paths = {route: self._path(route) for route in b._routes}
+        found = [path[3] for path in paths.values()]
+        loads = []
+        for worker, hosted in enumerate(b._hosted):
+            own = [(s, r) for s, r in hosted if s < known]
+            missing = len(own) < len(hosted)
+            load, weights, updates = self._load(own)
+            loads.append(load)
+            if not hosted:
+                continue
+            begins = min(paths[r][0][min(s, known)] for s, r in hosted)
+            after = min(paths[r][1][min(s, known)] for s, r in hosted)
+            turn = min(self._turn(paths[r], s, r) for s, r in hosted)
+            late = turn - self._forwards_before(own, b._held[worker])
+            for start in (begins, late):
+                found += [start + load, start + load - weights - updates + after]
+            if missing:
+                found.append(begins + load)
+            elif len(own) == 1:
+                found.append(self._last_one(paths[own[0][1]], *own[0], b._held[worker]))
+        if self._rest:
+            found.append(self._shared(loads, paths))
+        return max(found)
+
+    def _last_one(
+        self, path: tuple[list[float], list[float], float, float], stage: int, route: int, held: int
+    ) -> float:
+        """Return when a worker's last microbatch has come back to stage 0."""
+        b, times, (heads, tails, _, whole) = self._bounds, self._times, path
+        count, split, slow = b._count[route], b._num_split[stage][route], b._slow[stage][route]
+        if count <= held or not b._on_the_way:
+            return 0
+        backward = min(times[I][stage] + times[W][stage], times[B][stage]) if split else times[B][stage]
+        once = times[F][stage] + backward + (times[R][stage] if b._recomputes[stage] else 0)
+        here = (times[F][stage] + self._back(stage, route)) * slow
+        return whole + (count - held) * once * slow + whole - heads[stage] - here - tails[stage]
+
+    def _load(self, own: list[tuple[int, int]]) -> tuple[float, float, float]:
+        """Return all work of a worker's known stages, the part of it that is W, and the updates."""
+        b, times = self._bounds, self._times
+        load = weights = updates = 0.0
+        for s, r in own:
+            count, split, slow = b._count[r], b._num_split[s][r], b._slow[s][r]
+            weights += split * times[W][s] * slow
+            updates += times[U][s] * slow
+            again = times[R][s] if b._recomputes[s] else 0
+            whole = count * (times[F][s] + again) + split * times[I][s] + (count - split) * times[B][s]
+            load += whole * slow
+        return load + weights + updates, weights, updates
+
+    def _turn(self, path: tuple[list[float], list[float], float, float], stage: int, route: int) -> float:
+        """Return when the first backward of a stage can begin."""
+        b, (_, tails, forwards, whole) = self._bounds, path
+        if stage >= self._known:
+            return forwards
+        return whole - tails[stage] - self._back(stage, route) * b._slow[stage][route]
+
+    def _forwards_before(self, own: list[tuple[int, int]], held: int) -> float:
+        """Return the longest that so many forwards can take, with what may be computed again before a gradient."""
+        b, times, total = self._bounds, self._times, 0.0
+        again = not b._on_the_way
+        each = [
+            ((times[F][s] + (times[R][s] if again and b._recomputes[s] else 0)) * b._slow[s][r], b._count[r])
+            for s, r in own
+        ]
+        for time, count in sorted(each, reverse=True):
+            total += time * min(count, held)
+            held -= min(count, held)
+        return total
+
+    def _shared(self, loads: Sequence[float], paths: dict[int, tuple[list[float], list[float], float, float]]) -> float:
+        """Return when the workers of unknown stages can have done all of theirs, if they could share it evenly."""
+        b, known = self._bounds, self._known
+        stages = range(known, b._num_stages)
+        workers = {b._worker[s][r] for s in stages for r in b._routes}
+        splits = any(any(b._num_split[s]) for s in stages)
+        backward = min(self._unknown(B), self._unknown(I) + self._unknown(W)) if splits else self._unknown(B)
+        work = sum(b._count[r] for r in b._routes) * (self._unknown(F) + backward)
+        begins = min(paths[r][0][min(s, known)] for w in workers for s, r in b._hosted[w])
+        speed = sum(1 / slow for slow in (b.machines.slow(w) for w in workers) if slow > 0)
+        if not speed:
+            return begins
+        done = sum(loads[w] / b.machines.slow(w) for w in workers if b.machines.slow(w) > 0)
+        return begins + (work + done) / speed

@@ -1,0 +1,81 @@
+"""What a planner chooses among: schedules with their parameters, microbatches, recomputation. Loads without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..dependency import PipeError, Spec
+from ..schedules import SCHEDULES
+from .specs import make_spec
+
+#: parameters that are worth trying, besides the defaults
+VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    *((name, {}) for name in SCHEDULES),
+    ("interleaved", {"chunks": 4}),
+    ("hanayo", {"waves": 2}),
+    ("chimera", {"scale": "forward-doubling"}),
+    ("chimera", {"pairs": 2}),
+)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule with everything but the cut."""
+
+    schedule: str
+    parameters: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    num_microbatches: int = 1
+    #: stages that recompute their activations
+    recompute: tuple[int, ...] = ()
+
+    def spec(self, num_workers: int) -> Spec:
+        """Make its spec.
+
+        Raises:
+            PipeError: there is none for so many workers.
+        """
+        return make_spec(self.schedule, num_workers, self.num_microbatches, self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `make_spec` is told."""
+        recompute = {"recompute": "+".join(map(str, self.recompute))} if self.recompute else {}
+        return {**self.parameters, **recompute}
+
+
+def candidates(
+    num_workers: int,
+    microbatches: Iterable[int],
+    *,
+    recompute: bool,
+    most_stages: int,
+    schedules: Sequence[str] | None = None,
+) -> Iterator[Candidate]:
+    """Yield what can be made for so many workers: without recomputation, on the first stages, and on all.
+
+    The first stages hold activations for longest, so they recompute first.
+
+    Args:
+        most_stages: into which the model can be cut.
+        schedules: names; all that keep steps apart by default, as updates that steps overtake train other numbers.
+    """
+    seen = set()
+    for name, parameters in VARIANTS:
+        if schedules is not None and name not in schedules:
+            continue
+        for count in microbatches:
+            plain = Candidate(name, parameters, count)
+            try:
+                spec = plain.spec(num_workers)
+            except PipeError:
+                continue
+            if not spec.synchronous or spec.num_stages > most_stages or spec in seen:
+                continue
+            seen.add(spec)
+            yield plain
+            if recompute and not type(spec).recompute:
+                depth = spec.num_stages
+                for first in sorted({1, depth // 2, depth - 1, depth} - {0}):
+                    yield Candidate(name, parameters, count, tuple(range(first)))

@@ -1,0 +1,131 @@
+"""A plan as a value: what `plan` writes, and `run --plan` and `Pipeline(plan=...)` take. Loads without torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..dependency import ConfigError
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A schedule, a cut and what they are predicted to cost."""
+
+    schedule: str
+    parameters: Mapping[str, Any]
+    #: blocks of each stage
+    cut: tuple[int, ...]
+    num_microbatches: int
+    #: stages that recompute their activations
+    recompute: tuple[int, ...] = ()
+    predicted_ms: float = 0
+    #: bytes of the worker that holds most
+    predicted_memory: float = 0
+    #: share of the workers' time that is not spent computing
+    bubble: float = 0
+    num_workers: int = 0
+    #: bytes, and milliseconds of compute
+    memory_by_worker: tuple[float, ...] = ()
+    busy_by_worker: tuple[float, ...] = ()
+    #: payloads between workers in a step
+    messages: int = 0
+    #: of a searched program: each worker's actions in order, and by stage the worker that holds it
+    program: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
+    placement: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The schedule with its parameters."""
+        said = [value if isinstance(value, str) else f"{key}={value}" for key, value in self.parameters.items()]
+        if self.recompute:
+            said.append(f"recompute={'+'.join(map(str, self.recompute))}")
+        return f"{self.schedule} {','.join(said)}".rstrip()
+
+    @property
+    def schedule_options(self) -> dict[str, Any]:
+        """The schedule's parameters as `Pipeline` takes them, recomputation included."""
+        recompute = {"recompute": "+".join(map(str, self.recompute))} if self.recompute else {}
+        return {**self.parameters, **recompute}
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values; memory in megabytes."""
+        told = {
+            "schedule": self.schedule,
+            "parameters": dict(self.parameters),
+            "cut": list(self.cut),
+            "num_microbatches": self.num_microbatches,
+            "recompute": list(self.recompute),
+            "predicted_ms": self.predicted_ms,
+            "predicted_memory_mb": self.predicted_memory / 1e6,
+            "bubble": self.bubble,
+            "num_workers": self.num_workers,
+            "memory_by_worker_mb": [used / 1e6 for used in self.memory_by_worker],
+            "busy_by_worker_ms": list(self.busy_by_worker),
+            "messages": self.messages,
+        }
+        if self.program:
+            told |= {"placement": list(self.placement), "program": [" ".join(row) for row in self.program]}
+        return told
+
+
+def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
+    """Return a plan from a value, from plain values, or from a file: the best of those that `plan` wrote.
+
+    Raises:
+        ConfigError: it is no plan.
+    """
+    if isinstance(source, Plan):
+        return source
+    where = "plan"
+    told: Any = source
+    if not isinstance(source, Mapping):
+        where = f"plan {source}"
+        try:
+            told = json.loads(Path(source).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{where}: cannot be read: {error}") from None
+    if isinstance(told, Mapping) and "plans" in told:
+        if not told["plans"]:
+            raise ConfigError(f"{where}: holds no plan that fits; rpc-pipe plan says what would")
+        told = told["plans"][0]
+    try:
+        return _from_plain(told)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{where}: is no plan ({type(error).__name__}: {error}); it must have schedule, cut and num_microbatches"
+        ) from None
+
+
+def _from_plain(told: Mapping[str, Any]) -> Plan:
+    def numbers(name: str) -> tuple[int, ...]:
+        values = told.get(name, ())
+        if not isinstance(values, Sequence) or not all(isinstance(v, int) and v >= 0 for v in values):
+            raise ValueError(f"{name} must be a list of whole numbers")
+        return tuple(values)
+
+    cut = numbers("cut")
+    if not cut or min(cut) < 1:
+        raise ValueError("cut must list how many blocks each stage has")
+    count = told["num_microbatches"]
+    if not isinstance(count, int) or count < 1:
+        raise ValueError("num_microbatches must be a whole number of at least 1")
+    return Plan(
+        str(told["schedule"]),
+        dict(told.get("parameters", {})),
+        cut,
+        count,
+        numbers("recompute"),
+        float(told.get("predicted_ms", 0)),
+        1e6 * float(told.get("predicted_memory_mb", 0)),
+        float(told.get("bubble", 0)),
+        num_workers=int(told.get("num_workers", 0)),
+        memory_by_worker=tuple(1e6 * float(used) for used in told.get("memory_by_worker_mb", ())),
+        busy_by_worker=tuple(float(t) for t in told.get("busy_by_worker_ms", ())),
+        messages=int(told.get("messages", 0)),
+        program=tuple(tuple(str(row).split()) for row in told.get("program", ())),
+        placement=numbers("placement"),
+    )

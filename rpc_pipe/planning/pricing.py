@@ -1,0 +1,75 @@
+"""What a schedule costs with a model that is cut: the relation is compiled once, and priced for every cut.
+
+Loads without torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from ..dependency import Action, Kind, Spec
+from .bottleneck import Ends
+from .footprint import Size, payload_bytes, peak_bytes
+from .profile import TIMED, Chain, Machines
+from .relation import Relation
+from .simulator import Link, Simulation, price_listed
+
+
+class Priced:
+    """A spec on given machines, to be priced with many cuts of a chain of blocks."""
+
+    def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
+        self.spec = spec
+        self.chain = chain
+        self.machines = machines
+        self._relation = Relation(spec)
+        known: dict[tuple[int, Kind, int], int] = {}
+        pairs = zip(self._relation.actions, self._relation.worker, strict=True)
+        self._ids = [known.setdefault((a.stage, a.kind, worker), len(known)) for a, worker in pairs]
+        self._distinct = [(stage, kind, machines.slow(worker)) for stage, kind, worker in known]
+        self._links: dict[tuple[int, int], Link] | None = None
+        if not machines.links_are_plain:
+            workers = range(spec.num_workers)
+            self._links = {(a, b): machines.between(a, b) for a in workers for b in workers if a != b}
+        self.num_priced = 0
+
+    def simulate(self, ends: Ends) -> Simulation:
+        """Run a step of the cut model under a virtual clock."""
+        self.num_priced += 1
+        chain = self.chain
+        costs = [
+            chain.time(kind, ends[stage], ends[stage + 1]) * slow if kind in TIMED else 0
+            for stage, kind, slow in self._distinct
+        ]
+        listed = [costs[i] for i in self._ids]
+        links = self._links
+        if links is None:
+            return price_listed(self._relation, listed, comm=self.machines.link.latency)
+        sizes = self.sizes(ends)
+
+        def payload(action: Action) -> float:
+            return payload_bytes(action, sizes[action.stage])
+
+        return price_listed(self._relation, listed, links=links, payload=payload)
+
+    def sizes(self, ends: Ends) -> list[Size]:
+        """Return the bytes of each stage."""
+        return [self.chain.size(a, b) for a, b in pairwise(ends)]
+
+    def memory(self, simulation: Simulation, ends: Ends) -> tuple[float, ...]:
+        """Return the most bytes that each worker holds."""
+        return peak_bytes(simulation, self.sizes(ends))
+
+    def excess(self, memory: Sequence[float], cap: float | None = None) -> float:
+        """Return by how many bytes the worst worker exceeds what it may use; 0: all fit.
+
+        Args:
+            cap: a limit for all workers, besides their own.
+        """
+        over = [0.0]
+        for worker, used in enumerate(memory):
+            limits = [limit for limit in (self.machines.limit(worker), cap) if limit is not None]
+            if limits:
+                over.append(used - min(limits))
+        return max(over)

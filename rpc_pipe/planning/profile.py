@@ -1,0 +1,272 @@
+"""What a model costs by block, and what the machines are: what plans are made from. Loads without torch."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, fields
+from itertools import accumulate, pairwise
+from typing import Any
+
+from ..dependency import B, ConfigError, F, I, Kind, R, U, W
+from .footprint import Size
+from .simulator import Link
+
+#: what costs nothing
+_NO_WAY = Link()
+#: kinds that a profile has times of
+TIMED = (F, B, I, W, R, U)
+
+
+@dataclass(frozen=True)
+class LayerCost:
+    """What one layer, or block, costs for one microbatch; U is of the whole step."""
+
+    #: milliseconds by kind
+    times: Mapping[Kind, float]
+    size: Size
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Tie:
+    """A parameter that two blocks use. Apart, each has a copy, and the gradients are summed at the end of a step."""
+
+    first: int
+    last: int
+    #: bytes that are there once if both are in one stage: of weights, gradients, optimizer state
+    weights: float = 0
+    gradients: float = 0
+    optimizer: float = 0
+    #: whether the two cannot be cut apart
+    together: bool = False
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's blocks as they were measured, for microbatches of one number of rows or of several.
+
+    Times in milliseconds, memory in bytes.
+    """
+
+    #: rows of a microbatch -> what each block costs; ascending
+    measured: Mapping[int, Sequence[LayerCost]]
+    #: what each stage takes besides its blocks, for each action: what is around the blocks, and the runtime
+    per_stage: Mapping[Kind, float] = field(default_factory=dict)
+    ties: tuple[Tie, ...] = ()
+    model: str = ""
+    #: of the model that was measured: changes with its blocks and shapes
+    signature: str = ""
+    device: str = "cpu"
+
+    @property
+    def num_blocks(self) -> int:
+        return len(next(iter(self.measured.values())))
+
+    def at(self, rows: float) -> list[LayerCost]:
+        """Return what each block costs for microbatches of so many rows: on the line through the nearest two."""
+        known = sorted(self.measured)
+        if rows in self.measured:
+            return list(self.measured[int(rows)])
+        if len(known) == 1:
+            return [_blend(b, b, rows / known[0] - 1, proportional=True) for b in self.measured[known[0]]]
+        at = min(max(bisect_left(known, rows), 1), len(known) - 1)
+        low, high = known[at - 1], known[at]
+        share = (rows - low) / (high - low)
+        pairs = zip(self.measured[low], self.measured[high], strict=True)
+        return [_blend(a, b, share) for a, b in pairs]
+
+
+#: bytes that do not depend on the rows of a microbatch
+RESIDENT = ("weights", "gradients", "optimizer")
+#: bytes of a stage that are those of its blocks together
+_SUMMED = (*RESIDENT, "activations", "after_inputs")
+
+
+def _blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False) -> LayerCost:
+    """Return what lies `share` of the way from a to b; proportional: a scaled by 1 + share."""
+
+    def between(x: float, y: float) -> float:
+        return max(0.0, x + share * (x if proportional else y - x))
+
+    times = {kind: a.times[kind] if kind is U else between(a.times[kind], b.times[kind]) for kind in a.times}
+    sizes = {
+        f.name: getattr(a.size, f.name)
+        if f.name in RESIDENT
+        else between(getattr(a.size, f.name), getattr(b.size, f.name))
+        for f in fields(Size)
+    }
+    return LayerCost(times, Size(**sizes), a.name)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The workers and what is between them. Times in milliseconds, bandwidths in bytes a millisecond."""
+
+    num_workers: int
+    #: how many times as long each worker takes as where the model was measured; empty: all 1
+    slowness: tuple[float, ...] = ()
+    #: bytes that each worker may use; empty or None: no limit
+    memory: tuple[float | None, ...] = ()
+    #: the way between any two workers
+    link: Link = _NO_WAY
+    #: those that are different, by (from, to)
+    links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, values in (("slowness", self.slowness), ("memory", self.memory)):
+            if values and len(values) != self.num_workers:
+                raise ConfigError(f"{name}: has {len(values)} values, but there are {self.num_workers} workers")
+
+    def slow(self, worker: int) -> float:
+        """Return how many times as long `worker` takes."""
+        return self.slowness[worker] if self.slowness else 1
+
+    def limit(self, worker: int) -> float | None:
+        """Return how many bytes `worker` may use; None: no limit."""
+        return self.memory[worker] if self.memory else None
+
+    def between(self, source: int, target: int) -> Link:
+        """Return the way from one worker to another."""
+        return self.links.get((source, target), self.link)
+
+    @property
+    def links_are_plain(self) -> bool:
+        """Whether all links have one latency and no limit of bandwidth."""
+        return not self.links and self.link.bandwidth == float("inf")
+
+
+class Chain:
+    """Blocks in order, with sums over any run of them in constant time. Blocks that cannot be cut apart are one here.
+
+    Args:
+        per_stage: what each stage takes besides its blocks, by kind.
+    """
+
+    def __init__(
+        self, blocks: Sequence[LayerCost], per_stage: Mapping[Kind, float] | None = None, ties: Sequence[Tie] = ()
+    ) -> None:
+        inside = {i for tie in ties if tie.together for i in range(tie.first + 1, tie.last + 1)}
+        #: where stages may begin, and the end
+        self._places = [i for i in range(len(blocks) + 1) if i not in inside]
+        self.num_blocks = len(self._places) - 1
+        self.ties = tuple(tie for tie in ties if tie.weights or tie.gradients or tie.optimizer)
+        self.per_stage = {kind: (per_stage or {}).get(kind, 0) for kind in TIMED}
+        self._times = {kind: self._sums(block.times.get(kind, 0) for block in blocks) for kind in TIMED}
+        self._bytes = {name: self._sums(getattr(block.size, name) for block in blocks) for name in _SUMMED}
+        self._inputs = [blocks[i].size.inputs for i in self._places[:-1]]
+        self._outputs = [blocks[i - 1].size.outputs for i in self._places[1:]]
+
+    def _sums(self, values: Iterable[float]) -> list[float]:
+        sums: list[float] = [0, *accumulate(values)]
+        return [sums[i] for i in self._places]
+
+    def time(self, kind: Kind, start: int, stop: int) -> float:
+        """Return what an action takes on the stage of blocks `start` to `stop` - 1."""
+        times = self._times[kind]
+        return times[stop] - times[start] + self.per_stage[kind]
+
+    def blocks_time(self, kind: Kind, start: int, stop: int) -> float:
+        """Return what the blocks alone take, whatever stages they are in."""
+        times = self._times[kind]
+        return times[stop] - times[start]
+
+    def work(self, split: bool) -> float:
+        """Return what the backward of all blocks takes, in one piece or in two parts."""
+        end = self.num_blocks
+        whole = self.blocks_time(I, 0, end) + self.blocks_time(W, 0, end)
+        return whole if split else self.blocks_time(B, 0, end)
+
+    def size(self, start: int, stop: int) -> Size:
+        """Return the bytes of the stage of blocks `start` to `stop` - 1."""
+        summed = {name: sums[stop] - sums[start] for name, sums in self._bytes.items()}
+        for tie in self._inside(start, stop):
+            for name in RESIDENT:
+                summed[name] -= getattr(tie, name)
+        return Size(**summed, inputs=self._inputs[start], outputs=self._outputs[stop - 1])
+
+    def resident(self, start: int, stop: int) -> float:
+        """Return the bytes that a stage has all the time."""
+        total = sum(self._bytes[name][stop] - self._bytes[name][start] for name in RESIDENT)
+        return total - sum(tie.weights + tie.gradients + tie.optimizer for tie in self._inside(start, stop))
+
+    def activations(self, start: int, stop: int) -> float:
+        """Return the bytes that a forward of a stage saves."""
+        sums = self._bytes["activations"]
+        return sums[stop] - sums[start]
+
+    def outputs(self, stop: int) -> float:
+        """Return the bytes that cross the cut before block `stop`."""
+        return self._outputs[stop - 1]
+
+    def _inside(self, start: int, stop: int) -> list[Tie]:
+        places = self._places
+        return [t for t in self.ties if places[start] <= t.first and t.last < places[stop]]
+
+    def counts(self, ends: Sequence[int]) -> tuple[int, ...]:
+        """Return how many of the model's blocks each stage has, where `ends` are boundaries of stages, 0 first."""
+        return tuple(self._places[b] - self._places[a] for a, b in pairwise(ends))
+
+
+# --- as JSON, to be kept and edited
+
+
+def as_json(profile: Profile) -> dict[str, Any]:
+    """Return a profile as plain values; times in milliseconds, sizes in bytes."""
+    return {
+        "model": profile.model,
+        "signature": profile.signature,
+        "device": profile.device,
+        "num_blocks": profile.num_blocks,
+        "per_stage_ms": {kind.letter: time for kind, time in profile.per_stage.items()},
+        "ties": [{f.name: getattr(tie, f.name) for f in fields(Tie)} for tie in profile.ties],
+        "rows": {
+            str(rows): [
+                {
+                    "name": block.name,
+                    "ms": {kind.letter: round(time, 6) for kind, time in block.times.items()},
+                    "bytes": {f.name: getattr(block.size, f.name) for f in fields(Size)},
+                }
+                for block in blocks
+            ]
+            for rows, blocks in sorted(profile.measured.items())
+        },
+    }
+
+
+def from_json(told: Any, where: str) -> Profile:
+    """Read what `as_json` returned and a user may have edited.
+
+    Raises:
+        ConfigError: it is no profile; the text says where.
+    """
+    try:
+        measured = {
+            int(rows): [
+                LayerCost(
+                    {Kind.of(letter): float(time) for letter, time in block["ms"].items()},
+                    Size(**{name: float(amount) for name, amount in block["bytes"].items()}),
+                    str(block.get("name", "")),
+                )
+                for block in blocks
+            ]
+            for rows, blocks in told["rows"].items()
+        }
+        profile = Profile(
+            measured,
+            {Kind.of(letter): float(time) for letter, time in told.get("per_stage_ms", {}).items()},
+            tuple(Tie(**tie) for tie in told.get("ties", ())),
+            str(told.get("model", "")),
+            str(told.get("signature", "")),
+            str(told.get("device", "cpu")),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None
+    if not measured or len({len(blocks) for blocks in measured.values()}) != 1 or not profile.num_blocks:
+        raise ConfigError(f"{where}: every number of rows must list the same blocks, at least one")
+    for rows, blocks in measured.items():
+        for block in blocks:
+            values = [*block.times.values(), *astuple(block.size)]
+            if rows < 1 or not all(0 <= value < float("inf") for value in values):
+                raise ConfigError(f"{where}: rows {rows}, block {block.name!r}: times and bytes must be at least 0")
+    return profile

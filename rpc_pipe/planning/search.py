@@ -1,0 +1,253 @@
+"""The search of `plan`: every schedule, every number of microbatches, every cut; exact, or with a gap that is told.
+
+Loads without torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..dependency import B, F, I
+from .candidates import Candidate, candidates
+from .cutting import CutFound, CutSearch
+from .footprint import num_messages
+from .plan import Plan
+from .profile import Chain, Machines, Profile
+
+#: (share of the work that is done, 0 to 1; the best time so far, in milliseconds)
+Tell = Callable[[float, float], None]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be planned."""
+
+    profile: Profile
+    machines: Machines
+    #: rows of a batch, and into how many microbatches it may be split
+    batch: int
+    microbatches: tuple[int, ...]
+    recompute: bool = True
+    #: names; all by default
+    schedules: tuple[str, ...] | None = None
+    #: how long to search; what is left then is told as a gap
+    seconds: float = float("inf")
+
+    def chain(self, num_microbatches: int) -> Chain:
+        """Return the blocks with what they cost for one of so many microbatches."""
+        profile = self.profile
+        return Chain(profile.at(self.batch / num_microbatches), profile.per_stage, profile.ties)
+
+
+@dataclass
+class Answer:
+    """What was found."""
+
+    #: the best cut of each schedule that was priced and fits, fastest first
+    plans: list[Plan] = field(default_factory=list)
+    #: no step of this model on these workers can be faster, whatever the schedule
+    lower_bound: float = 0
+    #: no plan among all that were to be searched is faster
+    searched_bound: float = 0
+    #: what nothing else beats both in time and in memory, fastest first
+    front: list[Plan] = field(default_factory=list)
+    #: the plan that exceeds the limits of memory least, if none fits, and by how many bytes
+    nearest: Plan | None = None
+    excess: float = 0
+    #: schedules that were left out, as they cannot be faster than this
+    left_out: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        """By how much, relatively, the best plan may be slower than the best there is among all plans; 0: proven."""
+        if not self.plans or not self.plans[0].predicted_ms:
+            return 0
+        return max(0.0, 1 - self.searched_bound / self.plans[0].predicted_ms)
+
+
+def default_microbatches(num_workers: int, batch: int) -> tuple[int, ...]:
+    """Return numbers of microbatches that are worth trying: workers times 1, 2, 4, 8, as far as there are rows."""
+    wanted = [num_workers * times for times in (1, 2, 4, 8)]
+    return tuple(sorted({count for count in wanted if count <= batch} or {batch}))
+
+
+def search(question: Question, tell: Tell = lambda share, best: None, *, with_front: bool = False) -> Answer:
+    """Return the best plans, fastest first, with a proof or a gap."""
+    return _Search(question, tell, with_front).answer()
+
+
+class _Search:
+    def __init__(self, question: Question, tell: Tell, with_front: bool) -> None:
+        self._question = question
+        self._tell = tell
+        self._with_front = with_front
+        self._until = time.monotonic() + question.seconds
+        self._chains = {count: question.chain(count) for count in question.microbatches}
+        self._searches = self._list()
+
+    def _list(self) -> list[tuple[Candidate, CutSearch]]:
+        q = self._question
+        most_stages = next(iter(self._chains.values())).num_blocks if self._chains else 0
+        listed = candidates(
+            q.machines.num_workers,
+            q.microbatches,
+            recompute=q.recompute,
+            most_stages=most_stages,
+            schedules=q.schedules,
+        )
+        searches = []
+        for candidate in listed:
+            chain = self._chains[candidate.num_microbatches]
+            spec = candidate.spec(q.machines.num_workers)
+            searches.append((candidate, CutSearch(spec, chain, q.machines, with_memory=True)))
+        return sorted(searches, key=lambda pair: pair[1].least)
+
+    def answer(self) -> Answer:
+        answer = Answer()
+        if not self._searches:
+            return answer
+        best, bound = self._best(None, self._until, 0, 0.7 if self._with_front else 1)
+        answer.searched_bound = bound
+        answer.lower_bound = min([bound, *(relaxed(chain, self._question.machines, count, self._routes)
+                                           for count, chain in self._chains.items())])  # fmt: skip
+        if best is None:
+            self._say_nearest(answer)
+            return answer
+        if self._with_front:
+            self._trace_front(max(best[1].memory))
+        self._collect(answer)
+        return answer
+
+    @property
+    def _routes(self) -> int:
+        return max(search.spec.num_routes for _, search in self._searches)
+
+    def _best(
+        self, cap: float | None, until: float, begin: float, end: float
+    ) -> tuple[tuple[Candidate, CutFound] | None, float]:
+        """Return the best plan within `cap` bytes, and a time that no plan within it can beat."""
+        best: tuple[Candidate, CutFound] | None = None
+        total = len(self._searches)
+
+        def report(done: float) -> None:
+            self._tell(begin + (end - begin) * done / total, best[1].time if best else float("inf"))
+
+        for number, (candidate, search) in enumerate(self._searches):
+            report(number / 2)
+            if best is not None and search.least >= best[1].time:
+                continue
+            if search.bounds.beyond((0,), cap) or time.monotonic() > until:
+                continue
+            found = search.climb(min(until, time.monotonic() + self._slice(until, total - number)), cap)
+            if found.excess <= 0 and (best is None or found.time < best[1].time):
+                best = candidate, found
+        bound = best[1].time if best is not None else float("inf")
+        for number, (candidate, search) in enumerate(self._searches):
+            report(total / 2 + number / 2)
+            better, least = search.prove(best[1] if best else None, until, cap)
+            bound = min(bound, least)
+            if better is not None:
+                best = candidate, better
+        return best, min(bound, best[1].time if best else bound)
+
+    @staticmethod
+    def _slice(until: float, left: int) -> float:
+        now = time.monotonic()
+        return until - now if until == float("inf") else max(0.05, 2 * (until - now) / max(1, left))
+
+    def _trace_front(self, memory: float) -> None:
+        """Search below smaller and smaller limits of memory; what is found is kept by each search."""
+        for number, share in enumerate((0.85, 0.7, 0.55, 0.4, 0.3, 0.2)):
+            begin = 0.7 + 0.05 * number
+            left = self._until - time.monotonic()
+            until = time.monotonic() + min(left, max(1.0, self._question.seconds / 12))
+            found, _ = self._best(memory * share, until, begin, begin + 0.05)
+            if found is None:
+                break
+
+    def _collect(self, answer: Answer) -> None:
+        plans, everything = [], []
+        for candidate, search in self._searches:
+            fitting = sorted(search.found(), key=lambda found: found.time)
+            if fitting:
+                plans.append((candidate, search, fitting[0]))
+                everything += [(candidate, search, found) for found in fitting]
+            else:
+                name = candidate.schedule
+                answer.left_out[name] = min(search.least, answer.left_out.get(name, float("inf")))
+        plans.sort(key=lambda triple: (triple[2].time, max(triple[2].memory, default=0)))
+        answer.plans = [_plan(*triple) for triple in plans]
+        for plan in answer.plans:
+            answer.left_out.pop(plan.schedule, None)
+        everything.sort(key=lambda triple: (triple[2].time, max(triple[2].memory, default=0)))
+        least = float("inf")
+        for candidate, search, found in everything:
+            if max(found.memory, default=0) < least * (1 - 1e-3):
+                least = max(found.memory, default=0)
+                answer.front.append(_plan(candidate, search, found))
+
+    def _say_nearest(self, answer: Answer) -> None:
+        until = time.monotonic() + min(5.0, self._question.seconds)
+        nearest: tuple[Candidate, CutSearch, CutFound] | None = None
+        for candidate, search in self._searches:
+            if nearest is None or time.monotonic() < until:
+                found = search.climb(min(until, time.monotonic() + 0.3))
+                if nearest is None or found.rank < nearest[2].rank:
+                    nearest = candidate, search, found
+        assert nearest is not None
+        answer.nearest, answer.excess = _plan(*nearest), nearest[2].excess
+
+
+def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
+    simulation = search.priced.simulate(found.ends)
+    memory = found.memory or search.priced.memory(simulation, found.ends)
+    return Plan(
+        candidate.schedule,
+        dict(candidate.parameters),
+        search.chain.counts(found.ends),
+        candidate.num_microbatches,
+        candidate.recompute,
+        found.time,
+        max(memory),
+        simulation.bubble,
+        num_workers=search.spec.num_workers,
+        memory_by_worker=memory,
+        busy_by_worker=simulation.busy,
+        messages=num_messages(simulation),
+    )
+
+
+def relaxed(chain: Chain, machines: Machines, num_microbatches: int, routes: int = 1) -> float:
+    """Return a time that no step can beat, whatever the schedule, the cut and the order.
+
+    All work must be done by somebody; of one microbatch it is done in a row; and a worker that holds no replica of
+    the first block waits until the forwards of the blocks before its first are done.
+
+    Args:
+        routes: how many replicas of the model there may be.
+    """
+    slows = [machines.slow(w) for w in range(machines.num_workers)]
+    fastest, blocks = min(slows), chain.num_blocks
+    once = chain.blocks_time(F, 0, blocks)
+    back = min(chain.blocks_time(I, 0, blocks), chain.blocks_time(B, 0, blocks))
+    whole = once + min(chain.work(True), chain.work(False))
+    waits = [
+        chain.blocks_time(F, 0, min(number // routes, blocks)) * fastest + chain.per_stage[F] * (number >= routes)
+        for number in range(machines.num_workers)
+    ]
+    # The workers that begin last may be the slowest: what they miss counts least.
+    speeds = sorted((1 / slow for slow in slows), reverse=True)
+    missed = sum(wait * speed for wait, speed in zip(waits, speeds, strict=True))
+    return max((once + back) * fastest, (num_microbatches * whole + missed) / sum(speeds))
+
+
+def best_cut(question: Question, candidate: Candidate) -> Sequence[int]:
+    """Return the cut for one schedule: blocks of each stage."""
+    chain = question.chain(candidate.num_microbatches)
+    search = CutSearch(candidate.spec(question.machines.num_workers), chain, question.machines)
+    until = time.monotonic() + question.seconds
+    found = search.climb(until)
+    better, _ = search.prove(found if found.excess <= 0 else None, until)
+    return chain.counts((better or found).ends)

@@ -1,0 +1,152 @@
+"""What `plan` finds is the best there is, and what it says of bounds is true."""
+
+import random
+import time
+from itertools import combinations, combinations_with_replacement, pairwise
+
+import pytest
+
+from bench.plan_exact import brute_force, instance
+from rpc_pipe.dependency import B, F, I, R, U, W, check_all
+from rpc_pipe.planning.bottleneck import costliest, least_bottleneck
+from rpc_pipe.planning.bounds import Bounds
+from rpc_pipe.planning.candidates import Candidate, candidates
+from rpc_pipe.planning.cutting import CutSearch
+from rpc_pipe.planning.footprint import Size
+from rpc_pipe.planning.pricing import Priced
+from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Profile, Tie, as_json, from_json
+from rpc_pipe.planning.search import Question, relaxed, search
+from rpc_pipe.planning.simulator import Link
+
+
+def block(time, name="", **bytes):
+    times = {F: time, B: 2 * time, I: time, W: time, R: time, U: 0}
+    return LayerCost(times, Size(**bytes), name)
+
+
+@pytest.mark.parametrize("seed", range(1000, 1014))
+def test_the_plan_is_the_best_of_all_cuts_of_all_schedules(seed):
+    question = instance(seed)
+    answer = search(question)
+    best = brute_force(question)
+    assert (answer.plans[0].predicted_ms if answer.plans else None) == best
+    assert answer.gap == 0
+    assert best is None or answer.lower_bound <= best
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bounds_are_below_what_the_simulator_says(seed):
+    draw = random.Random(seed)
+    question = instance(seed)
+    machines, count = question.machines, question.microbatches[0]
+    chain = question.chain(count)
+    for candidate in candidates(
+        machines.num_workers, [count], recompute=draw.random() < 0.2, most_stages=chain.num_blocks
+    ):
+        spec = candidate.spec(machines.num_workers)
+        bounds, priced = Bounds(spec, chain, machines), Priced(spec, chain, machines)
+        inner = draw.sample(range(1, chain.num_blocks), spec.num_stages - 1)
+        ends = (0, *sorted(inner), chain.num_blocks)
+        took = priced.simulate(ends).makespan
+        for known in range(1, len(ends) + 1):
+            assert bounds.of(ends[:known]) <= took * (1 + 1e-9), (candidate, ends[:known])
+        assert bounds.everywhere() <= took * (1 + 1e-9) or bounds.beyond(ends)
+        assert relaxed(chain, machines, count, spec.num_routes) <= took * (1 + 1e-9)
+
+
+def test_a_beginning_of_a_cut_that_is_beyond_memory_has_no_end_that_fits():
+    for seed in range(30):
+        question = instance(seed)
+        machines, count = question.machines, question.microbatches[0]
+        chain = question.chain(count)
+        if not machines.memory or machines.num_workers > chain.num_blocks:
+            continue
+        spec = Candidate("1f1b", {}, count).spec(machines.num_workers)
+        bounds, priced = Bounds(spec, chain, machines), Priced(spec, chain, machines)
+        for inner in combinations(range(1, chain.num_blocks), spec.num_stages - 1):
+            ends = (0, *inner, chain.num_blocks)
+            fits = priced.excess(priced.memory(priced.simulate(ends), ends)) <= 0
+            assert not (fits and any(bounds.beyond(ends[:known]) for known in range(1, len(ends) + 1)))
+
+
+def test_the_least_bottleneck_is_that_of_all_cuts():
+    draw = random.Random(0)
+    for _ in range(50):
+        times = [draw.randint(1, 30) for _ in range(draw.randint(4, 9))]
+        slow = [draw.randint(1, 3) for _ in range(4)]
+
+        def cost(stage, a, b, times=times, slow=slow):
+            return slow[stage] * sum(times[a:b])
+
+        def best(inner):
+            return min(costliest((0, *each, len(times)), cost) for each in inner)
+
+        found = least_bottleneck(len(times), 4, cost, may_be_empty=True)
+        inner = combinations_with_replacement(range(len(times) + 1), 3)
+        assert costliest(found, cost) == best(inner)
+        slow[:] = [2] * 4
+        found = least_bottleneck(len(times), 4, cost)
+        assert 0 not in [b - a for a, b in pairwise(found)]
+        assert costliest(found, cost) == best(combinations(range(1, len(times)), 3))
+
+
+def test_a_thousand_blocks_on_64_stages():
+    draw = random.Random(1)
+    blocks = [block(draw.uniform(1, 3), weights=10, activations=5) for _ in range(1000)]
+    machines = Machines(64, link=Link(0.1))
+    spec = Candidate("1f1b", {}, 128).spec(64)
+    cuts = CutSearch(spec, Chain(blocks), machines)
+    found = cuts.climb(time.monotonic() + 1)
+    assert cuts.least <= found.time <= 1.05 * cuts.least
+    assert len(found.ends) == 65 and all(a < b for a, b in pairwise(found.ends))
+
+
+def test_what_is_tied_stays_together_or_is_held_twice():
+    blocks = [block(1, weights=100), block(1), block(1), block(1, weights=100)]
+    together = Chain(blocks, ties=[Tie(0, 2, together=True)])
+    assert together.num_blocks == 2 and together.counts((0, 1, 2)) == (3, 1)
+    apart = Chain(blocks, ties=[Tie(0, 3, weights=100)])
+    assert apart.size(0, 4).weights == 100 and apart.resident(0, 2) + apart.resident(2, 4) == 200
+
+
+def test_nothing_fits_and_it_says_by_how_much():
+    blocks = [block(1, weights=100, activations=10) for _ in range(4)]
+    machines = Machines(2, memory=(150, 150))
+    answer = search(Question(Profile({1: blocks}), machines, 4, (4,)))
+    assert answer.plans == [] and answer.nearest is not None
+    assert answer.excess == max(answer.nearest.memory_by_worker) - 150 > 0
+
+
+def test_recomputation_is_chosen_where_memory_asks_for_it():
+    blocks = [block(1, activations=100, inputs=1, outputs=1) for _ in range(4)]
+    question = Question(Profile({1: blocks}), Machines(2, memory=(320, 320)), 8, (8,), schedules=("gpipe", "1f1b"))
+    answer = search(question, with_front=True)
+    assert answer.plans[0].recompute and max(answer.plans[0].memory_by_worker) <= 320
+    times = [plan.predicted_ms for plan in answer.front]
+    memory = [plan.predicted_memory for plan in answer.front]
+    assert times == sorted(times) and memory == sorted(memory, reverse=True)
+
+
+def test_a_profile_is_read_as_it_was_written_and_lies_on_lines_between_what_was_measured():
+    profile = Profile(
+        {2: [block(2, "a", activations=20, weights=7)], 4: [block(3, "a", activations=40, weights=7)]},
+        {F: 0.5},
+        (Tie(0, 0, 3),),
+        "model",
+        "signature",
+    )
+    assert from_json(as_json(profile), "here") == profile
+    assert profile.at(3)[0].times[F] == 2.5 and profile.at(3)[0].size == Size(weights=7, activations=30)
+    assert profile.at(8)[0].times[F] == 5
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "v-half", "interleaved", "chimera"])
+@pytest.mark.parametrize("recompute", ["all", "0"])
+def test_every_schedule_can_recompute(name, recompute):
+    spec = Candidate(name, {"recompute": recompute}, 8).spec(4)
+    check_all(spec)
+    priced = Priced(spec, Chain([block(1) for _ in range(spec.num_stages)]), Machines(4))
+    plain = Priced(Candidate(name, {}, 8).spec(4), priced.chain, Machines(4))
+    ends = tuple(range(spec.num_stages + 1))
+    more = 8 * (spec.num_stages if recompute == "all" else 1)
+    assert sum(priced.simulate(ends).busy) == sum(plain.simulate(ends).busy) + more
