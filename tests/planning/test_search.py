@@ -78,7 +78,7 @@ def test_the_least_bottleneck_is_that_of_all_cuts():
         def cost(stage, a, b, times=times, slow=slow):
             return slow[stage] * sum(times[a:b])
 
-        def best(inner):
+        def best(inner, times=times, cost=cost):
             return min(costliest((0, *each, len(times)), cost) for each in inner)
 
         found = least_bottleneck(len(times), 4, cost, may_be_empty=True)
