@@ -27,7 +27,7 @@ setup(
             "rpc_pipe." + room
             for room in ("model", "planning", "drawing", "tracing", "launching", "checkpoints", "commands")
         ),
-        *("rpc_pipe." + room for room in ("dispatch", "demo")),
+        *("rpc_pipe." + room for room in ("dispatch", "data", "demo")),
     ],
     package_data={
         "rpc_pipe": ["py.typed"],
@@ -37,6 +37,7 @@ setup(
     install_requires=["torch>=2.13", "rich>=13", "safetensors>=0.4", "numpy"],  # safetensors.torch imports numpy
     extras_require={
         "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "mypy", "ruff"],
+        "data": ["pyarrow>=14", "fsspec[http]>=2024.2", "tokenizers>=0.15", "pillow"],
         "dispatch": ["aiohttp>=3.9", "prometheus_client>=0.20"],
         "tensorboard": ["tensorboard"],
         "bench": ["torchpippy==0.1.1", "transformers"],

@@ -4,7 +4,7 @@ from .action import RESOURCES, Action, Kind, Resource
 from .answers import blaming
 from .check import check, check_all
 from .ending import NOTHING, Asked, end_tree
-from .errors import ConfigError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
+from .errors import ConfigError, DataError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
 from .kinds import B, C, D, F, G, I, N, R, T, U, W
 from .order import local_order
 from .part import Part
@@ -22,6 +22,7 @@ __all__ = [
     "B",
     "C",
     "ConfigError",
+    "DataError",
     "D",
     "Disagreement",
     "Entry",

@@ -3,6 +3,7 @@
     PipeError
     ├── ScheduleError      the author of a schedule: the relation cannot be run; carries a drawing
     ├── ConfigError        the user: an option, its value, the rule, the nearest valid value
+    │   └── DataError      a shard: missing, truncated, changed, or its storage does not answer; which one
     ├── Disagreement       the script: workers were not asked for the same; who was asked for what
     ├── WorkerFailure      a worker raised: who, where (`2B3`, step), traceback as text
     ├── PeerLost           a peer stopped answering: a consequence, the cause is at the peer
@@ -41,6 +42,10 @@ class ScheduleError(PipeError, ValueError):
 
 class ConfigError(PipeError, ValueError):
     """An option has a value that cannot work; the text says what would."""
+
+
+class DataError(ConfigError):
+    """Data cannot be read as they should be; the text names the shard."""
 
 
 class Disagreement(PipeError, RuntimeError):

@@ -139,7 +139,8 @@ class Pipeline:
 
         Args:
             batch: (inputs, targets), trees of tensors that share dimension 0, which is split into
-                microbatches that differ by at most one row. Read where the first and last stage are.
+                microbatches that differ by at most one row. Read where the first and last stage are, and one of
+                `rpc_pipe.data.Loader` only there.
             microbatches: instead of a batch, a list of (inputs, targets) already split; shapes may differ.
 
         Raises:
@@ -175,6 +176,7 @@ class Pipeline:
                 result = None if self._stopped else self._each(lambda actor: next(streams[actor], None))[0]
                 if result is None:
                     return
+                ahead.finished(step)
                 yield self._told(result)
         finally:
             if not self._closed:
@@ -333,10 +335,14 @@ class Pipeline:
 
     def _cut(self, batch: Tree | None, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> Microbatches:
         self._num_cut += 1
-        return Microbatches.of(batch, microbatches, self.spec.num_microbatches, self._num_cut)
+        stages = {stage for actor in self._actors for stage, _ in actor.shards}
+        used = 0 in stages, self.spec.last_stage in stages  # inputs and targets, by workers of this process
+        return Microbatches.of(batch, microbatches, self.spec.num_microbatches, self._num_cut, used)
 
     def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
-        return self._each(lambda actor: actor.run(self._batch(actor, batch, train, what)))[0]
+        result = self._each(lambda actor: actor.run(self._batch(actor, batch, train, what)))[0]
+        batch.finished()
+        return result
 
     def _batch(self, actor: WorkerActor, batch: Microbatches, train: bool, what: str = "") -> Batch:
         """Return what `actor` is asked to do with `batch`."""
@@ -349,7 +355,7 @@ class Pipeline:
             *batch.described,
             self._weights if actor.next_step == 0 else "",
         )
-        shape = batch.shares, train, self._asked, batch.rows, batch.tokens
+        shape = batch.shares, train, self._asked, batch.rows, batch.tokens, batch.waited
         return Batch(part, self._order, call, batch.inputs, targets, *shape)
 
     def _told(self, result: Result) -> float:

@@ -27,9 +27,11 @@ MAY_IMPORT = {
     "launching": "dispatch tracing workers/transport dependency",
     "checkpoints": "workers workers/compute dependency",
     "pipeline": "checkpoints launching model planning workers workers/compute workers/transport dependency",
-    "demo": "pipeline checkpoints launching tracing drawing planning model workers workers/compute "
+    # batches of data larger than memory; training does not need it, who makes batches may
+    "data": "model workers/transport dependency",
+    "demo": "data pipeline checkpoints launching tracing drawing planning model workers workers/compute "
     "workers/transport dependency",
-    "commands": "demo pipeline checkpoints launching dispatch tracing drawing planning schedules dependency",
+    "commands": "demo data pipeline checkpoints launching dispatch tracing drawing planning schedules dependency",
     "rpc_pipe": "commands pipeline schedules dependency",
 }
 #: of `launching`, the launcher alone may import `dispatch`

@@ -61,6 +61,8 @@ class Batch:
     #: of the whole batch; tokens are counted if the inputs are whole numbers
     rows: int = 0
     tokens: int = 0
+    #: how many ns reading it was waited for, and what for
+    waited: tuple[int, str] = (0, "")
 
     @property
     def spec(self) -> Spec:

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..dependency import ConfigError
 from ..workers.compute.digest import describe
+from ..workers.transport.call import pack_description
 from ..workers.transport.payload import Tree, num_rows, num_tokens, split_rows
 from .arguments import refuse_batch
+from .lazy_batch import LazyBatch
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Microbatches:
     tokens: int
     #: form and digests of inputs and targets, to be compared with other workers'
     described: tuple[str, str]
+    #: what they were cut from, if it was read here, where it is used
+    lazy: LazyBatch | None = None
 
     @classmethod
     def of(
@@ -36,15 +40,19 @@ class Microbatches:
         microbatches: Sequence[tuple[Tree, Tree]] | None,
         num_microbatches: int,
         number: int,
+        used: tuple[bool, bool] = (True, True),
     ) -> Microbatches:
         """Cut `batch`, (inputs, targets), into at most `num_microbatches`, or take what has been cut by the user.
 
         Args:
+            used: whether the workers of this process use inputs and targets; the rest of a lazy batch is not read.
             number: of the calls so far; which of many tensors are compared with other workers' depends on it.
 
         Raises:
             ConfigError: there is neither, or it is no pair, or has no rows.
         """
+        if isinstance(batch, LazyBatch) and microbatches is None:
+            return cls._read(batch, num_microbatches, used)
         refuse_batch(batch, microbatches)
         if microbatches is not None:
             pieces = list(microbatches)
@@ -69,6 +77,33 @@ class Microbatches:
             (describe(batch[0], number), describe(batch[1], number)),
         )
 
+    @property
+    def waited(self) -> tuple[int, str]:
+        """How many ns reading was waited for, and what for."""
+        return (0, "") if self.lazy is None else (self.lazy.waited_ns, self.lazy.waited_for)
+
+    def finished(self) -> None:
+        """Tell who made the batch that what was asked of it has been done."""
+        if self.lazy is not None:
+            self.lazy.finished()
+
+    @classmethod
+    def _read(cls, batch: LazyBatch, num_microbatches: int, used: tuple[bool, bool]) -> Microbatches:
+        """Read what is used of a batch that all workers know by name."""
+        batch.follow()
+        inputs, targets = batch.read(*used)
+        parts = min(num_microbatches, batch.rows)
+        rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
+        return cls(
+            split_rows(inputs, parts),
+            split_rows(targets, parts),
+            [count / batch.rows for count in rows],
+            batch.rows,
+            num_tokens(inputs),
+            (pack_description(batch.label, []), ""),
+            batch,
+        )
+
 
 class Ahead:
     """Reads a user's batches on the user's thread, one ahead of the step that runs, for all workers of this process."""
@@ -86,6 +121,10 @@ class Ahead:
                 for batch in self._batches:
                     self._read[wanted] = self._cut(batch)
                     break
+
+    def finished(self, step: int) -> None:
+        """Tell who made the batch of `step` that it has been trained on."""
+        self._read[step].finished()
 
     def __iter__(self) -> Iterator[Microbatches]:
         for step in count():

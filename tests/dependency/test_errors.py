@@ -2,13 +2,23 @@ import pickle
 
 import pytest
 
-from rpc_pipe.dependency import ConfigError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
+from rpc_pipe.dependency import (
+    ConfigError,
+    DataError,
+    Disagreement,
+    PeerLost,
+    PipeError,
+    ScheduleError,
+    Stalled,
+    WorkerFailure,
+)
 
 
 @pytest.mark.parametrize(
     "error",
     [
         ConfigError("workers 0"),
+        DataError("shard a.npy: is missing"),
         Disagreement("worker 0 calls step 3"),
         PipeError("broken"),
         PeerLost(1, 2, "end of file"),

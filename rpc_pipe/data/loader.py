@@ -1,0 +1,241 @@
+"""Batches of data that may be larger than memory; where they are is one integer.
+
+    loader = Loader(tokens("shards/", context=1024), rows=64)
+    for loss in pipe.train(loader): ...
+
+In a pipeline the worker of the first stage reads the inputs, that of the last the targets, the others nothing.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from ..dependency import ConfigError
+from ..model.lazy_batch import LazyBatch
+from ..workers.transport.payload import Tree
+from .bijection import Numbers
+from .order import Order
+from .reading import Reader, Share, Shares
+from .residency import chunk_memory, widest_window
+from .source import Source, Wanted
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+#: of the memory, batches that are made ahead take this share at most
+_AHEAD = 16
+_WINDOW = re.compile(r", window (\d+)$")
+
+
+class Loader:
+    """Iterates over batches, (inputs, targets), from where it is.
+
+    Args:
+        source: what is read, such as `tokens(...)`.
+        rows: of a batch, of all replicas together.
+        seed: of the order; every epoch has another.
+        window: how many chunks samples are mixed from at a time; as many as fit by default.
+        memory: limit of chunks, of those that come next and of batches made ahead; in bytes, or such as `2GB`.
+        epochs: after so many the iteration ends, with a smaller batch if need be; None: never.
+        shuffle: otherwise samples come as they are stored.
+        replica, replicas: which of several pipelines that train on the same data this one is: each has its share of
+            every batch.
+        timeout_s: how long a batch may take to be there.
+
+    Raises:
+        ConfigError: an option that cannot work.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        rows: int,
+        seed: int = 0,
+        window: int | None = None,
+        memory: int | str = "1GB",
+        epochs: int | None = None,
+        shuffle: bool = True,
+        replica: int = 0,
+        replicas: int = 1,
+        timeout_s: float = 300.0,
+    ) -> None:
+        if not isinstance(source, Source):
+            raise ConfigError(
+                f"source {source!r}: must be one of rpc_pipe.data's, such as tokens(folder, context=1024), or "
+                "dataset(...) around a map-style dataset"
+            )
+        for name, value, least in (("rows", rows, 1), ("replicas", replicas, 1), ("epochs", epochs, 1)):
+            if value is not None and (not isinstance(value, int) or value < least):
+                raise ConfigError(f"{name} {value!r}: must be a whole number, at least {least}")
+        if not 0 <= replica < replicas or rows < replicas:
+            raise ConfigError(
+                f"replica {replica} of {replicas}: must be 0 to {replicas - 1}, each with a row of {rows}"
+            )
+        self.source, self.rows, self.seed = source, rows, seed
+        self._memory, self._asked, self._shuffle, self._timeout_s = num_bytes(memory), window, shuffle, timeout_s
+        self._ahead_bytes = max(2 * source.sample_bytes * rows // replicas, self._memory // _AHEAD)
+        self._room = chunk_memory(self._memory, self._ahead_bytes)
+        self._widest = widest_window(source.num_bytes, self._room)
+        total = None if epochs is None else epochs * int(source.sizes.sum())
+        self._shares = Shares(rows, replica, replicas, total)
+        self._position = 0
+        #: whether a pipeline says which batches are done
+        self._followed = False
+        self._reader: Reader | None = None
+        self._order_by(window)
+
+    def _order_by(self, window: int | None) -> None:
+        if window is not None and not 1 <= window <= max(self._widest, 1):
+            raise ConfigError(
+                f"window {window}: must be 1 to {self._widest} chunks, which is what {self._memory / 1e6:.0f} MB hold; "
+                "raise memory for more"
+            )
+        self.order = Order(self.source.sizes, self.seed, window or self._widest, self._shuffle)
+        self.close()
+
+    # --- where it is
+
+    @property
+    def window(self) -> int:
+        """How many chunks samples are mixed from at a time."""
+        return self.order.window
+
+    @property
+    def position(self) -> int:
+        """How many samples are behind: those of the last batch that was trained on, or else yielded."""
+        return self._position
+
+    @property
+    def identity(self) -> str:
+        """Names the data and their order: equal where the same position means the same sample."""
+        order = f"seed {self.seed}" if self._shuffle else "in order"
+        return f"{self.source.identity}; {order}, window {self.window}"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the loader is: `position`, and the `identity` that it counts in."""
+        return {"position": self._position, "identity": self.identity}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where another loader was. Rows, replicas and workers may differ.
+
+        Raises:
+            ConfigError: it had other data, or another order.
+        """
+        told, position = str(state["identity"]), state["position"]
+        if not isinstance(position, int) or position < 0:
+            raise ConfigError(f"position {position!r}: must be a whole number, at least 0")
+        window = _WINDOW.search(told)
+        if told != self.identity and window is not None and self._asked is None:
+            if _WINDOW.sub("", told) == _WINDOW.sub("", self.identity):
+                self._order_by(int(window[1]))  # the limit of memory may be another
+        if told != self.identity:
+            raise ConfigError(
+                f"data {self.source.name}: were {told} when position {position} was noted, and are {self.identity}: "
+                "a resumed run needs the same data, seed and window, or begins anew at position 0"
+            )
+        self._position, self._followed = position, False
+        self.close()
+
+    def samples(self, begin: int, end: int) -> Numbers:
+        """Return which samples stand at positions `begin` … `end`-1, numbered as they are stored."""
+        return self.order.samples(begin, end)
+
+    # --- batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._followed = False
+        share = self._shares.at(self._position)
+        while share is not None:
+            if not self._followed:
+                self._position = share.after
+            yield Batch(self, share)
+            share = self._shares.at(share.after)
+
+    def follow(self, share: Share) -> None:
+        """Let batches count when they are done, not when they are yielded; the first is `share`."""
+        if not self._followed:
+            self._followed, self._position = True, share.start
+
+    def done(self, share: Share) -> None:
+        """Count a batch."""
+        self._position = share.after
+
+    def read(self, share: Share, wanted: Wanted) -> tuple[tuple[Tree, Tree], int, str]:
+        """Return what is wanted of a batch, how many ns it was waited for, and what for mostly."""
+        if self._reader is None:
+            sizes = self._room, self._ahead_bytes
+            self._reader = Reader(self.source, self.order, self._shares, *sizes, self._timeout_s)
+            weakref.finalize(self, self._reader.close)
+        return self._reader.take(share.start, wanted)
+
+    @property
+    def loads(self) -> int:
+        """How many chunks this process has loaded since it began to read."""
+        return 0 if self._reader is None else self._reader.residency.loads
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes of chunks that were in memory at once since this process began to read."""
+        return 0 if self._reader is None else self._reader.residency.peak_bytes
+
+    def close(self) -> None:
+        """Let go of memory and threads; reading begins anew when it is asked for."""
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
+
+
+class Batch(LazyBatch):
+    """(inputs, targets), read when they are looked at."""
+
+    def __init__(self, loader: Loader, share: Share) -> None:
+        self._loader, self._share = loader, share
+        self.rows = share.end - share.begin
+        self.label = f"samples {share.begin}-{share.end - 1} in the order of {loader.identity}"
+        self._both: tuple[Tree, Tree] | None = None
+
+    @property
+    def samples(self) -> Numbers:
+        """The samples, numbered as they are stored."""
+        return self._loader.samples(self._share.begin, self._share.end)
+
+    def read(self, inputs: bool, targets: bool) -> tuple[Tree, Tree]:
+        if not inputs and not targets:
+            return None, None
+        found, self.waited_ns, self.waited_for = self._loader.read(self._share, Wanted(inputs, targets))
+        return found
+
+    def follow(self) -> None:
+        self._loader.follow(self._share)
+
+    def finished(self) -> None:
+        self._loader.done(self._share)
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[Tree]:
+        return iter((self[0], self[1]))
+
+    def __getitem__(self, index: int) -> Tree:
+        if self._both is None:
+            self._both = self.read(True, True)
+        return self._both[index]
+
+
+def num_bytes(size: int | str) -> int:
+    """Return how many bytes `size` says: a number, or such as `500MB`, `2GB` or `1.5GiB`.
+
+    Raises:
+        ConfigError: it is no size, or not above 0.
+    """
+    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]*)\s*", str(size).lower())
+    try:
+        value = int(float(found[1]) * _UNITS[found[2]]) if found else 0
+    except (KeyError, ValueError):
+        value = 0
+    if value < 1:
+        raise ConfigError(f"memory {size!r}: must be a number of bytes above 0, such as 500MB, 2GB or 1.5GiB")
+    return value

@@ -1,0 +1,174 @@
+"""Which sample stands at a position: a function of the seed and one integer, while chunks take turns in memory.
+
+    chunks in the order of an epoch   c0 c1 c2 c3 c4 ...
+    block 0                           [c0 c1 c2]            W = 3 chunks are resident
+    block 1                              [c1 c2 c3]         one has gone, one has come
+    block 2                                 [c2 c3 c4]
+
+Block t mixes the chunks t … t+W-1. The samples of a chunk are dealt in equal shares, at random, to the blocks that the
+chunk is in, and those of a block are permuted. So a chunk comes once an epoch and stays for W blocks, memory changes by
+one chunk at a time, and every block has samples of W chunks.
+
+Chunks are not only permuted but spread: those that are resident together lie in W different parts of the data, so that
+data that are sorted, by label or by time, are mixed better than by chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from ..dependency import ConfigError
+from .bijection import Numbers, key, keys, permute
+
+_CHUNKS, _TURNS, _SAMPLES, _BLOCKS = range(1, 5)
+
+
+class Segment(NamedTuple):
+    """Samples at positions in a row that lie in one block."""
+
+    epoch: int
+    block: int
+    #: of each sample, its chunk and its number there
+    chunks: Numbers
+    numbers: Numbers
+
+
+@dataclass(frozen=True)
+class Block:
+    """Positions of an epoch that share their resident chunks."""
+
+    number: int
+    begin: int
+    end: int
+    #: the chunks, how many of each one's samples earlier blocks had, and where each one's begin in the block
+    chunks: Numbers
+    before: Numbers
+    starts: Numbers
+
+
+class Order:
+    """The order of all epochs.
+
+    Args:
+        sizes: samples of each chunk.
+        window: how many chunks are resident at once, at most all; None: all, which is a full shuffle.
+        shuffle: otherwise samples come as they are stored.
+    """
+
+    def __init__(self, sizes: Sequence[int] | Numbers, seed: int, window: int | None = None, shuffle: bool = True):
+        self.sizes = np.asarray(sizes, np.int64)
+        self.num_samples = int(self.sizes.sum())
+        if self.num_samples == 0:
+            raise ConfigError("data: there are no samples")
+        self.num_chunks = len(self.sizes)
+        self.window = self.num_chunks if window is None else min(window, self.num_chunks)
+        if self.window < 1:
+            raise ConfigError(f"window {window}: must be at least 1 chunk")
+        self.seed, self.shuffle = seed, shuffle
+        self._starts = np.concatenate(([0], np.cumsum(self.sizes)))
+        self._epochs: dict[int, Epoch] = {}
+
+    def epoch(self, number: int) -> Epoch:
+        """Return epoch `number`; the last two that were asked for are kept."""
+        if number not in self._epochs:
+            while len(self._epochs) > 1:
+                del self._epochs[next(iter(self._epochs))]
+            self._epochs[number] = Epoch(self, number)
+        return self._epochs[number]
+
+    def locate(self, begin: int, end: int) -> Iterator[Segment]:
+        """Yield the samples at positions `begin` … `end`-1, which may lie in several blocks and epochs."""
+        at = int(begin)
+        while at < end:
+            number, inside = divmod(at, self.num_samples)
+            epoch = self.epoch(number)
+            block = epoch.block_at(inside)
+            stop = min(end - number * self.num_samples, block.end)
+            yield Segment(number, block.number, *epoch.within(block, np.arange(inside, stop)))
+            at = number * self.num_samples + stop
+
+    def samples(self, begin: int, end: int) -> Numbers:
+        """Return the samples at positions `begin` … `end`-1, numbered as they are stored."""
+        found = [self._starts[segment.chunks] + segment.numbers for segment in self.locate(begin, end)]
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+
+class Epoch:
+    """The order of one epoch."""
+
+    def __init__(self, order: Order, number: int) -> None:
+        self._order = order
+        self._key = key(order.seed, number)
+        #: the chunks in the order in which they come
+        self.chunks = self._spread() if order.shuffle else np.arange(order.num_chunks)
+        # Without shuffling chunk after chunk is a block of its own.
+        self.window = order.window if order.shuffle else 1
+        self.num_blocks = order.num_chunks - self.window + 1
+        self._sizes = order.sizes[self.chunks]
+        self._ends = np.concatenate(([0], np.cumsum(self._sizes)))
+        self._last: Block | None = None
+
+    def _spread(self) -> Numbers:
+        """Permute the chunks so that every W in a row come from W parts of the data, as far as that goes."""
+        count, parts = self._order.num_chunks, self._order.window
+        borders = np.arange(parts + 1) * count // parts
+        part = np.repeat(np.arange(parts), np.diff(borders))
+        inside, sizes = np.arange(count) - borders[part], np.diff(borders)[part]
+        base = key(self._key, _CHUNKS)
+        chosen = borders[part] + permute(inside, sizes, keys(base, part))
+        # In each turn every part gives one chunk, and the turn's order is random.
+        ranks = keys(key(self._key, _TURNS), np.arange(count))
+        return chosen[np.lexsort((ranks, inside))]
+
+    def resident(self, block: int) -> Numbers:
+        """Return the chunks that `block` is made of."""
+        return self.chunks[block : block + self.window]
+
+    def _dealt(self, block: int) -> tuple[Numbers, Numbers]:
+        """Return how many samples of its chunks came in blocks before `block`, and have come with it."""
+        places = np.arange(block, block + self.window)
+        first = np.maximum(0, places - self.window + 1)
+        shares = np.minimum(places, self.num_blocks - 1) - first + 1
+        sizes = self._sizes[block : block + self.window]
+        return (block - first) * sizes // shares, (block - first + 1) * sizes // shares
+
+    def _begin(self, block: int) -> int:
+        """Return the position in the epoch at which a block begins."""
+        if block == self.num_blocks:
+            return self._order.num_samples
+        return int(self._ends[block] + self._dealt(block)[0].sum())
+
+    def block_at(self, position: int) -> Block:
+        """Return the block with a position of the epoch."""
+        last = self._last
+        if last is not None and last.begin <= position < last.end:
+            return last
+        low, high = 0, self.num_blocks
+        if last is not None and position >= last.end:  # mostly it is the next one
+            low = last.number + 1
+            high = low + 1 if self._begin(low + 1) > position else high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._begin(middle) <= position else (low, middle)
+        # Blocks of tiny chunks may be empty: the last one that begins here has the position.
+        before, after = self._dealt(low)
+        starts = np.concatenate(([0], np.cumsum(after - before)))
+        begin = int(self._ends[low] + before.sum())
+        self._last = Block(low, begin, begin + int(starts[-1]), self.resident(low), before, starts)
+        return self._last
+
+    def within(self, block: Block, positions: Numbers) -> tuple[Numbers, Numbers]:
+        """Return chunks and numbers of the samples at positions of the epoch that lie in `block`."""
+        inside = positions - block.begin
+        if self._order.shuffle:
+            inside = permute(inside, block.end - block.begin, key(self._key, _BLOCKS, block.number))
+        place = np.searchsorted(block.starts, inside, side="right") - 1
+        chunks = block.chunks[place]
+        numbers = inside - block.starts[place] + block.before[place]
+        if self._order.shuffle:
+            numbers = permute(numbers, self._order.sizes[chunks], keys(key(self._key, _SAMPLES), chunks))
+        return chunks, numbers

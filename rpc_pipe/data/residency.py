@@ -1,0 +1,162 @@
+"""Which chunks are in memory: those of the block that is read, and as many of the next as fit.
+
+The order tells the whole future, so what goes is what is needed last, which loads the fewest chunks (Belady 1966).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+
+import numpy as np
+
+from ..dependency import ConfigError, Stalled
+from .bijection import Numbers
+from .order import Order
+from .source import Busy, Chunk, Source
+
+#: chunks that are loaded at once
+_LOADERS = 2
+#: of the memory for chunks, this share is for those that come next
+_AHEAD = 8
+#: of the user's limit, this share is for chunks and batches; the rest is left to the allocator and the interpreter
+_USED = 0.8
+
+
+def chunk_memory(memory: int, batch_bytes: int) -> int:
+    """Return how many bytes of `memory` chunks may take, beside batches of this size that are made ahead."""
+    return int(_USED * memory) - batch_bytes
+
+
+def widest_window(num_bytes: Numbers, room: int) -> int:
+    """Return how many chunks may take part in a block, so that they and the next one always fit into `room` bytes.
+
+    Raises:
+        ConfigError: not even one and the next.
+    """
+    largest = np.sort(num_bytes)[::-1]
+    if int(largest.sum()) <= room:
+        return len(largest)
+    spare = max(int(largest[0]), room // _AHEAD)
+    window = int(np.searchsorted(np.cumsum(largest), room - spare, side="right"))
+    if window < 1:
+        least = (2 * int(largest[0])) / _USED / 1e6
+        raise ConfigError(
+            f"memory: chunks have up to {largest[0] / 1e6:.1f} MB, and one must fit beside another: "
+            f"needs {least:.0f} MB and room for batches, or smaller chunks (chunk_bytes, smaller shards)"
+        )
+    return window
+
+
+class Residency:
+    """Holds chunks, loads and drops them. Used by one thread; chunks are loaded by others.
+
+    Args:
+        room: bytes that chunks may take.
+        timeout_s: how long loading a chunk may take.
+    """
+
+    def __init__(self, source: Source, order: Order, room: int, busy: Busy, timeout_s: float) -> None:
+        self._source, self._order, self._room, self._busy, self._timeout_s = source, order, room, busy, timeout_s
+        self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
+        self._held: dict[int, Future[Chunk]] = {}
+        self._bytes = 0
+        self._at: tuple[int, int] | None = None
+        self._places: dict[int, Numbers] = {}
+        #: chunks that were loaded so far, and the most bytes ever held
+        self.loads = 0
+        self.peak_bytes = 0
+
+    def enter(self, epoch: int, block: int) -> None:
+        """Load what the block needs, and ahead of it as many of the next chunks as fit."""
+        if self._at == (epoch, block):
+            return
+        self._at = epoch, block
+        window = self._order.epoch(epoch).resident(block).tolist()
+        needed = set(window)
+        for chunk in window:
+            if chunk not in self._held:
+                self._free(int(self._source.num_bytes[chunk]), needed)
+                self._load(chunk)
+        ahead = list(islice(self._next(epoch, block), self._most_ahead()))
+        self._source.upcoming([*window, *ahead])
+        for chunk in ahead:
+            needed.add(chunk)
+            if chunk not in self._held:
+                if not self._free(int(self._source.num_bytes[chunk]), needed):
+                    break
+                self._load(chunk)
+
+    def chunk(self, number: int) -> Chunk:
+        """Wait for a chunk of the block.
+
+        Raises:
+            DataError: it cannot be loaded.
+            Stalled: it takes too long.
+        """
+        try:
+            return self._held[number].result(self._timeout_s)
+        except TimeoutError as error:
+            if self._held[number].done():  # a timeout of the storage's own
+                raise
+            raise Stalled(f"data {self._source.name}: a chunk has not come for {self._timeout_s:g} s") from error
+
+    def _most_ahead(self) -> int:
+        smallest = max(1, int(self._source.num_bytes.min()))
+        return min(len(self._source.num_bytes), max(1, self._room // smallest))
+
+    def _next(self, epoch: int, block: int) -> Iterator[int]:
+        """Yield the chunks that come after the block, without end."""
+        place = block + self._order.epoch(epoch).window
+        while True:
+            yield from self._order.epoch(epoch).chunks[place:].tolist()
+            epoch, place = epoch + 1, 0
+
+    def _load(self, chunk: int) -> None:
+        self.loads += 1
+        self._bytes += int(self._source.num_bytes[chunk])
+        self.peak_bytes = max(self.peak_bytes, self._bytes)
+        self._held[chunk] = self._pool.submit(self._source.load, chunk, self._busy)
+
+    def _free(self, size: int, needed: set[int]) -> bool:
+        """Drop what is needed last until there is room for `size` bytes; tell whether there is."""
+        if self._bytes + size <= self._room:
+            return True
+        assert self._at is not None
+        others = [chunk for chunk in self._held if chunk not in needed]
+        for chunk in sorted(others, key=lambda chunk: -self._next_use(chunk)):
+            self._drop(chunk)
+            if self._bytes + size <= self._room:
+                return True
+        return False
+
+    def _next_use(self, chunk: int) -> int:
+        """Return how many chunks come before this one does, from the block that is read on."""
+        assert self._at is not None
+        epoch, block = self._at
+        for number in (epoch, epoch + 1):
+            if number not in self._places:
+                self._places = {n: p for n, p in self._places.items() if n in (epoch, epoch + 1)}
+                inverse = np.empty(self._order.num_chunks, np.int64)
+                inverse[self._order.epoch(number).chunks] = np.arange(self._order.num_chunks)
+                self._places[number] = inverse
+        here = int(self._places[epoch][chunk])
+        return here if here >= block else self._order.num_chunks + int(self._places[epoch + 1][chunk])
+
+    def _drop(self, chunk: int) -> None:
+        future = self._held.pop(chunk)
+        self._bytes -= int(self._source.num_bytes[chunk])
+        future.add_done_callback(_close)
+
+    def close(self) -> None:
+        """Drop everything."""
+        for chunk in list(self._held):
+            self._held[chunk].cancel()
+            self._drop(chunk)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _close(loaded: Future[Chunk]) -> None:
+    if not loaded.cancelled() and loaded.exception() is None:
+        loaded.result().close()

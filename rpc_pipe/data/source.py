@@ -1,0 +1,128 @@
+"""What a loader reads: samples in chunks, each of which is loaded as a whole."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any, Literal, NamedTuple
+
+from ..dependency import ConfigError
+from ..workers.transport.payload import Tree
+from .bijection import Numbers
+
+#: what may keep a batch from being there
+Cause = Literal["disk", "network", "decode"]
+
+
+class Wanted(NamedTuple):
+    """What of a batch somebody uses."""
+
+    inputs: bool = True
+    targets: bool = True
+
+
+class Chunk:
+    """Samples that are in memory together."""
+
+    def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
+        """Return (inputs, targets) of these samples of the chunk, a row each; None for what is not wanted.
+
+        Raises:
+            DataError: the shard has changed since the chunk was loaded.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Let go of the memory."""
+
+
+class Source:
+    """Samples in chunks; what a chunk is depends on the format."""
+
+    #: as the user named it
+    name: str
+    #: the files, as errors name them
+    shards: Sequence[str]
+    #: samples of each chunk
+    sizes: Numbers
+    #: bytes of memory that each chunk takes when it is loaded
+    num_bytes: Numbers
+    #: bytes of all shards as they are stored
+    stored_bytes: int
+    #: bytes of one sample in a batch, inputs and targets together
+    sample_bytes: int
+    #: equal, almost surely, where the samples and their numbers are equal; in words, as errors show it
+    identity: str
+
+    def load(self, chunk: int, busy: Busy) -> Chunk:
+        """Bring a chunk into memory. Called in the loader's threads, several at once.
+
+        Raises:
+            DataError: a shard is missing, truncated or unreadable.
+        """
+        raise NotImplementedError
+
+    def upcoming(self, chunks: Sequence[int]) -> None:
+        """Hear which chunks will be needed next, in this order."""
+
+    def close(self) -> None:
+        """Let go of what is open."""
+
+
+class Busy:
+    """Counts what the loader's threads spend their time on. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spent: dict[Cause, float] = {"disk": 0.0, "network": 0.0, "decode": 0.0}
+        self._now: dict[int, tuple[Cause, float]] = {}
+
+    @contextmanager
+    def on(self, cause: Cause) -> Iterator[None]:
+        """Charge the body to `cause`; what is charged inside it counts for the inner one alone."""
+        thread, begin = threading.get_ident(), time.perf_counter()
+        with self._lock:
+            outer = self._now.get(thread)
+            if outer is not None:
+                self._spent[outer[0]] += begin - outer[1]
+            self._now[thread] = cause, begin
+        try:
+            yield
+        finally:
+            end = time.perf_counter()
+            with self._lock:
+                self._spent[cause] += end - self._now[thread][1]
+                if outer is None:
+                    del self._now[thread]
+                else:
+                    self._now[thread] = outer[0], end
+
+    def spent(self) -> dict[Cause, float]:
+        """Return the seconds of each cause so far, those of what is going on included."""
+        now = time.perf_counter()
+        with self._lock:
+            found = dict(self._spent)
+            for cause, since in self._now.values():
+                found[cause] += now - since
+        return found
+
+    def worst(self, before: dict[Cause, float]) -> Cause:
+        """Return what took most since `spent` returned `before`."""
+        after = self.spent()
+        return max(after, key=lambda cause: after[cause] - before[cause])
+
+
+def need(module: str, what: str) -> Any:
+    """Return a module of the extra `data`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        top = module.partition(".")[0]
+        raise ConfigError(f"{what} needs {top}: pip install 'rpc-pipe[data]'") from error

@@ -1,0 +1,205 @@
+"""Shards on this machine: local ones where they lie, others through a cache of limited size.
+
+A shard is copied as a whole to a file of another name, compared with its size and checksum, and renamed, so that a file
+in the cache is always complete. Several processes may share a cache: whoever comes second waits for the first.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ..dependency import DataError
+from .shards import Shard
+from .source import Busy, need
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 4
+#: how long the second attempt waits; each further one twice as long
+_FIRST_WAIT_S = 0.5
+_BLOCK = 2**20
+#: how long an HTTP server may be silent
+_SILENT_S = 30.0
+
+
+class Storage:
+    """Gives local files.
+
+    Args:
+        cache: folder for shards from elsewhere; the user's cache folder by default.
+        cache_bytes: how many bytes of shards the folder may hold; None: as many as fit.
+        options: for fsspec, such as credentials.
+    """
+
+    def __init__(
+        self,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpc-pipe" / "shards"
+        self.folder = Path(cache) if cache is not None else usual
+        self._limit = cache_bytes
+        self._options = options or {}
+        self._lock = threading.Lock()
+        #: cached files by how soon they are needed
+        self._rank: dict[str, int] = {}
+        #: how many shards were copied here
+        self.fetched = 0
+
+    def upcoming(self, shards: Sequence[Shard]) -> None:
+        """Know which shards are needed next, in this order."""
+        with self._lock:
+            self._rank = {self._name(shard): number for number, shard in enumerate(shards) if shard.remote}
+
+    def local(self, shard: Shard, busy: Busy) -> Path:
+        """Return a complete file with the shard.
+
+        Raises:
+            DataError: it is missing, has another size, or cannot be fetched.
+        """
+        if shard.remote:
+            return self._fetched(shard, busy)
+        path = Path(shard.place)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror}") from error
+        if size != shard.num_bytes:
+            raise DataError(
+                f"shard {shard.name}: {path} has {size} bytes, but had {shard.num_bytes} when it was listed"
+            )
+        return path
+
+    def _name(self, shard: Shard) -> str:
+        told = f"{shard.place}\0{shard.num_bytes}\0{shard.checksum}"
+        return f"{hashlib.sha256(told.encode()).hexdigest()[:16]}-{shard.name.rsplit('/', 1)[-1]}"
+
+    def _fetched(self, shard: Shard, busy: Busy) -> Path:
+        path = self.folder / self._name(shard)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _locked(path.with_name(f".{path.name}.lock")):
+                if path.exists() and path.stat().st_size == shard.num_bytes:
+                    os.utime(path)
+                else:
+                    with busy.on("network"):
+                        self._make_room(shard)
+                        self._fetch(shard, path)
+        except OSError as error:
+            raise self._no_room(shard, error) from error
+        return path
+
+    def _no_room(self, shard: Shard, error: OSError) -> DataError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return DataError(
+                f"shard {shard.name}: {shard.num_bytes} bytes do not fit into the cache {self.folder}: "
+                f"{error.strerror}; free some, or name another folder with cache="
+            )
+        return DataError(f"shard {shard.name}: the cache {self.folder} cannot be written: {error}")
+
+    def _make_room(self, shard: Shard) -> None:
+        """Drop what is needed last until the shard fits under the limit and onto the disk."""
+        if self._limit is not None and shard.num_bytes > self._limit:
+            raise DataError(
+                f"shard {shard.name}: has {shard.num_bytes} bytes, and the cache {self.folder} is limited to "
+                f"{self._limit}; raise cache_bytes"
+            )
+        held = self._held()
+        total = sum(size for _, size, _ in held)
+        with self._lock:
+            rank = dict(self._rank)
+        # What nobody here needs goes first, the longest unused before others; then what is needed last.
+        held.sort(key=lambda entry: (-rank.get(entry[0].name, len(rank) + 1), entry[2]))
+        for path, size, _ in held:
+            free = shutil.disk_usage(self.folder).free
+            if (self._limit is None or total + shard.num_bytes <= self._limit) and free > shard.num_bytes:
+                return
+            path.unlink(missing_ok=True)  # who has mapped it keeps it
+            total -= size
+
+    def _held(self) -> list[tuple[Path, int, float]]:
+        found = []
+        for path in self.folder.iterdir():
+            if not path.name.startswith("."):
+                try:
+                    stat = path.stat()
+                except FileNotFoundError:  # another process made room
+                    continue
+                found.append((path, stat.st_size, stat.st_mtime))
+        return found
+
+    def _fetch(self, shard: Shard, path: Path) -> None:
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        wait = _FIRST_WAIT_S
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                self._copy(shard, partial)
+                partial.replace(path)
+                self.fetched += 1
+                return
+            except Exception as error:  # what a file system raises is its own affair
+                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                if attempt == _ATTEMPTS or isinstance(error, FileNotFoundError):
+                    tried = "" if attempt == 1 else f" after {attempt} attempts"
+                    text = str(error) or type(error).__name__
+                    raise DataError(
+                        f"shard {shard.name}: cannot be fetched from {shard.place}{tried}: {text}"
+                    ) from error
+                logger.warning("shard %s: attempt %d failed: %s", shard.name, attempt, error)
+                time.sleep(wait)
+                wait *= 2
+            finally:
+                partial.unlink(missing_ok=True)
+
+    def _copy(self, shard: Shard, partial: Path) -> None:
+        files, path = self._files(shard)
+        files.get_file(path, str(partial))
+        size = partial.stat().st_size
+        if size != shard.num_bytes:
+            raise OSError(f"{size} bytes came of {shard.num_bytes}")
+        if shard.checksum is not None and checksum(partial) != shard.checksum:
+            raise OSError("its checksum differs from the index")
+
+    def _files(self, shard: Shard) -> tuple[Any, str]:
+        fsspec = need("fsspec", f"shard {shard.name}")
+        options = dict(self._options)
+        if shard.place.startswith("http") and "client_kwargs" not in options:
+            aiohttp = need("aiohttp", f"shard {shard.name}")
+            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
+            options["client_kwargs"] = {"timeout": timeout}
+        files, path = fsspec.core.url_to_fs(shard.place, **options)
+        return files, path
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Be the only process in the body; a process that ends lets go."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    value = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            value = zlib.crc32(block, value)
+    return value

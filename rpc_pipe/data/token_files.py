@@ -1,0 +1,231 @@
+"""Tokens in a row, `.npy` or raw, memory-mapped chunk by chunk: the samples of a file are its rows of `context` tokens.
+
+A sample is `context` inputs and the `context` targets that are one further on, so neighbours share a token.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from torch import Tensor
+
+from ..dependency import ConfigError, DataError
+from .bijection import Numbers
+from .shards import Roots, Shard, find_shards, fingerprint, roots_of
+from .source import Busy, Chunk, Source, Wanted
+from .storage import Storage
+
+ENDINGS = (".npy", ".bin", ".u8", ".u16", ".u32")
+_RAW = {".u8": "uint8", ".u16": "uint16", ".u32": "uint32"}
+_DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
+#: of a file that is larger, so many bytes are a chunk
+CHUNK_BYTES = 64 * 10**6
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens in a row of a shard: a chunk."""
+
+    shard: Shard
+    dtype: np.dtype[Any]
+    #: byte at which the first token begins
+    offset: int
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_tokens * self.dtype.itemsize
+
+
+def tokens(
+    source: Roots,
+    context: int,
+    *,
+    dtype: str | None = None,
+    chunk_bytes: int = CHUNK_BYTES,
+    storage: Storage | None = None,
+) -> Source:
+    """Return tokens as samples of `context` inputs and targets, int64 `[rows, context]` each.
+
+    Args:
+        source: files, folders or patterns, here or as URLs: `.npy` of one dimension, or raw little-endian numbers.
+        dtype: of raw files; by default the index's, or what `.u8`, `.u16` and `.u32` say, or uint16.
+        chunk_bytes: how much of a larger file is loaded at once.
+
+    Raises:
+        ConfigError, DataError: there is no such file, or one that holds no tokens.
+    """
+    if not isinstance(context, int) or context < 1:
+        raise ConfigError(f"context {context!r}: must be a whole number of tokens, at least 1")
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"dtype {dtype!r}: must be one of {', '.join(_DTYPES)}")
+    shards, index = find_shards(source, ENDINGS)
+    storage = storage or Storage()
+    whole = [_span(shard, dtype, index, storage) for shard in shards]
+    spans = [piece for span in whole for piece in cut(span, context, chunk_bytes)]
+    if not spans:
+        raise ConfigError(f"data {', '.join(roots_of(source))}: no file has the {context + 1} tokens of a sample")
+    return Tokens(", ".join(roots_of(source)), spans, context, storage)
+
+
+def cut(span: Span, context: int, chunk_bytes: int) -> list[Span]:
+    """Cut a span into chunks between samples; tokens at its end that make no sample are left out."""
+    samples = (span.num_tokens - 1) // context
+    each = max(1, chunk_bytes // (context * span.dtype.itemsize))
+    return [
+        Span(
+            span.shard,
+            span.dtype,
+            span.offset + first * context * span.dtype.itemsize,
+            min(each, samples - first) * context + 1,
+        )
+        for first in range(0, samples, each)
+    ]
+
+
+def _span(shard: Shard, dtype: str | None, index: dict[str, Any], storage: Storage) -> Span:
+    if not shard.name.endswith(".npy"):
+        named = dtype or index.get("dtype") or _RAW.get(Path(shard.name).suffix, "uint16")
+        kind = np.dtype(named).newbyteorder("<")
+        if shard.num_bytes % kind.itemsize:
+            raise DataError(
+                f"shard {shard.name}: {shard.num_bytes} bytes are no whole number of {named}: "
+                "it is truncated, or dtype is wrong"
+            )
+        return Span(shard, kind, 0, shard.num_bytes // kind.itemsize)
+    path = storage.local(shard, Busy())
+    try:
+        with path.open("rb") as file:
+            shape, _, kind = _npy_header(file)
+            offset = file.tell()
+    except (ValueError, OSError) as error:
+        raise DataError(f"shard {shard.name}: is no .npy file, or a truncated one: {error}") from error
+    if len(shape) != 1 or kind.kind not in "ui":
+        raise ConfigError(f"shard {shard.name}: is {kind} of shape {shape}; tokens are whole numbers of one dimension")
+    span = Span(shard, kind, offset, shape[0])
+    if offset + span.num_bytes > shard.num_bytes:
+        raise DataError(
+            f"shard {shard.name}: is truncated: {shard.num_bytes} bytes, but its header says {offset + span.num_bytes}"
+        )
+    return span
+
+
+def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    version = npy.read_magic(file)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    found: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
+    return found
+
+
+class Tokens(Source):
+    """Spans of tokens."""
+
+    def __init__(self, name: str, spans: Sequence[Span], context: int, storage: Storage) -> None:
+        self.name, self.context = name, context
+        self._spans, self._storage = spans, storage
+        shards = list({span.shard.name: span.shard for span in spans}.values())
+        self.shards = [shard.name for shard in shards]
+        self.sizes = np.array([(span.num_tokens - 1) // context for span in spans], np.int64)
+        self.num_bytes = np.array([span.num_bytes for span in spans], np.int64)
+        self.stored_bytes = sum(shard.num_bytes for shard in shards)
+        self.sample_bytes = 16 * context
+        digest = fingerprint(shards, context, [(s.dtype.str, s.offset, s.num_tokens) for s in spans])
+        self.identity = f"{len(shards)} shards, {int(self.sizes.sum())} samples of {context} tokens, digest {digest}"
+        self._verified: set[str] = set()
+
+    def upcoming(self, chunks: Sequence[int]) -> None:
+        self._storage.upcoming(list(dict.fromkeys(self._spans[chunk].shard for chunk in chunks)))
+
+    def load(self, chunk: int, busy: Busy) -> Chunk:
+        span = self._spans[chunk]
+        path = self._storage.local(span.shard, busy)
+        with busy.on("disk"):
+            loaded = TokenChunk(path, span, self.context)
+            whole = span.num_bytes + 8 * self.context * span.dtype.itemsize >= span.shard.num_bytes
+            if whole and span.shard.checksum is not None and span.shard.name not in self._verified:
+                loaded.verify()
+                self._verified.add(span.shard.name)
+            else:
+                loaded.touch()
+        return loaded
+
+
+class TokenChunk(Chunk):
+    """Mapped tokens."""
+
+    def __init__(self, path: Path, span: Span, context: int) -> None:
+        self._span, self._path = span, path
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"shard {span.shard.name}: {path} cannot be opened: {error.strerror}") from error
+        try:
+            self._seen = self._stat()
+            start = span.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            self._map = mmap.mmap(self._file, span.offset + span.num_bytes - start, prot=mmap.PROT_READ, offset=start)
+            # Begin to read what will be needed; the kernel goes on by itself.
+            os.posix_fadvise(self._file, span.offset, span.num_bytes, os.POSIX_FADV_WILLNEED)
+        except BaseException as error:
+            os.close(self._file)
+            if isinstance(error, DataError) or not isinstance(error, (OSError, ValueError)):
+                raise
+            raise DataError(f"shard {span.shard.name}: {path} cannot be mapped: {error}") from error
+        self._tokens = np.frombuffer(self._map, span.dtype, span.num_tokens, span.offset - start)
+        step = span.dtype.itemsize
+        rows = (span.num_tokens - 1) // context
+        self._rows = np.lib.stride_tricks.as_strided(
+            self._tokens, (rows, context + 1), (context * step, step), writeable=False
+        )
+
+    def _stat(self) -> tuple[int, int]:
+        """Return size and time of change; reading a mapped file that has become shorter would kill the process."""
+        stat = os.fstat(self._file)
+        if stat.st_size < self._span.offset + self._span.num_bytes:
+            raise DataError(
+                f"shard {self._span.shard.name}: {self._path} has become truncated: {stat.st_size} bytes, "
+                f"but {self._span.offset + self._span.num_bytes} are needed"
+            )
+        return stat.st_size, stat.st_mtime_ns
+
+    def touch(self) -> None:
+        """Bring the chunk into memory; other threads go on meanwhile."""
+        pages = self._tokens.view(np.uint8)[:: mmap.PAGESIZE]
+        np.bitwise_or.reduce(pages)
+
+    def verify(self) -> None:
+        """Compare the shard with its checksum."""
+        value, at = 0, 0
+        while at < self._span.shard.num_bytes:
+            block = os.pread(self._file, 2**22, at)
+            if not block:
+                break
+            value, at = zlib.crc32(block, value), at + len(block)
+        if value != self._span.shard.checksum:
+            raise DataError(
+                f"shard {self._span.shard.name}: its checksum is {value:08x}, the index says "
+                f"{self._span.shard.checksum:08x}: the file is damaged; bring it back, or pack it again"
+            )
+
+    def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
+        if self._stat() != self._seen:
+            raise DataError(f"shard {self._span.shard.name}: {self._path} was written to while it is in use")
+        rows = torch.from_numpy(self._rows[numbers].astype(np.int64))
+        return (
+            rows[:, :-1].contiguous() if wanted.inputs else None,
+            rows[:, 1:].contiguous() if wanted.targets else None,
+        )
+
+    def close(self) -> None:
+        # Views keep the mapping alive; without them it goes at once.
+        del self._rows, self._tokens
+        self._map.close()
+        os.close(self._file)

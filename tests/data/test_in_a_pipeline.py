@@ -1,0 +1,98 @@
+"""A loader in a pipeline: who reads what, and where it is after which step."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe import Pipeline
+from rpc_pipe.data import Loader, tokens
+from rpc_pipe.model.microbatches import Microbatches
+
+
+class Last(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 50)
+
+    def forward(self, x):
+        return self.linear(x).flatten(0, 1)
+
+
+def loss_fn(logits, targets):
+    return nn.functional.cross_entropy(logits, targets.flatten())
+
+
+def pipeline(workers=2):
+    layers = [partial(nn.Embedding, 50, 8), nn.Tanh, Last]
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    return Pipeline(layers, loss_fn, optimizer=optimizer, num_microbatches=3, num_workers=workers)
+
+
+@pytest.fixture
+def loader(tmp_path):
+    rng = np.random.default_rng(0)
+    for i in range(4):
+        np.save(tmp_path / f"{i}.npy", rng.integers(50, size=61, dtype=np.uint16))
+    return lambda **options: Loader(tokens(tmp_path, 4), **{"rows": 8, "epochs": 1, **options})
+
+
+def test_the_same_losses_as_from_batches_in_hand(loader):
+    with pipeline() as pipe, pipeline() as other, pipeline(1) as third:
+        losses = list(pipe.train(loader()))
+        assert losses == [other.step((inputs, targets)) for inputs, targets in loader()]
+        assert losses == [third.step(batch) for batch in loader()]
+        assert pipe.evaluate(next(iter(loader()))) == other.evaluate(tuple(next(iter(loader()))))
+
+
+def test_the_position_is_that_of_the_last_step_not_of_what_was_read_ahead(loader):
+    batches = loader()
+    with pipeline() as pipe:
+        for number, _ in enumerate(pipe.train(batches)):
+            assert batches.position == 8 * (number + 1)
+            if number == 2:
+                break
+        assert batches.state_dict()["position"] == 24
+        for batch in batches:
+            assert batch.samples.tolist() == loader().samples(24, 32).tolist()
+            pipe.step(batch)
+            assert batches.position == 32
+            break
+
+
+def test_a_step_that_fails_does_not_count(loader):
+    batches = loader()
+    with pipeline() as pipe:
+        first = iter(batches)
+        pipe.step(next(first))
+        failing = Pipeline([nn.Identity], lambda output, target: 1 / 0, num_microbatches=1)
+        with pytest.raises(Exception, match="division by zero"):
+            failing.step(next(first))
+        assert batches.position == 8
+
+
+@pytest.mark.parametrize("used", [(True, False), (False, True), (False, False)])
+def test_what_a_worker_does_not_use_is_not_read(loader, used):
+    batches = loader()
+    cut = Microbatches.of(next(iter(batches)), None, 3, 0, used)
+    assert [part is not None for part in (cut.inputs[0], cut.targets[0])] == list(used)
+    assert len(cut.inputs) == len(cut.targets) == 3 and cut.rows == 8
+    assert cut.shares == [3 / 8, 3 / 8, 2 / 8]
+    if used == (False, False):
+        assert batches.loads == 0
+
+
+def test_workers_compare_where_their_loaders_are(loader):
+    told = {
+        Microbatches.of(batch, None, 3, 0, used).described
+        for used in ((True, False), (False, False))
+        for batch in [next(iter(loader()))]
+    }
+    assert len(told) == 1
+    batches = iter(loader())
+    next(batches)
+    told |= {Microbatches.of(next(batches), None, 3, 0, (False, False)).described}
+    told |= {Microbatches.of(next(iter(loader(seed=1))), None, 3, 0, (False, False)).described}
+    assert len(told) == 3

@@ -1,0 +1,149 @@
+import numpy as np
+import pytest
+import torch
+
+from rpc_pipe.data import Loader, tokens
+from rpc_pipe.dependency import ConfigError, DataError
+
+CONTEXT = 4
+
+
+@pytest.fixture
+def shards(tmp_path):
+    """Eight shards of 10 samples; the first token of sample n is 4 n."""
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for i in range(8):
+        np.save(folder / f"{i}.npy", np.arange(i * 40, i * 40 + 41, dtype=np.uint16))
+    return folder
+
+
+def loader(folder, **options):
+    return Loader(tokens(folder, CONTEXT), **{"rows": 6, "memory": 20_000, "window": 3, **options})
+
+
+def read(batches):
+    """Return the numbers of the samples that batches hold, read from the samples themselves."""
+    return [n // CONTEXT for inputs, _ in batches for n in inputs[:, 0].tolist()]
+
+
+def test_samples_are_tokens_and_the_tokens_after_them(shards):
+    (inputs, targets), *_ = loader(shards, epochs=1)
+    assert inputs.shape == targets.shape == (6, CONTEXT) and inputs.dtype == torch.int64
+    assert torch.equal(inputs + 1, targets)
+
+
+def test_every_epoch_has_every_sample_once_and_another_order(shards):
+    both = read(loader(shards, epochs=2))
+    assert sorted(both[:80]) == sorted(both[80:]) == list(range(80))
+    assert both[:80] != both[80:]
+    assert both == loader(shards).samples(0, 160).tolist()
+
+
+def test_a_chunk_is_loaded_once_an_epoch(shards):
+    # 82 bytes a chunk: four of them, and the batches made ahead
+    small = loader(shards, epochs=1, memory=1200, rows=1)
+    assert small.window == 3
+    read(small)
+    assert small.loads == 8 and small.peak_bytes <= 0.8 * 1200
+
+
+def test_what_fits_into_memory_is_loaded_once_for_all_epochs(shards):
+    roomy = loader(shards, epochs=3)
+    read(roomy)
+    assert roomy.loads == 8
+
+
+def test_resumed_at_any_position_with_other_rows(shards):
+    expected = loader(shards).samples(0, 160).tolist()
+    for seed, rows in ((3, 5), (41, 7), (80, 1), (119, 11)):
+        resumed = loader(shards, rows=rows, epochs=2, memory=40_000, window=None)
+        resumed.load_state_dict({"position": seed, "identity": loader(shards).identity})
+        assert read(resumed) == expected[seed:]
+
+
+def test_replicas_share_a_batch(shards):
+    whole = read(loader(shards, epochs=1))
+    parts = [list(loader(shards, epochs=1, replica=r, replicas=2)) for r in range(2)]
+    joined = [n for pair in zip(*parts, strict=True) for n in read(pair)]
+    assert joined == whole[: len(joined)] and len(joined) == 80
+
+
+def test_position_counts_what_was_yielded(shards):
+    batches = loader(shards)
+    assert batches.position == 0
+    for number, _ in zip(range(3), batches, strict=False):
+        assert batches.position == 6 * (number + 1)
+
+
+def test_unshuffled_samples_come_as_they_are_stored(shards):
+    assert read(loader(shards, epochs=1, shuffle=False)) == list(range(80))
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"rows": 0}, "rows 0: must be a whole number, at least 1"),
+        ({"replica": 2, "replicas": 2}, "replica 2 of 2"),
+        ({"memory": "2 XB"}, "memory '2 XB': must be"),
+        ({"memory": 300}, "chunks have up to 0.0 MB, and one must fit beside another"),
+        ({"memory": 1200, "window": 99, "rows": 1}, "window 99: must be 1 to"),
+    ],
+)
+def test_options_that_cannot_work(shards, options, message):
+    with pytest.raises(ConfigError, match=message):
+        loader(shards, **options)
+
+
+def test_other_data_under_a_resumed_run(shards):
+    state = loader(shards).state_dict()
+    np.save(shards / "8.npy", np.zeros(41, np.uint16))
+    with pytest.raises(ConfigError, match=r"were 8 shards, 80 samples .* and are 9 shards, 90 samples"):
+        loader(shards).load_state_dict(state)
+
+
+def test_another_seed_under_a_resumed_run(shards):
+    with pytest.raises(ConfigError, match=r"seed 1, window 3 .* seed 0"):
+        loader(shards).load_state_dict(loader(shards, seed=1).state_dict())
+
+
+def test_a_shard_that_is_missing_truncated_or_no_shard(shards):
+    source = tokens(shards, CONTEXT)
+    (shards / "3.npy").unlink()
+    with pytest.raises(DataError, match=r"shard 3\.npy: .* cannot be read: No such file"):
+        list(read(Loader(source, rows=6, epochs=1)))
+    (shards / "3.npy").write_bytes((shards / "2.npy").read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"shard 3\.npy: is truncated: 190 bytes, but its header says 210"):
+        tokens(shards, CONTEXT)
+    (shards / "3.npy").write_bytes(b"nonsense")
+    with pytest.raises(DataError, match=r"shard 3\.npy: is no \.npy file"):
+        tokens(shards, CONTEXT)
+
+
+def test_a_shard_that_changes_while_it_is_in_use(shards):
+    """A mapped file that becomes shorter kills who reads it; a changed one gives other samples."""
+    batches = iter(loader(shards, rows=1, window=1, memory=600))
+    next(batches)[0]
+    for path in shards.iterdir():
+        with path.open("r+b") as file:
+            file.truncate(100)
+    with pytest.raises(DataError, match=r"shard \d\.npy: .*(truncated|but had)"):
+        for batch in batches:
+            batch[0]
+
+
+def test_two_shards_of_one_name(shards, tmp_path):
+    (tmp_path / "more").mkdir()
+    np.save(tmp_path / "more" / "0.npy", np.zeros(41, np.uint16))
+    with pytest.raises(ConfigError, match=r"two shards are called 0\.npy"):
+        tokens([shards, tmp_path / "more"], CONTEXT)
+    assert len(tokens(tmp_path, CONTEXT).shards) == 9, "below one folder they have different names"
+
+
+def test_raw_numbers(tmp_path):
+    np.arange(41, dtype=np.uint32).tofile(tmp_path / "a.u32")
+    inputs, _ = next(iter(Loader(tokens(tmp_path / "a.u32", 4), rows=10, shuffle=False)))
+    assert inputs.flatten().tolist() == list(range(40))
+    (tmp_path / "a.u32").write_bytes(b"12345")
+    with pytest.raises(DataError, match="5 bytes are no whole number of uint32"):
+        tokens(tmp_path / "a.u32", 4)
