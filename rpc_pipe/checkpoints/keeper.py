@@ -14,6 +14,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from . import folder
 from .plain import decoded, encoded
+from .pretrained import Loaded, Pretrained
 from .random_state import NAMES, random_state, set_random_state
 from .reading import Checkpoint
 from .resumption import Resumption
@@ -123,6 +124,52 @@ class Keeper:
         else:
             set_random_state(rest)
         return restored
+
+    def load_pretrained(self, where: str | Path, strict: bool) -> Loaded:
+        """Let all workers read their weights from a folder of safetensors.
+
+        Raises:
+            ConfigError: something does not fit; nothing has changed on any worker.
+        """
+
+        def load(actor: WorkerActor) -> Loaded:
+            own = {name: t for shard in actor.shards.values() for name, t in model_tensors(shard).items()}
+            names = {name for told in actor.exchange("names", sorted(own)) for name in told}
+            tensors: dict[Shard, dict[str, torch.Tensor]] = {}
+            failed, used = "", set()
+            try:
+                pretrained = Pretrained(where)
+                change = pretrained.prefix(names)
+                for shard in actor.shards.values():
+                    tensors[shard], here = pretrained.tensors(model_tensors(shard), change)
+                    used |= here
+            except ConfigError as error:
+                failed = str(error)
+            missing = sorted(own.keys() - {name for found in tensors.values() for name in found})
+            told = actor.exchange("pretrained read", [failed, missing, sorted(used)])
+            for cause, *_ in told:
+                if cause:
+                    raise ConfigError(cause)
+            loaded = Loaded(
+                sorted({name for _, each, _ in told for name in each}),
+                sorted(pretrained.names - {name for *_, each in told for name in each}),
+            )
+            if strict and (loaded.missing or loaded.unexpected):
+                raise ConfigError(_unmet(where, loaded))
+            for shard, found in tensors.items():
+                put(shard, found)
+            return loaded
+
+        return self._each(load)[0]  # type: ignore[no-any-return]
+
+
+def _unmet(where: str | Path, loaded: Loaded) -> str:
+    def few(names: list[str]) -> str:
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    lacks = f"has no tensor for {few(loaded.missing)}" if loaded.missing else ""
+    more = f"has {few(loaded.unexpected)}, which this model does not have" if loaded.unexpected else ""
+    return f"{where}: {'; '.join(filter(None, (lacks, more)))}; strict=False leaves out what does not meet"
 
 
 def _prepared(actor: WorkerActor, where: str | Path) -> tuple[Checkpoint, list[Callable[[], None]]]:

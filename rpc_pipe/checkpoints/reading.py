@@ -78,17 +78,18 @@ class Checkpoint:
                     f"checkpoint {self.path / file}: tensor {name} is {dtype} of shape {tuple(shape)}, and "
                     f"{expected} of shape {tuple(tensor.shape)} in this model"
                 )
-        return self._read("model", own)
+        return self.tensors("model", own)
 
     def rest(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors of optimizers, or others that were saved with them."""
-        return self._read("optimizer", names)
+        return self.tensors("optimizer", names)
 
     def has(self, name: str) -> bool:
         """Whether such a tensor was saved with the optimizers'."""
         return name in self._tensors["optimizer"]
 
-    def _read(self, what: str, names: Iterable[str]) -> dict[str, Tensor]:
+    def tensors(self, what: str, names: Iterable[str]) -> dict[str, Tensor]:
+        """Read these of the `model`'s or the `optimizer`s' tensors."""
         by_file: dict[str, list[str]] = {}
         for name in names:
             by_file.setdefault(self._tensors[what][name][0], []).append(name)
@@ -113,4 +114,4 @@ def read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
             return found
     except (OSError, SafetensorError) as error:
         where = f"tensor {name}: " if name else ""
-        raise ConfigError(f"checkpoint {path}: {where}cannot be read: {error}") from error
+        raise ConfigError(f"{path}: {where}cannot be read: {error}") from error

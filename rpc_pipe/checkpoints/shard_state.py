@@ -222,6 +222,7 @@ def _by_group(states: list[tuple[Any, int, int]]) -> Any:
 
 def put(shard: Shard, tensors: Mapping[str, Tensor]) -> None:
     """Make these the numbers of the shard's parameters and buffers, in place."""
+    own = model_tensors(shard)
     with torch.no_grad():
-        for name, own in model_tensors(shard).items():
-            own.copy_(tensors[name])
+        for name, tensor in tensors.items():
+            own[name].copy_(tensor)

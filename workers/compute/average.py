@@ -1,0 +1,42 @@
+"""A moving average of weights, with the bits of `torch.optim.swa_utils.AveragedModel` and its EMA."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+
+class Average:
+    """Averages of parameters, by name; the first update copies them.
+
+    Args:
+        decay: by which the average so far counts at each update, from 0 to 1.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        self._parameters = dict(parameters)
+        self.tensors = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self.num_updates = 0
+        self._average = get_ema_multi_avg_fn(decay)
+        self._in_use = False
+
+    def update(self) -> None:
+        """Take in the parameters as they are now."""
+        averages, now = list(self.tensors.values()), [p.detach() for p in self._parameters.values()]
+        with torch.no_grad():
+            if self.num_updates == 0:
+                torch._foreach_copy_(averages, now)
+            else:
+                self._average(averages, now, self.num_updates)
+        self.num_updates += 1
+
+    def swap(self) -> None:
+        """Exchange the averages with the parameters; once more, and all is as before."""
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                held: Tensor = self.tensors[name].clone()
+                self.tensors[name].copy_(parameter)
+                parameter.copy_(held)
