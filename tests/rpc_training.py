@@ -4,9 +4,10 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rpc_pipe.pipeline import Pipeline
 
@@ -14,16 +15,16 @@ from rpc_pipe.pipeline import Pipeline
 class Complex(nn.Module):
     """A layer that hands on a conjugate view, whose bytes alone do not say what it is."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(8, 8, dtype=torch.complex64) / 4)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return (x.to(torch.complex64) @ self.weight).conj()
 
 
 class Magnitude(nn.Module):
-    def forward(self, z):
+    def forward(self, z: Tensor) -> Tensor:
         return torch.cat([z.real, z.imag], -1) @ torch.ones(16, 8)
 
 
@@ -31,21 +32,21 @@ class Late(torch.autograd.Function):
     """Lets the backward of its stage take its time, so that later stages are done long before."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
         time.sleep(0.01)
         return grad
 
 
 class Hold(nn.Module):
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         return Late.apply(x)
 
 
-def layers(sparse):
+def layers(sparse: bool) -> list[Any]:
     first = [partial(nn.Embedding, 11, 8, sparse=sparse), Hold]
     return [*first, partial(nn.Linear, 8, 8), nn.Tanh, Complex, Magnitude, nn.Tanh, partial(nn.Linear, 8, 3)]
 
@@ -54,7 +55,7 @@ def layers(sparse):
 CASES = {"chimera": (3, 4, False, True), "zb-v": (3, 4, False, False), "varuna": (3, 24, True, False)}
 
 
-def train(schedule):
+def train(schedule: str) -> tuple[list[float], dict[str, Tensor] | None]:
     """Return the losses and, on worker 0, the weights."""
     steps, microbatches, gather, sparse = CASES[schedule]
     pipe = Pipeline(

@@ -94,6 +94,10 @@ class InPlace(Linear):
 class EMA(Linear):
     """Its output depends on a moving average, a counter in a buffer, one in an attribute, and a buffer it replaces."""
 
+    mean: Tensor
+    count: Tensor
+    last: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH))
@@ -113,6 +117,8 @@ class EMA(Linear):
 
 class CountHandedOn(Linear):
     """A buffer that the next forward writes is handed on."""
+
+    count: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,19 +161,25 @@ class SparseGradients(Linear):
 class Hooks(Linear):
     """Hooks of gradients, of a parameter, after accumulation, and of the module."""
 
+    accumulated: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear.weight.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
         self.register_buffer("accumulated", torch.tensor(0))
         self.linear.bias.register_post_accumulate_grad_hook(self._count)
         self.norm = nn.LayerNorm(WIDTH)
-        self.norm.register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 2,))
+        self.norm.register_full_backward_hook(self._doubled)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x)
         if y.requires_grad:
             y.register_hook(lambda grad: grad * 3)
         return self.norm(y).tanh()
+
+    @staticmethod
+    def _doubled(module: nn.Module, grads: Any, outputs: Any) -> tuple[Tensor]:
+        return (grads[0] * 2,)
 
     def _count(self, parameter: Tensor) -> None:
         self.accumulated.add_(1)
@@ -225,7 +237,7 @@ def normed(norm: Callable[[nn.Linear], nn.Module]) -> Layer:
 def frozen() -> nn.Module:
     """A backbone in evaluation mode between layers that are trained."""
     layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH))
-    layer[2].running_mean.fill_(0.25)
+    layer[2].running_mean.fill_(0.25)  # type: ignore[operator]
     return layer.requires_grad_(False).eval()
 
 
@@ -239,7 +251,7 @@ def batch_norm() -> nn.Module:
 
 def repeated(layer: Layer, *others: Layer, **options: Any) -> Model:
     """Make a model of the same layers again and again."""
-    return Model(([layer, *others] * DEPTH)[:DEPTH], **({"loss_fn": mse, "inputs": rows, "optimizer": ADAM} | options))
+    return Model(([layer, *others] * DEPTH)[:DEPTH], **({"loss_fn": mse, "inputs": rows, "optimizer": ADAM, **options}))
 
 
 MODELS = {

@@ -1,10 +1,15 @@
 """Runs that never ran: the simulator's times written down as workers would."""
 
-from collections import Counter, defaultdict
+from __future__ import annotations
 
-from rpc_pipe.dependency import B, F, U, entries
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rpc_pipe.dependency import Action, B, F, Spec, U, entries
 from rpc_pipe.dispatch.view import View
-from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.simulator import Cost, Link, simulate, uniform
+from rpc_pipe.planning.span import Span
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.tracing.board import Live, State
 from rpc_pipe.tracing.boards import News
@@ -15,20 +20,32 @@ from rpc_pipe.workers.hooks import Arrived, LayerTime, Record, StepRecord
 COST = uniform({F: 10, B: 20, U: 1})
 
 
-def records_of(spec, cost=COST, *, steps=4, links=None, layers=None, pause_ms=0.0, hop_ms=0.5):
+def records_of(
+    spec: Spec,
+    cost: Cost = COST,
+    *,
+    steps: int = 4,
+    links: Mapping[tuple[int, int], Link] | None = None,
+    layers: Mapping[int, Sequence[tuple[int, float]]] | None = None,
+    pause_ms: float = 0.0,
+    hop_ms: float = 0.5,
+) -> dict[int, Sequence[StepRecord]]:
     """Return {step: records} of a simulated run; `layers[worker]` is [(kind, ms), ...]."""
     result = simulate(spec, cost, comm=hop_ms, steps=steps, links=links)
     there = {(what, target): at for what, _, target, at in result.carried if spec.worker(what) != target}
-    seen, by_step, arrivals = Counter(), defaultdict(lambda: defaultdict(list)), defaultdict(list)
+    seen: Counter[tuple[int, Action]] = Counter()
+    by_step: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    arrivals: dict[int, list[Action]] = defaultdict(list)
     for span in result.spans:
         step = seen[span.worker, span.action]
         seen[span.worker, span.action] += 1
         by_step[step][span.worker].append(span)
     for (what, target), _ in there.items():
         arrivals[target].append(what)
-    found, ends = {}, defaultdict(int)
+    found: dict[int, Sequence[StepRecord]] = {}
+    ends: dict[int, int] = defaultdict(int)
     for step in sorted(by_step):
-        late, found[step] = round(step * pause_ms * 1e6), []
+        late, of_step = round(step * pause_ms * 1e6), list[StepRecord]()
         made = {s.action: s.end for spans in by_step[step].values() for s in spans}
         for worker in range(spec.num_workers):
             ran = [
@@ -46,7 +63,7 @@ def records_of(spec, cost=COST, *, steps=4, links=None, layers=None, pause_ms=0.
             ]  # fmt: skip
             start = ends[worker] + (late > 0) * round(pause_ms * 1e6)
             times = [LayerTime(kind, round(ms * 1e6)) for kind, ms in (layers or {}).get(worker, [])]
-            found[step].append(
+            of_step.append(
                 StepRecord(
                     worker, step, min(start, ran[0].start_ns), ran[-1].end_ns, ran,
                     sorted(came, key=lambda a: a.at_ns), times, 3 - 0.1 * step, 8, 1024, 10**9, 2,
@@ -54,15 +71,16 @@ def records_of(spec, cost=COST, *, steps=4, links=None, layers=None, pause_ms=0.
                 )
             )  # fmt: skip
             ends[worker] = ran[-1].end_ns
+        found[step] = of_step
     return found
 
 
-def trace_of(schedule="1f1b", workers=4, microbatches=8, **options):
+def trace_of(schedule: str = "1f1b", workers: int = 4, microbatches: int = 8, **options: Any) -> Trace:
     spec = make_spec(schedule, workers, microbatches, {})
     return Trace(spec, records_of(spec, **options))
 
 
-def news_of(spec, records, lives=None):
+def news_of(spec: Spec, records: Mapping[int, Sequence[StepRecord]], lives: dict[int, Live] | None = None) -> News:
     """Return what a look at such a run would bring."""
     headers = {
         worker: {
@@ -81,7 +99,13 @@ def news_of(spec, records, lives=None):
     return News(headers, listings, lives, [r for step in sorted(records) for r in records[step]], now_ns=now)
 
 
-def view_of(workers=4, microbatches=8, schedule="1f1b", lives=None, **options):
+def view_of(
+    workers: int = 4,
+    microbatches: int = 8,
+    schedule: str = "1f1b",
+    lives: dict[int, Live] | None = None,
+    **options: Any,
+) -> View:
     spec = make_spec(schedule, workers, microbatches, {})
     view = View()
     view.take(news_of(spec, records_of(spec, **options), lives))

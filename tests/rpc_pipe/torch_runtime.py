@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 WIDTH, ROWS = 8, 2
 
 
-def layer(stage):
+def layer(stage: int) -> nn.Sequential:
     generator = torch.Generator().manual_seed(stage)
     linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
     for parameter in linear.parameters():
@@ -25,7 +25,7 @@ def layer(stage):
     return nn.Sequential(linear, nn.Tanh())
 
 
-def run(path, rank, ranks):
+def run(path: Path, rank: int) -> None:
     rows = list(csv.reader(path.open()))
     stages_of = [sorted({int(cell.split(kind)[0]) for cell in row for kind in "FBIW" if kind in cell}) for row in rows]
     count = 1 + max(stage for stages in stages_of for stage in stages)
@@ -50,13 +50,13 @@ def run(path, rank, ranks):
     print(f"equal {path.stem}", flush=True)
 
 
-def main():
+def main() -> None:
     rank, ranks, meeting, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4])
     torch.set_num_threads(1)
     limit = timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks, timeout=limit)
     for path in sorted(folder.glob("*.csv")):
-        run(path, rank, ranks)
+        run(path, rank)
     dist.destroy_process_group()
 
 
