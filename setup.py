@@ -36,10 +36,11 @@ setup(
     },
     install_requires=["torch>=2.13", "rich>=13", "safetensors>=0.4", "numpy"],  # safetensors.torch imports numpy
     extras_require={
-        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "mypy", "ruff"],
+        "test": ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "mypy", "ruff", "pyzmq>=26"],
         "data": ["pyarrow>=14", "fsspec[http]>=2024.2", "tokenizers>=0.15", "pillow"],
         "dispatch": ["aiohttp>=3.9", "prometheus_client>=0.20"],
         "tensorboard": ["tensorboard"],
+        "zmq": ["pyzmq>=26"],
         "bench": ["torchpippy==0.1.1", "transformers"],
     },
     entry_points={"console_scripts": ["rpc-pipe = rpc_pipe.commands.main:main"]},

@@ -111,6 +111,7 @@ def _environment(job: Job, rank: int, folder: Path, number: int) -> None:
     else:
         port = 20000 + number * 10
         interface = os.environ["HOST_IFACE"]
+        os.environ |= {"RPC_PIPE_TRUST_NETWORK": "on", "RPC_PIPE_INTERFACE": interface}
         os.environ |= {"MASTER_ADDR": host, "MASTER_PORT": str(port), "BENCH_MEETING": f"{host}:{port // 10}"}
         os.environ |= {"GLOO_SOCKET_IFNAME": interface, "TP_SOCKET_IFNAME": interface}
 

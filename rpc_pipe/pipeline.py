@@ -20,7 +20,8 @@ from .checkpoints.whole import save_whole
 from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PipeError, Spec, check, entries
 from .launching import launcher_link as link
 from .launching import overrides
-from .launching.job import current_job, join
+from .launching.job import job_over
+from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_training, refuse_untrainable
 from .model.microbatches import Ahead, Microbatches, join_rows
 from .model.partition import Model, Partition
@@ -64,6 +65,8 @@ class Pipeline:
         seed: of everything random: initial weights of layers given as callables, dropout.
         max_grad_norm: norm to which the gradients of the whole model are clipped before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
+        transport: in a job, what carries messages between its processes: `rpc` (by default) or `zmq`; `local`: one
+            process has all workers, as a script that runs alone has.
         stall_s: how long nothing may arrive while a worker waits, before the run fails.
 
     Raises:
@@ -87,12 +90,14 @@ class Pipeline:
         device: str = "cpu",
         seed: int = 0,
         max_grad_norm: float | None = None,
+        transport: str | None = None,
         stall_s: float = 300.0,
     ) -> None:
-        job = current_job()
-        schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed = overrides.settle(
-            overrides.Settings(schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed)
+        said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport
+        schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = (
+            overrides.settle(overrides.Settings(*said))
         )
+        job = job_over(transport)
         if job is not None and num_workers not in (None, job.num_workers):
             raise ConfigError(f"num_workers {num_workers}: this job has {job.num_workers} workers; start as many")
         self.num_workers = job.num_workers if job else 1 if num_workers is None else num_workers
@@ -100,7 +105,8 @@ class Pipeline:
         refuse_training(loss_fn, optimizer, lr_scheduler)
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
         refuse_untrainable(self.spec)
-        workers = [job.worker] if job else list(range(self.num_workers))
+        process = None if job is None or job.transport == "local" else job
+        workers = list(range(self.num_workers)) if process is None else [process.worker]
         for worker in workers:
             check(self.spec, worker)
         self.partition = Partition(model, self.spec.num_stages, split)
@@ -117,13 +123,13 @@ class Pipeline:
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
         )
-        carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
+        carriers: Sequence[Carrier] = local_carriers(len(workers)) if process is None else [join(process)]
         made = zip(carriers, couriers, [maker.hosted(self.spec, worker) for worker in workers], strict=True)
         self._actors = [WorkerActor(*parts, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
         # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
         self.partition.release()
         self._described, self._weights = describe(self.spec, self.partition.ranges, seed), maker.weights
-        self._threads = None if job else WorkerThreads(self._actors)
+        self._threads = WorkerThreads(self._actors) if process is None else None
         self._worker = workers[0]
         self._stopped = self._closed = False
         self._grad_norm: float | None = None

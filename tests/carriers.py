@@ -1,7 +1,16 @@
 """Carriers for tests: processes are threads here, and what they say to each other is bytes on the way."""
 
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 from rpc_pipe.workers.transport.remote import RemoteCarrier
 
@@ -40,3 +49,97 @@ class Loopback(RemoteCarrier):
 def loopback_carriers(num_workers, **options):
     group = {}
     return [Loopback(worker, num_workers, group, **options) for worker in range(num_workers)]
+
+
+def zmq_carriers(num_workers, *, tcp=False, shared_memory=False, secrets=None, through=str, **options):
+    """Carriers over ZeroMQ: unix sockets, or TCP with CURVE where `tcp`; `through`: changes the addresses."""
+    from rpc_pipe.workers.transport.keys import Keys
+    from rpc_pipe.workers.transport.zeromq import Network, ZmqCarrier
+
+    told, folder = {}, Path(tempfile.mkdtemp(prefix="rpc-pipe-test-"))
+
+    def ask(peer, timeout_s):
+        deadline = time.monotonic() + timeout_s
+        while peer not in told:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"worker {peer} told nothing")
+            time.sleep(0.005)
+        return told[peer]
+
+    def make(worker):
+        network = None
+        if tcp:
+
+            def tell(place, address):
+                told[worker] = place, through(address)
+
+            secret = secrets[worker] if secrets else b"of the job" * 4
+            keys = Keys(secret, "test", num_workers)
+            network = Network(keys, "127.0.0.1", 0, tell, ask, options.get("lost_after_s", 20))
+        where = None if tcp else folder
+        timeout_s = options.get("join_timeout_s", 20)
+        return ZmqCarrier(worker, num_workers, where, network, timeout_s, shared_memory=shared_memory)
+
+    try:
+        with ThreadPoolExecutor(num_workers) as pool:
+            return list(pool.map(make, range(num_workers)))
+    finally:
+        shutil.rmtree(folder)
+
+
+class Cable:
+    """Carries TCP connections to an address, until they are cut, or the cable is."""
+
+    def __init__(self, address):
+        host, port = address.removeprefix("tcp://").split(":")
+        self.to = host, int(port)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"tcp://127.0.0.1:{self.listener.getsockname()[1]}"
+        self.ends, self.cuts, self.stopped = deque(), 0, False
+        threading.Thread(target=self.accept, daemon=True).start()
+
+    def accept(self):
+        with suppress(OSError):
+            while True:
+                near, _ = self.listener.accept()
+                if self.stopped:
+                    self.ends.append(near)  # as if nobody were there
+                    continue
+                try:
+                    far = socket.create_connection(self.to)
+                except OSError:
+                    near.close()
+                    continue
+                self.ends += [near, far]
+                for pair in ((near, far), (far, near)):
+                    threading.Thread(target=self.carry, args=pair, daemon=True).start()
+
+    def carry(self, source, target):
+        with suppress(OSError):
+            while data := source.recv(2**16):
+                while self.stopped:
+                    time.sleep(0.01)
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def cut(self):
+        """Break all connections, with what is under way in them."""
+        self.cuts += bool(self.ends)
+        while self.ends:
+            end = self.ends.popleft()
+            with suppress(OSError):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def stop(self):
+        """Carry nothing more, silently."""
+        self.stopped = True
+
+    def close(self):
+        self.stopped = False
+        self.listener.close()
+        self.cut()

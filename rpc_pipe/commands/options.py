@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from ..dependency import B, ConfigError, F, I, Kind, Spec, W
+from ..launching.job import TRANSPORT, TRANSPORTS, TRUST
 from ..planning.compare import complete
 from ..planning.simulator import Link
 from ..planning.specs import PipeOptions, make_spec
@@ -73,6 +75,22 @@ def add_pipeline(parser: Parser) -> None:
     parser.add_argument("--device", help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--seed", type=whole(0, 2**63 - 1), help="of all that is random (0)")
     parser.add_argument("--threads", type=whole(1), help="torch threads of a worker (1)")
+    parser.add_argument(
+        "--transport", choices=TRANSPORTS,
+        help="between workers: torch RPC, ZeroMQ, or one process with all of them (rpc)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trust-network", action="store_true", help="let workers listen where whoever reaches them may run code"
+    )
+    parser.add_argument("--port", type=whole(1, 65535), help="meet at this TCP port instead of at a file")
+
+
+def set_transport(typed: Mapping[str, Any]) -> None:
+    """Let the processes of the job know by what they talk."""
+    if "transport" in typed:
+        os.environ[TRANSPORT] = typed["transport"]
+    if "trust_network" in typed:
+        os.environ[TRUST] = "on"
 
 
 def add_costs(parser: Parser, more: str = "") -> None:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,23 @@ from ..demo.settings import TrainOptions
 from ..demo.text import find_text
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
-from ..launching.job import Job, current_job
-from ..launching.launcher import as_worker, launch
+from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
+from ..launching.launcher import How, as_worker, launch
 from ..launching.report import Reporter
 from ..planning.specs import make_spec
 from ..tracing.outcome import FILES
 from .files import try_files
-from .options import Parser, add_pipeline, filled, fraction, number, schedule_options, typed_checkpoints, whole
+from .options import (
+    Parser,
+    add_pipeline,
+    filled,
+    fraction,
+    number,
+    schedule_options,
+    set_transport,
+    typed_checkpoints,
+    whole,
+)
 
 #: what the built-in training alone can be told
 _GPT: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -45,7 +56,6 @@ def add(commands: Any) -> None:
         "script", nargs="?", help="your training script, its own arguments behind --; by default a GPT is trained"
     )
     add_pipeline(parser)
-    parser.add_argument("--port", type=whole(1, 65535), help="meet at this TCP port instead of at a file")
     parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
     parser.add_argument(
         "--trace", metavar="FILE", help="write the last steps to this file for Chrome's tracing or Perfetto"
@@ -86,6 +96,7 @@ def refuse_unknown(script: str, unknown: Sequence[str]) -> None:
 
 def run(typed: dict[str, Any], argv: list[str]) -> int:
     """Train or run the script; return the exit code."""
+    set_transport(typed)
     job = current_job()
     refuse_idle(typed, job)
     if job is None or job.worker == 0:
@@ -94,8 +105,15 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     return _run_script(typed, argv, job) if "script" in typed else _train(typed, argv, job)
 
 
+def how(typed: Mapping[str, Any]) -> How:
+    """Return how the processes of a job are to be started."""
+    return How(typed.get("threads"), typed.get("port"), os.environ.get(TRANSPORT, TRANSPORTS[0]))
+
+
 def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
     """Refuse what has no say inside a job that others have started."""
+    if "port" in typed and os.environ.get(TRANSPORT) == "local":
+        raise ConfigError(f"--port {typed['port']}: has no effect with --transport local; leave it out")
     if job is None or link.present():
         return
     if "port" in typed:
@@ -110,7 +128,7 @@ def _train(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     if job is None:
         options.spec(options.gpt.num_layers)
         find_text(options.data, options.context)
-        return launch(argv, options.workers, reporter, threads=typed.get("threads"), port=typed.get("port"))
+        return launch(argv, options.workers, reporter, how(typed))
 
     def work() -> None:
         from ..demo.train import train
@@ -136,7 +154,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         workers = typed.get("workers", TrainOptions.workers)
         if "schedule" in typed:
             make_spec(typed["schedule"], workers, typed.get("microbatches", 1), options)
-        return launch(argv, workers, reporter, threads=typed.get("threads"), port=typed.get("port"))
+        return launch(argv, workers, reporter, how(typed))
 
     def work() -> None:
         from .script import run_script

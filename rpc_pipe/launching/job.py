@@ -6,42 +6,48 @@ the workers meet at its store.
 
 from __future__ import annotations
 
-import array
-import atexit
-import fcntl
 import os
-import socket
-import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..dependency import ConfigError
-from . import launcher_link as link
-
-if TYPE_CHECKING:
-    from ..workers.transport.carrier import Carrier
+from .interfaces import LOOPBACK, interface_towards
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: set by our launcher: where local workers meet
 INIT = "RPC_PIPE_INIT"
+TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
+#: what carries messages between workers; the first unless another is asked for
+TRANSPORTS = ("rpc", "zmq", "local")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One worker process among several."""
+    """One worker process among several; with `local`, one process for all workers."""
 
     worker: int
     num_workers: int
     #: where the workers meet, as `init_rpc` takes it
     init_method: str
-    #: the network interface that the others reach this worker by
+    #: the network interface that the others reach this worker by; none: the workers of other hosts know
     interface: str
     #: how long to wait for the other workers at the start
     join_timeout_s: float = 120.0
     #: whether workers of one host use shared memory between them
     shared_memory: bool = True
+    #: one of TRANSPORTS
+    transport: str = TRANSPORTS[0]
+    #: whether all workers are on one host
+    one_host: bool = True
+    #: whether everybody who reaches this host's network may run code in a worker
+    trust_network: bool = False
+    #: TCP port that worker 0 listens at; 0: any, or none where none is needed
+    port: int = 0
+    #: who can read it may take part
+    key_file: Path | None = None
+    #: for how long a worker of another host may not answer
+    lost_after_s: float = 20.0
 
 
 def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
@@ -51,11 +57,18 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         ConfigError: variables of torchrun or of ours are only partly set, or make no sense.
     """
     environ = os.environ if environ is None else environ
-    shared_memory = _on(environ, "RPC_PIPE_SHARED_MEMORY")
-    timeout = _seconds(environ, "RPC_PIPE_JOIN_TIMEOUT", 120.0)
     local = environ.get(INIT)
     wanted = ("RANK", "WORLD_SIZE") if local else _TORCHRUN
     present = [name for name in wanted if name in environ]
+    settings = dict(
+        join_timeout_s=_seconds(environ, "RPC_PIPE_JOIN_TIMEOUT", Job.join_timeout_s),
+        shared_memory=_on(environ, "RPC_PIPE_SHARED_MEMORY", "on"),
+        transport=refuse_transport(environ.get(TRANSPORT, Job.transport), TRANSPORT),
+        trust_network=_on(environ, TRUST, "off"),
+        port=_number(environ, PORT) if PORT in environ else 0,
+        key_file=Path(environ[KEY]) if KEY in environ else None,
+        lost_after_s=_seconds(environ, "RPC_PIPE_LOST_AFTER", Job.lost_after_s),
+    )
     if not present:
         return None
     missing = [name for name in wanted if name not in environ]
@@ -68,15 +81,55 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     if not 0 <= worker < num_workers:
         raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
     if local:
-        interface = environ.get("RPC_PIPE_INTERFACE", "lo")
-        return Job(worker, num_workers, local, interface, timeout, shared_memory)
-    address = environ["MASTER_ADDR"]
+        interface = environ.get("RPC_PIPE_INTERFACE", LOOPBACK)
+        return Job(worker, num_workers, local, interface, **settings)  # type: ignore[arg-type]
     _number(environ, "MASTER_PORT")
-    return Job(worker, num_workers, "env://", interface_towards(address), timeout, shared_memory)
+    interface, one_host = _place(environ, num_workers)
+    return Job(worker, num_workers, "env://", interface, one_host=one_host, **settings)  # type: ignore[arg-type]
 
 
-def _on(environ: Mapping[str, str], name: str) -> bool:
-    value = environ.get(name, "on")
+def job_over(transport: str | None) -> Job | None:
+    """Return the job that this process was started for, over the transport that a script asks for.
+
+    Raises:
+        ConfigError: it cannot be had there, or as `current_job`.
+    """
+    job = current_job()
+    if transport is not None:
+        refuse_transport(transport, "transport")
+    if job is None or transport in (None, job.transport):
+        return job
+    if "local" in (transport, job.transport) and job.num_workers > 1:
+        one = "one process" if job.transport == "local" else f"{job.num_workers} processes"
+        raise ConfigError(f"transport {transport!r}: this job was started as {one}; leave it out, or type --transport")
+    return replace(job, transport=transport)
+
+
+def _place(environ: Mapping[str, str], num_workers: int) -> tuple[str, bool]:
+    """Return the interface that the others reach this worker by, and whether all workers are on this host."""
+    interface = environ.get("RPC_PIPE_INTERFACE") or interface_towards(environ["MASTER_ADDR"])
+    here = environ.get("LOCAL_WORLD_SIZE")
+    if here is None:
+        return interface, interface == LOOPBACK
+    if here == str(num_workers):
+        return environ.get("RPC_PIPE_INTERFACE", LOOPBACK), True
+    # On the first host its own name may lead to the loopback interface, as on Debian; the others cannot reach that.
+    return "" if interface == LOOPBACK else interface, False
+
+
+def refuse_transport(transport: str, said: str) -> str:
+    """Return the name of a transport.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    if transport not in TRANSPORTS:
+        raise ConfigError(f"{said} {transport!r}: must be {', '.join(TRANSPORTS[:-1])} or {TRANSPORTS[-1]}")
+    return transport
+
+
+def _on(environ: Mapping[str, str], name: str, usual: str) -> bool:
+    value = environ.get(name, usual)
     if value not in ("on", "off"):
         raise ConfigError(f"{name} {value!r}: must be on or off")
     return value == "on"
@@ -100,60 +153,3 @@ def _number(environ: Mapping[str, str], name: str) -> int:
     if found < 0:
         raise ConfigError(f"{name} {environ[name]!r}: must be a whole number")
     return found
-
-
-def interface_towards(host: str) -> str:
-    """Return the name of the interface whose address packets to `host` leave from.
-
-    TensorPipe would take what the host's own name resolves to, which Debian and Ubuntu answer with
-    127.0.1.1 (pytorch#42879).
-
-    Raises:
-        ConfigError: the host is unknown, or no interface leads there.
-    """
-    try:
-        info = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(info[4])  # a datagram socket: nothing is sent
-            own = probe.getsockname()[0]
-    except OSError as error:
-        raise ConfigError(f"MASTER_ADDR {host}: {error}") from error
-    if own.startswith("127.") or own == "::1":
-        return "lo"
-    for name, address in _interface_addresses():
-        if address == own:
-            return name
-    raise ConfigError(f"MASTER_ADDR {host}: no interface has the address {own} that leads there")
-
-
-def _interface_addresses() -> list[tuple[str, str]]:
-    """Return (interface, IPv4 address), aliases included (SIOCGIFCONF, netdevice(7))."""
-    size = 40  # of struct ifreq on 64-bit Linux
-    buffer = array.array("B", bytes(size * 256))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
-        used = struct.unpack("iL", fcntl.ioctl(probe.fileno(), 0x8912, request))[0]
-    data = buffer.tobytes()
-    return [
-        (data[i : i + 16].split(b"\0", 1)[0].decode(), socket.inet_ntoa(data[i + 20 : i + 24]))
-        for i in range(0, used, size)
-    ]
-
-
-@cache
-def join(job: Job) -> Carrier:
-    """Meet the other workers; once in the life of a process (pytorch#46491).
-
-    Raises:
-        ConfigError: they did not come.
-    """
-    # Both, because init_rpc builds a gloo group besides TensorPipe's own connections (pytorch#42879).
-    os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = job.interface
-    from ..workers.transport.rpc import RpcCarrier  # here, so that planning loads without torch
-
-    where = job.init_method, job.join_timeout_s
-    link.tell(kind="joining")
-    carrier = RpcCarrier(job.worker, job.num_workers, *where, shared_memory=job.shared_memory)
-    link.tell(kind="joined")
-    atexit.register(carrier.close)
-    return carrier

@@ -19,7 +19,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..dependency import ConfigError, PeerLost, PipeError, ScheduleError
 from ..dispatch.view import View
@@ -27,7 +27,8 @@ from ..tracing import run_folders
 from ..tracing.board import Live
 from ..tracing.boards import Boards
 from . import launcher_link as link
-from .job import INIT
+from .job import INIT, KEY, PORT, TRANSPORT, TRANSPORTS
+from .key_file import make_key
 from .report import Reporter
 from .worker_process import Event, Events, WorkerProcess
 
@@ -43,31 +44,38 @@ class _Killed(BaseException):
     """The user wants the end at once: raised by a signal wherever the launcher is, be it in a print that blocks."""
 
 
-class Launcher:
-    """Runs `command` in several local worker processes until all have ended.
+class How(NamedTuple):
+    """How processes are started."""
 
-    Args:
-        threads: torch threads of a worker; by default OMP_NUM_THREADS, or 1: more than cores slow all down.
-        port: meet at this TCP port; by default at a file, which needs none.
-    """
+    #: torch threads of a worker; by default OMP_NUM_THREADS, or 1: more than cores slow all down
+    threads: int | None = None
+    #: meet at this TCP port; by default at a file, or through unix sockets, which need none
+    port: int | None = None
+    #: what carries messages between workers; `local`: one process has all of them
+    transport: str = TRANSPORTS[0]
+
+
+_USUAL = How()
+
+
+class Launcher:
+    """Runs `command` in several local worker processes until all have ended."""
 
     def __init__(
         self,
         command: list[str],
         num_workers: int,
         reporter: Reporter,
-        *,
-        threads: int | None = None,
-        port: int | None = None,
+        how: How = _USUAL,
     ) -> None:
         self._command = command
         self._num_workers = num_workers
+        self._num_processes = 1 if how.transport == "local" else num_workers
         self._reporter = reporter
-        self._init = f"tcp://127.0.0.1:{port}" if port else ""
-        if port:
-            _check_port(port)
+        self._how = how
+        if how.port:
+            _check_port(how.port)
         self._events = Events()
-        self._threads = threads
         self._workers: list[WorkerProcess] = []
         self._interrupts = 0
         self._ending = False
@@ -90,7 +98,7 @@ class Launcher:
         self._boards = self._make_boards()
         handlers = {name: signal.signal(name, self._on_signal) for name in (signal.SIGINT, signal.SIGTERM)}
         try:
-            self._start(self._init or f"file://{folder}/rendezvous")
+            self._start(folder)
             return self._watch()
         except _Killed as signalled:
             return 128 + int(signalled.args[0])
@@ -119,19 +127,19 @@ class Launcher:
             return None
         return Boards(folder)
 
-    def _start(self, init_method: str) -> None:
-        environment = os.environ | {
+    def _start(self, folder: Path) -> None:
+        environment = os.environ | _meeting(self._how, folder)
+        environment |= {
             "WORLD_SIZE": str(self._num_workers),
-            INIT: init_method,
             run_folders.FOLDER: run_folders.OFF if self._boards is None else str(self._boards.folder),
             "PYTHONUNBUFFERED": "1",
             # The order of a set of strings is that of their hashes: batches drawn from one must not differ.
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
-            "OMP_NUM_THREADS": str(self._threads or os.environ.get("OMP_NUM_THREADS", 1)),
+            "OMP_NUM_THREADS": str(self._how.threads or os.environ.get("OMP_NUM_THREADS", 1)),
             # A peer's death makes TensorPipe print warnings; we report the cause instead.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
-        for rank in range(self._num_workers):
+        for rank in range(self._num_processes):
             self._workers.append(WorkerProcess(rank, self._command, environment, self._events))
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -146,7 +154,7 @@ class Launcher:
 
     def _watch(self) -> int:
         told_stop = False
-        while len(self._ended) < self._num_workers:
+        while len(self._ended) < self._num_processes:
             event = self._events.next(timeout_s=0.2)
             if self._interrupts and not told_stop:
                 told_stop = True
@@ -242,12 +250,23 @@ def _check_port(port: int) -> None:
             raise ConfigError(f"--port {port}: {error.strerror}; leave it out and no port is needed") from error
 
 
-def launch(
-    arguments: list[str], num_workers: int, reporter: Reporter, *, threads: int | None = None, port: int | None = None
-) -> int:
+def _meeting(how: How, folder: Path) -> dict[str, str]:
+    """Return the variables that say where the workers meet: in a folder that their user alone may enter, or at a port.
+
+    Over ZeroMQ a port is open to those who have the key, which is made for this job.
+    """
+    meeting = {INIT: f"file://{folder}/rendezvous", TRANSPORT: how.transport}
+    if how.transport == "zmq":
+        make_key(folder / "key")
+        meeting |= {KEY: str(folder / "key")} | ({PORT: str(how.port)} if how.port else {})
+    elif how.port:
+        meeting[INIT] = f"tcp://127.0.0.1:{how.port}"
+    return meeting
+
+
+def launch(arguments: list[str], num_workers: int, reporter: Reporter, how: How = _USUAL) -> int:
     """Run `rpc-pipe` with `arguments` in each of `num_workers` local workers; return the exit code."""
-    command = [sys.executable, "-m", "rpc_pipe", *arguments]
-    return Launcher(command, num_workers, reporter, threads=threads, port=port).run()
+    return Launcher([sys.executable, "-m", "rpc_pipe", *arguments], num_workers, reporter, how).run()
 
 
 def as_worker(work: Callable[[], None], reporter: Reporter) -> int:

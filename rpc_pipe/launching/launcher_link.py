@@ -49,6 +49,11 @@ def present() -> bool:
     return TELL in os.environ
 
 
+def heard() -> bool:
+    """Tell whether what is told reaches anybody."""
+    return present() or _instead is not None
+
+
 def tell(**message: Any) -> None:
     """Send a message to the launcher, or to who took its place in this process."""
     global _concluded, _failed
@@ -89,7 +94,8 @@ def attach(pipeline: Attachable) -> None:
     if _stop_requested:
         pipeline.request_stop()
     try:
-        if keep_boards(pipeline) and any(isinstance(actor.carrier, RemoteBoards) for actor in pipeline.actors):
+        of_a_job = present() or any(isinstance(actor.carrier, RemoteBoards) for actor in pipeline.actors)
+        if keep_boards(pipeline) and of_a_job:
             _end_with_a_sentence(pipeline.actors[0].worker)
     except Exception as error:  # nothing depends on being watched
         logger.warning("this run cannot be watched: %s: %s", type(error).__name__, error)
@@ -107,7 +113,7 @@ def _say_how_it_went() -> None:
         found = None if _concluded or _has_failed() else figures(collect())
         if found is None:
             return
-        if present() or _instead is not None:
+        if heard():
             tell(kind="summary", title=sentence(found), lines=[], json=found)
         else:
             print(sentence(found), *lost_lines(found), sep="\n", file=sys.stderr)

@@ -19,6 +19,7 @@ class Settings(NamedTuple):
     order: Order | None
     device: str
     seed: int
+    transport: str | None = None
 
 
 #: how an argument is typed, where the option has another name

@@ -1,7 +1,8 @@
 import pytest
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.launching.job import current_job, interface_towards
+from rpc_pipe.launching.interfaces import interface_towards
+from rpc_pipe.launching.job import current_job
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 

@@ -1,4 +1,4 @@
-"""What every carrier does alike: threads, messages between threads, with and without shared memory."""
+"""What every carrier does alike: threads, messages between threads, ZeroMQ, with and without shared memory."""
 
 import random
 import threading
@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from carriers import loopback_carriers
+from carriers import loopback_carriers, zmq_carriers
 
 from rpc_pipe.dependency import PipeError, WorkerFailure
 from rpc_pipe.workers.transport import remote, shared_memory
@@ -20,6 +20,9 @@ KINDS = {
     "local": local_carriers,
     "messages": lambda n: loopback_carriers(n, shared_memory=False),
     "messages and shared memory": loopback_carriers,
+    "unix sockets": zmq_carriers,
+    "unix sockets and shared memory": lambda n: zmq_carriers(n, shared_memory=True),
+    "TCP with CURVE": lambda n: zmq_carriers(n, tcp=True),
 }
 FAILURE = WorkerFailure(0, "0F0", 3, "ValueError: no", "trace")
 RUN = 1

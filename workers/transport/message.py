@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 from torch import Tensor
@@ -18,7 +18,6 @@ from torch import Tensor
 from ...dependency import Disagreement, PipeError, WorkerFailure
 from .form import Dense, assemble, describe, form_of
 from .outbox import Answer, Key
-from .payload import compact
 from .values import Malformed, decode_value, encode_value
 
 #: of all that is written here, in `form.py` and in `values.py`
@@ -74,12 +73,15 @@ def encode(message: Message) -> tuple[bytes, list[Tensor]]:
             if (size := tensor.nbytes) <= _INLINE_BYTES:
                 parts.append(ctypes.string_at(tensor.data_ptr(), size))
             else:
-                large.append(compact(tensor))
+                large.append(tensor)
     return b"".join(parts), large
 
 
-def decode(data: bytes, large: Iterable[Tensor]) -> Message:
+def decode(data: bytes, large: Iterable[Tensor] | Callable[[Dense], Tensor]) -> Message:
     """Read what `encode` has written.
+
+    Args:
+        large: the tensors beside it, in order; or what returns the next one, which looks so.
 
     Raises:
         Malformed: it has not, or a worker of another version of rpc-pipe has.
@@ -88,12 +90,22 @@ def decode(data: bytes, large: Iterable[Tensor]) -> Message:
         found = data[0] if data else "none"
         raise Malformed(f"a message of version {found}, not {VERSION}: do all workers run the same rpc-pipe?")
     try:
-        return _decode(data, iter(large))
+        return _decode(data, large if callable(large) else _listed(iter(large)))
     except (struct.error, ValueError, TypeError) as error:
         raise error if isinstance(error, Malformed) else Malformed(f"malformed message: {error}") from error
 
 
-def _decode(data: bytes, large: Iterator[Tensor]) -> Message:
+def _listed(large: Iterator[Tensor]) -> Callable[[Dense], Tensor]:
+    def beside(look: Dense) -> Tensor:
+        tensor = next(large, None)
+        if tensor is None or tensor.shape != look.shape or tensor.dtype != look.dtype:
+            raise Malformed(f"malformed message: a tensor of shape {look.shape} is not beside it")
+        return tensor
+
+    return beside
+
+
+def _decode(data: bytes, beside: Callable[[Dense], Tensor]) -> Message:
     _, count, asks_size, taken_size, failure_size = _HEAD.unpack_from(data)
     taken_at = _HEAD.size + asks_size
     failure_at = taken_at + taken_size
@@ -102,10 +114,7 @@ def _decode(data: bytes, large: Iterator[Tensor]) -> Message:
     def contents(look: Dense) -> Tensor:
         nonlocal at
         if look.num_bytes > _INLINE_BYTES:
-            tensor = next(large, None)
-            if tensor is None or tensor.shape != look.shape or tensor.dtype != look.dtype:
-                raise Malformed(f"malformed message: a tensor of shape {look.shape} is not beside it")
-            return tensor
+            return beside(look)
         begin, at = at, at + look.num_bytes
         if at > len(data):
             raise Malformed(f"malformed message: {look.num_bytes} bytes wanted, {len(data) - begin} left")

@@ -115,8 +115,9 @@ class RemoteCarrier(Carrier):
         self._to_send.put(None)
         if self._sender.is_alive():
             self._sender.join(_LEAVE_S)
-        unread, deadline = set(self._exchanges), time.monotonic() + _LEAVE_S
-        for peer, exchange in list(self._exchanges.items()):
+        talking = {peer: exchange for peer, exchange in list(self._exchanges.items()) if not exchange.closed}
+        unread, deadline = set(talking), time.monotonic() + _LEAVE_S
+        for peer, exchange in talking.items():
             message, held = exchange.close()
             for reply in held:  # so that none breaks when this process ends
                 reply(encode(NOTHING))
@@ -140,12 +141,18 @@ class RemoteCarrier(Carrier):
         except Exception as error:
             self.fault(error)
 
-    def handle(self, what: str, peer: int, reply: Reply, *args: Any) -> None:
-        """Do what a request of `peer` wants and `reply`, now or, to an exchange, when there is something to say."""
+    def handle(self, what: str, peer: int, reply: Reply | None, *args: Any) -> None:
+        """Do what a request of `peer` wants and `reply`, now or, to an exchange, when there is something to say.
+
+        Where connections tell by themselves that a peer has died, an exchange needs no reply, and has none.
+        """
         if what == "exchange":
-            self.exchange(peer).hold(reply)
+            if reply is not None:
+                self.exchange(peer).hold(reply)
             self.received(peer, decode(*args), own=False)
-        elif what == "hurry":
+            return
+        assert reply is not None, f"worker {peer} wants no answer to {what}"
+        if what == "hurry":
             self.exchange(peer).hurry()
             self._say(peer)
             reply(None)

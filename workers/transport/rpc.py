@@ -22,16 +22,20 @@ from functools import partial
 from typing import Any
 
 from torch.distributed import rpc
+from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.futures import Future
 
 from ...dependency import ConfigError
 from .deadline import within
+from .payload import compact
 from .remote import RemoteCarrier
 
 #: handlers do not block, so few are enough for any number of workers
 _RPC_THREADS = 2
 _NO_TIMEOUT = 0.0
 _PING_S = 30.0
+#: names a store that is there already
+_SCHEME = "rpc-pipe"
 
 _endpoint: RpcCarrier | None = None
 _kept = threading.local()
@@ -69,6 +73,7 @@ class RpcCarrier(RemoteCarrier):
         num_workers: how many join; the call returns when all have.
         init_method: where they meet: `file:///path`, `tcp://host:port` or `env://`.
         join_timeout_s: for how long to wait for the others.
+        store: where they meet instead, if there is one.
         shared_memory: whether workers of one host answer each other through it, where that is possible.
 
     Raises:
@@ -82,6 +87,7 @@ class RpcCarrier(RemoteCarrier):
         init_method: str,
         join_timeout_s: float = 120.0,
         *,
+        store: Any = None,
         shared_memory: bool = True,
     ) -> None:
         global _endpoint
@@ -89,10 +95,12 @@ class RpcCarrier(RemoteCarrier):
         #: what is shown to those who watch from other machines; see rpc_pipe/tracing/mirror.py
         self.exhibit: Callable[[int], bytes] | None = None
         _endpoint = self
+        if store is not None:
+            register_rendezvous_handler(_SCHEME, lambda *_, **__: iter([(store, worker, num_workers)]))
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=_RPC_THREADS,
             rpc_timeout=join_timeout_s,
-            init_method=init_method,
+            init_method=init_method if store is None else f"{_SCHEME}://",
             _transports=["uv"],
             _channels=["basic"],
         )
@@ -121,6 +129,7 @@ class RpcCarrier(RemoteCarrier):
                 else:
                     then(value)
 
+        args = tuple([list(map(compact, arg)) if isinstance(arg, list) else arg for arg in args])
         try:
             # No timeout: it breaks if the peer does, and an exchange lies there until there is something to say.
             future = _invoke(_name(peer), _handle, (what, self.worker, *args), _NO_TIMEOUT)

@@ -1,0 +1,197 @@
+"""Meet the other workers of a job, over the carrier that was asked for; what may listen where, and who is told so."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import os
+import re
+import secrets
+import sys
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlparse
+
+from ..dependency import ConfigError
+from ..tracing import run_folders
+from . import launcher_link as link
+from .interfaces import LOOPBACK, address_of, interface_towards
+from .job import INIT, KEY, TRUST, Job
+from .key_file import read_key
+
+if TYPE_CHECKING:
+    from ..workers.transport.carrier import Carrier
+    from ..workers.transport.keys import Keys
+    from ..workers.transport.meeting import Meeting
+    from ..workers.transport.zeromq import Network, ZmqCarrier
+
+_RPC_MEANS = (
+    "torch RPC runs what it is sent and asks nobody who he is: whoever reaches a worker's port can run code as you, "
+    "and read and change what travels"
+)
+_KEY_MEANS = (
+    "without a key file the job's key travels through torchrun's store: whoever reaches that while the workers meet "
+    "can take part"
+)
+
+
+@cache
+def join(job: Job) -> Carrier:
+    """Meet the other workers; once in the life of a process (pytorch#46491).
+
+    Raises:
+        ConfigError: they did not come, or others could come too.
+    """
+    link.tell(kind="joining")
+    try:
+        carrier = _by_zmq(job) if job.transport == "zmq" else _by_rpc(job)
+    except (TimeoutError, RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"worker {job.worker} could not meet the other {job.num_workers - 1} workers within "
+            f"{job.join_timeout_s:g} s: {error}"
+        ) from error
+    link.tell(kind="joined")
+    return carrier
+
+
+def _by_rpc(job: Job) -> Carrier:
+    if job.interface != LOOPBACK:
+        if not job.trust_network:
+            raise ConfigError(
+                f"transport rpc beyond this host: {_RPC_MEANS}; say --trust-network ({TRUST}=on) if nobody else is in "
+                "this network, or take --transport zmq"
+            )
+        _warn(job, f"--trust-network: {_RPC_MEANS}")
+    store: Any = None
+    if not job.one_host:
+        meeting, store = _at_torchruns_store(job)
+        job = _reached(job, meeting)
+    elif (at := urlparse(job.init_method)).scheme == "tcp":
+        from ..workers.transport.meeting import store_at
+
+        assert at.hostname is not None and at.port is not None
+        store = store_at(at.hostname, at.port, job.worker, job.num_workers, job.join_timeout_s)
+    # Both, because init_rpc builds a gloo group besides TensorPipe's own connections (pytorch#42879).
+    os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = job.interface
+    from ..workers.transport.rpc import RpcCarrier  # here, so that planning loads without torch
+
+    where = job.init_method, job.join_timeout_s
+    carrier = RpcCarrier(job.worker, job.num_workers, *where, store=store, shared_memory=job.shared_memory)
+    atexit.register(carrier.close)
+    return carrier
+
+
+def _by_zmq(job: Job) -> Carrier:
+    try:
+        from ..workers.transport.zeromq import ZmqCarrier
+    except ImportError as error:
+        raise ConfigError(f"transport zmq: needs {error.name}; pip install 'rpc-pipe[zmq]'") from error
+    folder, network = None if job.port else _folder(job), None
+    if job.port or not job.one_host or job.interface != LOOPBACK:
+        network = _network(job)
+    options = {"shared_memory": job.shared_memory}
+    carrier = ZmqCarrier(job.worker, job.num_workers, folder, network, job.join_timeout_s, **options)
+    atexit.register(_leave, carrier)
+    return carrier
+
+
+def _leave(carrier: ZmqCarrier) -> None:
+    carrier.close()
+    if carrier.refused:
+        text = f"worker {carrier.worker} refused {carrier.refused} connections that did not prove to be of this job"
+        link.tell(kind="text", text=text)
+
+
+# --- who is met where
+
+
+def _folder(job: Job) -> Path:
+    """Return the folder for this host's unix sockets, which nobody else may enter."""
+    if job.init_method.startswith("file://"):
+        return Path(job.init_method.removeprefix("file://")).parent
+    names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"
+    name = hashlib.sha256(repr([os.environ.get(name) for name in names]).encode()).hexdigest()[:16]
+    folder = run_folders.root() / f"sockets-{name}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _network(job: Job) -> Network:
+    """Return how workers are reached over TCP."""
+    from ..workers.transport.meeting import FolderMeeting
+    from ..workers.transport.zeromq import Network
+
+    meeting: Meeting
+    if job.init_method.startswith("file://"):
+        meeting = FolderMeeting(Path(job.init_method.removeprefix("file://")).parent)
+    else:
+        meeting, _ = _at_torchruns_store(job)
+        job = _reached(job, meeting)
+
+    def tell(place: str, address: str) -> None:
+        meeting.leave(f"address-{job.worker}", f"{place}\n{address}")
+
+    def ask(peer: int, timeout_s: float) -> tuple[str, str]:
+        place, _, address = meeting.take(f"address-{peer}", timeout_s).partition("\n")
+        return place, address
+
+    host, port = address_of(job.interface), job.port if job.worker == 0 else 0
+    more = {"congestion": os.environ["RPC_PIPE_CONGESTION"]} if "RPC_PIPE_CONGESTION" in os.environ else {}
+    return Network(_keys(job, meeting), host, port, tell, ask, job.lost_after_s, **more)
+
+
+def _keys(job: Job, meeting: Meeting) -> Keys:
+    """Return the keys of the job, from the file that holds its secret."""
+    from ..workers.transport.keys import Keys
+
+    if job.init_method.startswith("file://"):
+        if job.key_file is None:
+            raise ConfigError(f"{KEY}: not set, but {INIT} is; the launcher sets both")
+        return Keys(read_key(job.key_file), "", job.num_workers)
+    if job.key_file is not None:
+        secret = read_key(job.key_file)
+    elif job.trust_network:
+        _warn(job, f"--trust-network: {_KEY_MEANS}")
+        secret = _agreed(job, meeting, "secret").encode()
+    else:
+        raise ConfigError(
+            f"transport zmq beyond this host: needs a key that every worker has; `rpc-pipe key FILE` makes one, copy "
+            f"it to all hosts and set {KEY}=FILE; or say --trust-network ({TRUST}=on): {_KEY_MEANS}"
+        )
+    return Keys(secret, _agreed(job, meeting, "name"), job.num_workers)
+
+
+def _agreed(job: Job, meeting: Meeting, name: str) -> str:
+    """Return what worker 0 has drawn."""
+    if job.worker == 0:
+        meeting.leave(name, secrets.token_hex(32))
+    return meeting.take(name, job.join_timeout_s)
+
+
+def _at_torchruns_store(job: Job) -> tuple[Meeting, Any]:
+    from ..workers.transport.meeting import StoreMeeting, torchrun_store
+
+    store = torchrun_store(job.worker, job.num_workers, job.join_timeout_s)
+    return StoreMeeting(store), store
+
+
+def _reached(job: Job, meeting: Meeting) -> Job:
+    """Return the job with the interface that workers of other hosts reach this one by, which those may have to tell."""
+    if job.interface:
+        meeting.leave("elsewhere", address_of(job.interface))
+        return job
+    elsewhere = meeting.take("elsewhere", job.join_timeout_s)
+    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3}){3}", elsewhere):
+        raise ConfigError(f"torchrun's store says {elsewhere[:40]!r} for the address of another host")
+    return replace(job, interface=interface_towards(elsewhere))
+
+
+def _warn(job: Job, text: str) -> None:
+    """Tell the user once, whoever has started this."""
+    if job.worker == 0:
+        if link.heard():
+            link.tell(kind="text", text=text)
+        else:
+            print(text, file=sys.stderr)

@@ -1,0 +1,160 @@
+"""The same training over every transport, as a user starts it: real processes."""
+
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+from processes import ROOT, environment
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.launching.job import current_job, job_over
+from rpc_pipe.launching.joining import _keys, join
+from rpc_pipe.launching.key_file import make_key, read_key
+from rpc_pipe.workers.transport.meeting import StoreMeeting, store_at
+
+SCRIPT = """
+import sys
+from functools import partial
+import torch
+if "--without-rpc" in sys.argv:
+    sys.modules["rpc_pipe.workers.transport.rpc"] = None
+    torch.distributed.rpc.init_rpc = None
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+layers = [partial(nn.Linear, 4, 4), nn.Tanh, partial(nn.Linear, 4, 2)]
+pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1))
+x, y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
+for step in range(int(sys.argv[1])):
+    loss = pipe.step((x, y))
+    if step == 0 and pipe.worker == 0:
+        print("training", flush=True)
+print(f"loss {loss:.9f} {type(pipe.actors[0].carrier).__name__}\\n", end="")
+"""
+
+
+def rpc_pipe(*arguments, timeout=60, **more):
+    command = [sys.executable, "-m", "rpc_pipe", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**more), cwd=ROOT)
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(SCRIPT)
+    return file
+
+
+def test_every_transport_trains_alike(script):
+    losses = {}
+    for transport, carrier in (("rpc", "RpcCarrier"), ("zmq", "ZmqCarrier"), ("local", "LocalCarrier")):
+        more = ["--without-rpc"] if transport != "rpc" else []
+        done = rpc_pipe("run", script, "--workers", 2, "--transport", transport, "--", 3, *more)
+        assert done.returncode == 0, done.stdout + done.stderr
+        told = re.findall(r"loss (\S+) (\w+)", done.stdout)
+        assert len(told) == (1 if transport == "local" else 2)
+        assert {name for _, name in told} == {carrier}
+        losses[transport] = {loss for loss, _ in told}
+        assert "3 steps on 2 workers" in done.stdout
+    assert len(set().union(*losses.values())) == 1
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+def test_an_open_port_of_zeromq_refuses_strangers_and_trains_on(script):
+    port = free_port()
+    command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--transport", "zmq", "--port", str(port)]
+    with subprocess.Popen(
+        [*command, "--", "300"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        cwd=ROOT,
+    ) as launcher:
+        lines = []
+        while "training" not in "".join(lines[-1:]):
+            lines.append(launcher.stdout.readline())
+            assert lines[-1], lines
+        for data in (b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 3000, b"", b"\xff" + b"\0" * 8 + b"\x7f\x03\x01NULL"):
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as stranger:
+                stranger.sendall(data)
+        output = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == 0, output
+    assert len(re.findall(r"loss", output)) == 3, output  # of both workers, and the summary's
+    assert "worker 0 refused 4 connections that did not prove to be of this job" in output
+
+
+def test_the_store_of_an_rpc_job_listens_on_the_loopback_interface_alone():
+    """Torch's own store listens on all: from another host a worker's address in it was overwritten."""
+    port = free_port()
+    kept = store_at("127.0.0.1", port, 0, 2, 5)
+    StoreMeeting(kept).leave("greeting", "hello")
+    assert StoreMeeting(store_at("127.0.0.1", port, 1, 2, 5)).take("greeting", 5) == "hello"
+    with pytest.raises(OSError):  # what listens on all interfaces listens there too
+        socket.create_connection(("127.0.0.2", port), timeout=1)
+
+
+def test_torchrun_on_one_host_needs_neither_port_nor_key(script):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "3", "--without-rpc"],
+        capture_output=True, text=True, timeout=60, env=environment(RPC_PIPE_TRANSPORT="zmq"),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(r"loss \S+ ZmqCarrier", done.stdout)) == 2
+
+
+BEYOND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+
+
+def test_rpc_beyond_this_host_must_be_asked_for():
+    job = current_job({**BEYOND, "RPC_PIPE_INTERFACE": "eth0"})
+    with pytest.raises(ConfigError, match=r"whoever reaches a worker's port can run code as you.* --trust-network"):
+        join(job)
+    with pytest.raises(ConfigError, match=r"needs a key that every worker has; `rpc-pipe key FILE` makes one"):
+        _keys(job, None)
+
+
+@pytest.mark.parametrize(
+    "here, interface, one_host",
+    [("2", "lo", True), ("1", "", False), (None, "lo", True)],
+    ids=["all", "half", "unsaid"],
+)
+def test_a_host_whose_own_name_is_the_loopback_asks_the_others(here, interface, one_host):
+    """On Debian a host's own name resolves to 127.0.1.1: worker 0 was bound to `lo`, where no other host reaches it."""
+    environ = {**BEYOND, "MASTER_ADDR": "127.0.1.1"}
+    del environ["LOCAL_WORLD_SIZE"]
+    job = current_job(environ | ({} if here is None else {"LOCAL_WORLD_SIZE": here}))
+    assert (job.interface, job.one_host) == (interface, one_host)
+
+
+def test_a_transport_that_cannot_be_is_refused(monkeypatch):
+    with pytest.raises(ConfigError, match="RPC_PIPE_TRANSPORT 'mpi': must be rpc, zmq or local"):
+        current_job({"RPC_PIPE_TRANSPORT": "mpi"})
+    for name, value in {**BEYOND, "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="transport 'local': this job was started as 2 processes"):
+        job_over("local")
+    assert job_over("zmq").transport == "zmq"
+
+
+def test_a_key_file_is_the_owners_alone(tmp_path):
+    path = tmp_path / "key"
+    make_key(path)
+    assert path.stat().st_mode & 0o777 == 0o600 and len(read_key(path)) == 64
+    with pytest.raises(ConfigError, match="cannot be made: File exists"):
+        make_key(path)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match="others can read it; chmod 600"):
+        read_key(path)
+    path.write_text("short")
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match="holds 5 bytes; must be 32 to 4096"):
+        read_key(path)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_key(tmp_path / "none")

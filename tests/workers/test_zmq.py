@@ -1,0 +1,222 @@
+"""ZeroMQ's own: connections that break, strangers, and peers that die. Real sockets of this host."""
+
+import random
+import socket
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import pytest
+import torch
+import zmq
+from carriers import Cable, zmq_carriers
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.workers.transport import sockets
+from rpc_pipe.workers.transport.call import Call
+from rpc_pipe.workers.transport.form import Dense
+from rpc_pipe.workers.transport.payload import pack, unpack
+from rpc_pipe.workers.transport.sockets import PIECE_BYTES, Pieces, frames_of
+from rpc_pipe.workers.transport.values import Malformed
+
+CALL = Call(0, "step 0")
+
+
+def begun(carriers):
+    for carrier in carriers:
+        carrier.begin(CALL)
+    return carriers
+
+
+def close(carriers):
+    for carrier in carriers:
+        carrier.close()
+
+
+def exchange(carriers, count, seed=0):
+    """Let each of two pull `count` payloads of all sizes from the other, in order of their own."""
+
+    def work(carrier):
+        draw, peer = random.Random(f"{seed} {carrier.worker}"), 1 - carrier.worker
+        found = {}
+        for m in range(count):
+            carrier.pull(peer, 1, [f"{peer}F{m}"])
+            tensor = torch.full((draw.choice([1, 64, 20_000, 300_000]),), float(m))
+            carrier.outbox.offer((1, f"{carrier.worker}F{m}"), pack(tensor), [peer])
+            time.sleep(0.002)
+            found |= {a.key[1]: a.answer for a in carrier.poll((1,))}
+        deadline = time.monotonic() + 30
+        while len(found) < count and time.monotonic() < deadline:
+            carrier.wait(0.1)
+            for arrived in carrier.poll((1,)):
+                assert not isinstance(arrived.answer, str), arrived
+                assert arrived.key[1] not in found, "it has arrived twice"
+                found[arrived.key[1]] = arrived.answer
+        assert {name: float(unpack(answer)[-1]) for name, answer in found.items()} == {
+            f"{peer}F{m}": float(m) for m in range(count)
+        }
+        carrier.wait_taken(None, 30)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(work, carriers))
+
+
+def test_connections_that_break_again_and_again_lose_and_double_nothing():
+    cables = []
+
+    def through(address):
+        cables.append(Cable(address))
+        return cables[-1].address
+
+    carriers = begun(zmq_carriers(2, tcp=True, through=through))
+    over = threading.Event()
+
+    def cut():
+        draw = random.Random(0)
+        while not over.wait(draw.choice([0.05, 0.1, 0.2])):
+            draw.choice(cables).cut()
+
+    cutter = threading.Thread(target=cut)
+    cutter.start()
+    try:
+        exchange(carriers, 200)
+    finally:
+        over.set()
+        cutter.join()
+    assert sum(cable.cuts for cable in cables) >= 3
+    close(carriers)
+    for cable in cables:
+        cable.close()
+
+
+HOSTILE = {
+    "http": b"GET / HTTP/1.0\r\n\r\n",
+    "garbage": random.Random(0).randbytes(4096),
+    "a large length": b"\xff"
+    + bytes(8)
+    + b"\x7f"
+    + b"\x03"
+    + bytes(53)
+    + b"\x02"
+    + struct.pack(">Q", 2**62)
+    + b"x" * 99,
+    "a greeting, then garbage": b"\xff"
+    + bytes(8)
+    + b"\x7f\x03\x01CURVE"
+    + bytes(47)
+    + random.Random(1).randbytes(2000),
+    "without a key": b"\xff" + bytes(8) + b"\x7f\x03\x01NULL" + bytes(48) + b"\x04\x29\x05READY" + bytes(36),
+    "nothing": b"",
+}
+
+
+def test_strangers_get_nothing_and_disturb_nobody():
+    carriers = begun(zmq_carriers(2, tcp=True))
+    host, port = carriers[0]._by[1].bound.removeprefix("tcp://").split(":")
+    open_ones = []
+
+    def attack():
+        for name, data in HOSTILE.items():
+            for _ in range(5):
+                stranger = socket.create_connection((host, int(port)), timeout=0.2)
+                if name == "nothing":
+                    open_ones.append(stranger)  # slow
+                    continue
+                answer = b""
+                with stranger, suppress(TimeoutError, ConnectionError):  # it may be thrown out before it has done
+                    stranger.sendall(data[: len(data) // 2])
+                    stranger.sendall(data[len(data) // 2 :])
+                    answer = stranger.recv(4096)
+                assert len(answer) <= 200, answer  # a greeting, at most
+
+    attacker = threading.Thread(target=attack)
+    attacker.start()
+    exchange(carriers, 60)
+    attacker.join()
+    deadline = time.monotonic() + 5
+    while carriers[0].refused < 30 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert carriers[0].refused == 30 and carriers[1].refused == 0
+    for stranger in open_ones:
+        stranger.close()
+    close(carriers)
+
+
+def test_who_has_another_key_or_none_is_not_heard():
+    with pytest.raises(ConfigError, match="could not meet the other 1 workers by ZeroMQ"):
+        zmq_carriers(2, tcp=True, secrets=[b"a" * 32, b"b" * 32], join_timeout_s=1)
+    carriers = zmq_carriers(2, tcp=True)
+    context = zmq.Context()
+    stranger = context.socket(zmq.DEALER)
+    stranger.routing_id, stranger.linger, stranger.rcvtimeo = b"1", 0, 300
+    stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+    stranger.curve_serverkey = carriers[0]._by[1]._keys._public[0]  # it knows all that is public
+    stranger.connect(carriers[0]._by[1].bound)
+    with pytest.raises(zmq.Again):
+        stranger.recv()
+    stranger.close()
+    context.term()
+    exchange(begun(carriers), 5)
+    close(carriers)
+
+
+def test_a_peer_whose_host_is_cut_off_is_lost_in_time():
+    cables = []
+
+    def through(address):
+        cables.append(Cable(address))
+        return cables[-1].address
+
+    carriers = begun(zmq_carriers(2, tcp=True, through=through, lost_after_s=1))
+    exchange(carriers, 3)
+    for cable in cables:
+        cable.stop()
+    begin = time.monotonic()
+    carriers[0].pull(1, 1, ["1F9"])
+    found = []
+    while not found and time.monotonic() < begin + 10:
+        carriers[0].wait(0.2)
+        found = carriers[0].poll((1,))
+    assert "does not answer" in found[0].answer and 0.9 < time.monotonic() - begin < 5
+    for carrier in carriers:
+        carrier._end()
+    for cable in cables:
+        cable.close()
+
+
+def test_a_peer_that_has_died_is_known_at_once():
+    carriers = begun(zmq_carriers(2))
+    exchange(carriers, 3)
+    carriers[0].pull(1, 1, ["1F9"])
+    begin = time.monotonic()
+    carriers[1]._end()  # without a word
+    while not (found := carriers[0].poll((1,))):
+        assert time.monotonic() < begin + 5
+        carriers[0].wait(0.2)
+    assert "its process has ended" in found[0].answer
+    carriers[0]._end()
+
+
+def test_a_listener_chooses_a_congestion_control_that_does_not_pace():
+    with socket.socket() as listener:
+        sockets._choose(listener, "no-such,reno")
+        name = listener.getsockopt(socket.IPPROTO_TCP, sockets._TCP_CONGESTION, 16)
+        assert name.rstrip(b"\0") == b"reno"
+        sockets._choose(listener, "no-such")  # the system's stays
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 7])
+def test_frames_are_small_and_put_together_again(size):
+    tensors = [torch.arange(size, dtype=torch.uint8), torch.randn(3, 5).t(), torch.randn(2, dtype=torch.complex64)]
+    body = bytes(size)
+    first, *rest = [bytes(frame) for frame in frames_of(b"head", body, tensors)]
+    assert all(len(frame) <= PIECE_BYTES + 4 for frame in (first, *rest))
+    pieces = Pieces(first, [zmq.Frame(frame) for frame in rest])
+    assert first[4:] + pieces.read(size - len(first) + 4) == body
+    for tensor in tensors:
+        look = Dense(tensor.dtype, tensor.shape, tensor.stride(), False, tensor.nbytes)
+        assert torch.equal(pieces.tensor(look), tensor)
+    with pytest.raises(Malformed, match="are not beside it"):
+        pieces.read(1)

@@ -1,0 +1,80 @@
+"""Who may talk to a worker over a network: those who prove that they know the job's secret (CurveZMQ, ZeroMQ RFC 26).
+
+From the secret and the job's name follow the key pairs of all its workers. So no key travels, an address that somebody
+has forged leads to a peer that cannot prove whose it is, and who hears a worker hears that one and no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+
+import zmq
+from zmq.utils import z85
+
+_DOMAIN = b"rpc-pipe"
+_ZAP_VERSION = b"1.0"
+
+
+class Keys:
+    """The key pairs of a job's workers.
+
+    Args:
+        secret: of the job.
+        job: tells it from others that have the same secret.
+    """
+
+    def __init__(self, secret: bytes, job: str, num_workers: int) -> None:
+        digest = hashlib.blake2b(secret, digest_size=32, person=b"rpc-pipe job").digest()
+        hashed = [
+            hashlib.blake2b(f"{job}\0{worker}".encode(), key=digest, digest_size=32, person=b"rpc-pipe worker").digest()
+            for worker in range(num_workers)
+        ]
+        self._secrets = [z85.encode(found) for found in hashed]
+        self._public = [zmq.curve_public(found) for found in self._secrets]
+        self._known = {z85.decode(public) for public in self._public}
+
+    def listen(self, socket: zmq.Socket[bytes], worker: int) -> None:
+        """Let only workers of the job connect to a socket of `worker`."""
+        socket.curve_server = True
+        socket.curve_secretkey = self._secrets[worker]
+        socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
+        socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
+
+    def prove(self, socket: zmq.Socket[bytes], worker: int, peer: int) -> None:
+        """Let a socket of `worker` connect to `peer`, and nobody who is not."""
+        socket.curve_publickey = self._public[worker]
+        socket.curve_secretkey = self._secrets[worker]
+        socket.curve_serverkey = self._public[peer]
+
+    def is_known(self, key: bytes) -> bool:
+        """Tell whether a public key is that of a worker of the job."""
+        return key in self._known
+
+
+class Doorkeeper(threading.Thread):
+    """Answers libzmq whether a peer may come in (ZAP, ZeroMQ RFC 27); it asks when the handshake has proved the key.
+
+    Args:
+        context: whose sockets ask.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
+        super().__init__(name="doorkeeper", daemon=True)
+        self._keys = keys
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        self._socket.bind("inproc://zeromq.zap.01")
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            try:
+                version, request, domain, _, _, mechanism, *credentials = self._socket.recv_multipart()
+                said = version, domain, mechanism, len(credentials)
+                known = said == (_ZAP_VERSION, _DOMAIN, b"CURVE", 1) and self._keys.is_known(credentials[0])
+                status = (b"200", b"OK") if known else (b"400", b"no worker of this job")
+                self._socket.send_multipart([_ZAP_VERSION, request, *status, b"", b""])
+            except zmq.ContextTerminated:
+                self._socket.close(0)
+                return

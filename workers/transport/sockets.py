@@ -1,0 +1,315 @@
+"""The ZeroMQ sockets of a worker: one that it says everything by, one that hears all others.
+
+Each worker binds what it speaks by (ROUTER), and those who listen connect (DEALER): so bulk data leaves from accepted
+connections, which have the congestion control that the listener chose. Under BBR, the default of many servers, the
+bursts of a pipeline take twice as long as under reno, where a connection is idle in between.
+
+Inside a host they are unix sockets in a folder that its owner alone may enter, without port or key; between hosts TCP
+with CURVE. See `keys.py` for who is let in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket as sockets
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy
+import zmq
+from torch import Tensor
+from zmq.utils.monitor import parse_monitor_message
+
+from ...dependency import ConfigError
+from .form import Dense
+from .keys import Keys
+from .message import copy_memory
+from .values import Malformed
+
+#: frames of a message are no larger, so heartbeats find a gap between them, and a stranger cannot make us reserve more
+PIECE_BYTES = 2**22
+_MOST_FRAME_BYTES = 2 * PIECE_BYTES
+_RECONNECT_MS, _RECONNECT_MOST_MS = 20, 500
+_CONNECT_MS = 5000
+#: who has not proved who it is by then is disconnected
+_HANDSHAKE_MS = 10_000
+_BACKLOG = 1024
+#: a path of a unix socket has at most so many bytes (unix(7))
+_LONGEST_PATH = 107
+#: those that do not pace bursts, in order of preference; others are taken only if one asks for them
+CONGESTION = "cubic,reno"
+_TCP_CONGESTION = getattr(sockets, "TCP_CONGESTION", 13)
+_ADDRESS = re.compile(r"tcp://[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
+#: what a monitor tells of connections that those who listen accept
+_CAME = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+_HEARD = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+
+Context = zmq.Context[zmq.Socket[bytes]]
+Socket = zmq.Socket[bytes]
+
+
+class Change(NamedTuple):
+    """What became of the connection by which `peer` is heard."""
+
+    peer: int
+    #: it can be heard again, or it cannot
+    connected: bool
+
+
+class Sockets:
+    """By which a worker says and hears. Saying is for whoever holds `lock`, hearing for one thread.
+
+    Args:
+        keys: of the job; None: everybody who can reach the sockets is of this job.
+        lost_after_s: for how long a peer may not answer; None: connections break with the peer alone.
+    """
+
+    def __init__(self, context: Context, worker: int, keys: Keys | None, lost_after_s: float | None) -> None:
+        self.lock = threading.Lock()
+        self._worker, self._keys = worker, keys
+        self._speaks, self._hears = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
+        for socket in (self._speaks, self._hears):
+            _set(socket, lost_after_s)
+        self._speaks.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._speaks.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._hears.setsockopt(zmq.ROUTING_ID, str(worker).encode())
+        if keys is not None:
+            keys.listen(self._speaks, worker)
+        self.monitors = self._speaks.get_monitor_socket(_CAME), self._hears.get_monitor_socket(_HEARD)
+        #: where this worker is reached over a network
+        self.bound = ""
+        self._peers: dict[str, int] = {}
+        #: connections that were accepted, and of those the ones that proved who they were
+        self._came = self._known = 0
+        self._closed = False
+
+    def bind_in(self, folder: Path) -> None:
+        """Be reached through a unix socket in `folder`.
+
+        Raises:
+            ConfigError: others may enter it.
+        """
+        found = folder.stat()
+        if found.st_uid != os.getuid() or found.st_mode & 0o077:
+            raise ConfigError(f"{folder}: must be a folder that only you can enter; chmod 700 {folder}")
+        self._speaks.bind(_path(folder, self._worker))
+
+    def bind_tcp(self, host: str, port: int, congestion: str) -> str:
+        """Be reached over a network; return the address.
+
+        Args:
+            host: address of an interface of this host.
+            port: 0: any.
+            congestion: names of congestion controls; the first is taken that the system allows.
+
+        Raises:
+            ConfigError: it cannot be listened there.
+        """
+        listener = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM)
+        try:
+            listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+            _choose(listener, congestion)
+            listener.bind((host, port))
+            listener.listen(_BACKLOG)
+            listener.setblocking(False)
+        except OSError as error:
+            listener.close()
+            raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+        self.bound = "tcp://{}:{}".format(*listener.getsockname())
+        self._speaks.setsockopt(zmq.USE_FD, listener.detach())
+        self._speaks.bind(self.bound)
+        return self.bound
+
+    def connect_in(self, folder: Path, peer: int) -> None:
+        """Hear `peer`, a worker of this host."""
+        self._connect(peer, _path(folder, peer))
+
+    def connect_tcp(self, address: str, peer: int) -> None:
+        """Hear `peer`, a worker of another host.
+
+        Raises:
+            ConfigError: what the workers were told is no address.
+        """
+        if not _ADDRESS.fullmatch(address):
+            raise ConfigError(f"worker {peer} is said to be at {address[:40]!r}, which is no address")
+        assert self._keys is not None
+        self._keys.prove(self._hears, self._worker, peer)
+        self._connect(peer, address)
+
+    def _connect(self, peer: int, address: str) -> None:
+        self._peers[address] = peer
+        self._hears.connect(address)
+
+    def say(self, peer: int, frames: list[Any]) -> None:
+        """Hand a message on to be sent to `peer`, if it is connected; for who holds `lock`."""
+        if self._closed:
+            return
+        try:
+            self._speaks.send_multipart([str(peer).encode(), *frames], zmq.DONTWAIT, copy=False)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
+                raise
+
+    def hear(self) -> Pieces:
+        """Wait for a message and return it.
+
+        Raises:
+            ContextTerminated: the worker leaves.
+        """
+        first = self._hears.recv()
+        rest = []
+        while self._hears.getsockopt(zmq.RCVMORE):
+            rest.append(self._hears.recv(copy=False))
+        return Pieces(first, rest)
+
+    def changes(self, monitor: Socket) -> Iterator[Change]:
+        """Yield what became of connections since the last call; for the thread that watches."""
+        while monitor.poll(0):
+            event = parse_monitor_message(monitor.recv_multipart())
+            kind = event["event"]
+            if monitor is self.monitors[1]:
+                peer = self._peers.get(event["endpoint"].decode(errors="replace"))
+                if peer is not None:
+                    yield Change(peer, kind == zmq.EVENT_HANDSHAKE_SUCCEEDED)
+            elif kind == zmq.EVENT_ACCEPTED:
+                self._came += 1
+            elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._known += 1
+
+    @property
+    def refused(self) -> int:
+        """How many connections there have been of which nobody proved to be a worker of this job."""
+        return self._came - self._known
+
+    def is_gone(self, peer: int) -> bool:
+        """Tell whether nobody listens any more where `peer` did. Waits a second at most."""
+        address = next(address for address, other in self._peers.items() if other == peer)
+        where: Any = address.removeprefix("ipc://")
+        family = sockets.AF_UNIX
+        if address.startswith("tcp://"):
+            host, port = address.removeprefix("tcp://").split(":")
+            where, family = (host, int(port)), sockets.AF_INET
+        with sockets.socket(family, sockets.SOCK_STREAM) as probe:
+            probe.settimeout(1)
+            try:
+                probe.connect(where)
+            except (ConnectionRefusedError, FileNotFoundError):
+                return True
+            except OSError:
+                return False
+        return False
+
+    def fall_silent(self) -> None:
+        """Say nothing more, once what has been said is sent, which is tried for a second."""
+        with self.lock:
+            self._closed = True
+            self._speaks.close(1000)
+
+    def close_hearing(self) -> None:
+        """Hear nothing more; for the thread that hears."""
+        self._hears.close(0)
+
+
+class Pieces:
+    """A message as it came: its first frame, and others that may not be cut where its parts are."""
+
+    def __init__(self, first: bytes, rest: list[zmq.Frame]) -> None:
+        self.first = first
+        self._rest = [frame.buffer for frame in rest]
+        self.num_bytes = len(first) + sum([len(part) for part in self._rest])
+
+    def read(self, size: int) -> bytes:
+        """Return the next `size` bytes behind the first frame."""
+        return b"".join(self._take(size))
+
+    def tensor(self, look: Dense) -> Tensor:
+        """Return the next tensor, which looks so."""
+        tensor = look.empty()
+        to = tensor.data_ptr()
+        for part in self._take(look.num_bytes):
+            at = numpy.frombuffer(part, numpy.uint8).__array_interface__["data"][0]
+            copy_memory(to, at, len(part))
+            to += len(part)
+        return tensor
+
+    def _take(self, size: int) -> Iterator[memoryview]:
+        while size:
+            if not self._rest:
+                raise Malformed(f"malformed message: {size} bytes are not beside it")
+            part = self._rest.pop(0)
+            if len(part) > size:
+                self._rest.insert(0, part[size:])
+                part = part[:size]
+            size -= len(part)
+            yield part
+
+
+def frames_of(head: bytes, body: bytes, tensors: Iterable[Tensor]) -> list[Any]:
+    """Return a message as frames, none too large. The tensors, all dense, are not copied."""
+    frames: list[Any] = [head + body[:PIECE_BYTES]]
+    for at in range(PIECE_BYTES, len(body), PIECE_BYTES):
+        frames.append(body[at : at + PIECE_BYTES])
+    for tensor in tensors:
+        memory = memoryview(numpy.asarray(_Memory(tensor)))  # type: ignore[arg-type]
+        frames += [memory[at : at + PIECE_BYTES] for at in range(0, len(memory), PIECE_BYTES)]
+    return frames
+
+
+class _Memory:
+    """Lets numpy see, and so keep, a tensor's memory, whatever its type and strides."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False), "shape": (tensor.nbytes,), "typestr": "|u1", "version": 3
+        }  # fmt: skip
+
+
+def _set(socket: Socket, lost_after_s: float | None) -> None:
+    socket.sndhwm = socket.rcvhwm = 0  # what is under way is bounded by what may be in flight
+    socket.maxmsgsize = _MOST_FRAME_BYTES
+    socket.linger = 0
+    socket.setsockopt(zmq.BACKLOG, _BACKLOG)
+    socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
+    if lost_after_s is not None:
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * lost_after_s / 8)))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * lost_after_s / 2)))
+
+
+def _choose(listener: sockets.socket, congestion: str) -> None:
+    """Choose a congestion control, which accepted connections inherit; if none is allowed, the system's stays."""
+    for name in filter(None, congestion.split(",")):
+        try:
+            listener.setsockopt(sockets.IPPROTO_TCP, _TCP_CONGESTION, name.encode())
+            return
+        except OSError:
+            continue
+
+
+def _path(folder: Path, worker: int) -> str:
+    path = folder / f"socket-{worker}"
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        path = Path(f"/proc/self/fd/{_opened(folder)}/socket-{worker}")
+    return f"ipc://{path}"
+
+
+_folders: dict[Path, int] = {}
+
+
+def _opened(folder: Path) -> int:
+    """Return a descriptor of a folder whose path is too long for unix sockets; there are few."""
+    if folder not in _folders:
+        _folders[folder] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return _folders[folder]
