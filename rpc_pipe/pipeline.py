@@ -17,10 +17,10 @@ from torch import Tensor
 
 from .checkpoints.keeper import Keeper, Restored
 from .checkpoints.whole import save_whole
-from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PipeError, Spec, check, entries
+from .dependency import NOTHING, Asked, Entry, Order, Part, PipeError, Spec, check, entries
 from .launching import launcher_link as link
 from .launching import overrides
-from .launching.job import job_over
+from .launching.job import own_part
 from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_training, refuse_untrainable
 from .model.microbatches import Ahead, Microbatches, join_rows
@@ -65,8 +65,7 @@ class Pipeline:
         seed: of everything random: initial weights of layers given as callables, dropout.
         max_grad_norm: norm to which the gradients of the whole model are clipped before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
-        transport: in a job, what carries messages between its processes: `rpc` (by default) or `zmq`; `local`: one
-            process has all workers, as a script that runs alone has.
+        transport: between the processes of a job: `rpc` (by default) or `zmq`; `local`: one process has all workers.
         stall_s: how long nothing may arrive while a worker waits, before the run fails.
 
     Raises:
@@ -97,16 +96,12 @@ class Pipeline:
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = (
             overrides.settle(overrides.Settings(*said))
         )
-        job = job_over(transport)
-        if job is not None and num_workers not in (None, job.num_workers):
-            raise ConfigError(f"num_workers {num_workers}: this job has {job.num_workers} workers; start as many")
-        self.num_workers = job.num_workers if job else 1 if num_workers is None else num_workers
+        job, self.num_workers = own_part(transport, num_workers)
         refuse_options(order, max_grad_norm, num_workers=self.num_workers, num_microbatches=num_microbatches, seed=seed)
         refuse_training(loss_fn, optimizer, lr_scheduler)
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
         refuse_untrainable(self.spec)
-        process = None if job is None or job.transport == "local" else job
-        workers = list(range(self.num_workers)) if process is None else [process.worker]
+        workers = [job.worker] if job else list(range(self.num_workers))
         for worker in workers:
             check(self.spec, worker)
         self.partition = Partition(model, self.spec.num_stages, split)
@@ -123,13 +118,13 @@ class Pipeline:
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
         )
-        carriers: Sequence[Carrier] = local_carriers(len(workers)) if process is None else [join(process)]
+        carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
         made = zip(carriers, couriers, [maker.hosted(self.spec, worker) for worker in workers], strict=True)
         self._actors = [WorkerActor(*parts, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
         # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
         self.partition.release()
         self._described, self._weights = describe(self.spec, self.partition.ranges, seed), maker.weights
-        self._threads = WorkerThreads(self._actors) if process is None else None
+        self._threads = None if job else WorkerThreads(self._actors)
         self._worker = workers[0]
         self._stopped = self._closed = False
         self._grad_norm: float | None = None

@@ -88,21 +88,29 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
     return Job(worker, num_workers, "env://", interface, one_host=one_host, **settings)  # type: ignore[arg-type]
 
 
-def job_over(transport: str | None) -> Job | None:
-    """Return the job that this process was started for, over the transport that a script asks for.
+def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None, int]:
+    """Return this process's job, None if it has all workers; and how many workers there are.
+
+    Args:
+        transport: that a script asks for.
+        num_workers: that a script asks for.
 
     Raises:
-        ConfigError: it cannot be had there, or as `current_job`.
+        ConfigError: they cannot be had here, or as `current_job`.
     """
     job = current_job()
     if transport is not None:
         refuse_transport(transport, "transport")
-    if job is None or transport in (None, job.transport):
-        return job
-    if "local" in (transport, job.transport) and job.num_workers > 1:
-        one = "one process" if job.transport == "local" else f"{job.num_workers} processes"
-        raise ConfigError(f"transport {transport!r}: this job was started as {one}; leave it out, or type --transport")
-    return replace(job, transport=transport)
+    if job is None:
+        return None, 1 if num_workers is None else num_workers
+    if num_workers not in (None, job.num_workers):
+        raise ConfigError(f"num_workers {num_workers}: this job has {job.num_workers} workers; start as many")
+    if transport not in (None, job.transport):
+        if "local" in (transport, job.transport) and job.num_workers > 1:
+            one = "one process" if job.transport == "local" else f"{job.num_workers} processes"
+            raise ConfigError(f"transport {transport!r}: this job was started as {one}; leave it out, or type it")
+        job = replace(job, transport=transport)
+    return None if job.transport == "local" else job, job.num_workers
 
 
 def _place(environ: Mapping[str, str], num_workers: int) -> tuple[str, bool]:

@@ -9,7 +9,7 @@ import pytest
 from processes import ROOT, environment
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.launching.job import current_job, job_over
+from rpc_pipe.launching.job import current_job, own_part
 from rpc_pipe.launching.joining import _keys, join
 from rpc_pipe.launching.key_file import make_key, read_key
 from rpc_pipe.workers.transport.meeting import StoreMeeting, store_at
@@ -139,8 +139,8 @@ def test_a_transport_that_cannot_be_is_refused(monkeypatch):
     for name, value in {**BEYOND, "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="transport 'local': this job was started as 2 processes"):
-        job_over("local")
-    assert job_over("zmq").transport == "zmq"
+        own_part("local", None)
+    assert own_part("zmq", 2)[0].transport == "zmq"
 
 
 def test_a_key_file_is_the_owners_alone(tmp_path):
