@@ -98,7 +98,7 @@ class Mailbox:
         outbox, key = self._carrier.outbox, (run, what)
         if not self._courier.in_step:
             outbox.promise(key, others)
-        self._courier.leave(payload, lambda left: outbox.offer(key, left, others))
+        self._courier.leave(payload, lambda left: outbox.offer(key, left, others), self._carrier.fault)
 
     def deliver_own(self, run: int, what: Action, outcome: Payload | BaseException | None) -> None:
         """Let something of this worker's own arrive, or fail the worker with it. May be called from any thread."""

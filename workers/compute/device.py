@@ -12,13 +12,15 @@ import queue
 import resource
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ...dependency import ConfigError
+from ...dependency import ConfigError, PipeError
 from ..transport.payload import Payload, Tree, map_tensors
 
 #: a point in time on the device; what it is depends on the courier
@@ -32,8 +34,8 @@ class Courier(Protocol):
     #: True if an action has been computed when its call returns
     in_step: bool
 
-    def leave(self, payload: Payload, publish: Callable[[Payload], None]) -> None:
-        """Call `publish` with the payload in CPU memory, when it is there; return at once."""
+    def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
+        """Call `publish` with the payload in CPU memory, when it is there, or `failed`; return at once."""
 
     def enter(self, payload: Payload) -> Payload:
         """Bring an arrived payload towards the device. Runs in the transport's thread."""
@@ -71,7 +73,7 @@ def courier_for(device: str) -> Courier:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (parsed.index or 0) >= count:
         raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices; cpu always works")
-    return CudaCourier(torch.device("cuda", parsed.index or 0))
+    return CudaCourier(Cuda(torch.device("cuda", parsed.index or 0)))
 
 
 class CpuCourier:
@@ -82,7 +84,7 @@ class CpuCourier:
     def __init__(self) -> None:
         self.device = torch.device("cpu")
 
-    def leave(self, payload: Payload, publish: Callable[[Payload], None]) -> None:
+    def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
         publish(payload)
 
     def enter(self, payload: Payload) -> Payload:
@@ -104,79 +106,127 @@ class CpuCourier:
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux
 
 
+class Cuda:
+    """The part of `torch.cuda` that a courier needs; a test has another, of which nothing is done before it must be."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        torch.cuda.set_device(device)
+
+    def stream(self) -> Any:
+        """Return a new stream."""
+        return torch.cuda.Stream(self.device)
+
+    def current(self) -> Any:
+        """Return the stream that computes."""
+        return torch.cuda.current_stream(self.device)
+
+    @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Let what is issued go to `stream`."""
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+
+    def recorded(self, stream: Any) -> Any:
+        """Return an event, with its time, at the end of what has been issued to `stream`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def down(self, tensor: Tensor) -> Tensor:
+        """Return a tensor in pinned memory to which the current stream copies."""
+        # empty_like with pinned memory keeps the strides, so the consumer sees the same layout
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
+        copy.copy_(tensor, non_blocking=True)
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+        return copy
+
+    def up(self, tensor: Tensor) -> Tensor:
+        """Return a tensor on the device to which the current stream copies."""
+        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
+        return pinned.to(self.device, non_blocking=True)
+
+    def hold(self, tensor: Tensor, stream: Any) -> None:
+        """Keep the memory of `tensor` until `stream` is done with what it has been issued."""
+        tensor.record_stream(stream)
+
+    def peak_bytes(self) -> int:
+        """Return the most memory that was held."""
+        return torch.cuda.max_memory_allocated(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entered(Payload):
+    """A payload whose copies to the device have been issued; `event` is when they are there."""
+
+    event: Any
+
+
 class CudaCourier:
     """Pinned buffers and side streams; see asks R13 to R15 of TensorPipe's users (pytorch#100784, #44169)."""
 
     in_step = False
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        torch.cuda.set_device(device)
-        self._out = torch.cuda.Stream(device)
-        self._in = torch.cuda.Stream(device)
-        self._entered: dict[int, torch.cuda.Event] = {}
+    def __init__(self, cuda: Cuda) -> None:
+        self.device, self._cuda = cuda.device, cuda
+        self._out, self._in = cuda.stream(), cuda.stream()
         self._leaving: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._origin = torch.cuda.Event(enable_timing=True)
-        self._origin.record()
+        self._origin = cuda.recorded(cuda.current())
         self._origin.synchronize()
         self._origin_ns = time.perf_counter_ns()
         threading.Thread(target=self._publish_when_copied, name="courier", daemon=True).start()
 
-    def leave(self, payload: Payload, publish: Callable[[Payload], None]) -> None:
-        computed = torch.cuda.current_stream(self.device).record_event()
-        self._out.wait_event(computed)
-        with torch.cuda.stream(self._out):
-            copies = []
-            for tensor in payload.tensors:
-                # empty_like with pinned memory keeps the strides, so the consumer sees the same layout
-                copies.append(torch.empty_like(tensor, device="cpu", pin_memory=True))
-                copies[-1].copy_(tensor, non_blocking=True)
-                tensor.record_stream(self._out)
-            copied = self._out.record_event()
-        self._leaving.put((copied, Payload(copies, payload.skeleton), publish))
+    def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
+        self._out.wait_event(self._cuda.recorded(self._cuda.current()))
+        with self._cuda.on(self._out):
+            copies = [self._cuda.down(tensor) for tensor in payload.tensors]
+            copied = self._cuda.recorded(self._out)
+        # The tensors are held until they are copied: the caller may let go of them.
+        self._leaving.put((copied, Payload(copies, payload.skeleton), payload, publish, failed))
 
     def _publish_when_copied(self) -> None:
         while True:
-            copied, payload, publish = self._leaving.get()
-            copied.synchronize()  # releases the GIL
-            publish(payload)
+            copied, payload, _, publish, failed = self._leaving.get()
+            try:
+                copied.synchronize()  # releases the GIL
+                publish(payload)
+            except Exception as error:
+                failed(PipeError(f"{self.device}: a payload could not leave it: {type(error).__name__}: {error}"))
 
     def enter(self, payload: Payload) -> Payload:
-        with torch.cuda.device(self.device), torch.cuda.stream(self._in):
-            moved = [self._upload(tensor) for tensor in payload.tensors]
-            entered = Payload(moved, payload.skeleton)
-            self._entered[id(entered)] = self._in.record_event()
-        return entered
-
-    def _upload(self, tensor: Tensor) -> Tensor:
-        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        return pinned.to(self.device, non_blocking=True)
+        with self._cuda.on(self._in):
+            moved = [self._cuda.up(tensor) for tensor in payload.tensors]
+            return _Entered(moved, payload.skeleton, self._cuda.recorded(self._in))
 
     def ready(self, payload: Payload) -> Payload:
-        event = self._entered.pop(id(payload), None)
-        if event is not None:
-            compute = torch.cuda.current_stream(self.device)
-            compute.wait_event(event)
+        if isinstance(payload, _Entered):
+            compute = self._cuda.current()
+            compute.wait_event(payload.event)
             for tensor in payload.tensors:
-                tensor.record_stream(compute)
+                self._cuda.hold(tensor, compute)
         return payload
 
     def load(self, batch: Tree) -> Tree:
-        return map_tensors(batch, lambda tensor: tensor if tensor.is_cuda else self._upload(tensor))
+        with self._cuda.on(self._cuda.current()):
+            return map_tensors(batch, self._loaded)
+
+    def _loaded(self, tensor: Tensor) -> Tensor:
+        if tensor.device == self.device:
+            return tensor
+        return tensor.to(self.device) if tensor.is_sparse else self._cuda.up(tensor)
 
     def mark(self) -> Mark:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self.device))
-        return event
+        return self._cuda.recorded(self._cuda.current())
 
     def resolve(self, marks: list[Mark]) -> list[int]:
         if not marks:
             return []
-        marks[-1].synchronize()
+        for mark in marks:  # those of copies are noted when they are done, which may be late
+            mark.synchronize()
         times = [self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6) for mark in marks]
         # The device tells a difference as a 32-bit float of ms, which is coarse after hours: measure from here next.
-        self._origin, self._origin_ns = marks[-1], times[-1]
+        self._origin_ns, self._origin = max(zip(times, marks, strict=True), key=lambda pair: pair[0])
         return times
 
     def peak_bytes(self) -> int:
-        return torch.cuda.max_memory_allocated(self.device)
+        return self._cuda.peak_bytes()

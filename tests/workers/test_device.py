@@ -1,0 +1,99 @@
+"""The road between a device and the outbox, on a device that does everything as late as it may."""
+
+import random
+import threading
+
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from unkind import MODELS, batches_for, differences
+
+from rpc_pipe import Pipeline, pipeline
+from rpc_pipe.dependency import PipeError, WorkerFailure
+from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.workers.compute import device
+from rpc_pipe.workers.compute.device import CudaCourier
+from rpc_pipe.workers.transport.payload import pack, unpack
+
+
+@pytest.fixture
+def couriers(monkeypatch):
+    """Let pipelines' workers compute on such devices; the list of them."""
+    made = []
+
+    def courier_for(name):
+        made.append(CudaCourier(FakeCuda()))
+        return made[-1]
+
+    monkeypatch.setattr(pipeline, "courier_for", courier_for)
+    return made
+
+
+CASES = [
+    *((name, schedule) for name in ("in place", "weights handed on") for schedule in SCHEDULES),
+    *((name, schedule) for name in MODELS for schedule in ("zb-v", "chimera")),
+]
+
+
+@pytest.mark.parametrize("name, schedule", dict.fromkeys(CASES))
+def test_nothing_is_read_before_it_is_there_nor_written_before_it_has_left(couriers, name, schedule):
+    draw, model = random.Random(name + schedule), MODELS[name]
+    microbatches, max_grad_norm = draw.choice([3, 4]), draw.choice([None, 1e9])
+    torch.manual_seed(0)
+    pipe = Pipeline(
+        list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, num_workers=4,
+        num_microbatches=microbatches, seed=1, stall_s=30, max_grad_norm=None if name == "sparse" else max_grad_norm,
+    )  # fmt: skip
+    assert differences(pipe, model, batches_for(name, microbatches), 1) == []
+    assert all(courier._cuda.num_copies for courier in couriers)
+
+
+def test_a_payload_is_published_when_it_has_been_copied_and_not_before():
+    courier, published = CudaCourier(FakeCuda()), threading.Event()
+    held = threading.Event()
+    courier._out.issue(held.wait)  # something before it on the stream takes its time
+    source = torch.ones(3)
+    found: list[torch.Tensor] = []
+    courier.leave(pack(source), lambda payload: (found.append(unpack(payload)), published.set()), found.append)
+    assert not published.wait(0.05)
+    held.set()
+    assert published.wait(10)
+    assert found[0].equal(source)
+
+
+def test_compute_waits_for_what_has_arrived():
+    courier = CudaCourier(FakeCuda())
+    entered = courier.enter(pack(torch.ones(3)))
+    assert not entered.tensors[0].equal(torch.ones(3))  # the copy has been issued
+    assert unpack(courier.ready(entered)).equal(torch.ones(3))
+
+
+def test_marks_that_come_out_of_order_are_told_in_the_order_of_their_times():
+    """A copy's end is noted when its thread comes round to it, which may be after a later mark of compute."""
+    courier = CudaCourier(FakeCuda())
+    early, late = courier.mark(), courier.mark()
+    side = courier._cuda.recorded(courier._out)  # nobody has waited for it yet
+    times = courier.resolve([late, early, side])
+    assert times[1] <= times[0] <= times[2]
+    assert courier._origin is side
+    assert courier.resolve([courier.mark()])[0] >= times[2]
+    assert courier.resolve([]) == []
+
+
+def test_a_copy_that_fails_fails_the_worker(couriers, monkeypatch):
+    model = MODELS["frozen"]
+    pipe = Pipeline(list(model.layers), model.loss_fn, num_workers=2, num_microbatches=2, stall_s=30)
+
+    def broken():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(couriers[0]._cuda, "down", lambda tensor: (couriers[0]._out.issue(broken), tensor)[1])
+    with pytest.raises((PipeError, WorkerFailure), match="a payload could not leave it: RuntimeError: CUDA error"):
+        pipe.evaluate(batches_for("frozen", 2)[0])
+
+
+def test_the_courier_of_a_gpu_is_made_of_torchs_own(monkeypatch):
+    """On a machine without one: that the names exist and are called as torch has them."""
+    for name in ("Stream", "Event", "current_stream", "stream", "device", "set_device", "max_memory_allocated"):
+        assert hasattr(torch.cuda, name)
+    assert {name for name in vars(device.Cuda) if not name.startswith("_")} <= set(vars(FakeCuda)) | {"device"}
