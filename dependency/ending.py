@@ -44,6 +44,8 @@ class Asked(NamedTuple):
     weight: bool = False
     #: the norms of all gradients: they are clipped
     norms: bool = False
+    #: by stage, all stages that hold some of its parameters too, and itself; empty if no parameter is held twice
+    sharing: tuple[tuple[int, ...], ...] = ()
 
 
 NOTHING = Asked()
@@ -92,7 +94,8 @@ class EndTree:
         if kind is U:
             own = self.own[self.spec.place(*place)]
             told = [T(*own)] if asked.norms else [D(*own)] if asked.weight else []
-            return ([], self._exchanged(stage) + told) if self.spec.num_routes > 1 else ([place], told)
+            exchanged = self.exchanged(stage, asked)
+            return ([], exchanged + told) if exchanged else ([place], told)
         if kind in _COLLECTED:
             parent = self.parent[place]
             return [], [(_COLLECTED[kind] if parent is None else kind)(*(parent or place))]
@@ -104,22 +107,25 @@ class EndTree:
             return [], below + [f for shard in held if shard[0] == self.spec.last_stage for f in self._forwards(*shard)]
         below = [N(*child) for child in children] + [D(*place)]  # gradients of sums are divided first
         first = [shard for shard in held if shard[1] == 0]
-        if self.spec.num_routes > 1:
-            return [], below + [g for s, _ in first for g in self._exchanged(s)]
-        return first, below
+        exchanged = [g for stage, _ in first for g in self.exchanged(stage, asked)]
+        alone = [shard for shard in first if not self.exchanged(shard[0], asked)]
+        return alone, below + list(dict.fromkeys(exchanged))
 
-    def _exchanged(self, stage: int) -> list[Action]:
-        return [G(stage, route) for route in range(self.spec.num_routes)]
+    def exchanged(self, stage: int, asked: Asked) -> list[Action]:
+        """Return the exchanges whose gradients are summed for `stage`, in that order; none if nobody else holds any."""
+        stages = (asked.sharing[stage] if asked.sharing else ()) or (stage,)
+        num_routes = self.spec.num_routes
+        return [G(s, route) for s in stages for route in range(num_routes)] if len(stages) * num_routes > 1 else []
 
     def _forwards(self, stage: int, route: int) -> list[Action]:
         return [F(stage, m) for m in range(self.spec.num_microbatches) if self.spec.route(m) == route]
 
-    def successors(self, action: Action) -> list[Action]:
+    def successors(self, action: Action, asked: Asked = NOTHING) -> list[Action]:
         """Return the actions that the payload of one that ends a step flows to."""
         stage, kind, route = action
         if kind is G:
             # Norms are of route 0, on whose worker the gradients are needed anyway.
-            return [U(stage, other) for other in range(self.spec.num_routes) if other != route]
+            return [U(g.stage, g.index) for g in self.exchanged(stage, asked) if g != action]
         if kind in _COLLECTED:
             return [kind(*child) for child in self.children[stage, route]]
         for told, collected in _COLLECTED.items():

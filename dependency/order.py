@@ -108,8 +108,8 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) ->
     An update that waits for nobody stands right behind its last gradient; so does an exchange of gradients, while the
     updates that wait for others are last.
     """
-    replicated = spec.num_routes > 1
-    waits = replicated or any(asked)
+    replicated, tree = spec.num_routes > 1, end_tree(spec)
+    told = asked.weight or asked.norms
     microbatches = Counter(map(spec.route, range(spec.num_microbatches)) if replicated else {0: spec.num_microbatches})
     left = {shard: microbatches[shard[1]] for shard in spec.hosted(worker)}
     ended = [shard for shard, count in left.items() if count == 0]
@@ -120,11 +120,12 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) ->
             shard = action.stage, spec.route(action.index) if replicated else 0
             left[shard] = left.get(shard, 0) - 1
             if left[shard] == 0:
-                ended.append(shard)
-                if replicated:
+                exchanges = bool(tree.exchanged(shard[0], asked))
+                if exchanges:
                     yield G(*shard)
-                elif not waits:
+                if exchanges or told:
+                    ended.append(shard)
+                else:
                     yield from spec.updates(*shard)
-    yield from end_tree(spec).actions(worker, asked)
-    if waits:
-        yield from (update for shard in ended for update in spec.updates(*shard))
+    yield from tree.actions(worker, asked)
+    yield from (update for shard in ended for update in spec.updates(*shard))

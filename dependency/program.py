@@ -168,9 +168,10 @@ class _Flow:
         spec, worker = self._spec, self._worker
         if not spec.synchronous:
             return Entry(action, tuple(own), tuple(pulled), (), (), False)
-        _, others = end_tree(spec).needs(action, self._asked)
+        tree = end_tree(spec)
+        _, others = tree.needs(action, self._asked)
         placed = [(need, spec.worker(need)) for need in others]
-        consumers = {spec.worker(follower) for follower in spec.successors(action)}
+        consumers = {spec.worker(follower) for follower in tree.successors(action, self._asked)}
         return Entry(
             action,
             (*own, *(need for need, at in placed if at == worker)),

@@ -7,7 +7,6 @@ workers that `rpc-pipe run` or torchrun started, over RPC. All workers make the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,18 +15,18 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from .checkpoints.keeper import Keeper, Restored
-from .checkpoints.whole import save_whole
-from .dependency import NOTHING, Asked, Entry, Order, Part, PipeError, Spec, check, entries
+from .checkpoints.whole import merged, own_tensors, save_whole
+from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PipeError, check
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import own_part
 from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_training, refuse_untrainable
-from .model.microbatches import Ahead, Microbatches, join_rows
-from .model.partition import Model, Partition
-from .model.shards import ShardMaker
+from .model.microbatches import Ahead, Microbatches, Pair, join_rows
+from .model.programs import Programs
+from .model.shards import Model, ShardMaker, cuttable
 from .planning.specs import ScheduleLike, make_spec
-from .workers.actor import WorkerActor
+from .workers.actor import WorkerActor, chained
 from .workers.compute.device import courier_for
 from .workers.compute.randomness import Randomness, preserved
 from .workers.compute.result import Result
@@ -47,11 +46,12 @@ class Pipeline:
     """A model cut into stages on several workers, trained by a schedule.
 
     Args:
-        model: an `nn.Sequential`, a list of modules or of callables that build them, or a picklable builder
-            (see `partition.Builder`). Each worker keeps only the layers of its own stages. Callables make
-            initial weights independent of workers and cut.
+        model: any module as it is, or a function without arguments that makes it, cut where its forward calls its
+            blocks (docs/models.md). Or an `nn.Sequential`, a list of modules or of callables that build them, or a
+            picklable builder (see `partition.Builder`). Callables make weights independent of workers and cut.
         loss_fn: (output, target) -> mean over the microbatch, or (sum, weight): the step's loss is the sum
-            over all microbatches divided by the sum of weights. A mean counts by its rows.
+            over all microbatches divided by the sum of weights. A mean counts by its rows. None: the model returns
+            its loss (alone, first, or as `loss`).
         optimizer: called with (name, parameter) pairs of a stage, by the unsplit model's names; such as
             `partial(torch.optim.AdamW, lr=3e-4)`, or a function that makes groups by name.
         lr_scheduler: optimizer -> learning-rate scheduler; stepped after every update.
@@ -59,7 +59,9 @@ class Pipeline:
         schedule_options: the schedule's parameters.
         num_microbatches: into how many microbatches a batch is split; fewer if it has fewer rows.
         num_workers: how many workers; inside a job the job decides, and else it is one. More are threads.
-        split: number of layers of each stage; evenly by default.
+        split: number of layers, or of calls of blocks, of each stage; evenly by default.
+        blocks: names of the model's lists of blocks, or of blocks, if they are not to be found by themselves.
+        example: a batch to cut the model with; by default the first one does.
         order: `ready` or `fixed`; the schedule's own preference by default. The result is the same.
         device: `cpu`, `cuda` or `cuda:N`.
         seed: of everything random: initial weights of layers given as callables, dropout.
@@ -76,7 +78,7 @@ class Pipeline:
     def __init__(
         self,
         model: Model,
-        loss_fn: LossFn,
+        loss_fn: LossFn | None = None,
         *,
         num_microbatches: int,
         optimizer: OptimizerFactory | None = None,
@@ -85,6 +87,8 @@ class Pipeline:
         schedule_options: Mapping[str, Any] | None = None,
         num_workers: int | None = None,
         split: Sequence[int] | None = None,
+        blocks: str | Sequence[str] | None = None,
+        example: Tree | None = None,
         order: Order | None = None,
         device: str = "cpu",
         seed: int = 0,
@@ -104,38 +108,46 @@ class Pipeline:
         workers = [job.worker] if job else list(range(self.num_workers))
         for worker in workers:
             check(self.spec, worker)
-        self.partition = Partition(model, self.spec.num_stages, split)
+        self.partition = cuttable(model, loss_fn, self.spec.num_stages, split, blocks=blocks, seed=seed)
         self._order = order or self.spec.order
-        self._plans: dict[int, Spec] = {}
-        self._parts: dict[tuple[Spec, int, bool, Asked], Part] = {}
+        self._programs = Programs(self.spec, workers)
         # Whether the loss is given as sums, so that updates wait for its weight, is known after the first step.
         self._asked = Asked(weight=True, norms=max_grad_norm is not None)
         couriers = [courier_for(device) for _ in workers]
-        maker = ShardMaker(
-            self.partition,
-            Randomness(seed, couriers[0].device),
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-        )
         carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
-        made = zip(carriers, couriers, [maker.hosted(self.spec, worker) for worker in workers], strict=True)
-        self._actors = [WorkerActor(*parts, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
-        # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
-        self.partition.release()
-        self._described, self._weights = describe(self.spec, self.partition.ranges, seed), maker.weights
+        made = zip(carriers, couriers, strict=True)
+        self._actors = [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
         self._threads = None if job else WorkerThreads(self._actors)
         self._worker = workers[0]
         self._stopped = self._closed = False
         self._grad_norm: float | None = None
         self._num_cut = 0
-        self._keeper = Keeper(self._each, self.num_workers, {"pipeline": self._described, "seed": seed}, stall_s)
+        self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s)
+        randomness = Randomness(seed, couriers[0].device)
+        #: None when the shards are made
+        self._maker: ShardMaker | None = ShardMaker(self.partition, randomness, optimizer, lr_scheduler)
+        self._described = self._weights = ""
+        if self.partition.ranges:
+            self._make(self._maker)
+        elif example is not None:
+            self._cut(example)
+
+    def _make(self, maker: ShardMaker) -> None:
+        """Make the shards of this process's workers, when the model has been cut."""
+        for actor in self._actors:
+            actor.shards.update(maker.hosted(self.spec, actor.worker))
+        # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
+        self._described = describe(self.spec, self.partition.ranges, maker.seed)
+        self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
+        self._asked = self._asked._replace(sharing=self.partition.sharing)
+        self.partition.release()
+        self._maker = None
         link.attach(self)
         overrides.made(self)
 
     # --- what all workers call alike
 
-    def step(self, batch: Tree | None = None, *, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> float:
+    def step(self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None) -> float:
         """Train on one batch and return its loss, on every worker.
 
         Args:
@@ -183,7 +195,7 @@ class Pipeline:
             if not self._closed:
                 self._each(lambda actor: streams[actor].close())
 
-    def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> float:
+    def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None) -> float:
         """Return the loss of a batch without training on it, on every worker."""
         if self._keeper.results.behind:
             return self._keeper.results.answer("evaluate")
@@ -194,23 +206,13 @@ class Pipeline:
 
     def predict(self, inputs: Tree) -> Tree:
         """Return the model's output for `inputs`, on every worker, microbatches joined along dimension 0."""
-        outputs = self._run(self._cut((inputs, None)), what="predict").outputs
-        return join_rows([outputs[m] for m in sorted(outputs)])
+        outputs = self._run(self._cut(inputs, pair=self.partition.only_inputs), what="predict").outputs
+        return self.partition.output(join_rows([outputs[m] for m in sorted(outputs)]))
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's tensors on worker 0, named as in the unsplit model; None elsewhere."""
-
-        def own(actor: WorkerActor) -> dict[str, Tensor]:
-            first_route = [shard for (_, route), shard in actor.shards.items() if route == 0]
-            return {name: t for shard in first_route for name, t in shard.state_dict().items()}
-
-        parts = self.gather("state", own)
-        if parts is None:
-            return None
-        # Copies: of workers in this process these are the parameters themselves, and tied ones share storage,
-        # which safetensors refuses.
-        merged = {name: tensor.cpu().clone() for part in parts for name, tensor in part.items()}
-        return {name: merged[name] for name in sorted(merged, key=_by_layer)}
+        parts = self.gather("state", own_tensors)
+        return None if parts is None else merged(parts, self.partition.place_of)
 
     def save(self, path: str | Path) -> None:
         """Write the whole model as one safetensors file, from worker 0; complete or not at all."""
@@ -316,7 +318,7 @@ class Pipeline:
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
         """Return what `worker` runs in a training step of so many microbatches."""
         actor = next(actor for actor in self._actors if actor.worker == worker)
-        return self._part(self._spec_for(num_microbatches), actor, train=True).entries
+        return self._part(num_microbatches, actor, train=True).entries
 
     def shards(self, worker: int) -> list[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""
@@ -334,11 +336,18 @@ class Pipeline:
 
     # --- inside
 
-    def _cut(self, batch: Tree | None, microbatches: Sequence[tuple[Tree, Tree]] | None = None) -> Microbatches:
+    def _cut(
+        self, batch: Tree | None, microbatches: Sequence[Tree] | None = None, pair: Pair | None = None
+    ) -> Microbatches:
         self._num_cut += 1
         stages = {stage for actor in self._actors for stage, _ in actor.shards}
         used = 0 in stages, self.spec.last_stage in stages  # inputs and targets, by workers of this process
-        return Microbatches.of(batch, microbatches, self.spec.num_microbatches, self._num_cut, used)
+        how = self.spec.num_microbatches, self._num_cut, used, pair or self.partition.pair
+        found = Microbatches.of(batch, microbatches, *how)
+        if self._maker is not None:
+            self.partition.observe(found.inputs[0], trained=pair is None)
+            self._make(self._maker)
+        return found
 
     def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
         result = self._each(lambda actor: actor.run(self._batch(actor, batch, train, what)))[0]
@@ -347,7 +356,7 @@ class Pipeline:
 
     def _batch(self, actor: WorkerActor, batch: Microbatches, train: bool, what: str = "") -> Batch:
         """Return what `actor` is asked to do with `batch`."""
-        part = self._part(self._spec_for(len(batch.inputs)), actor, train)
+        part = self._part(len(batch.inputs), actor, train)
         targets = None if what == "predict" else batch.targets
         call = Call(
             actor.worker,
@@ -369,32 +378,16 @@ class Pipeline:
         self._keeper.after(self.steps_done, result.stop)
         return result.loss
 
-    def _spec_for(self, num_microbatches: int) -> Spec:
-        if num_microbatches not in self._plans:
-            spec = replace(self.spec, num_microbatches=num_microbatches)
-            for actor in self._actors:
-                check(spec, actor.worker)
-            self._plans[num_microbatches] = spec
-        return self._plans[num_microbatches]
-
-    def _part(self, spec: Spec, actor: WorkerActor, train: bool) -> Part:
+    def _part(self, num_microbatches: int, actor: WorkerActor, train: bool) -> Part:
         asked = self._asked if train else NOTHING
-        key = spec, actor.worker, train, asked
-        if key not in self._parts:
-            chained = {stage for (stage, _), shard in actor.shards.items() if shard.stateful and train}
-            program = entries(spec, actor.worker, forward_only=not train, asked=asked, chained=chained)
-            self._parts[key] = Part(spec, actor.worker, program)
-        return self._parts[key]
+        return self._programs.part(num_microbatches, actor.worker, train, asked, lambda: chained(actor))
 
     def _each(self, call: Callable[[WorkerActor], T]) -> list[T]:
         """Call for every worker of this process and raise the first cause."""
         if self._closed:
             raise PipeError("this pipeline is closed; `close` comes last, also at the end of a `with` block")
+        if self._maker is not None and call is not WorkerActor.barrier:
+            raise ConfigError("the model is cut by the first batch: train or evaluate first, or pass example=, a batch")
         # Around all workers of this process at once: they share its generators.
         with preserved(self._actors[0].courier.device):
             return [call(self._actors[0])] if self._threads is None else self._threads.each(call)
-
-
-def _by_layer(name: str) -> tuple[int, str]:
-    layer, _, rest = name.partition(".")
-    return int(layer), rest

@@ -60,7 +60,7 @@ def test_the_comparison_can_fail(monkeypatch):
 
     def forgetful(self, microbatch, grads):
         if self.stage == 1 and microbatch == 2:
-            self.layers[0][1].zero_grad()
+            self.slice.layers[0][1].zero_grad()
         return backward(self, microbatch, grads)
 
     monkeypatch.setattr(Shard, "backward", forgetful)

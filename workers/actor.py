@@ -151,3 +151,8 @@ class WorkerActor(Context):
         return WorkerFailure(
             self.worker, self.running, self.running_step if self.running else self.step, summary, trace
         )
+
+
+def chained(actor: WorkerActor) -> set[int]:
+    """Return the stages of a worker whose forwards may write what later ones read."""
+    return {stage for (stage, _), shard in actor.shards.items() if shard.stateful}

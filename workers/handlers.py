@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
@@ -155,23 +156,30 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
     return found
 
 
+_NO_PAYLOAD = pack(())
+
+
 @carries_out(F)
 def _forward(doing: Doing) -> Payload | None:
     worker, step, task = doing.worker, doing.step, doing.task
     batch, shard, m = step.batch, task.shard, doing.microbatch
-    payload = doing.source()
-    if payload is None:
+    payload, fields = doing.source(), None
+    if shard.slice.takes_fields:
+        fields = worker.courier.load(batch.inputs[m])
+        payload = _NO_PAYLOAD if payload is None else payload
+    elif payload is None:
         payload = pack(worker.courier.load(batch.inputs[m]))
+    run = partial(shard.forward, step.number, m, payload, fields=fields)
     if shard.stage < batch.spec.last_stage:
-        return shard.forward(step.number, m, payload, split=task.saves, recompute=task.recomputes)
+        return run(split=task.saves, recompute=task.recomputes)
     if batch.targets is None:
-        output = shard.forward(step.number, m, payload)
+        output = run()
         assert output is not None
         step.outputs[m] = unpack(output)
     else:
         target, share = worker.courier.load(batch.targets[m]), batch.shares[m]
         shard.losses = step.losses
-        shard.forward(step.number, m, payload, target=target, share=share, split=task.saves, recompute=task.recomputes)
+        run(target=target, share=share, split=task.saves, recompute=task.recomputes)
     return None
 
 
@@ -197,7 +205,11 @@ def _recompute(doing: Doing) -> None:
 
 @carries_out(G)
 def _gradients(doing: Doing) -> Payload:
-    return doing.task.shard.gradients()
+    return _gradients_of(doing.task.shard, doing.step.batch.spec)
+
+
+def _gradients_of(shard: Shard, spec: Spec) -> Payload:
+    return shard.gradients(shared=spec.num_routes == 1)
 
 
 @carries_out(C)
@@ -227,25 +239,25 @@ def _tell_loss(doing: Doing) -> Payload:
 
 @carries_out(N)
 def _collect_norms(doing: Doing) -> Payload:
-    """Put the norms of this worker's gradients behind those from further away, by stage."""
-    norms: dict[int, list[Tensor]] = {}
+    """Put the norms of this worker's gradients to those from further away, by the parameters' ranks."""
+    norms: dict[int, Tensor] = {}
     for payload in _taken(doing, N):
         norms |= unpack(payload)
     if _is_first_place(doing):
-        for (stage, route), shard in doing.worker.shards.items():
+        for (_, route), shard in doing.worker.shards.items():
             if route == 0:
                 _complete_gradients(doing, shard, route)
-                norms[stage] = shard.gradient_norms()
+                norms |= shard.gradient_norms()
     return pack(norms)
 
 
 @carries_out(T)
 def _tell_norm(doing: Doing) -> Payload:
-    """Make the norm of all gradients as `clip_grad_norm_` does of those of the whole model, in the order of stages."""
+    """Make the norm of all gradients as `clip_grad_norm_` does of the whole model's, in the order of parameters."""
     (payload,) = _taken(doing, T, N)
     told = unpack(payload)
     if isinstance(told, dict):
-        told = total_norm([norm for stage in sorted(told) for norm in told[stage]], doing.worker.courier.device)
+        told = total_norm([told[rank] for rank in sorted(told)], doing.worker.courier.device)
     assert doing.step.result is not None
     doing.step.result.norm_tensor = told
     return pack(told)
@@ -261,17 +273,18 @@ def _update(doing: Doing) -> None:
 
 
 def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
-    """Sum the gradients of all replicas, in the order of routes, divide those of sums by the weight; once a step."""
+    """Sum the gradients of all who hold the parameters, in the order of stages and routes, and divide those of sums by
+    the weight; once a step."""
     step, spec = doing.step, doing.step.batch.spec
     if shard in step.completed:
         return
     step.completed.add(shard)
-    if spec.num_routes > 1:
-        ready = doing.worker.courier.ready
-        # Not taken out: several replicas may be on this worker.
-        shard.sum_gradients([
-            shard.gradients() if r == route else ready(step.payloads[G(shard.stage, r)]) for r in range(spec.num_routes)
-        ])  # fmt: skip
+    exchanged = end_tree(spec).exchanged(shard.stage, step.batch.asked)
+    if exchanged:
+        ready, own = doing.worker.courier.ready, G(shard.stage, route)
+        # Not taken out: several who hold them may be on this worker.
+        parts = [_gradients_of(shard, spec) if g == own else ready(step.payloads[g]) for g in exchanged]
+        shard.sum_gradients(parts)
     if step.result is not None and step.batch.asked.weight:
         shard.divide(step.result.divisor)
 

@@ -94,8 +94,9 @@ class Stream:
             (buffer, buffer.clone())
             for shard in self._worker.shards.values()
             if shard.stateful
-            for _, module in shard.layers
-            for buffer in module.buffers()
+            for module in shard.slice.own
+            for buffer in module._buffers.values()
+            if buffer is not None
         ]
 
     def abandon(self) -> None:

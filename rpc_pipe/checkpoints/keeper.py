@@ -53,7 +53,7 @@ class Keeper:
         about: Mapping[str, Any],
         deadline_s: float,
     ) -> None:
-        self._each, self._num_workers, self._about, self._deadline_s = each, num_workers, dict(about), deadline_s
+        self._each, self._num_workers, self.about, self._deadline_s = each, num_workers, dict(about), deadline_s
         self._writing: Writing | None = None
         self.results = Resumption()
         #: after how many steps a checkpoint is written, where, and how many are kept
@@ -67,7 +67,7 @@ class Keeper:
     def save(self, where: Path, keep: int | None, extra: Any, wait: bool) -> Path | None:
         """Copy all numbers and write them beside training; with `wait`, return when the checkpoint is complete."""
         self.settle()
-        about = {**self._about, "extra": encoded(extra, "extra")}
+        about = {**self.about, "extra": encoded(extra, "extra")}
         also = {**random_state(), _RESULTS: self.results.tensor()}
 
         def snapshot(actor: WorkerActor) -> tuple[Snapshot, Path]:

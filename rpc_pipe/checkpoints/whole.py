@@ -1,13 +1,32 @@
-"""The whole model as one file."""
+"""The whole model: put together from the workers' tensors, and as one file."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
+
+from ..workers.actor import WorkerActor
+
+
+def own_tensors(actor: WorkerActor) -> dict[str, Tensor]:
+    """Return the tensors of a worker's shards, each by its name in the unsplit model; those of first replicas."""
+    first_route = [shard for (_, route), shard in actor.shards.items() if route == 0]
+    return {name: t for shard in first_route for name, t in shard.state_dict().items()}
+
+
+def merged(parts: Iterable[Mapping[str, Tensor]], place_of: Callable[[str], Any]) -> dict[str, Tensor]:
+    """Return copies of the tensors of all workers on the CPU, sorted by `place_of`.
+
+    Copies: of workers in this process these are the parameters themselves, and tied ones share storage, which
+    safetensors refuses.
+    """
+    found = {name: tensor.cpu().clone() for part in parts for name, tensor in part.items()}
+    return {name: found[name] for name in sorted(found, key=place_of)}
 
 
 def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:

@@ -26,15 +26,20 @@ def refuse_options(order: object, max_grad_norm: object, **numbers: object) -> N
         raise ConfigError(f"order {order!r}: must be ready or fixed, or None for the schedule's own")
 
 
-def refuse_batch(batch: object, microbatches: object) -> None:
-    """Refuse what is no pair of inputs and targets, or no list of such."""
+def refuse_batch(batch: object, microbatches: object, *, pairs: bool = True) -> None:
+    """Refuse what is no batch, or no list of such.
+
+    Args:
+        pairs: a batch must be a pair of inputs and targets.
+    """
     if (batch is None) == (microbatches is None):
         raise ConfigError("pass a batch, (inputs, targets), or else microbatches=, a list of such")
     if microbatches is None:
-        _refuse_pair("batch", batch)
+        if pairs:
+            _refuse_pair("batch", batch)
     elif not isinstance(microbatches, Sequence) or not microbatches:
         raise ConfigError("microbatches: must be a list of at least one (inputs, targets)")
-    else:
+    elif pairs:
         for number, pair in enumerate(microbatches):
             _refuse_pair(f"microbatch {number}", pair)
 
@@ -49,7 +54,7 @@ def refuse_training(loss_fn: object, optimizer: object, lr_scheduler: object) ->
     """Refuse what cannot be called, or has been made already."""
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}()")
-    if not callable(loss_fn):
+    if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn {loss_fn!r}: must be callable as loss_fn(output, target), such as cross_entropy")
     if isinstance(optimizer, Optimizer):
         name, lr = type(optimizer).__name__, optimizer.defaults.get("lr", 1e-3)

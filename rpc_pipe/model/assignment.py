@@ -64,6 +64,13 @@ class Assignment:
         #: by event; None: on every stage
         self.stage_of: list[int | None] = self._place()
         self.owners = self._find_owners()
+        #: buffer -> the last stage that uses it as not every stage does
+        self.buffers = {
+            name: stage
+            for event, stage in zip(observation.events, self.stage_of, strict=True)
+            if stage is not None
+            for name in event.buffers
+        }
 
     # --- placing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 import torch
@@ -12,9 +13,12 @@ from torch import Tensor
 from ..dependency import ConfigError
 from ..workers.compute.digest import describe
 from ..workers.transport.call import pack_description
-from ..workers.transport.payload import Tree, num_rows, num_tokens, split_rows
+from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, split_rows, tensors_of
 from .arguments import refuse_batch
 from .lazy_batch import LazyBatch
+
+#: takes a batch apart into inputs and targets
+Pair = Callable[[Tree], tuple[Tree, Tree]]
 
 
 @dataclass(frozen=True)
@@ -37,34 +41,39 @@ class Microbatches:
     def of(
         cls,
         batch: Tree | None,
-        microbatches: Sequence[tuple[Tree, Tree]] | None,
+        microbatches: Sequence[Tree] | None,
         num_microbatches: int,
         number: int,
         used: tuple[bool, bool] = (True, True),
+        pair: Pair | None = None,
     ) -> Microbatches:
         """Cut `batch`, (inputs, targets), into at most `num_microbatches`, or take what has been cut by the user.
 
         Args:
             used: whether the workers of this process use inputs and targets; the rest of a lazy batch is not read.
             number: of the calls so far; which of many tensors are compared with other workers' depends on it.
+            pair: what makes such a pair of a batch that is none.
 
         Raises:
             ConfigError: there is neither, or it is no pair, or has no rows.
         """
         if isinstance(batch, LazyBatch) and microbatches is None:
-            return cls._read(batch, num_microbatches, used)
-        refuse_batch(batch, microbatches)
+            return cls._read(batch, num_microbatches, used, pair)
+        refuse_batch(batch, microbatches, pairs=pair is None)
+        count, count_piece = (num_rows, num_rows) if pair is None else (_num_rows, _first_rows)
         if microbatches is not None:
-            pieces = list(microbatches)
+            pieces = list(microbatches) if pair is None else [pair(each) for each in microbatches]
             batch = [inputs for inputs, _ in pieces], [targets for _, targets in pieces]
         else:
             assert batch is not None
-            inputs, targets = batch
+            inputs, targets = batch = batch if pair is None else pair(batch)
             # A worker may have been given one of the two only.
             whole = inputs if targets is None else targets if inputs is None else (inputs, targets)
-            parts = min(num_microbatches, max(1, num_rows(whole)))
-            pieces = list(zip(split_rows(inputs, parts), split_rows(targets, parts), strict=True))
-        rows = [num_rows(targets if inputs is None else inputs) for inputs, targets in pieces]
+            num = count(whole)
+            parts = min(num_microbatches, max(1, num))
+            split = split_rows if pair is None else partial(_split_rows, rows=num)
+            pieces = list(zip(split(inputs, parts), split(targets, parts), strict=True))
+        rows = [count_piece(targets if inputs is None else inputs) for inputs, targets in pieces]
         if 0 in rows:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
             raise ConfigError(f"{which} has no rows: needs at least 1")
@@ -88,10 +97,10 @@ class Microbatches:
             self.lazy.finished()
 
     @classmethod
-    def _read(cls, batch: LazyBatch, num_microbatches: int, used: tuple[bool, bool]) -> Microbatches:
+    def _read(cls, batch: LazyBatch, num_microbatches: int, used: tuple[bool, bool], pair: Pair | None) -> Microbatches:
         """Read what is used of a batch that all workers know by name."""
         batch.follow()
-        inputs, targets = batch.read(*used)
+        inputs, targets = batch.read(*used) if pair is None else pair(batch.read(True, True))
         parts = min(num_microbatches, batch.rows)
         rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
         return cls(
@@ -103,6 +112,35 @@ class Microbatches:
             (pack_description(batch.label, []), ""),
             batch,
         )
+
+
+def _num_rows(tree: Tree) -> int:
+    """Return the size of dimension 0 of a batch whose tensors may also be for all rows: single numbers, or one row."""
+    sizes = {tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()}
+    if len(sizes) > 1:
+        sizes.discard(1)
+    if len(sizes) != 1:
+        found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree)) or "no tensor"
+        raise ConfigError(
+            f"batch: needs tensors that agree in dimension 0, or have 1 there; found {found}; pass microbatches=, a "
+            f"list of batches that are split already, if the rows lie elsewhere"
+        )
+    return sizes.pop()
+
+
+def _first_rows(tree: Tree) -> int:
+    """Return the rows of the first tensor that has any: by it the mean of a microbatch counts."""
+    return next((tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()), 0)
+
+
+def _split_rows(tree: Tree, parts: int, rows: int) -> list[Tree]:
+    """Split the tensors that have `rows` rows, as `split_rows` does; the others go to every piece."""
+    pieces = {id(t): t.tensor_split(parts) for t in tensors_of(tree) if t.dim() and t.shape[0] == rows}
+
+    def piece(i: int) -> Tree:
+        return map_tensors(tree, lambda tensor: pieces[id(tensor)][i] if id(tensor) in pieces else tensor)
+
+    return [piece(i) for i in range(parts)]
 
 
 class Ahead:

@@ -27,6 +27,8 @@ from .stage import Stage
 
 #: Lists of fewer calls are looked into for lists inside their members (the stages of a Swin or a ResNet).
 _FEW_CALLS = 8
+#: modules without a forward of their own
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +61,12 @@ class StageSpec:
 
 
 def observe(
-    model: nn.Module | Callable[[], nn.Module],
+    model: nn.Module | Deferred | Callable[[], nn.Module],
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
     blocks: str | Sequence[str] | None = None,
+    at_least: int = 1,
     seed: int = 0,
 ) -> Observed:
     """Find the blocks of a model and what passes between them, by one forward on shapes.
@@ -73,12 +76,13 @@ def observe(
             only where they are needed.
         args, kwargs: one microbatch, as the model's forward takes it. Later ones may have other shapes.
         blocks: names of lists of blocks, or of blocks, where they are not the outermost lists.
+        at_least: how many calls of blocks are wanted; with fewer, the parts of blocks are looked at.
         seed: of the initial weights of a model made by a function.
 
     Raises:
         ConfigError: the model cannot be cut; the text names the tensor or the module.
     """
-    source = model if isinstance(model, nn.Module) else Deferred(model, seed)
+    source = model if isinstance(model, (nn.Module, Deferred)) else Deferred(model, seed)
     skeleton = Skeleton(source if isinstance(source, nn.Module) else source.model, torch.device("cpu"))
     notes = _without_caches(skeleton.module)
     args, kwargs = tuple(args), dict(kwargs or {})
@@ -86,7 +90,7 @@ def observe(
         skeleton.choose(_named(skeleton.module, [blocks] if isinstance(blocks, str) else blocks))
         observation = observe_forward(skeleton, args, kwargs)
     else:
-        observation = _find_blocks(skeleton, args, kwargs)
+        observation = _find_blocks(skeleton, args, kwargs, at_least)
     if not observation.calls:
         raise ConfigError(
             f"model {type(skeleton.module).__name__}: calls none of its blocks; name their list with blocks="
@@ -106,12 +110,24 @@ class Observed:
         self._block_names = [skeleton.name_of(block) for block in skeleton.blocks]
         #: what was changed in the copies of the model, in words for the user
         self.notes = notes
+        #: what the model returned, of tensors without numbers
+        self.output = observation.output.parts[0].tree
         self.blocks = [_block(skeleton, event.module) for event in observation.calls if event.module is not None]
 
     @property
     def num_blocks(self) -> int:
         """How many calls of blocks there are to cut between."""
         return len(self.blocks)
+
+    def check(self, cut: Sequence[range]) -> None:
+        """Check that the model can be cut so.
+
+        Raises:
+            ConfigError: something would have to cross the cut that cannot.
+        """
+        assignment = Assignment(self._observation, cut)
+        for stage in range(len(cut)):
+            assignment.role(stage)
 
     def stages(self, cut: Sequence[range]) -> list[StageSpec]:
         """Return what the stages of a cut would be."""
@@ -139,7 +155,13 @@ class Observed:
         return {name: sorted(owners[name]) for name in self._skeleton.parameters if len(owners[name]) > 1}
 
     def build(
-        self, stage: int, cut: Sequence[range], device: str | torch.device = "cpu", *, initialise: bool = True
+        self,
+        stage: int,
+        cut: Sequence[range],
+        device: str | torch.device = "cpu",
+        *,
+        initialise: bool = True,
+        copied: bool = False,
     ) -> Stage:
         """Return a stage with its own parameters.
 
@@ -148,6 +170,7 @@ class Observed:
 
         Args:
             initialise: False leaves the parameters of a model made by a function as they come, to be loaded.
+            copied: hold copies of all parameters, as a second replica of the stage must.
 
         Raises:
             ConfigError: the model's parameters have no numbers.
@@ -161,10 +184,19 @@ class Observed:
         own = {}
         for name, parameter in model.named_parameters():
             if stage in owners[name]:
-                copied = stage > min(owners[name])
-                own[name] = self._real(name, parameter, device, copied=copied, initialise=initialise)
+                copy = copied or stage > min(owners[name])
+                own[name] = self._real(name, parameter, device, copied=copy, initialise=initialise)
         skeleton.put(own)
-        return Stage(skeleton, stage, cut, owners)
+        calls = self._observation.calls[cut[stage].start : cut[stage].stop]
+        running = {self._skeleton.name_of(call.module) for call in calls if call.module is not None}
+        foreign = [block for block, name in zip(skeleton.blocks, self._block_names, strict=True) if name not in running]
+        return Stage(skeleton, stage, cut, owners, foreign)
+
+    def own_buffers(self, stage: int, cut: Sequence[range]) -> set[str]:
+        """Return the buffers that `stage` may write as no other does; the first one has those that nobody writes."""
+        owners = Assignment(self._observation, cut).buffers
+        names = [name for name, _ in self._skeleton.module.named_buffers(remove_duplicate=False)]
+        return {name for name in names if owners.get(name, 0) == stage}
 
     def _real(
         self, name: str, parameter: nn.Parameter, device: torch.device, *, copied: bool, initialise: bool
@@ -214,10 +246,11 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     return found
 
 
-def _find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
+def _find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any], at_least: int) -> Observation:
     """Choose the members of the outermost lists that are called, or of lists inside them where those are few.
 
-    Where there are no lists, the children that are called.
+    Where there are no lists, the children that are called. Where that gives fewer calls than wanted, what is beside
+    the lists and inside their members, as long as it can be cut.
     """
     chosen: list[nn.Module] = []
     observation: Observation | None = None
@@ -234,15 +267,39 @@ def _find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, A
             break  # what is inside these blocks cannot be cut
         observation = finer
         chosen = list(dict.fromkeys(event.module for event in observation.calls if event.module is not None))
-        # Blocks of one form are layers; those of several forms, such as the stages of a Swin, may consist of layers.
-        few = len(observation.calls) < _FEW_CALLS
-        alike = len({tuple(p.shape for p in block.parameters()) for block in chosen}) == 1 < len(chosen)
-        candidates = (
-            [inner for block in chosen for inner in _inside(block, len(chosen))] if few and not alike else chosen
-        )
+        candidates = _finer(skeleton.module, chosen, len(observation.calls), at_least)
     assert observation is not None
     skeleton.choose(chosen)
     return observation
+
+
+def _finer(model: nn.Module, chosen: list[nn.Module], num_calls: int, at_least: int) -> list[nn.Module]:
+    """Return what to look at instead of the blocks that were called; the same, if they will do."""
+    # Blocks of one form are layers; those of several forms, such as the stages of a Swin, may consist of layers.
+    few = num_calls < _FEW_CALLS
+    alike = len({tuple(p.shape for p in block.parameters()) for block in chosen}) == 1 < len(chosen)
+    candidates = [inner for block in chosen for inner in _inside(block, len(chosen))] if few and not alike else chosen
+    if candidates != chosen or num_calls >= at_least:
+        return candidates
+    beside = _beside(model, set(chosen))
+    return beside if set(beside) != set(chosen) else [part for block in chosen for part in _parts(block)]
+
+
+def _beside(module: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
+    """Return the chosen modules and, whole, the largest ones with parameters that hold none of them."""
+    if module in chosen:
+        return [module]
+    if not any(inner in chosen for inner in module.modules()):
+        return _with_parameters(_parts(module) if isinstance(module, _CONTAINERS) else [module])
+    return list(dict.fromkeys(part for child in module.children() for part in _beside(child, chosen)))
+
+
+def _parts(module: nn.Module) -> list[nn.Module]:
+    """Return the children with parameters, those of lists in their place; the module, if it has none."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        found += _parts(child) if isinstance(child, _CONTAINERS) else [child]
+    return _with_parameters(found) or [module]
 
 
 def _with_parameters(modules: Sequence[nn.Module]) -> list[nn.Module]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path as File
@@ -344,8 +345,23 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
             observation = Observer(skeleton, given).run(*given)
             observation.draws_in_python = _python_generators() != before
             return observation
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise ConfigError(_raised(skeleton.module, error)) from error
     finally:
         torch.set_autocast_cache_enabled(cache)
+
+
+def _raised(model: nn.Module, error: Exception) -> str:
+    """Say what a forward raised, and where in the model."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN))]
+    where = f" at {File(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    return (
+        f"model {type(model).__name__}: its forward raised {type(error).__name__}{where} when it was run on shapes: "
+        f"{' '.join(str(error).split())}"
+    )
 
 
 def _python_generators() -> tuple[Any, ...]:

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 from ..dependency import ConfigError
 from ..workers.compute.randomness import Randomness
+from ..workers.compute.shard import LossFn
+from ..workers.compute.slices import Layers, Slice
+from ..workers.transport.payload import Tree
 from .cut import cut
 
 #: one layer: a module, or a callable that builds it
@@ -38,26 +41,29 @@ class Builder(Protocol):
     def __call__(self, stage: Stage) -> nn.Module | Sequence[LayerLike]: ...
 
 
-Model = nn.Sequential | Sequence[LayerLike] | Builder
+Layered = nn.Sequential | Sequence[LayerLike] | Builder
 
 
 class Partition:
-    """A model and its cut.
+    """A model that is a list of layers, and its cut.
 
     Args:
         split: number of layers of each stage; evenly by default.
+        loss_fn: what the last stage computes after its layers.
     """
 
-    def __init__(self, model: Model, num_stages: int, split: Sequence[int] | None = None) -> None:
-        self._model: Model | None = model
+    sharing: tuple[tuple[int, ...], ...] = ()
+    #: batches are pairs already
+    pair: Callable[[Tree], tuple[Tree, Tree]] | None = None
+
+    def __init__(
+        self, model: Layered, num_stages: int, split: Sequence[int] | None = None, loss_fn: LossFn | None = None
+    ) -> None:
+        self.loss_fn = loss_fn
+        self._model: Layered | None = model
         #: what has been built, of which a replica must not get the same
         self._made: set[nn.Module] = set()
         self._num_stages = num_stages
-        if isinstance(model, nn.Module) and not isinstance(model, nn.Sequential):
-            raise ConfigError(
-                f"model is a {type(model).__name__}: pass an nn.Sequential, a list of modules or a builder "
-                f"called with the stage; for example nn.Sequential(*model.children())"
-            )
         self._is_list = isinstance(model, (nn.Sequential, Sequence))
         if isinstance(model, (nn.Sequential, Sequence)):
             self.num_layers: int = len(model)
@@ -82,6 +88,13 @@ class Partition:
                             f"model: layers {other} and {i} share a parameter but are cut apart into stages "
                             f"{other_stage} and {stage}; choose a split that keeps them together"
                         )
+
+    def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
+        """Return a stage's slice of the model, on the device of `randomness`. Arguments as of `build`."""
+        layers = self.build(stage, randomness, route)
+        for _, module in layers:
+            module.to(randomness.device)
+        return Layers(layers)
 
     def build(self, stage: int, randomness: Randomness, route: int = 0) -> list[tuple[int, nn.Module]]:
         """Build the layers of `stage`, and only those; return them with their index in the whole model.
@@ -120,6 +133,23 @@ class Partition:
         """Let go of the model: what no stage here is made of may be freed."""
         self._model = None
         self._made.clear()
+
+    def observe(self, inputs: Tree, *, trained: bool) -> None:
+        """Layers are cut without a batch."""
+
+    @staticmethod
+    def only_inputs(inputs: Tree) -> tuple[Tree, Tree]:
+        """Return a batch without targets."""
+        return inputs, None
+
+    def place_of(self, name: str) -> Any:
+        """Return what sorts tensors as the model does."""
+        layer, _, rest = name.partition(".")
+        return int(layer), rest
+
+    def output(self, tree: Tree) -> Tree:
+        """Return an output that has travelled as the model gives it."""
+        return tree
 
 
 def replicas(layers: Sequence[nn.Module]) -> list[nn.Module]:

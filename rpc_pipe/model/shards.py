@@ -1,12 +1,41 @@
-"""Make the shards of a worker: their layers, built or taken from the user's, and what trains them."""
+"""Make the shards of a worker: their slices of the model, and what trains them."""
 
 from __future__ import annotations
 
-from ..dependency import Spec
+from collections.abc import Sequence
+
+from ..dependency import ConfigError, Spec
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
-from .partition import Partition
+from .partition import Layered, Partition
+from .whole import Whole, WholeLike, is_whole
+
+#: everything that can be cut
+Model = Layered | WholeLike
+
+
+def cuttable(
+    model: Model,
+    loss_fn: LossFn | None,
+    num_stages: int,
+    split: Sequence[int] | None,
+    *,
+    blocks: str | Sequence[str] | None,
+    seed: int,
+) -> Partition | Whole:
+    """Return what cuts a model: between its layers, or where its own forward calls its blocks.
+
+    Raises:
+        ConfigError: it cannot be cut, or lacks a loss.
+    """
+    if is_whole(model):
+        return Whole(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
+    if blocks is not None:
+        raise ConfigError(f"blocks {blocks!r}: the model is a list of layers, which are its blocks; leave it out")
+    if loss_fn is None:
+        raise ConfigError("loss_fn is None: layers compute no loss; pass one, such as nn.functional.cross_entropy")
+    return Partition(model, num_stages, split, loss_fn)  # type: ignore[arg-type]
 
 
 class ShardMaker:
@@ -14,16 +43,14 @@ class ShardMaker:
 
     def __init__(
         self,
-        partition: Partition,
+        model: Partition | Whole,
         randomness: Randomness,
-        *,
-        loss_fn: LossFn,
         optimizer: OptimizerFactory | None,
         lr_scheduler: SchedulerFactory | None,
     ) -> None:
-        self._partition = partition
+        self._model = model
         self._randomness = randomness
-        self._loss_fn = loss_fn
+        self.seed = randomness.seed
         self._optimizer = optimizer
         self._lr_scheduler = lr_scheduler
         #: digests of the initial weights that replicas must have alike, as `Call.weights`
@@ -34,17 +61,14 @@ class ShardMaker:
         return {place: self._make(spec, *place) for place in spec.hosted(worker)}
 
     def _make(self, spec: Spec, stage: int, route: int) -> Shard:
-        layers = self._partition.build(stage, self._randomness, route)
+        slice = self._model.slice(stage, self._randomness, route)
         if spec.num_routes > 1:
-            tensors = [tensor for _, module in layers for tensor in module.state_dict().values()]
-            self.weights += f"{stage}={digest(tensors):x} "
-        for _, module in layers:
-            module.to(self._randomness.device)
+            self.weights += f"{stage}={digest(slice.state_dict().values()):x} "
         return Shard(
             stage,
-            layers,
+            slice,
             self._randomness,
-            loss_fn=self._loss_fn if stage == spec.last_stage else None,
+            loss_fn=self._model.loss_fn if stage == spec.last_stage else None,
             optimizer=self._optimizer,
             lr_scheduler=self._lr_scheduler,
         )

@@ -33,20 +33,34 @@ class Stage:
         skeleton: a copy of the model with the stage's own parameters in their places.
         cut: the calls of blocks of every stage.
         owners: which stages need a parameter.
+        foreign: blocks that only other stages run.
 
     Attributes:
         module: the whole model's modules. Parameters of other stages have shapes, but no numbers.
         names: its own parameters, named as in the unsplit model.
     """
 
-    def __init__(self, skeleton: Skeleton, index: int, cut: Sequence[range], owners: Owners) -> None:
+    def __init__(
+        self, skeleton: Skeleton, index: int, cut: Sequence[range], owners: Owners, foreign: Sequence[nn.Module]
+    ) -> None:
         self.module = skeleton.module
         self.index = index
         self.names = [name for name, tensor in skeleton.parameters.items() if not isinstance(tensor, Absent)]
         self._skeleton = skeleton
+        self._foreign = foreign
         self._cut = list(cut)
         self._owners = owners
         self._scripts: dict[Any, list[Script]] = {}
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Return the places of all parameters in the unsplit model, by name."""
+        return {name: place for place, name in enumerate(self._skeleton.parameters)}
+
+    def own_modules(self) -> list[nn.Module]:
+        """Return the modules that are not inside of blocks that only other stages run."""
+        foreign = {module for block in self._foreign for module in block.modules()}
+        return [module for module in self.module.modules() if module not in foreign]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the stage's own parameters by the unsplit model's names."""
@@ -112,6 +126,7 @@ class _Forward(TorchFunctionMode):
         self._skeleton = skeleton
         self._script = script
         self._payload = payload
+        self._nodes = [tensor.grad_fn for tensor in payload]
         self._seed = _seed_python_too(seed) if script.draws_in_python else seed
         self._next = 0
         #: the forward has ended here, by an exception that is on its way
@@ -149,7 +164,7 @@ class _Forward(TorchFunctionMode):
             output = tuple([self._now[key] if place is None else self._payload[place] for place, key in script.hands])
         if any(isinstance(tensor, Absent) for tensor in tensors(output)):
             raise ConfigError("model: a stage would hand on a tensor that it does not have")
-        if any(tensor.requires_grad and not tensor.is_leaf for tensor in self._payload):
+        if any(tensor.grad_fn is not node for tensor, node in zip(self._payload, self._nodes, strict=True)):
             raise ConfigError(
                 "model: an autograd function around the blocks took over what came from the stage before; "
                 "with checkpoint(), use_reentrant=False"

@@ -430,7 +430,7 @@ def test_what_cannot_be_trained_yet_is_refused():
         ({"schedule_options": {"windows": 3}}, "schedule 1f1b has no such parameter; it has window"),
         ({"schedule_options": {"window": "x"}}, "window=x: schedule 1f1b takes int"),
         ({"schedule": "gpipe", "schedule_options": {"b_order": "up"}}, "takes descending, ascending"),
-        ({"model": nn.Linear(2, 2)}, "pass an nn.Sequential, a list of modules or a builder"),
+        ({"loss": None}, "loss_fn is None: layers compute no loss"),
     ],
 )
 def test_wrong_options_say_what_would_be_right(options, message):

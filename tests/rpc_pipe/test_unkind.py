@@ -102,7 +102,7 @@ def test_replicas_of_modules_have_all_that_these_have(norm):
     modules = [Hooked(norm) for _ in range(2)]
     pipe = pipeline(replace(MODELS["hooks"], layers=modules), "chimera", num_workers=2, num_microbatches=4)
     pipe.step((torch.randn(8, WIDTH), torch.randn(8, WIDTH)))
-    layers = {place: shard.layers[0][1] for actor in pipe.actors for place, shard in actor.shards.items()}
+    layers = {place: shard.slice.layers[0][1] for actor in pipe.actors for place, shard in actor.shards.items()}
     assert layers[0, 0] is modules[0] and layers[0, 1] is not modules[0]
     for stage in (0, 1):
         one, other = layers[stage, 0], layers[stage, 1]
@@ -124,7 +124,7 @@ def test_a_callable_that_returns_what_is_there_gives_no_two_replicas_one_layer()
     layers = [Linear(), Linear()]
     pipe = Pipeline([lambda: layers[0], lambda: layers[1]], mse, schedule="chimera", num_workers=2, num_microbatches=2)
     shards = [shard for actor in pipe.actors for shard in actor.shards.values()]
-    assert len({shard.layers[0][1] for shard in shards}) == 4
+    assert len({shard.slice.layers[0][1] for shard in shards}) == 4
 
 
 def test_a_pipeline_lets_go_of_layers_that_it_does_not_hold():

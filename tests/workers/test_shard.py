@@ -9,13 +9,14 @@ from torch import nn
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.compute.shard import Shard
+from rpc_pipe.workers.compute.slices import Layers
 from rpc_pipe.workers.transport.payload import pack, unpack
 
 ROWS = {"small": 4, "large": 400}
 
 
 def shard(*layers, stage=1, **options):
-    return Shard(stage, list(enumerate(layers)), Randomness(0), **options)
+    return Shard(stage, Layers(list(enumerate(layers))), Randomness(0), **options)
 
 
 class Writing(nn.Module):

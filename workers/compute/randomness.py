@@ -44,12 +44,15 @@ class Randomness:
             torch.cuda.init()
             self._generators.append(torch.cuda.default_generators[self.device.index or 0])
 
-    def seed_forward(self, step: int, microbatch: int, layer: int) -> None:
+    def seed_forward(self, step: int, microbatch: int, layer: int, operation: int = 0) -> None:
         """Let what is drawn next be what `layer` draws for `microbatch` of `step`.
 
         A loss function draws on from where the last layer has stopped.
+
+        Args:
+            operation: number of an operation before the layer and outside of all layers; 0: the layer itself.
         """
-        self._seed(_FORWARD, step, microbatch, layer)
+        self._seed(_FORWARD, step, microbatch, layer, *([operation] if operation else ()))
 
     def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
         """Let what is drawn next be for a stage's backward; `weights`: for that of the weights alone."""

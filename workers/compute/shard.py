@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import time
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,6 +19,7 @@ from .borders import enter, leaving
 from .randomness import Randomness
 from .recomputation import Noted, Recomputation
 from .result import Losses
+from .slices import Slice, Times
 from .split_backward import Deferred, Saved, backward_inputs
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
@@ -46,14 +45,14 @@ class Shard:
 
     Args:
         stage: its position in the model.
-        layers: (index in the whole model, module), in order.
+        slice: what it computes.
         loss_fn: on the last stage: (output, target) -> mean over the microbatch, or (sum, weight).
     """
 
     def __init__(
         self,
         stage: int,
-        layers: Sequence[tuple[int, nn.Module]],
+        slice: Slice,
         randomness: Randomness,
         *,
         loss_fn: LossFn | None = None,
@@ -61,17 +60,14 @@ class Shard:
         lr_scheduler: SchedulerFactory | None = None,
     ) -> None:
         self.stage = stage
-        self.layers = list(layers)
+        self.slice = slice
         self.loss_fn = loss_fn
         self.num_updates = 0
         self.losses = Losses()
         #: (kind of layer, ns) as in `LayerTime`; filled by the next forward if empty; None: not wanted
-        self.layer_times: list[tuple[int, int]] | None = None
-        self._layer_kinds: dict[tuple[Any, ...], int] = {}
+        self.layer_times: Times | None = None
         self._randomness = randomness
-        #: index of the first layer
-        self._first = self.layers[0][0]
-        self._modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
+        self._first = slice.first
         #: modules' own modes while all are in evaluation mode
         self._modes: dict[nn.Module, bool] = {}
         #: whether layers write the batch in place, by whether gradients are wanted; missing until it has been seen
@@ -81,7 +77,7 @@ class Shard:
         self._inputs: dict[int, tuple[Callable[[], Tree], Noted]] = {}
         #: microbatch -> step, and what is left of its backward
         self._deferred: dict[int, tuple[int, Deferred]] = {}
-        self._recomputation = Recomputation(self._modules)
+        self._recomputation = Recomputation(slice.own)
         self._updates = 0
         if lr_scheduler is not None and optimizer is None:
             raise ConfigError("lr_scheduler: there is no optimizer for it; pass optimizer as well")
@@ -96,20 +92,15 @@ class Shard:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once, also if several layers share it."""
-        return list(dict.fromkeys(p for _, module in self.layers for p in module.parameters()))
+        return [parameter for _, parameter in self.slice.named_parameters()]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return each parameter once, under the name that it has in the unsplit `nn.Sequential`."""
-        found: dict[nn.Parameter, str] = {}
-        for index, module in self.layers:
-            for name, parameter in module.named_parameters():
-                found.setdefault(parameter, f"{index}.{name}")
-        return [(name, parameter) for parameter, name in found.items()]
+        """Return each parameter once, under the name that it has in the unsplit model."""
+        return self.slice.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the shard's tensors under the names they have in the unsplit `nn.Sequential`."""
-        named = ((index, module.state_dict()) for index, module in self.layers)
-        return {f"{index}.{name}": tensor for index, state in named for name, tensor in state.items()}
+        """Return the shard's tensors under the names that they have in the unsplit model."""
+        return self.slice.state_dict()
 
     @property
     def num_kept(self) -> int:
@@ -119,13 +110,13 @@ class Shard:
     @property
     def stateful(self) -> bool:
         """Whether forwards may write what later ones read, such as running means: then their order matters."""
-        training = [module for module in self._modules if self._modes.get(module, module.training)]
+        training = [module for module in self.slice.own if self._modes.get(module, module.training)]
         return any(buffer is not None for module in training for buffer in module._buffers.values())
 
     def train(self, mode: bool) -> None:
         """Set all layers to evaluation mode, or back to the modes that they had before, which are their owner's."""
         if not mode and not self._modes:
-            self._modes = {module: module.training for module in self._modules}
+            self._modes = {module: module.training for module in self.slice.modules}
         for module, own in self._modes.items():
             module.training = mode and own
         if mode:
@@ -142,14 +133,16 @@ class Shard:
         microbatch: int,
         inputs: Payload,
         *,
+        fields: Tree = None,
         target: Tree = None,
         share: float | None = None,
         split: bool = False,
         recompute: bool = False,
     ) -> Payload | None:
-        """Run the layers; return the payload for the next stage, or None if the loss was computed.
+        """Run the slice; return the payload for the next stage, or None if the loss was computed.
 
         Args:
+            fields: the microbatch's own, if the slice takes them.
             target: what the loss function compares with.
             share: on the last stage, this microbatch's share of the step's rows, the weight of a mean loss;
                 None on other stages, and to get the output instead of the loss.
@@ -157,14 +150,14 @@ class Shard:
             recompute: keep the inputs instead of the activations; `recompute` comes before backward.
         """
         if recompute and torch.is_grad_enabled():
-            forward = partial(self._forward, step, microbatch, inputs, target, share, split)
+            forward = partial(self._forward, step, microbatch, inputs, fields, target, share, split)
             with self._randomness.lock:  # modules may be those of other threads too
                 # With the graph, not without: the outputs say what owes a gradient.
                 tree, noted = self._recomputation.first(partial(forward, again=True))
             del self._kept[microbatch]
             self._inputs[microbatch] = forward, noted
         else:
-            tree = self._forward(step, microbatch, inputs, target, share, split)
+            tree = self._forward(step, microbatch, inputs, fields, target, share, split)
         return leaving(tree, lambda: self._staying(inputs)) if share is None else None
 
     def recompute(self, step: int, microbatch: int) -> None:
@@ -178,13 +171,14 @@ class Shard:
         step: int,
         microbatch: int,
         inputs: Payload,
+        fields: Tree,
         target: Tree,
         share: float | None,
         split: bool,
         *,
         again: bool = False,
     ) -> Tree:
-        """Run the layers, and the loss function if a share is given; return what comes out.
+        """Run the slice, and the loss function if a share is given; return what comes out.
 
         Args:
             again: whether the same will be run once more, from the same inputs.
@@ -196,13 +190,7 @@ class Shard:
         saved = Saved() if split and backward else None
         times = None if self.layer_times else self.layer_times
         with randomness.lock, saved.hooks() if saved is not None else nullcontext():
-            for index, module in self.layers:
-                randomness.seed_forward(step, microbatch, index)
-                try:
-                    tree = module(tree) if times is None else self._timed(index, module, tree, times)
-                except Exception as error:
-                    _note(error, f"in layer {index} ({type(module).__name__})")
-                    raise
+            tree = self.slice.forward(tree, fields, partial(randomness.seed_forward, step, microbatch), times)
             if share is not None:
                 assert self.loss_fn is not None
                 tree = self._weigh(microbatch, self.loss_fn(tree, None if wanted is None else wanted.tree), share)
@@ -217,23 +205,11 @@ class Shard:
 
     def _staying(self, inputs: Payload) -> Iterable[Tensor]:
         """Yield what lives on when an output has left: the shard's tensors, and the user's batch."""
-        for module in self._modules:
-            yield from (
-                tensor for tensor in (*module._parameters.values(), *module._buffers.values()) if tensor is not None
-            )
+        yield from self.parameters()
+        for module in self.slice.own:
+            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
         if self.stage == 0:
             yield from inputs.tensors
-
-    def _timed(self, index: int, module: nn.Module, tree: Tree, times: list[tuple[int, int]]) -> Tree:
-        """Call a layer and note how long it took."""
-        key = index, *(tensor.shape for tensor in tensors_of(tree))
-        kind = self._layer_kinds.get(key)
-        if kind is None:
-            kind = self._layer_kinds[key] = zlib.crc32(repr((module, key[1:])).encode())
-        begin = time.perf_counter_ns()
-        output = module(tree)
-        times.append((kind, time.perf_counter_ns() - begin))
-        return output
 
     def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
         """Note the microbatch's loss; return the tensor that backward starts from.
@@ -290,18 +266,27 @@ class Shard:
             self._randomness.seed_backward(step, microbatch, self._first, weights=True)
             deferred.run()
 
-    def gradients(self) -> Payload:
-        """Return the summed gradients, None where there is none, for the other replicas of this shard."""
-        return pack([parameter.grad for parameter in self.parameters()])
+    def gradients(self, *, shared: bool = False) -> Payload:
+        """Return the summed gradients by name, None where there is none, for those who hold the same parameters.
 
-    def sum_gradients(self, replicas: Sequence[Payload]) -> None:
-        """Replace the gradients by the sum of those of all replicas, in the order given: the same on each."""
-        for parameter, *parts in zip(self.parameters(), *(unpack(replica) for replica in replicas), strict=True):
-            there = [part for part in parts if part is not None]
-            total = there[0].clone() if there else None  # others read the parts
-            for part in there[1:]:
-                total += part
-            parameter.grad = total
+        Args:
+            shared: only those of parameters that other stages hold too.
+        """
+        named = self.named_parameters()
+        return pack({name: p.grad for name, p in named if not shared or name in self.slice.shared})
+
+    def sum_gradients(self, parts: Sequence[Payload]) -> None:
+        """Replace gradients by the sums of all that the parts have for them, in the order given."""
+        found: dict[str, list[Tensor]] = {}
+        for part in parts:
+            for name, grad in unpack(part).items():
+                found.setdefault(name, []).extend([] if grad is None else [grad])
+        for name, parameter in self.named_parameters():
+            if name in found:
+                total: Tensor | None = None
+                for grad in found[name]:
+                    total = grad.clone() if total is None else total.add_(grad)  # others read the parts
+                parameter.grad = total
 
     def saved(self, microbatch: int) -> Saved:
         """Return what the forward of a microbatch has saved, where actions between it and backward may touch that."""
@@ -323,10 +308,15 @@ class Shard:
                 if parameter.grad is not None:
                     parameter.grad.div_(divisor)
 
-    def gradient_norms(self) -> list[Tensor]:
-        """Return the norm of each gradient, on the device."""
-        grads = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-        return list(torch._foreach_norm(grads)) if grads else []
+    def gradient_norms(self) -> Mapping[int, Tensor]:
+        """Return the norm of each gradient by the parameter's rank, on the device.
+
+        Of what several stages hold, the first of them tells.
+        """
+        first = {name for name, stages in self.slice.shared.items() if min(stages) < self.stage}
+        named = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None and name not in first]
+        ranks, norms = self.slice.ranks(), torch._foreach_norm([grad for _, grad in named]) if named else ()
+        return {ranks[name]: norm for (name, _), norm in zip(named, norms, strict=True)}
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients of a model whose gradients have this norm as `clip_grad_norm_` does."""
@@ -345,11 +335,6 @@ class Shard:
             self.optimizer.zero_grad(set_to_none=True)
             torch.clear_autocast_cache()  # of weights as they were, kept until the caller leaves `autocast`
         self.num_updates += 1
-
-
-def _note(error: Exception, where: str) -> None:
-    """Add to an error where it happened, as `add_note` does from Python 3.11 on."""
-    error.__notes__ = [*getattr(error, "__notes__", ()), where]
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:

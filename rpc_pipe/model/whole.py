@@ -1,0 +1,248 @@
+"""A model as it is, whole: how a batch goes into it and its loss function, and the slices that it is cut into."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..dependency import ConfigError
+from ..workers.compute.randomness import Randomness
+from ..workers.compute.shard import LossFn
+from ..workers.compute.slices import Seed, Slice, Times, note
+from ..workers.transport.payload import Tree
+from .absent import Absent
+from .cut import cut
+from .deferred import Deferred
+from .observed import Observed, observe
+from .stage import Stage
+
+#: a model as it is, or what makes one
+WholeLike = nn.Module | Callable[[], nn.Module]
+
+
+class Whole:
+    """Any module, or a function that makes one, and its cut; which blocks it calls is seen with the first batch.
+
+    Args:
+        split: number of calls of blocks of each stage; evenly by default.
+        loss_fn: None: the model computes its loss itself.
+        blocks: names of lists of blocks, or of blocks, where they are not the outermost lists.
+        seed: of the initial weights of a model made by a function.
+    """
+
+    def __init__(
+        self,
+        model: WholeLike,
+        num_stages: int,
+        split: Sequence[int] | None = None,
+        loss_fn: LossFn | None = None,
+        *,
+        blocks: str | Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._source: nn.Module | Deferred | None = model if isinstance(model, nn.Module) else Deferred(model, seed)
+        self._num_stages = num_stages
+        self._split = split
+        self._blocks = blocks
+        self._observed: Observed | None = None
+        whole = self._source if isinstance(self._source, nn.Module) else self._source.model
+        self._call = CallForm(whole, loss_fn)
+        self.pair = self._call.pair
+        self.loss_fn: LossFn = loss_of_output if loss_fn is None else loss_fn
+        self._names = {name: place for place, name in enumerate(whole.state_dict())}
+        self._output_type: type = dict
+        #: calls of blocks of each stage; none until a batch has been seen
+        self.ranges: list[range] = []
+        self.sharing: tuple[tuple[int, ...], ...] = ()
+
+    def observe(self, inputs: tuple[Sequence[Any], Mapping[str, Any]], *, trained: bool) -> None:
+        """Find the blocks and cut between them.
+
+        Args:
+            inputs: of one microbatch.
+            trained: whether there must be a loss.
+
+        Raises:
+            ConfigError: the model cannot be cut so.
+        """
+        assert self._source is not None, "released"
+        observed = observe(self._source, *inputs, blocks=self._blocks, at_least=self._num_stages)
+        self._observed, self._output_type = observed, type(observed.output)
+        if trained and self._call.loss_is_inside:
+            loss_of_output(observed.output)
+        self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
+        observed.check(self.ranges)
+        holders = observed.shared(self.ranges).values()
+        if holders:
+            groups = [{s for stages in holders if stage in stages for s in stages} for stage in range(len(self.ranges))]
+            self.sharing = tuple(tuple(sorted(group)) for group in groups)
+
+    def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
+        """Return a stage's slice of the model, on the device of `randomness`.
+
+        Args:
+            route: other routes than the first get copies.
+        """
+        assert self._observed is not None, "not observed, or released"
+        made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
+        shared = {name: stages for name, stages in self._observed.shared(self.ranges).items() if stage in stages}
+        return ObservedSlice(made, self.ranges, shared, self._observed.own_buffers(stage, self.ranges))
+
+    def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:
+        """Return a batch without targets."""
+        return self._call.inputs(inputs), None
+
+    def release(self) -> None:
+        """Let go of the model: what no stage here is made of may be freed."""
+        self._source = self._observed = None
+
+    def place_of(self, name: str) -> Any:
+        """Return what sorts tensors as the model does."""
+        return self._names.get(name, len(self._names)), name
+
+    def output(self, tree: Tree) -> Tree:
+        """Return an output that has travelled in the model's own type."""
+        if type(tree) is not self._output_type and isinstance(tree, dict) and issubclass(self._output_type, dict):
+            try:
+                return self._output_type(**tree)
+            except TypeError:  # its constructor takes something else
+                return tree
+        return tree
+
+
+class CallForm:
+    """How a batch goes into a model and its loss function.
+
+    A dict is taken apart by the names of the forward's parameters; what is none of them is the loss function's. A
+    tuple holds positional arguments. With a loss function, a pair for a model that takes one is (inputs, targets).
+
+    The loss function is given (output, targets) of a pair, else (output, batch); always the batch if that is how its
+    second parameter is called.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._names = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
+        self._num_required = sum(p.default is p.empty for p in positional)
+        self.loss_is_inside = loss_fn is None
+        self._wants_batch = False if loss_fn is None else _second_name(loss_fn) == "batch"
+
+    def pair(self, batch: Tree) -> tuple[Tree, Tree]:
+        """Return ((args, kwargs) of the model, second argument of the loss function)."""
+        if batch is None:
+            raise ConfigError("batch is None: every worker runs the model's own forward, so every worker needs it")
+        if self.loss_is_inside:
+            return self.inputs(batch), None
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            inputs, targets = batch
+            if self._num_required <= 1 or isinstance(inputs, (Mapping, tuple, list)):
+                return self.inputs(inputs), batch if self._wants_batch else targets
+        return self.inputs(batch), dict(batch) if isinstance(batch, Mapping) else batch
+
+    def inputs(self, batch: Tree) -> tuple[Tree, Tree]:
+        """Return what of a batch the model takes, as (args, kwargs)."""
+        if isinstance(batch, Mapping):
+            others_are_of_the_loss = not self.loss_is_inside and self._names is not None
+            names = self._names if others_are_of_the_loss else batch.keys()
+            return (), {name: value for name, value in batch.items() if name in (names or ())}
+        return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _second_name(loss_fn: LossFn) -> str:
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):
+        return ""
+    return [*signature.parameters, "", ""][1]
+
+
+def loss_of_output(output: Any, target: Any = None) -> Tensor:
+    """Return the loss that a model has computed itself.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = output[0] if isinstance(output, (tuple, list)) and output else output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif not isinstance(output, (Tensor, tuple, list)):
+        found = getattr(output, "loss", None)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found
+    what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    raise ConfigError(
+        f"model: returned {what} and no loss: pass a batch from which it computes one, such as a dict with labels, "
+        f"or a loss_fn, called as loss_fn(output, batch)"
+    )
+
+
+class ObservedSlice:
+    """A stage of a model cut by observation, as a shard sees it.
+
+    Args:
+        cut: the calls of blocks of every stage.
+        shared: as in `Slice`.
+        buffers: names of the buffers whose numbers are this stage's to tell.
+    """
+
+    takes_fields = True
+
+    def __init__(
+        self, stage: Stage, cut: Sequence[range], shared: Mapping[str, Sequence[int]], buffers: set[str]
+    ) -> None:
+        self.stage = stage
+        self.first = cut[stage.index].start
+        self.shared = shared
+        self.modules = list(stage.module.modules())
+        self.own = stage.own_modules()
+        self._buffers = buffers
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.stage.named_parameters())
+
+    def ranks(self) -> Mapping[str, int]:
+        return self.stage.ranks
+
+    def state_dict(self) -> dict[str, Tensor]:
+        module = self.stage.module
+        buffers = dict(module.named_buffers(remove_duplicate=False))
+        others = {id(buffer) for name, buffer in buffers.items() if name not in self._buffers}
+        return {
+            name: tensor.detach() if isinstance(tensor, Tensor) else tensor
+            for name, tensor in module.state_dict(keep_vars=True).items()
+            if not isinstance(tensor, Absent) and id(tensor) not in others
+        }
+
+    def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
+        args, kwargs = fields
+        try:
+            return self.stage.forward(tree, args, kwargs, seed)
+        except ConfigError:
+            raise
+        except Exception as error:
+            note(error, f"in stage {self.stage.index} of {type(self.stage.module).__name__}")
+            raise
+
+
+def takes_stage(model: object) -> bool:
+    """Tell whether `model` is a builder, called with the stage, and not a function that makes the whole model."""
+    if hasattr(model, "num_layers"):
+        return True
+    try:
+        inspect.signature(model).bind()  # type: ignore[arg-type]
+    except TypeError:
+        return True
+    except ValueError:  # built in: no signature is known
+        return False
+    return False
+
+
+def is_whole(model: object) -> bool:
+    """Tell whether `model` is to be cut by observation: it is neither a list of layers nor a builder of stages."""
+    if isinstance(model, nn.Module):
+        return not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward
+    return callable(model) and not takes_stage(model)

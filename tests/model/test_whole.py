@@ -1,0 +1,176 @@
+"""Models as they are through the face: every number is that of plain training in one process."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import unsplit_models as models
+from test_observed import CASES, PADDED, floats, ids, loss_of
+from torch import Tensor, nn
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.pipeline import Pipeline
+
+SGD = partial(torch.optim.SGD, lr=0.001, momentum=0.9)
+#: their gradients are summed in another order: by stage first
+SUMMED_BY_STAGE = {
+    "tied",
+    "mask of ones",
+    "no mask",
+    "encoder and decoder",
+    "shared bias",
+    "repeated block",
+    "nested lists",
+}
+
+
+def made(make: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def plain(
+    model: nn.Module, batches: list[list[tuple[tuple[Any, ...], dict[str, Any]]]], loss: Any = loss_of
+) -> list[float]:
+    """Train by plain accumulation over equal microbatches; return the losses."""
+    optimizer = SGD(model.parameters())
+    losses = []
+    for pieces in batches:
+        total = 0.0
+        for args, kwargs in pieces:
+            part = loss(model(*args, **kwargs)) / len(pieces)
+            part.backward()
+            total += part.item()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(total)
+    return losses
+
+
+def as_pipeline_takes_it(args: Any, kwargs: Any, model: nn.Module) -> Any:
+    return tuple(args) if not kwargs else dict(zip(list(vars_of(model)), args, strict=False)) | kwargs
+
+
+def vars_of(model: nn.Module) -> tuple[str, ...]:
+    code = model.forward.__func__.__code__  # type: ignore[union-attr]
+    return code.co_varnames[1 : code.co_argcount]
+
+
+def whole_loss(output: Any, batch: Any) -> Tensor:
+    return loss_of(output)
+
+
+def assert_same_state(pipe: Pipeline, model: nn.Module, *, exactly: bool = True) -> None:
+    state, expected = pipe.state_dict(), model.state_dict()
+    assert state is not None and list(state) == list(expected)
+    for name, tensor in expected.items():
+        if exactly:
+            assert torch.equal(state[name], tensor), name
+        else:
+            torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+OTHERS = [(schedule, case) for schedule in ("zb-h1", "gpipe-recompute", "chimera") for case in ("tied", "skips")]
+OTHERS += [("zb-h1", "experts, by a hook"), ("gpipe-recompute", "images"), ("gpipe-recompute", "repeated block")]
+
+
+@pytest.mark.parametrize(("schedule", "case"), [*(("1f1b", case) for case in CASES if case != "sequence"), *OTHERS])
+def test_any_model_trains_as_in_one_process(schedule, case):
+    make, args, kwargs = CASES[case]
+    model = made(make)
+    expected = copy.deepcopy(model)
+    workers = 2 if schedule == "chimera" else 3
+    pipe = Pipeline(model, whole_loss, optimizer=SGD, schedule=schedule, num_workers=workers, num_microbatches=2)
+    pieces = [(tuple(args), kwargs)] * 2
+    losses = [pipe.step(microbatches=[as_pipeline_takes_it(args, kwargs, model)] * 2) for _ in range(2)]
+    expected_losses = plain(expected, [pieces] * 2)
+    exactly = case not in SUMMED_BY_STAGE
+    assert losses == expected_losses if exactly else losses == pytest.approx(expected_losses, rel=1e-6)
+    assert_same_state(pipe, expected, exactly=exactly)
+
+
+def lm_batch(rows: int = 4) -> dict[str, Tensor]:
+    return {"ids": ids(rows, 5), "mask": PADDED[:1].expand(rows, 5), "labels": ids(rows, 5)}
+
+
+def rows_of(batch: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
+    return {name: tensor[rows] for name, tensor in batch.items()}
+
+
+def test_a_dict_goes_in_by_name_and_the_loss_comes_from_inside():
+    model = made(models.Tied)
+    expected = copy.deepcopy(model)
+    pipe = Pipeline(model, optimizer=SGD, num_workers=2, num_microbatches=2)
+    batch = lm_batch()
+    pieces = [((), rows_of(batch, rows)) for rows in (slice(0, 2), slice(2, 4))]
+    assert pipe.step(batch) == plain(expected, [pieces])[0]
+    assert_same_state(pipe, expected, exactly=False)
+    logits = pipe.predict({"ids": batch["ids"], "mask": batch["mask"]})["logits"]
+    torch.testing.assert_close(logits, expected(batch["ids"], batch["mask"])["logits"])
+    assert pipe.evaluate(batch) == pytest.approx(expected(**batch)["loss"].item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_shared_parameters_are_counted_once_in_the_norm(num_workers):
+    model = made(models.Tied)
+    expected, batch = copy.deepcopy(model), lm_batch()
+    pipe = Pipeline(model, optimizer=SGD, num_workers=num_workers, num_microbatches=1, max_grad_norm=0.01)
+    expected(**batch)["loss"].backward()
+    norm = torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.01).item()
+    SGD(expected.parameters()).step()
+    pipe.step(batch)
+    assert pipe.grad_norm == norm
+    assert_same_state(pipe, expected)
+
+
+def test_a_function_that_makes_the_model_gives_the_same_weights_in_any_cut():
+    states = []
+    for num_workers in (1, 3):
+        pipe = Pipeline(models.Tied, optimizer=SGD, num_workers=num_workers, num_microbatches=1, seed=3)
+        pipe.step(lm_batch())
+        states.append(pipe.state_dict())
+    assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
+def test_dropout_does_not_depend_on_the_cut():
+    losses = []
+    for num_workers in (1, 3):
+        pipe = Pipeline(
+            partial(models.Tied, dropout=0.3), optimizer=SGD, num_workers=num_workers, num_microbatches=2, seed=3
+        )
+        losses.append([pipe.step(lm_batch()) for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert losses[0][0] == losses[1][0]
+
+
+def test_what_is_left_over_is_the_loss_functions():
+    model = made(models.Nested)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(output, batch["wanted"])
+
+    pipe = Pipeline(model, loss, optimizer=SGD, num_workers=2, num_microbatches=2)
+    x, y = floats(4, 6), floats(4, 8)
+    expected = nn.functional.mse_loss(model(x), y).item()
+    assert pipe.step({"x": x, "wanted": y}) == pytest.approx(expected)
+    pair = Pipeline(made(models.Nested), nn.functional.mse_loss, optimizer=SGD, num_workers=2, num_microbatches=2)
+    assert pair.step((x, y)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (None, "pass a batch"),
+        ({"ids": ids(2, 5)}, "returned a dict and no loss: pass a batch from which it computes one"),
+        ({"ids": ids(2, 5), "labels": ids(3, 5)}, r"agree in dimension 0, or have 1 there; found \(2, 5\), \(3, 5\)"),
+        ({"ids": ids(2, 5), "word": ids(2, 5)}, r"Tied.* unexpected keyword argument 'word'"),
+    ],
+)
+def test_batches_that_cannot_be_trained_on_are_refused_in_a_sentence(batch, says):
+    pipe = Pipeline(made(models.Tied), optimizer=SGD, num_workers=2, num_microbatches=2)
+    with pytest.raises(ConfigError, match=says):
+        pipe.step(batch)

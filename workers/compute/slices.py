@@ -1,0 +1,115 @@
+"""What a stage computes: its slice of the model, as a shard sees it. A list of layers is one kind of slice."""
+
+from __future__ import annotations
+
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from ..transport.payload import Tree, tensors_of
+
+#: (unit of the model, number of the operation around the units; 0: the unit) whose random numbers are drawn next
+Seed = Callable[[int, int], None]
+#: (kind of layer, ns) as in `LayerTime`
+Times = list[tuple[int, int]]
+#: ranks of parameters of one layer lie below so many
+_MOST_IN_LAYER = 2**20
+
+
+class Slice(Protocol):
+    """A slice of the model: modules that own parameters by the unsplit model's names, and a forward.
+
+    Attributes:
+        first: its first unit (layer, or call of a block), by which its random numbers are known.
+        takes_fields: whether it wants the microbatch's own fields; else they are the payload of the first stage.
+        modules: all whose modes follow those of a run.
+        own: those of them that compute here, whose buffers and attributes a forward may write.
+        shared: names of parameters that other stages hold too -> all those stages.
+    """
+
+    first: int
+    takes_fields: bool
+    shared: Mapping[str, Sequence[int]]
+    modules: list[nn.Module]
+    own: list[nn.Module]
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return each parameter once, by its name in the unsplit model."""
+
+    def ranks(self) -> Mapping[str, int]:
+        """Return numbers that sort the parameters as the unsplit model does; those of other stages differ."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the slice's tensors by the names that they have in the unsplit model."""
+
+    def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
+        """Compute.
+
+        Args:
+            tree: what comes from the stage before.
+            fields: the microbatch's own, if they are wanted.
+            seed: called before random numbers are drawn.
+            times: what layers take is appended, if that is wanted.
+        """
+
+
+class Layers:
+    """A list of layers, each called with what the one before returned.
+
+    Args:
+        layers: (index in the whole model, module), in order.
+    """
+
+    takes_fields = False
+    shared: Mapping[str, Sequence[int]] = {}
+
+    def __init__(self, layers: Sequence[tuple[int, nn.Module]]) -> None:
+        self.layers = list(layers)
+        self.first = self.layers[0][0]
+        self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
+        self.own = self.modules
+        self._kinds: dict[tuple[Any, ...], int] = {}
+
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        found: dict[nn.Parameter, str] = {}
+        for index, module in self.layers:
+            for name, parameter in module.named_parameters():
+                found.setdefault(parameter, f"{index}.{name}")
+        return [(name, parameter) for parameter, name in found.items()]
+
+    def ranks(self) -> Mapping[str, int]:
+        named = enumerate(name for name, _ in self.named_parameters())
+        return {name: int(name.partition(".")[0]) * _MOST_IN_LAYER + number for number, name in named}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        named = ((index, module.state_dict()) for index, module in self.layers)
+        return {f"{index}.{name}": tensor for index, state in named for name, tensor in state.items()}
+
+    def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
+        for index, module in self.layers:
+            seed(index, 0)
+            try:
+                tree = module(tree) if times is None else self._timed(index, module, tree, times)
+            except Exception as error:
+                note(error, f"in layer {index} ({type(module).__name__})")
+                raise
+        return tree
+
+    def _timed(self, index: int, module: nn.Module, tree: Tree, times: Times) -> Tree:
+        """Call a layer and note how long it took."""
+        key = index, *(tensor.shape for tensor in tensors_of(tree))
+        kind = self._kinds.get(key)
+        if kind is None:
+            kind = self._kinds[key] = zlib.crc32(repr((module, key[1:])).encode())
+        begin = time.perf_counter_ns()
+        output = module(tree)
+        times.append((kind, time.perf_counter_ns() - begin))
+        return output
+
+
+def note(error: Exception, where: str) -> None:
+    """Add to an error where it happened, as `add_note` does from Python 3.11 on."""
+    error.__notes__ = [*getattr(error, "__notes__", ()), where]
