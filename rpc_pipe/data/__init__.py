@@ -14,9 +14,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .image_files import images
     from .loader import Batch, Loader
+    from .maps import dataset
+    from .opening import open_source
     from .order import Order
+    from .packing import pack
     from .source import Source
+    from .storage import Storage
+    from .tables import table
+    from .text_files import text
     from .token_files import tokens
 
 _HOMES = {
@@ -24,6 +31,13 @@ _HOMES = {
     "Loader": "loader",
     "Order": "order",
     "Source": "source",
+    "Storage": "storage",
+    "dataset": "maps",
+    "images": "image_files",
+    "open_source": "opening",
+    "pack": "packing",
+    "table": "tables",
+    "text": "text_files",
     "tokens": "token_files",
 }
 __all__ = [
@@ -31,6 +45,13 @@ __all__ = [
     "Loader",
     "Order",
     "Source",
+    "Storage",
+    "dataset",
+    "images",
+    "open_source",
+    "pack",
+    "table",
+    "text",
     "tokens",
 ]
 

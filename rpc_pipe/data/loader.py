@@ -20,9 +20,9 @@ from .bijection import Numbers
 from .order import Order
 from .reading import Reader, Share, Shares
 from .residency import chunk_memory, widest_window
+from .sizes import num_bytes
 from .source import Source, Wanted
 
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 #: of the memory, batches that are made ahead take this share at most
 _AHEAD = 16
 _WINDOW = re.compile(r", window (\d+)$")
@@ -74,10 +74,11 @@ class Loader:
                 f"replica {replica} of {replicas}: must be 0 to {replicas - 1}, each with a row of {rows}"
             )
         self.source, self.rows, self.seed = source, rows, seed
-        self._memory, self._asked, self._shuffle, self._timeout_s = num_bytes(memory), window, shuffle, timeout_s
-        self._ahead_bytes = max(2 * source.sample_bytes * rows // replicas, self._memory // _AHEAD)
-        self._room = chunk_memory(self._memory, self._ahead_bytes)
-        self._widest = widest_window(source.num_bytes, self._room)
+        self._memory, self._asked, self._shuffle, self.timeout_s = num_bytes(memory), window, shuffle, timeout_s
+        #: bytes that batches made ahead, and that chunks may take
+        self.ahead_bytes = max(2 * source.sample_bytes * rows // replicas, self._memory // _AHEAD)
+        self.room = chunk_memory(self._memory, self.ahead_bytes)
+        self._widest = widest_window(source.num_bytes, self.room)
         total = None if epochs is None else epochs * int(source.sizes.sum())
         self._shares = Shares(rows, replica, replicas, total)
         self._position = 0
@@ -165,8 +166,8 @@ class Loader:
     def read(self, share: Share, wanted: Wanted) -> tuple[tuple[Tree, Tree], int, str]:
         """Return what is wanted of a batch, how many ns it was waited for, and what for mostly."""
         if self._reader is None:
-            sizes = self._room, self._ahead_bytes
-            self._reader = Reader(self.source, self.order, self._shares, *sizes, self._timeout_s)
+            sizes = self.room, self.ahead_bytes
+            self._reader = Reader(self.source, self.order, self._shares, *sizes, self.timeout_s)
             weakref.finalize(self, self._reader.close)
         return self._reader.take(share.start, wanted)
 
@@ -223,19 +224,3 @@ class Batch(LazyBatch):
         if self._both is None:
             self._both = self.read(True, True)
         return self._both[index]
-
-
-def num_bytes(size: int | str) -> int:
-    """Return how many bytes `size` says: a number, or such as `500MB`, `2GB` or `1.5GiB`.
-
-    Raises:
-        ConfigError: it is no size, or not above 0.
-    """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]*)\s*", str(size).lower())
-    try:
-        value = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    except (KeyError, ValueError):
-        value = 0
-    if value < 1:
-        raise ConfigError(f"memory {size!r}: must be a number of bytes above 0, such as 500MB, 2GB or 1.5GiB")
-    return value

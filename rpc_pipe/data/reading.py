@@ -62,7 +62,8 @@ class Reader:
         self.busy = Busy()
         self._source, self._order, self._shares = source, order, shares
         self._ahead_bytes, self._timeout_s = ahead_bytes, timeout_s
-        self.residency = Residency(source, order, room, self.busy, timeout_s)
+        epochs = None if shares.total is None else -(-shares.total // order.num_samples)
+        self.residency = Residency(source, order, room, self.busy, timeout_s, epochs)
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._wanted = Wanted(False, False)

@@ -54,11 +54,15 @@ class Residency:
 
     Args:
         room: bytes that chunks may take.
+        epochs: behind so many nothing is needed; None: there is no end.
         timeout_s: how long loading a chunk may take.
     """
 
-    def __init__(self, source: Source, order: Order, room: int, busy: Busy, timeout_s: float) -> None:
+    def __init__(
+        self, source: Source, order: Order, room: int, busy: Busy, timeout_s: float, epochs: int | None = None
+    ) -> None:
         self._source, self._order, self._room, self._busy, self._timeout_s = source, order, room, busy, timeout_s
+        self._epochs = epochs
         self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
         self._held: dict[int, Future[Chunk]] = {}
         self._bytes = 0
@@ -107,9 +111,9 @@ class Residency:
         return min(len(self._source.num_bytes), max(1, self._room // smallest))
 
     def _next(self, epoch: int, block: int) -> Iterator[int]:
-        """Yield the chunks that come after the block, without end."""
+        """Yield the chunks that come after the block."""
         place = block + self._order.epoch(epoch).window
-        while True:
+        while self._epochs is None or epoch < self._epochs:
             yield from self._order.epoch(epoch).chunks[place:].tolist()
             epoch, place = epoch + 1, 0
 

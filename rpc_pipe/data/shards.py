@@ -37,6 +37,8 @@ class Shard:
     num_bytes: int
     #: CRC-32, where an index has it
     checksum: int | None = None
+    #: where an index has it
+    num_tokens: int | None = None
 
     @property
     def remote(self) -> bool:
@@ -159,7 +161,9 @@ def _indexed(
     try:
         index = json.loads(text)
         listed = [
-            Shard(entry["name"], f"{root}/{entry['name']}", int(entry["bytes"]), int(entry["crc32"], 16))
+            Shard(
+                entry["name"], f"{root}/{entry['name']}", int(entry["bytes"]), int(entry["crc32"], 16), entry["tokens"]
+            )
             for entry in index.pop("shards")
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:

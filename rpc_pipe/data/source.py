@@ -7,11 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ..dependency import ConfigError
-from ..workers.transport.payload import Tree
 from .bijection import Numbers
+
+if TYPE_CHECKING:
+    from ..workers.transport.payload import Tree
 
 #: what may keep a batch from being there
 Cause = Literal["disk", "network", "decode"]

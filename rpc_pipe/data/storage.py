@@ -15,21 +15,23 @@ import shutil
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeVar
 
 from ..dependency import DataError
 from .shards import Shard
 from .source import Busy, need
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 4
 #: how long the second attempt waits; each further one twice as long
 _FIRST_WAIT_S = 0.5
 _BLOCK = 2**20
+_RESERVED, _FORGOTTEN_S = ".reserved", 3600.0
 #: how long an HTTP server may be silent
 _SILENT_S = 30.0
 
@@ -83,6 +85,30 @@ class Storage:
             )
         return path
 
+    def use(self, shard: Shard, busy: Busy, read: Callable[[Path], T]) -> T:
+        """Return what `read` makes of a complete file with the shard.
+
+        Whoever makes room in the cache may take the file away before it is open; then it is fetched again.
+
+        Raises:
+            DataError: as `local`, or as `read`.
+        """
+        for _ in range(_ATTEMPTS):
+            path = self.local(shard, busy)
+            try:
+                return read(path)
+            except Exception:
+                if not shard.remote or path.exists():
+                    raise
+        raise DataError(f"shard {shard.name}: others take it out of the cache {self.folder} as soon as it is there")
+
+    @contextmanager
+    def alone(self, name: str) -> Iterator[None]:
+        """Be the only process that does in the body what `name` says."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with _locked(self.folder / f".{name}.lock"):
+            yield
+
     def _name(self, shard: Shard) -> str:
         told = f"{shard.place}\0{shard.num_bytes}\0{shard.checksum}"
         return f"{hashlib.sha256(told.encode()).hexdigest()[:16]}-{shard.name.rsplit('/', 1)[-1]}"
@@ -95,8 +121,7 @@ class Storage:
                 if path.exists() and path.stat().st_size == shard.num_bytes:
                     os.utime(path)
                 else:
-                    with busy.on("network"):
-                        self._make_room(shard)
+                    with busy.on("network"), self._room(shard):
                         self._fetch(shard, path)
         except OSError as error:
             raise self._no_room(shard, error) from error
@@ -110,6 +135,19 @@ class Storage:
             )
         return DataError(f"shard {shard.name}: the cache {self.folder} cannot be written: {error}")
 
+    @contextmanager
+    def _room(self, shard: Shard) -> Iterator[None]:
+        """Have room for the shard in the body, also against others who fetch at the same time."""
+        mark = self.folder / f".{self._name(shard)}.{os.getpid()}{_RESERVED}"
+        with _locked(self.folder / ".room.lock"):
+            self._make_room(shard)
+            with mark.open("wb") as file:
+                file.truncate(shard.num_bytes)  # takes no room itself
+        try:
+            yield
+        finally:
+            mark.unlink(missing_ok=True)
+
     def _make_room(self, shard: Shard) -> None:
         """Drop what is needed last until the shard fits under the limit and onto the disk."""
         if self._limit is not None and shard.num_bytes > self._limit:
@@ -117,29 +155,35 @@ class Storage:
                 f"shard {shard.name}: has {shard.num_bytes} bytes, and the cache {self.folder} is limited to "
                 f"{self._limit}; raise cache_bytes"
             )
-        held = self._held()
-        total = sum(size for _, size, _ in held)
+        held, reserved = self._held()
+        total = reserved + sum(size for _, size, _ in held)
         with self._lock:
             rank = dict(self._rank)
         # What nobody here needs goes first, the longest unused before others; then what is needed last.
         held.sort(key=lambda entry: (-rank.get(entry[0].name, len(rank) + 1), entry[2]))
         for path, size, _ in held:
             free = shutil.disk_usage(self.folder).free
-            if (self._limit is None or total + shard.num_bytes <= self._limit) and free > shard.num_bytes:
+            if (self._limit is None or total + shard.num_bytes <= self._limit) and free > shard.num_bytes + reserved:
                 return
             path.unlink(missing_ok=True)  # who has mapped it keeps it
             total -= size
 
-    def _held(self) -> list[tuple[Path, int, float]]:
-        found = []
+    def _held(self) -> tuple[list[tuple[Path, int, float]], int]:
+        """Return the shards in the cache, each with size and time of use, and the bytes that will come."""
+        found, reserved = [], 0
         for path in self.folder.iterdir():
+            try:
+                stat = path.stat()
+            except FileNotFoundError:  # another process made room
+                continue
             if not path.name.startswith("."):
-                try:
-                    stat = path.stat()
-                except FileNotFoundError:  # another process made room
-                    continue
                 found.append((path, stat.st_size, stat.st_mtime))
-        return found
+            elif path.name.endswith(_RESERVED):
+                if time.time() - stat.st_mtime > _FORGOTTEN_S:  # by a process that was killed
+                    path.unlink(missing_ok=True)
+                else:
+                    reserved += stat.st_size
+        return found, reserved
 
     def _fetch(self, shard: Shard, path: Path) -> None:
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -173,6 +217,26 @@ class Storage:
             raise OSError(f"{size} bytes came of {shard.num_bytes}")
         if shard.checksum is not None and checksum(partial) != shard.checksum:
             raise OSError("its checksum differs from the index")
+
+    @contextmanager
+    def opened(self, shard: Shard) -> Iterator[BinaryIO]:
+        """Have a shard open for reading here and there; one from elsewhere is not copied as a whole.
+
+        Raises:
+            DataError: it cannot be opened.
+        """
+        try:
+            if shard.remote:
+                files, path = self._files(shard)
+                file = files.open(path, "rb")
+            else:
+                file = self.local(shard, Busy()).open("rb")
+        except (OSError, TimeoutError) as error:
+            raise DataError(
+                f"shard {shard.name}: {shard.place} cannot be opened: {error or type(error).__name__}"
+            ) from error
+        with file:
+            yield file
 
     def _files(self, shard: Shard) -> tuple[Any, str]:
         fsspec = need("fsspec", f"shard {shard.name}")

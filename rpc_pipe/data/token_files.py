@@ -102,12 +102,16 @@ def _span(shard: Shard, dtype: str | None, index: dict[str, Any], storage: Stora
                 "it is truncated, or dtype is wrong"
             )
         return Span(shard, kind, 0, shard.num_bytes // kind.itemsize)
-    path = storage.local(shard, Busy())
+    if shard.num_tokens is not None:
+        kind = np.dtype(index["dtype"]).newbyteorder("<")
+        return Span(shard, kind, shard.num_bytes - shard.num_tokens * kind.itemsize, shard.num_tokens)
     try:
-        with path.open("rb") as file:
+        with storage.opened(shard) as file:
             shape, _, kind = _npy_header(file)
             offset = file.tell()
     except (ValueError, OSError) as error:
+        if isinstance(error, DataError):
+            raise
         raise DataError(f"shard {shard.name}: is no .npy file, or a truncated one: {error}") from error
     if len(shape) != 1 or kind.kind not in "ui":
         raise ConfigError(f"shard {shard.name}: is {kind} of shape {shape}; tokens are whole numbers of one dimension")
@@ -147,11 +151,9 @@ class Tokens(Source):
 
     def load(self, chunk: int, busy: Busy) -> Chunk:
         span = self._spans[chunk]
-        path = self._storage.local(span.shard, busy)
+        loaded = self._storage.use(span.shard, busy, lambda path: TokenChunk(path, span, self.context))
         with busy.on("disk"):
-            loaded = TokenChunk(path, span, self.context)
-            whole = span.num_bytes + 8 * self.context * span.dtype.itemsize >= span.shard.num_bytes
-            if whole and span.shard.checksum is not None and span.shard.name not in self._verified:
+            if span.shard.checksum is not None and span.shard.name not in self._verified:
                 loaded.verify()
                 self._verified.add(span.shard.name)
             else:

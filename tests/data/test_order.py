@@ -15,8 +15,8 @@ def test_a_bijection_of_every_size():
 
 
 def test_all_permutations_of_three_come_about_alike():
-    counts = Counter(tuple(permute(np.arange(3), 3, key(seed)).tolist()) for seed in range(6000))
-    assert len(counts) == 6 and min(counts.values()) > 850
+    counts = Counter(tuple(permute(np.arange(3), 3, key(seed)).tolist()) for seed in range(2000))
+    assert len(counts) == 6 and min(counts.values()) > 270
 
 
 def test_many_sizes_and_keys_at_once():

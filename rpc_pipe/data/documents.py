@@ -1,0 +1,92 @@
+"""Documents of text files, JSON lines and tables, from any place in them on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..dependency import ConfigError, DataError
+from .shards import Shard
+from .source import Busy, need
+from .storage import Storage
+
+ENDINGS = (".jsonl", ".txt", ".md", ".py", ".json", ".parquet")
+#: text files are read in pieces of about so many bytes
+_PIECE = 2**20
+
+
+class Document(NamedTuple):
+    """A text, or a piece of one."""
+
+    #: which file, and where in it: a byte, or a row of a table
+    file: int
+    at: int
+    text: bytes
+    #: whether the text ends here
+    ends: bool
+    #: bytes of the file that are behind, for progress
+    behind: int
+
+
+def documents(files: Sequence[Shard], storage: Storage, field: str, file: int, at: int) -> Iterator[Document]:
+    """Yield what the files hold from a place on.
+
+    Args:
+        field: of a JSON object, or the column of a table, that has the text.
+    """
+    for number in range(file, len(files)):
+        shard = files[number]
+        path = storage.local(shard, Busy())
+        start = at if number == file else 0
+        if shard.name.endswith(".jsonl"):
+            yield from _lines(path, shard, field, number, start)
+        elif shard.name.endswith(".parquet"):
+            yield from _rows(path, shard, field, number, start)
+        else:
+            yield from _pieces(path, number, start)
+
+
+def _lines(path: Path, shard: Shard, field: str, number: int, at: int) -> Iterator[Document]:
+    with path.open("rb") as file:
+        file.seek(at)
+        while line := file.readline():
+            begin, at = at, at + len(line)
+            if line.isspace():
+                continue
+            try:
+                text = json.loads(line)[field]
+                encoded = text.encode()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise DataError(
+                    f"shard {shard.name}: the line at byte {begin} is no JSON object with a text {field!r}"
+                ) from error
+            yield Document(number, begin, encoded, True, at)
+
+
+def _pieces(path: Path, number: int, at: int) -> Iterator[Document]:
+    """Cut a long text behind lines, or between characters."""
+    with path.open("rb") as file:
+        file.seek(at)
+        while piece := file.read(_PIECE):
+            piece += file.readline(_PIECE)
+            while file.peek(1)[:1] and file.peek(1)[0] & 0xC0 == 0x80:  # inside a character of UTF-8
+                piece += file.read(1)
+            yield Document(number, at, piece, not file.peek(1), at + len(piece))
+            at += len(piece)
+
+
+def _rows(path: Path, shard: Shard, field: str, number: int, at: int) -> Iterator[Document]:
+    table = need("pyarrow.parquet", f"shard {shard.name}").ParquetFile(path)
+    if field not in table.schema_arrow.names:
+        raise ConfigError(f"shard {shard.name}: has no column {field!r}; it has {', '.join(table.schema_arrow.names)}")
+    row = 0
+    for group in range(table.metadata.num_row_groups):
+        rows = table.metadata.row_group(group).num_rows
+        if row + rows > at:
+            for inside, text in enumerate(table.read_row_group(group, columns=[field])[field].to_pylist()):
+                if row + inside >= at and text is not None:
+                    behind = shard.num_bytes * (row + inside + 1) // max(1, table.metadata.num_rows)
+                    yield Document(number, row + inside, text.encode(), True, behind)
+        row += rows

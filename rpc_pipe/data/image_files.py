@@ -1,0 +1,140 @@
+"""A folder of images, one folder a class, decoded by Pillow; a chunk is some files, read as they are stored."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..dependency import ConfigError, DataError
+from .bijection import Numbers
+from .shards import Shard, find_shards, fingerprint
+from .source import Busy, Chunk, Source, Wanted, need
+from .storage import Storage
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+#: files of a chunk have about so many bytes, and are at most so many
+_CHUNK_BYTES, _CHUNK_FILES = 8 * 10**6, 1024
+
+Transform = Callable[[Any], Tensor]
+
+
+def images(
+    source: str | os.PathLike[str],
+    *,
+    size: int | None = None,
+    transform: Transform | None = None,
+    threads: int = 4,
+    storage: Storage | None = None,
+) -> Source:
+    """Return the images below `source` as samples: (image, number of its folder).
+
+    Args:
+        source: a folder with a folder for each class, here or as a URL; classes are numbered by name.
+        size: images are scaled to so many pixels a side, float32 `[rows, 3, size, size]` in 0 … 1.
+        transform: makes the tensor of a PIL image instead; all of one shape.
+        threads: that decode.
+
+    Raises:
+        ConfigError, DataError: there is no image, or neither size nor transform.
+    """
+    need("PIL.Image", "a folder of images")
+    if (size is None) == (transform is None):
+        raise ConfigError(f"images {source}: pass size=, pixels of a side, or else transform=, PIL image to tensor")
+    shards, _ = find_shards(source, ENDINGS)
+    return Images(os.fspath(source), shards, transform or _scaled(size or 0), size, threads, storage or Storage())
+
+
+def _scaled(size: int) -> Transform:
+    def scale(image: Any) -> Tensor:
+        pixels = np.asarray(image.convert("RGB").resize((size, size)), np.float32) / 255
+        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+    return scale
+
+
+class Images(Source):
+    """Files of images."""
+
+    def __init__(
+        self, name: str, shards: Sequence[Shard], transform: Transform, size: int | None, threads: int, storage: Storage
+    ) -> None:
+        self.name, self._files, self._transform, self._storage = name, shards, transform, storage
+        self.shards = [shard.name for shard in shards]
+        folders = [Path(shard.name).parts[0] if "/" in shard.name else "" for shard in shards]
+        #: names of the classes by number
+        self.classes = sorted(set(folders))
+        numbers = {folder: number for number, folder in enumerate(self.classes)}
+        self._labels = np.array([numbers[folder] for folder in folders], np.int64)
+        stored = np.array([shard.num_bytes for shard in shards], np.int64)
+        self._starts = _grouped(stored)
+        self.sizes = np.diff(self._starts)
+        ends = np.concatenate(([0], np.cumsum(stored)))
+        self.num_bytes = np.diff(ends[self._starts])
+        self.stored_bytes = int(stored.sum())
+        self.sample_bytes = 12 * size * size if size else 12 * 224 * 224
+        self.identity = f"{len(shards)} images, {len(self.classes)} classes, digest {fingerprint(shards, size)}"
+        self._pool = ThreadPoolExecutor(threads, "images")
+
+    def upcoming(self, chunks: Sequence[int]) -> None:
+        files = [shard for c in chunks for shard in self._files[self._starts[c] : self._starts[c + 1]]]
+        self._storage.upcoming(files)
+
+    def load(self, chunk: int, busy: Busy) -> Chunk:
+        first, last = int(self._starts[chunk]), int(self._starts[chunk + 1])
+        stored = []
+        for shard in self._files[first:last]:
+            with busy.on("disk"):
+                try:
+                    stored.append(self._storage.use(shard, busy, Path.read_bytes))
+                except OSError as error:
+                    raise DataError(f"image {shard.name}: cannot be read: {error.strerror}") from error
+        return ImageChunk(self, first, stored)
+
+    def decode(self, number: int, stored: bytes) -> Tensor:
+        """Return the image of a file as a tensor."""
+        pillow = need("PIL.Image", "a folder of images")
+        try:
+            with pillow.open(io.BytesIO(stored)) as image:
+                return self._transform(image)
+        except (OSError, SyntaxError, ValueError) as error:
+            raise DataError(f"image {self.shards[number]}: cannot be decoded: {error}") from error
+
+    def rows(self, first: int, stored: Sequence[bytes], numbers: Numbers, wanted: Wanted) -> tuple[Any, Any]:
+        """Return images and labels."""
+        labels = torch.from_numpy(self._labels[first + numbers]) if wanted.targets else None
+        if not wanted.inputs:
+            return None, labels
+        pixels = self._pool.map(lambda n: self.decode(first + n, stored[n]), numbers.tolist())
+        return torch.stack(list(pixels)), labels
+
+    def close(self) -> None:
+        """Threads end by themselves; the source may be read again."""
+
+
+def _grouped(sizes: Numbers) -> Numbers:
+    """Return where chunks of about equal bytes begin, and the end of the last."""
+    starts, size, count = [0], 0, 0
+    for number, each in enumerate(sizes.tolist()):
+        if count and (size + each > _CHUNK_BYTES or count == _CHUNK_FILES):
+            starts.append(number)
+            size = count = 0
+        size, count = size + each, count + 1
+    return np.array([*starts, len(sizes)], np.int64)
+
+
+class ImageChunk(Chunk):
+    """Files as they are stored."""
+
+    def __init__(self, source: Images, first: int, stored: list[bytes]) -> None:
+        self._source, self._first, self._stored = source, first, stored
+
+    def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Any, Any]:
+        return self._source.rows(self._first, self._stored, numbers, wanted)

@@ -1,0 +1,190 @@
+"""Shards made of text: tokens in a row, in files of equal size with an index.
+
+A shard appears when it is complete, and a note beside it says where the next one begins; so packing may be killed
+at any moment and goes on there. The index is written last: a folder with one is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..dependency import ConfigError, DataError
+from .documents import ENDINGS, Document, documents
+from .shards import INDEX, Roots, find_shards, fingerprint
+from .storage import Storage, checksum
+from .tokenizing import Tokenizer
+
+_NOTE = ".packing.json"
+#: texts that are made into tokens together
+_TOGETHER = 64
+
+#: told bytes that are behind, of how many, and how many shards there are
+Progress = Callable[[int, int, int], None]
+
+
+@dataclass
+class Packed:
+    """How far packing has come."""
+
+    identity: str
+    dtype: str
+    tokenizer: str
+    tokens: int = 0
+    shards: list[dict[str, Any]] = field(default_factory=list)
+    #: where the next shard begins: file, place in it, and how many of the tokens of the text there are behind
+    file: int = 0
+    at: int = 0
+    skip: int = 0
+
+
+def pack(
+    source: Roots,
+    out: str | os.PathLike[str],
+    *,
+    tokenizer: str | os.PathLike[str] = "bytes",
+    text_field: str = "text",
+    shard_bytes: int = 64 * 10**6,
+    storage: Storage | None = None,
+    progress: Progress | None = None,
+) -> Packed:
+    """Write the tokens of `source` as shards into the folder `out`; go on if it was begun before.
+
+    Args:
+        source: `.jsonl`, `.parquet` or text files, folders or patterns, here or as URLs.
+        text_field: key or column that has the text.
+
+    Raises:
+        ConfigError, DataError: there is no text, or the folder holds something else.
+    """
+    storage = storage or Storage()
+    files, _ = find_shards(source, ENDINGS)
+    makes = Tokenizer(tokenizer)
+    folder = Path(out)
+    identity = fingerprint(files, _told(makes), text_field, shard_bytes)
+    packed = _begun(folder, Packed(identity, makes.dtype.name, makes.name))
+    if (folder / INDEX).exists():
+        return packed
+    per_shard = max(2, shard_bytes // makes.dtype.itemsize)
+    before = [sum(f.num_bytes for f in files[:number]) for number in range(len(files) + 1)]
+    for partial in folder.glob(".*.partial"):  # of a process that was killed
+        partial.unlink(missing_ok=True)
+    writer = _Writer(folder, packed, makes.dtype, per_shard)
+    texts = documents(files, storage, text_field, packed.file, packed.at)
+    while together := list(islice(texts, _TOGETHER)):
+        for document, tokens in zip(together, makes([each.text for each in together]), strict=True):
+            if makes.end is not None and document.ends:
+                tokens = np.append(tokens, np.asarray(makes.end, makes.dtype))
+            writer.add(document, tokens)
+        if progress is not None:
+            progress(before[together[-1].file] + together[-1].behind, before[-1], len(packed.shards))
+    writer.finish()
+    if not packed.tokens:
+        raise ConfigError(f"data {', '.join(f.name for f in files[:3])}: there is no text in it")
+    _write_index(folder, packed)
+    return packed
+
+
+def _told(makes: Tokenizer) -> str:
+    path = Path(makes.name) / "tokenizer.json" if Path(makes.name).is_dir() else Path(makes.name)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else makes.name
+
+
+def _begun(folder: Path, new: Packed) -> Packed:
+    """Return how far the folder has come, if it is of the same text."""
+    if folder.is_file():
+        raise ConfigError(f"{folder}: is a file; name a folder for the shards")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (INDEX, _NOTE):
+            if (folder / name).exists():
+                told = json.loads((folder / name).read_text())
+                found = Packed(**{key: told[key] for key in asdict(new)})
+                if found.identity != new.identity:
+                    raise ConfigError(
+                        f"{folder}: holds shards of another text, or made otherwise ({len(found.shards)} shards, "
+                        f"tokenizer {found.tokenizer}); name another folder"
+                    )
+                return found
+        others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    except OSError as error:
+        raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{folder}: its {INDEX} is not one of rpc-pipe; name another folder") from error
+    if others:
+        raise ConfigError(f"{folder}: is not empty ({others[0]}); name another folder")
+    return new
+
+
+class _Writer:
+    """Cuts tokens into shards."""
+
+    def __init__(self, folder: Path, packed: Packed, dtype: np.dtype[Any], per_shard: int) -> None:
+        self._folder, self._packed, self._dtype, self._per_shard = folder, packed, dtype, per_shard
+        self._parts: list[NDArray[Any]] = []
+        self._count = 0
+        self._skip = packed.skip
+
+    def add(self, document: Document, tokens: NDArray[Any]) -> None:
+        behind, self._skip = self._skip, 0
+        tokens = tokens[behind:]
+        while self._count + len(tokens) >= self._per_shard:
+            taken = self._per_shard - self._count
+            self._parts.append(tokens[:taken])
+            tokens, behind = tokens[taken:], behind + taken
+            self._write(document.file, document.at, behind)
+        self._parts.append(tokens)
+        self._count += len(tokens)
+
+    def finish(self) -> None:
+        if self._count:
+            self._write(-1, 0, 0)
+
+    def _write(self, file: int, at: int, skip: int) -> None:
+        packed = self._packed
+        tokens = np.concatenate(self._parts).astype(self._dtype.newbyteorder("<"))
+        name = f"shard-{len(packed.shards):05d}.npy"
+        held = io.BytesIO()
+        np.save(held, tokens)
+        path = self._folder / name
+        _write_file(path, held.getbuffer())
+        packed.shards.append({
+            "name": name, "bytes": path.stat().st_size, "crc32": f"{checksum(path):08x}", "tokens": len(tokens)
+        })  # fmt: skip
+        packed.tokens += len(tokens)
+        self._parts, self._count = [], 0
+        if file >= 0:
+            packed.file, packed.at, packed.skip = file, at, skip
+            _write_file(self._folder / _NOTE, json.dumps(asdict(packed)).encode())
+
+
+def _write_index(folder: Path, packed: Packed) -> None:
+    _write_file(folder / INDEX, json.dumps(asdict(packed), indent=1).encode())
+    (folder / _NOTE).unlink(missing_ok=True)
+
+
+def _write_file(path: Path, content: bytes | memoryview) -> None:
+    """Write a file that is complete whenever it is there."""
+    partial = path.with_name(f".{path.name.lstrip('.')}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be written: {error.strerror}") from error
+    finally:
+        partial.unlink(missing_ok=True)

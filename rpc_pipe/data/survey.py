@@ -1,0 +1,89 @@
+"""What data are, and what reading them will take, before anything trains."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from .loader import Loader
+from .residency import Residency
+from .source import Busy, Chunk, Source, Wanted
+
+#: the disk is measured for about so long
+_MEASURED_S = 1.0
+#: positions whose samples' distance is looked at
+_LOOKED_AT = 4096
+
+
+@dataclass(frozen=True)
+class Survey:
+    """Figures of a source, read with a limit of memory."""
+
+    shards: int
+    samples: int
+    #: as they are stored
+    bytes: int
+    chunks: int
+    #: chunks that samples are mixed from at a time
+    window: int
+    #: how often a chunk is loaded in an epoch, on average
+    loads_per_epoch: float
+    #: chunks and batches, at most at once
+    peak_mb: float
+    #: samples between where a sample is stored and where it comes, on average; a third of all for a full shuffle
+    mean_displacement: float
+    #: that chunks come from this disk, or over the network
+    mb_per_s: float
+
+    def as_json(self) -> dict[str, float]:
+        """Return everything by name."""
+        return asdict(self)
+
+
+def survey(loader: Loader) -> Survey:
+    """Return the figures of what a loader would read."""
+    source, order = loader.source, loader.order
+    dry = Residency(_Dry(source), order, loader.room, Busy(), loader.timeout_s, epochs=1)
+    epoch = order.epoch(0)
+    for block in range(epoch.num_blocks):
+        dry.enter(0, block)
+    dry.close()
+    count = order.num_samples
+    places = np.unique(np.linspace(0, count - 1, _LOOKED_AT, dtype=np.int64))
+    moved = [abs(int(order.samples(place, place + 1)[0]) - place) for place in places.tolist()]
+    return Survey(
+        shards=len(source.shards),
+        samples=count,
+        bytes=source.stored_bytes,
+        chunks=order.num_chunks,
+        window=order.window,
+        loads_per_epoch=dry.loads / order.num_chunks,
+        peak_mb=(dry.peak_bytes + min(loader.ahead_bytes, count * source.sample_bytes)) / 1e6,
+        mean_displacement=float(np.mean(moved)),
+        mb_per_s=_speed(source, epoch.chunks),
+    )
+
+
+def _speed(source: Source, chunks: np.typing.NDArray[np.int64]) -> float:
+    """Load chunks for a while."""
+    begin, loaded = time.perf_counter(), 0
+    for chunk in chunks.tolist():
+        held = source.load(chunk, Busy())
+        held.read(np.arange(min(1, int(source.sizes[chunk]))), Wanted())
+        held.close()
+        loaded += int(source.num_bytes[chunk])
+        if time.perf_counter() - begin > _MEASURED_S:
+            break
+    return loaded / 1e6 / (time.perf_counter() - begin)
+
+
+class _Dry(Source):
+    """Chunks that take room, but are not read."""
+
+    def __init__(self, source: Source) -> None:
+        self.name, self.sizes, self.num_bytes = source.name, source.sizes, source.num_bytes
+
+    def load(self, chunk: int, busy: Busy) -> Chunk:
+        return Chunk()

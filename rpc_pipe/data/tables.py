@@ -1,0 +1,218 @@
+"""Arrow and Parquet: a chunk is a row group of a Parquet file, or a record batch of an Arrow file, by pyarrow."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from ..dependency import ConfigError, DataError
+from ..workers.transport.payload import Tree
+from .bijection import Numbers
+from .shards import Roots, Shard, find_shards, fingerprint, roots_of
+from .source import Busy, Chunk, Source, Wanted, need
+from .storage import Storage
+
+ENDINGS = (".parquet", ".arrow", ".feather")
+
+Columns = str | Sequence[str]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that lie together in a shard: a chunk."""
+
+    shard: Shard
+    number: int
+    rows: int
+    num_bytes: int
+
+
+def table(source: Roots, inputs: Columns, targets: Columns, *, storage: Storage | None = None) -> Source:
+    """Return the rows of Parquet or Arrow files as samples.
+
+    A column of numbers becomes `[rows]`, one of lists of equal length `[rows, length]`.
+
+    Args:
+        source: files, folders or patterns, here or as URLs; `.parquet`, or `.arrow` and `.feather` files.
+        inputs, targets: a column, which is given as a tensor; or several, which are given as a dict.
+
+    Raises:
+        ConfigError, DataError: there is no such file or column.
+    """
+    need("pyarrow", "a table")
+    shards, _ = find_shards(source, ENDINGS)
+    storage = storage or Storage()
+    columns = list(dict.fromkeys([*_listed(inputs), *_listed(targets)]))
+    opened = [_groups(shard, storage, columns) for shard in shards]
+    groups = [group for found in opened for group in found]
+    if not sum(group.rows for group in groups):
+        raise ConfigError(f"data {', '.join(roots_of(source))}: the files have no rows")
+    return Table(", ".join(roots_of(source)), groups, inputs, targets, storage)
+
+
+def _listed(columns: Columns) -> list[str]:
+    return [columns] if isinstance(columns, str) else list(columns)
+
+
+def _opened(place: Path | BinaryIO, shard: Shard) -> Any:
+    """Return a Parquet file, or the record batches of an Arrow file, which are mapped."""
+    arrow = need("pyarrow", f"shard {shard.name}")
+    try:
+        if shard.name.endswith(".parquet"):
+            return need("pyarrow.parquet", f"shard {shard.name}").ParquetFile(place)
+        file = arrow.memory_map(str(place)) if isinstance(place, Path) else arrow.PythonFile(place)
+        try:
+            batches = arrow.ipc.open_file(file)
+            return [batches.get_batch(number) for number in range(batches.num_record_batches)]
+        except arrow.ArrowInvalid:  # the form without an index at its end, which `datasets` writes
+            file.seek(0)
+            return list(arrow.ipc.open_stream(file))
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"shard {shard.name}: cannot be read, it may be truncated: {_first(error)}") from error
+
+
+def _first(error: BaseException) -> str:
+    return str(error).split("\n")[0]
+
+
+def schema_of(shard: Shard, storage: Storage) -> Any:
+    """Return the Arrow schema of a file."""
+    with storage.opened(shard) as file:
+        return _schema(_opened(_place(file), shard), shard)
+
+
+def _place(file: BinaryIO) -> Path | BinaryIO:
+    """Return the path of a local file, which can be mapped, or else the file."""
+    return Path(file.name) if isinstance(file, io.BufferedReader) and isinstance(file.name, str) else file
+
+
+def _schema(file: Any, shard: Shard) -> Any:
+    if isinstance(file, list) and not file:
+        raise DataError(f"shard {shard.name}: has no rows")
+    return file[0].schema if isinstance(file, list) else file.schema_arrow
+
+
+def _groups(shard: Shard, storage: Storage, columns: Sequence[str]) -> list[Group]:
+    with storage.opened(shard) as opened:
+        return _listed_groups(_opened(_place(opened), shard), shard, columns)
+
+
+def _listed_groups(file: Any, shard: Shard, columns: Sequence[str]) -> list[Group]:
+    names = _schema(file, shard).names
+    for column in columns:
+        if column not in names:
+            raise ConfigError(f"shard {shard.name}: has no column {column!r}; it has {', '.join(map(repr, names))}")
+    if isinstance(file, list):
+        sizes = [(batch.num_rows, batch.select(columns).nbytes) for batch in file]
+    else:
+        found = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        sizes = [(group.num_rows, _decoded_bytes(group, columns)) for group in found]
+    return [Group(shard, number, rows, max(1, size)) for number, (rows, size) in enumerate(sizes)]
+
+
+def _decoded_bytes(group: Any, columns: Sequence[str]) -> int:
+    """Return about how many bytes the columns of a row group take in memory, which may be more than is stored."""
+    chosen = [group.column(i) for i in range(group.num_columns)]
+    chosen = [c for c in chosen if c.path_in_schema.split(".")[0] in columns]
+    return sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in chosen)
+
+
+def _rows(path: Path, group: Group, columns: Sequence[str]) -> Any:
+    """Return the rows of a group, as pyarrow has them."""
+    arrow = need("pyarrow", f"shard {group.shard.name}")
+    file = _opened(path, group.shard)
+    try:
+        if isinstance(file, list):
+            return arrow.Table.from_batches([file[group.number].select(columns)])
+        return file.read_row_group(group.number, columns=columns, use_threads=False)
+    except (arrow.ArrowException, OSError, IndexError) as error:
+        text = f"rows of group {group.number} cannot be read, it may be truncated: {_first(error)}"
+        raise DataError(f"shard {group.shard.name}: {text}") from error
+
+
+class Table(Source):
+    """Row groups."""
+
+    def __init__(self, name: str, groups: Sequence[Group], inputs: Columns, targets: Columns, storage: Storage) -> None:
+        self.name = name
+        self._groups, self._inputs, self._targets, self._storage = groups, inputs, targets, storage
+        shards = list({group.shard.name: group.shard for group in groups}.values())
+        self.shards = [shard.name for shard in shards]
+        self.sizes = np.array([group.rows for group in groups], np.int64)
+        self.num_bytes = np.array([group.num_bytes for group in groups], np.int64)
+        self.stored_bytes = sum(shard.num_bytes for shard in shards)
+        samples = int(self.sizes.sum())
+        self.sample_bytes = int(self.num_bytes.sum()) // samples + 1
+        digest = fingerprint(shards, inputs, targets, self.sizes.tolist())
+        self.identity = f"{len(shards)} shards, {samples} rows, digest {digest}"
+
+    def upcoming(self, chunks: Sequence[int]) -> None:
+        self._storage.upcoming(list(dict.fromkeys(self._groups[chunk].shard for chunk in chunks)))
+
+    def load(self, chunk: int, busy: Busy) -> Chunk:
+        group = self._groups[chunk]
+        columns = list(dict.fromkeys([*_listed(self._inputs), *_listed(self._targets)]))
+        with busy.on("disk"):
+            rows = self._storage.use(group.shard, busy, lambda path: _rows(path, group, columns))
+        if rows.num_rows != group.rows:
+            raise DataError(
+                f"shard {group.shard.name}: group {group.number} has {rows.num_rows} rows, but had {group.rows} when "
+                "it was listed"
+            )
+        with busy.on("decode"):
+            return TableChunk(group, {name: _numbers(rows[name], name, group.shard) for name in columns}, self)
+
+    def of(self, columns: dict[str, torch.Tensor], wanted: Columns) -> Tree:
+        """Return the tensors of the wanted columns, as they were asked for."""
+        return columns[wanted] if isinstance(wanted, str) else {name: columns[name] for name in wanted}
+
+    def pick(self, columns: dict[str, torch.Tensor], wanted: Wanted) -> tuple[Tree, Tree]:
+        """Return inputs and targets, as far as wanted."""
+        return (
+            self.of(columns, self._inputs) if wanted.inputs else None,
+            self.of(columns, self._targets) if wanted.targets else None,
+        )
+
+
+def _numbers(column: Any, name: str, shard: Shard) -> torch.Tensor:
+    """Return a column as a tensor."""
+    arrow = need("pyarrow", "a table")
+    joined = column.combine_chunks()
+    kind = joined.type
+    if column.null_count:
+        raise DataError(f"shard {shard.name}: column {name!r} has {column.null_count} rows without a value")
+    lists = arrow.types.is_list(kind) or arrow.types.is_large_list(kind) or arrow.types.is_fixed_size_list(kind)
+    values = joined.flatten() if lists else joined
+    if not (arrow.types.is_integer(values.type) or arrow.types.is_floating(values.type)):
+        raise ConfigError(
+            f"shard {shard.name}: column {name!r} is {kind}; must be numbers or lists of numbers: "
+            "make tokens of text with rpc-pipe data pack"
+        )
+    found = torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
+    if not lists:
+        return found
+    length = len(found) // max(1, len(joined))
+    sizes = np.diff(joined.offsets.to_numpy()) if hasattr(joined, "offsets") else np.full(len(joined), length)
+    if (sizes != length).any():
+        raise ConfigError(
+            f"shard {shard.name}: column {name!r} has lists of {sizes.min()} to {sizes.max()} numbers; "
+            "rows of a batch must be equally long: pad or pack them"
+        )
+    return found.view(len(joined), length)
+
+
+class TableChunk(Chunk):
+    """Columns of a row group."""
+
+    def __init__(self, group: Group, columns: dict[str, torch.Tensor], source: Table) -> None:
+        self._columns, self._source = columns, source
+
+    def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
+        where = torch.from_numpy(numbers)
+        return self._source.pick({name: column[where] for name, column in self._columns.items()}, wanted)

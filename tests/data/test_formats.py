@@ -1,0 +1,108 @@
+"""Samples of every format are those that were stored."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from rpc_pipe.data import Loader, dataset, images, open_source, table, text, tokens
+from rpc_pipe.data.storage import Storage
+from rpc_pipe.dependency import ConfigError, DataError
+
+pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+
+def epoch(source, **options):
+    """Return all inputs and targets of an epoch, sorted by input."""
+    batches = list(Loader(source, **{"rows": 7, "epochs": 1, **options}))
+    inputs, targets = (torch.cat([batch[i] for batch in batches]) for i in range(2))
+    order = inputs.flatten(1)[:, 0].argsort() if inputs.dim() > 1 else inputs.argsort()
+    return inputs[order], targets[order]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Two files, 25 rows each, in row groups of 10; x is a list of two, y is its double."""
+    for i in range(2):
+        x = np.arange(i * 25, i * 25 + 25, dtype=np.float32)
+        made = pa.table({"x": [[v, v + 0.5] for v in x.tolist()], "y": 2 * x, "name": [f"row {v}" for v in x]})
+        parquet.write_table(made, tmp_path / f"{i}.parquet", row_group_size=10)
+        with pa.OSFile(str(tmp_path / f"{i}.arrow"), "wb") as file, pa.ipc.new_file(file, made.schema) as writer:
+            writer.write_table(made, max_chunksize=10)
+    return tmp_path
+
+
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_rows_of_a_table(rows, ending):
+    source = table(str(rows / f"*.{ending}"), "x", "y")
+    assert source.sizes.tolist() == [10, 10, 5, 10, 10, 5] and len(source.shards) == 2
+    inputs, targets = epoch(source, window=2)
+    assert torch.equal(inputs, torch.stack([torch.arange(50) + 0.0, torch.arange(50) + 0.5], 1))
+    assert torch.equal(targets, 2.0 * torch.arange(50))
+
+
+def test_several_columns_are_a_dict(rows):
+    inputs, targets = next(iter(Loader(table(rows / "0.parquet", ["x", "y"], "y"), rows=25)))
+    assert set(inputs) == {"x", "y"} and torch.equal(inputs["y"], targets)
+
+
+def test_tables_that_cannot_be_read(rows):
+    with pytest.raises(ConfigError, match=r"shard 0\.parquet: has no column 'z'; it has 'x', 'y', 'name'"):
+        table(str(rows / "*.parquet"), "z", "y")
+    with pytest.raises(ConfigError, match="column 'name' is string; must be numbers"):
+        epoch(table(rows / "0.parquet", "name", "y"))
+    content = (rows / "1.parquet").read_bytes()
+    (rows / "1.parquet").write_bytes(content[: len(content) // 2])
+    with pytest.raises(DataError, match=r"shard 1\.parquet: cannot be read, it may be truncated"):
+        table(str(rows / "*.parquet"), "x", "y")
+
+
+def test_images_by_class(tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    for number in range(12):
+        folder = tmp_path / ("cat" if number % 2 else "dog")
+        folder.mkdir(exist_ok=True)
+        pillow.new("RGB", (8, 6), (10 * number, 0, 0)).save(folder / f"{number:02}.png")
+    source = images(tmp_path, size=4)
+    assert source.classes == ["cat", "dog"]
+    inputs, targets = epoch(source)
+    assert inputs.shape == (12, 3, 4, 4)
+    assert (inputs[:, 0, 0, 0] * 255).round().int().tolist() == [10 * n for n in range(12)]
+    assert targets.tolist() == [1 - n % 2 for n in range(12)]
+    (tmp_path / "cat" / "01.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"image cat/01\.png: cannot be decoded"):
+        epoch(images(tmp_path, size=4))
+
+
+def test_any_map_style_dataset():
+    pairs = [(torch.tensor([float(n)]), n % 3) for n in range(20)]
+    inputs, targets = epoch(dataset(pairs))
+    assert inputs.flatten().tolist() == list(range(20)) and targets.tolist() == [n % 3 for n in range(20)]
+    named = [{"a": x, "b": y} for x, y in pairs]
+    assert torch.equal(epoch(dataset(named, inputs="a", targets="b", chunk=4), window=2)[0], inputs)
+    with pytest.raises(ConfigError, match="its samples have 'a', 'b'; name two"):
+        dataset(named)
+    with pytest.raises(ConfigError, match="must have a length"):
+        dataset(iter(pairs))
+
+
+def test_text_is_made_into_tokens_once(tmp_path):
+    lines = [{"text": f"line {n} "} for n in range(40)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    storage = Storage(tmp_path / "cache" / "shards")
+    source = text(tmp_path / "a.jsonl", 8, storage=storage)
+    whole = "".join(line["text"] for line in lines).encode()
+    inputs = torch.cat([batch[0] for batch in Loader(source, rows=4, epochs=1, shuffle=False)])
+    assert bytes(inputs.flatten().tolist()) == whole[: (len(whole) - 1) // 8 * 8]
+    (packed,) = (tmp_path / "cache" / "packed").iterdir()
+    before = (packed / "index.json").stat().st_mtime_ns
+    assert text(tmp_path / "a.jsonl", 8, storage=storage).identity == source.identity
+    assert (packed / "index.json").stat().st_mtime_ns == before
+
+
+def test_kinds_by_name(rows, tmp_path):
+    assert open_source(str(rows / "*.parquet")).sizes.sum() == 50
+    np.save(tmp_path / "t.npy", np.zeros(100, np.uint8))
+    assert open_source(tmp_path / "t.npy", context=9).identity == tokens(tmp_path / "t.npy", 9).identity

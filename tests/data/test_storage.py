@@ -1,0 +1,148 @@
+"""Shards from elsewhere: fetched once, kept within a limit, tried again, and never wrong."""
+
+import errno
+import http.server
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+from rpc_pipe.data import Loader, pack, storage, tokens
+from rpc_pipe.data.storage import Storage
+from rpc_pipe.dependency import ConfigError, DataError
+
+fsspec = pytest.importorskip("fsspec")
+pytest.importorskip("aiohttp")
+
+
+class Server(http.server.SimpleHTTPRequestHandler):
+    """Serves files; answers the first so many requests for a shard with an error, or cuts it short."""
+
+    failures = 0
+    cut = False
+    asked = ()
+
+    def do_GET(self):
+        if self.path.endswith(".npy"):
+            type(self).asked.append(self.path)
+            if len(self.asked) <= self.failures:
+                self.send_error(503)
+                return
+            if self.cut:
+                self.send_response(200)
+                self.send_header("Content-Length", "10")
+                self.end_headers()
+                self.wfile.write(b"0123456789")
+                return
+        super().do_GET()
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def served(tmp_path, monkeypatch):
+    """Return the URL of a packed text of eight shards, and the server's handler."""
+    (tmp_path / "text.txt").write_text("".join(f"{n:07} " for n in range(1000)))
+    pack(tmp_path / "text.txt", tmp_path / "served", shard_bytes=1000)
+    monkeypatch.setattr(storage, "_FIRST_WAIT_S", 0.01)
+    handler = type("Handler", (Server,), {"asked": []})
+    made = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(tmp_path / "served")))
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{made.server_port}", handler
+    made.shutdown()
+    made.server_close()
+
+
+def read(source, **options):
+    batches = Loader(source, **{"rows": 16, "epochs": 1, "window": 2, **options})
+    return [bytes(row) for inputs, _ in batches for row in inputs.tolist()]
+
+
+def test_a_shard_is_fetched_once_and_is_as_it_was(served, tmp_path):
+    url, handler = served
+    here = Storage(tmp_path / "cache")
+    far = read(tokens(url, 8, storage=here))
+    assert here.fetched == 8 == len(set(handler.asked))
+    assert far == read(tokens(tmp_path / "served", 8)), "the same samples in the same order"
+    assert read(tokens(url, 8, storage=Storage(tmp_path / "cache"))) == far and len(handler.asked) == 8
+
+
+def test_the_cache_keeps_its_limit(served, tmp_path):
+    url, _ = served
+    here = Storage(tmp_path / "cache", cache_bytes=4 * 1128)
+    source = tokens(url, 8, storage=here)
+    for _ in Loader(source, rows=8, epochs=1, window=2, memory=16_000):
+        pass
+    batches = Loader(source, rows=8, epochs=1, window=2, memory=16_000)
+    for batch in batches:
+        batch[0]
+        files = [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
+        assert len(files) <= 4
+    assert here.fetched == 8
+    with pytest.raises(DataError, match=r"shard-0000\d\.npy: has 1128 bytes, and the cache .* is limited to 1000"):
+        read(tokens(url, 8, storage=Storage(tmp_path / "small", cache_bytes=1000)))
+
+
+def test_a_server_that_fails_is_asked_again(served, tmp_path):
+    url, handler = served
+    handler.failures = 3
+    assert len(read(tokens(url, 8, storage=Storage(tmp_path / "cache")))) == 8 * 124
+    assert len(handler.asked) == 8 + 3
+
+
+def test_a_server_that_goes_on_failing_is_an_error_that_names_the_shard(served, tmp_path):
+    url, handler = served
+    handler.failures = 10**6
+    with pytest.raises(
+        DataError, match=r"shard shard-0000\d\.npy: cannot be fetched from http.* after 4 attempts: 503"
+    ):
+        read(tokens(url, 8, storage=Storage(tmp_path / "cache")))
+
+
+def test_what_comes_cut_short_is_never_read(served, tmp_path):
+    url, handler = served
+    handler.cut = True
+    with pytest.raises(DataError, match=r"shard-0000\d\.npy: .* after 4 attempts: 10 bytes came of 1128"):
+        read(tokens(url, 8, storage=Storage(tmp_path / "cache")))
+    assert [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")] == []
+
+
+def test_what_differs_from_its_checksum_is_never_read(served, tmp_path):
+    url, _ = served
+    path = tmp_path / "served" / "shard-00003.npy"
+    whole = bytearray(path.read_bytes())
+    whole[700] ^= 1
+    source = tokens(url, 8, storage=Storage(tmp_path / "cache"))
+    path.write_bytes(whole)
+    with pytest.raises(DataError, match=r"shard-00003\.npy: .* its checksum differs from the index"):
+        read(source)
+
+
+def test_no_room_in_the_cache(served, tmp_path, monkeypatch):
+    url, _ = served
+
+    def full(self, shard, partial):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    source = tokens(url, 8, storage=Storage(tmp_path / "cache"))
+    monkeypatch.setattr(Storage, "_copy", full)
+    with pytest.raises(DataError, match=r"1128 bytes do not fit into the cache .*: No space left on device; free some"):
+        read(source)
+
+
+def test_places_that_are_not_there(tmp_path):
+    with pytest.raises(ConfigError, match="data nope://x: Protocol not known: nope"):
+        tokens("nope://x", 8)
+    with pytest.raises(ConfigError, match="there are no files that end in"):
+        tokens("memory://none", 8)
+
+
+def test_a_store_of_objects(tmp_path):
+    """Any file system of fsspec: this one stands for S3 and its like."""
+    store = fsspec.filesystem("memory")
+    np.save(tmp_path / "a.npy", np.arange(81, dtype=np.uint16))
+    store.pipe_file("/bucket/data/a.npy", (tmp_path / "a.npy").read_bytes())
+    inputs, _ = next(iter(Loader(tokens("memory://bucket/data", 8, storage=Storage(tmp_path / "c")), rows=10)))
+    assert sorted(inputs[:, 0].tolist()) == list(range(0, 80, 8))
