@@ -11,6 +11,20 @@ from .part import Part
 from .program import Entry, Pulled, entries, order_limit
 from .recomputing import recomputing
 from .spec import ENDLESS, Order, Spec
+from .versions import (
+    asked_of,
+    copies_on,
+    microbatches_of,
+    microbatches_on,
+    most_open,
+    period,
+    stale_on,
+    staleness,
+    takes_steps,
+    update_of,
+    updates_a_step,
+    weight_copies,
+)
 
 __all__ = [
     "ENDLESS",
@@ -44,12 +58,24 @@ __all__ = [
     "U",
     "W",
     "WorkerFailure",
+    "asked_of",
     "blaming",
     "check",
     "check_all",
+    "copies_on",
     "end_tree",
     "entries",
     "local_order",
+    "microbatches_of",
+    "microbatches_on",
+    "most_open",
     "order_limit",
+    "period",
     "recomputing",
+    "stale_on",
+    "staleness",
+    "takes_steps",
+    "update_of",
+    "updates_a_step",
+    "weight_copies",
 ]

@@ -18,7 +18,7 @@ from .spec import ENDLESS, Order, Spec
 
 #: what a schedule declares as a number, and what it answers when it is asked
 _NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")
-_METHODS = ("place", "route", "splits", "recomputes", "after", "slot", "program", "updates")
+_METHODS = ("place", "route", "splits", "recomputes", "after", "slot", "program", "updates", "version")
 _BOUNDS = ("activation_limit", "peak_activations")
 #: how much of an endless stream is looked at
 _ENDLESS_PREFIX = 4096
@@ -99,7 +99,7 @@ def check_answers(spec: Spec) -> None:
         value = getattr(spec, name)
         if callable(value):
             raise ScheduleError(f"{name} is a method: write @property above it")
-        if not _is_whole(value) or value < 1:
+        if not is_whole(value) or value < 1:
             raise ScheduleError(f"{name} is {value!r}: it must be a whole number, at least 1")
     if spec.order not in get_args(Order):
         raise ScheduleError(f"order is {spec.order!r}: it must be one of {', '.join(get_args(Order))}")
@@ -111,7 +111,7 @@ def check_answers(spec: Spec) -> None:
         for stage in range(spec.num_stages):
             _check_place(spec, stage, route)
     if type(spec).route is not Spec.route:
-        for microbatch in looked_at(spec, range(spec.num_microbatches)):
+        for microbatch in looked_at(spec, range(spec.total_microbatches)):
             _check_route(spec, microbatch)
     if type(spec).recomputes is not Spec.recomputes:
         for stage in range(spec.num_stages):
@@ -122,7 +122,8 @@ def check_answers(spec: Spec) -> None:
                 updates_of(spec, stage, route)
 
 
-def _is_whole(value: object) -> bool:
+def is_whole(value: object) -> bool:
+    """Tell whether a value counts."""
     return type(value) is int or isinstance(value, Integral)
 
 
@@ -146,7 +147,7 @@ def _check_callable(spec: Spec, name: str) -> None:
 
 def _check_place(spec: Spec, stage: int, route: int) -> None:
     at = spec.place(stage, route)
-    if not _is_whole(at):
+    if not is_whole(at):
         raise ScheduleError(
             f"place({stage}, {route}) returned {at!r}: it must be a worker, 0 to {spec.num_workers - 1}"
         )
@@ -158,7 +159,7 @@ def _check_place(spec: Spec, stage: int, route: int) -> None:
 
 def _check_route(spec: Spec, microbatch: int) -> None:
     route = spec.route(microbatch)
-    if not _is_whole(route) or not 0 <= route < spec.num_routes:
+    if not is_whole(route) or not 0 <= route < spec.num_routes:
         raise ScheduleError(
             f"route({microbatch}) returned {route!r}: routes are 0 to {spec.num_routes - 1}, as num_routes is "
             f"{spec.num_routes}"
@@ -177,7 +178,7 @@ def bound(spec: Spec, name: str, worker: int) -> int | None:
         ScheduleError: it is neither a whole number nor None.
     """
     value: int | None = getattr(spec, name)(worker)
-    if value is not None and not _is_whole(value):
+    if value is not None and not is_whole(value):
         raise ScheduleError(f"{name}({worker}) returned {value!r}: it must be a whole number, or None for no bound")
     return value
 
@@ -189,7 +190,7 @@ def slot_of(spec: Spec, action: Action) -> int:
         ScheduleError: it is not a whole number.
     """
     slot = spec.slot(action)
-    if not _is_whole(slot):
+    if not is_whole(slot):
         raise ScheduleError(f"slot({action}) returned {slot!r}: it must be a whole number")
     return slot
 
@@ -218,8 +219,8 @@ def _is_action(thing: object) -> bool:
     return (
         isinstance(thing, Action)
         and isinstance(thing.kind, Kind)
-        and _is_whole(thing.stage)
-        and _is_whole(thing.microbatch)
+        and is_whole(thing.stage)
+        and is_whole(thing.microbatch)
     )
 
 
@@ -227,7 +228,7 @@ def own_actions(spec: Spec, worker: int) -> Iterator[Action]:
     """Yield what `worker` runs, by stage and microbatch, without what ends a synchronous step."""
     mixed = type(spec).splits is not Spec.splits
     for stage, route in spec.hosted(worker):
-        for microbatch in looked_at(spec, range(spec.num_microbatches)):
+        for microbatch in looked_at(spec, range(spec.total_microbatches)):
             if spec.num_routes == 1 or spec.route(microbatch) == route:
                 if mixed:
                     _check_truth(f"splits({stage}, {microbatch})", spec.splits(stage, microbatch))
@@ -245,7 +246,7 @@ def updates_of(spec: Spec, stage: int, route: int) -> tuple[Action, ...]:
     """
     call = f"updates({stage}, {route})"
     answer = spec.updates(stage, route)
-    most = 1 if spec.synchronous else spec.num_microbatches
+    most = 1 if spec.synchronous else max(spec.total_microbatches, spec.num_steps)
     if isinstance(answer, Iterator):  # it may never end
         answer = islice(answer, _ENDLESS_PREFIX if spec.num_microbatches == ENDLESS else most + 1)
     updates = actions_in(answer, call)

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 from .action import Action
 from .answers import actions_in, blaming, bound, check_answers, looked_at, own_actions, slot_of, updates_of
+from .check_stream import check_steps, check_versions
 from .draw import draw_edge, draw_held, draw_listed
 from .errors import PipeError, ScheduleError
 from .memory import Lives, Memory, peaks_in_order
@@ -34,7 +35,9 @@ def check(spec: Spec, worker: int) -> None:
     """
     with blaming(type(spec)):
         check_answers(spec)
+        check_versions(spec, [worker])
         _check_runs(spec, [worker])
+        check_steps(spec, [worker])
         _check_memory(Memory(spec, entries), worker)
 
 
@@ -42,7 +45,9 @@ def check_all(spec: Spec) -> None:
     """Check the part of every worker, as the simulator and the launcher do before anything is started."""
     with blaming(type(spec)):
         check_answers(spec)
+        check_versions(spec, range(spec.num_workers))
         _check_runs(spec, range(spec.num_workers))
+        check_steps(spec, range(spec.num_workers))
         memory = Memory(spec, entries)
         for worker in range(spec.num_workers):
             _check_memory(memory, worker)
@@ -102,10 +107,10 @@ def _check_exists(spec: Spec, action: Action, need: Action) -> None:
             f"after({action}) names {need}, but {kind!r} ends the step: "
             "only what is done with a microbatch may be named"
         )
-    if not 0 <= stage < spec.num_stages or microbatch >= spec.num_microbatches:
+    if not 0 <= stage < spec.num_stages or microbatch >= spec.total_microbatches:
         raise ScheduleError(
             f"after({action}) names {need}, which does not exist: "
-            f"stages are 0 to {spec.last_stage}, microbatches 0 to {spec.num_microbatches - 1}"
+            f"stages are 0 to {spec.last_stage}, microbatches 0 to {spec.total_microbatches - 1}"
         )
     if not kind.per_microbatch:
         if all(need not in updates_of(spec, stage, route) for route in range(spec.num_routes)):
@@ -139,10 +144,9 @@ def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) 
     stage, kind, microbatch = action
     if not kind.per_microbatch and spec.synchronous:
         return f", but {kind!r} ends the step by itself: only what is done with a microbatch is listed"
-    if not 0 <= stage < spec.num_stages or not 0 <= microbatch < spec.num_microbatches:
-        return (
-            f", which does not exist: stages are 0 to {spec.last_stage}, microbatches 0 to {spec.num_microbatches - 1}"
-        )
+    if not 0 <= stage < spec.num_stages or not 0 <= microbatch < spec.total_microbatches:
+        last = spec.total_microbatches - 1
+        return f", which does not exist: stages are 0 to {spec.last_stage}, microbatches 0 to {last}"
     if (at := spec.worker(action)) != worker:
         return f", which is placed on worker {at}: an action is run by exactly one worker"
     if action in seen:

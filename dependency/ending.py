@@ -1,4 +1,4 @@
-"""The end of a synchronous step as actions: what must be known before an update, and who is told.
+"""The end of a step as actions: what must be known before an update, and who is told.
 
     C, N  collect along a tree whose root is the last stage: the loss, its weight and wishes to stop; gradients' norms
     D, T  tell, down the same tree, what follows: the step's loss and whether to go on; the norm of all gradients
@@ -26,8 +26,8 @@ Shard = tuple[int, int]
 class Placed(Protocol):
     """What is known of a spec here."""
 
-    num_microbatches: int
-
+    @property
+    def total_microbatches(self) -> int: ...
     @property
     def num_routes(self) -> int: ...
     @property
@@ -92,8 +92,7 @@ class EndTree:
         if kind is G:
             return [place], []
         if kind is U:
-            own = self.own[self.spec.place(*place)]
-            told = [T(*own)] if asked.norms else [D(*own)] if asked.weight else []
+            told = self.told(self.spec.place(*place), asked)
             exchanged = self.exchanged(stage, asked)
             return ([], exchanged + told) if exchanged else ([place], told)
         if kind in _COLLECTED:
@@ -111,6 +110,11 @@ class EndTree:
         alone = [shard for shard in first if not self.exchanged(shard[0], asked)]
         return alone, below + list(dict.fromkeys(exchanged))
 
+    def told(self, worker: int, asked: Asked) -> list[Action]:
+        """Return what tells the updates of `worker` what they must know."""
+        own = self.own[worker]
+        return [T(*own)] if asked.norms else [D(*own)] if asked.weight else []
+
     def exchanged(self, stage: int, asked: Asked) -> list[Action]:
         """Return the exchanges whose gradients are summed for `stage`, in that order; none if nobody else holds any."""
         stages = (asked.sharing[stage] if asked.sharing else ()) or (stage,)
@@ -118,7 +122,7 @@ class EndTree:
         return [G(s, route) for s in stages for route in range(num_routes)] if len(stages) * num_routes > 1 else []
 
     def _forwards(self, stage: int, route: int) -> list[Action]:
-        return [F(stage, m) for m in range(self.spec.num_microbatches) if self.spec.route(m) == route]
+        return [F(stage, m) for m in range(self.spec.total_microbatches) if self.spec.route(m) == route]
 
     def successors(self, action: Action, asked: Asked = NOTHING) -> list[Action]:
         """Return the actions that the payload of one that ends a step flows to."""

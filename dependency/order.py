@@ -49,7 +49,7 @@ def local_order(spec: Spec, worker: int, asked: Asked = NOTHING) -> Iterator[Act
         order = iter(spec.program(worker))
     else:
         order = iter(_unrolled(spec)[worker])
-    return _with_end(spec, worker, order, asked) if spec.synchronous else order
+    return _with_end(spec, worker, order, asked) if spec.synchronous else _with_told(spec, worker, order, asked)
 
 
 #: a global pass, of which each worker in this process wants a part
@@ -83,12 +83,12 @@ def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
     uniform, replicated = is_uniform(spec), spec.num_routes > 1
 
     def stream(kind: Kind, stage: int, route: int) -> Iterator[Action]:
-        for m in range(spec.num_microbatches):
+        for m in range(spec.total_microbatches):
             if not replicated or spec.route(m) == route:
                 yield Action(stage, kind, m)
 
     def mixed(stage: int, route: int) -> Iterator[Action]:
-        for m in range(spec.num_microbatches):
+        for m in range(spec.total_microbatches):
             if not replicated or spec.route(m) == route:
                 yield from spec.actions(stage, m)
 
@@ -129,3 +129,9 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) ->
                     yield from spec.updates(*shard)
     yield from tree.actions(worker, asked)
     yield from (update for shard in ended for update in spec.updates(*shard))
+
+
+def _with_told(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) -> Iterator[Action]:
+    """Put behind the order of a stream what is told of it and occupies no device; updates stand where slots say."""
+    yield from order
+    yield from end_tree(spec).actions(worker, asked)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
-from .action import RESOURCES, Action, Resource
+from .action import RESOURCES, Action, Kind, Resource
 from .ending import end_tree
+from .errors import ScheduleError
 from .kinds import D, U
 from .program import Entry, Pulled
 from .spec import Spec
+from .versions import Reach, reaches
 
 
 class Part:
@@ -16,9 +18,10 @@ class Part:
 
     Args:
         program: the worker's entries, in its order.
+        chained: as they were compiled with.
     """
 
-    def __init__(self, spec: Spec, worker: int, program: Iterable[Entry]) -> None:
+    def __init__(self, spec: Spec, worker: int, program: Iterable[Entry], chained: Collection[int] = ()) -> None:
         self.spec = spec
         self.worker = worker
         self.entries = list(program)
@@ -30,8 +33,8 @@ class Part:
         self.pulls: list[Pulled] = []
         #: how many forwards there are
         self.num_forwards = 0
-        #: own action of the step before -> those of this step that wait for it
-        self.inherited: dict[Action, list[int]] = {}
+        #: for each of the steps before, the last first: own action of it -> those of this step that wait for it
+        self.inherited: list[dict[Action, list[int]]] = []
         #: resource -> those that occupy it, in order
         self.queues: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
         #: own action -> its number
@@ -46,8 +49,48 @@ class Part:
                 waiting.setdefault(pull.action, []).append(number)
             queues[action.kind.resource].append(number)
             self.num_forwards += action.kind.way == 1
+        #: of a stream: the slots of what computes, by which those of several steps are put in order
+        self.slots: list[int] = []
         if spec.synchronous:
+            self.inherited.append({})
             self._inherit()
+        elif spec.num_steps == 1:
+            self._reach_back(chained)
+
+    def _reach_back(self, chained: Collection[int]) -> None:
+        """Let actions of a stream wait for those of the steps before, and updates for all that ends the step before.
+
+        So when a step is complete on a worker no later one has updated its weights.
+        """
+        spec = self.spec
+        if all(entry.action.kind is not U for entry in self.entries):
+            return  # an evaluation
+        told = [action for action in self.number if action.kind is D]
+        begun: set[tuple[int, Kind, int]] = set()
+        last_forward = {self._place(a): a for a in self.number if a.kind.way == 1}
+        for number, entry in enumerate(self.entries):
+            action = entry.action
+            self.slots.append(spec.slot(action) if spec.orders(action) else 0)
+            if not spec.orders(action):
+                continue
+            needs, place = reaches(spec, action, spec.needs), self._place(action)
+            if action.kind is U:
+                needs += [Reach(1, other) for other in told]
+            elif place not in begun and action.kind.way == 1 and action.stage in chained:
+                needs.append(Reach(1, last_forward[place]))
+            begun.add(place)
+            for steps, need in needs:
+                if need not in self.number:
+                    raise ScheduleError(
+                        f"{action} needs {need} of {steps} steps before, which worker {self.worker} does not run"
+                    )
+                while len(self.inherited) < steps:
+                    self.inherited.append({})
+                self.inherited[steps - 1].setdefault(need, []).append(number)
+
+    def _place(self, action: Action) -> tuple[int, Kind, int]:
+        stage, kind, index = action
+        return stage, kind, self.spec.route(index) if kind.per_microbatch else index % self.spec.num_routes
 
     def _inherit(self) -> None:
         """Let forwards wait for their stage's update, and updates for the end of the step before.
@@ -66,4 +109,4 @@ class Part:
             else:
                 continue
             if before in self.number:  # an evaluation has no updates
-                self.inherited.setdefault(before, []).append(number)
+                self.inherited[0].setdefault(before, []).append(number)

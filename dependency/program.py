@@ -14,10 +14,11 @@ from typing import NamedTuple
 from .action import Action, Kind
 from .ending import NOTHING, Asked, Shard, end_tree
 from .errors import ScheduleError
-from .kinds import C, D
+from .kinds import C, D, F, U
 from .memory import peaks_in_order
 from .order import has_program, has_slot, is_uniform, local_order
 from .spec import Spec
+from .versions import before_forward, update_of
 
 #: stands for all replicas of a worker
 _WHOLE_WORKER = -1, -1
@@ -69,6 +70,7 @@ def entries(
     flow = _Flow(spec, worker, asked)
     edges = _OrderEdges(spec, worker, asked, frozenset(chained), limited=not forward_only)
     after = None if forward_only or type(spec).after is Spec.after else spec.after
+    versioned = not (forward_only or spec.synchronous)
     for action in local_order(spec, worker, asked):
         if forward_only and not flow.goes_forward(action):
             continue
@@ -83,6 +85,8 @@ def entries(
                     else:
                         carries = worker in map(spec.worker, spec.successors(need))
                         pulled.append(Pulled(need, at, carries))
+        if versioned and action.kind is F:
+            own += before_forward(spec, action)
         own += edges.of(action)
         yield flow.entry(action, own, pulled)
 
@@ -166,9 +170,9 @@ class _Flow:
 
     def _end(self, action: Action, own: Sequence[Action], pulled: Sequence[Pulled]) -> Entry:
         spec, worker = self._spec, self._worker
-        if not spec.synchronous:
-            return Entry(action, tuple(own), tuple(pulled), (), (), False)
         tree = end_tree(spec)
+        if action.kind is U and not spec.synchronous:
+            return Entry(action, (*own, *tree.told(worker, self._asked)), tuple(pulled), (), (), False)
         _, others = tree.needs(action, self._asked)
         placed = [(need, spec.worker(need)) for need in others]
         consumers = {spec.worker(follower) for follower in tree.successors(action, self._asked)}
@@ -210,12 +214,17 @@ class _OrderEdges:
         self._releases: list[Action] = []  # only if there is a limit
         self._last_release: dict[Shard, Action] = {}
         self._last_forward: dict[Shard, Action] = {}
+        #: update of a stream -> what adds to its gradients last
+        self._last_of: dict[Action, Action] = {}
+        self._takes = not spec.synchronous and type(spec).updates is Spec.updates
 
     def of(self, action: Action) -> list[Action]:
         """Return the edges of `action`, which is the next in the order."""
         stage, kind, index = action
         if not kind.per_microbatch:
-            return self._gradients_before(action) if self._spec.synchronous else []
+            if kind is U and not self._spec.synchronous:
+                return self._before_update(action)
+            return self._gradients_before(action)
         before: Action | None = None
         if kind.accumulates:
             route = 0 if self._route is None else self._route(index)
@@ -223,6 +232,8 @@ class _OrderEdges:
             shard = (stage, route) if self._limit is None else _WHOLE_WORKER
             before = self._last_release.get(shard)
             self._last_release[shard] = action
+            if self._takes:
+                self._last_of[update_of(self._spec, stage, index)] = action
             if self._limit is not None:
                 self._releases.append(action)
         if kind.way == 1 and stage in self._chained:
@@ -233,6 +244,12 @@ class _OrderEdges:
         if kind.way == 1 and self._limit is not None:
             edges += self._released_before(action, self._limit)
         return edges
+
+    def _before_update(self, update: Action) -> list[Action]:
+        """Return the last that adds to what an update of a stream takes, and the update before it."""
+        last = self._last_of.pop(update, None)
+        before = [update._replace(index=update.index - 1)] if self._takes and update.index else []
+        return before if last is None else [last, *before]
 
     def _gradients_before(self, action: Action) -> list[Action]:
         """Return the B or W that are last of the shards whose gradients `action` needs: they stand for all."""

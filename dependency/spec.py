@@ -7,19 +7,23 @@ or previous stage is what the action that goes the same way there computes from:
     F(s,m) <- F(s-1,m)              B(s,m) <- F(s,m), B(s+1,m)     R(s,m) <- F(s,m), and B(s,m) <- R(s,m)
     W(s,m) <- I(s,m)                I(s,m) <- F(s,m), I(s+1,m)     (B may take the place of any I)
     U(s)   <- every B(s,.) or W(s,.), or the G(s,.) of all replicas, each of which needs its own B or W
+
+If a schedule is not synchronous, steps follow each other without a flush, and a forward needs the update that makes the
+version of the weights that it is declared to use (`version`; see `versions.py`).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .action import Action
 from .ending import NOTHING, Asked, end_tree
 from .errors import ConfigError
 from .kinds import B, F, I, R, U, W
+from .versions import before_forward, before_update
 
 if TYPE_CHECKING:
     from typing_extensions import dataclass_transform
@@ -33,6 +37,9 @@ else:
 ENDLESS = sys.maxsize
 
 Order = Literal["ready", "fixed"]
+
+#: what every spec has
+_NO_PARAMETERS = ("num_workers", "num_microbatches", "num_steps")
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -55,6 +62,8 @@ class Spec(_Frozen):
 
     num_workers: int
     num_microbatches: int
+    #: of a stream that is not synchronous: how many of its steps are looked at as one
+    num_steps: int = field(default=1, repr=False)
 
     #: paper and section, or the code that the order was compared with
     source: ClassVar[str] = ""
@@ -62,11 +71,14 @@ class Spec(_Frozen):
     split_backward: ClassVar[bool] = False
     #: True if activations are computed a second time (`R`) instead of kept; see `recomputes`
     recompute: ClassVar[bool] = False
-    #: False if `U` are placed by `slot` (see `updates`) and may be overtaken, as in PipeDream
+    #: False if forwards may overtake updates, so that steps follow each other without a flush, as in PipeDream. Then
+    #: `slot` places `U` too, and `after`, `slot` and `version` count microbatches and updates through the whole stream
     synchronous: ClassVar[bool] = True
+    #: after what the weights of a schedule that is not synchronous are updated
+    update_every: ClassVar[Literal["step", "microbatch"]] = "step"
 
     def __post_init__(self) -> None:
-        for name in ("num_workers", "num_microbatches"):
+        for name in ("num_workers", "num_microbatches", "num_steps"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} {getattr(self, name)}: must be at least 1")
 
@@ -86,6 +98,11 @@ class Spec(_Frozen):
     def order(self) -> Order:
         """The order that suits the schedule best: `fixed` waits for the next in slot order, `ready` does not."""
         return "ready"
+
+    @property
+    def elasticity(self) -> float:
+        """How far each update pulls a route's weights to a reference that all routes have, and it to them; 0: not."""
+        return 0.0
 
     def place(self, stage: int, route: int) -> int:
         """Return the worker that hosts `stage` for the microbatches of `route`."""
@@ -127,8 +144,20 @@ class Spec(_Frozen):
         raise NotImplementedError
 
     def updates(self, stage: int, route: int) -> Iterable[Action]:
-        """Return the updates of a replica of a stage; one a step for synchronous schedules."""
-        return (U(stage, route),)
+        """Return the updates of a replica of a stage, as `update_every` says; one for synchronous schedules."""
+        if self.update_every == "microbatch" and not self.synchronous:
+            return (U(stage, m) for m in range(self.total_microbatches))
+        return [U(stage, route + step * self.num_routes) for step in range(self.num_steps)]
+
+    def version(self, stage: int, microbatch: int) -> int:
+        """Return how many updates the weights have seen that the forward of a microbatch uses, and its backward.
+
+        In a stream it must repeat from step to step, but for its beginning, where it is at least 0.
+
+        Args:
+            microbatch: counted through a stream of steps.
+        """
+        return microbatch // self.num_microbatches
 
     def activation_limit(self, worker: int) -> int | None:
         """Return how many microbatches of its stages `worker` may hold from F to B (or W); None: no limit here.
@@ -151,6 +180,11 @@ class Spec(_Frozen):
     def last_stage(self) -> int:
         return self.num_stages - 1
 
+    @property
+    def total_microbatches(self) -> int:
+        """How many microbatches all steps have that are looked at."""
+        return self.num_microbatches * self.num_steps
+
     def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]:
         """Return what is done with a microbatch on a stage, in order of data flow: each needs the one before.
 
@@ -161,19 +195,11 @@ class Spec(_Frozen):
             return *forward, I(stage, microbatch), W(stage, microbatch)
         return *forward, B(stage, microbatch)
 
-    def version(self, stage: int, microbatch: int) -> int:
-        """Return how many updates the weights have seen that the forward of a microbatch uses.
-
-        Args:
-            microbatch: counted through a stream of steps.
-        """
-        return microbatch // self.num_microbatches
-
     def worker(self, action: Action) -> int:
         """Return the worker that runs `action`."""
         stage, kind, index = action
-        if not kind.per_microbatch and self.synchronous:
-            return self.place(stage, index)
+        if not kind.per_microbatch:
+            return self.place(stage, index % self.num_routes)
         return self.place(stage, self.route(index))
 
     def hosted(self, worker: int) -> list[tuple[int, int]]:
@@ -190,7 +216,7 @@ class Spec(_Frozen):
         """Return the actions that the payload of `action` flows to; none if it makes none."""
         stage, kind, microbatch = action
         if not kind.per_microbatch:
-            return end_tree(self).successors(action) if self.synchronous else []
+            return end_tree(self).successors(action)
         follower = self._going(kind.way, stage + kind.way, microbatch) if kind.way else None
         return [] if follower is None else [follower]
 
@@ -210,7 +236,12 @@ class Spec(_Frozen):
             origin = self.origin(action)
             if origin is not None:
                 yield origin
-        elif self.synchronous:
+            if not self.synchronous and kind is F:
+                yield from before_forward(self, action)
+        elif kind is U and not self.synchronous:
+            if type(self).updates is Spec.updates:
+                yield from before_update(self, action)
+        else:
             shards, others = end_tree(self).needs(action, asked)
             for shard in shards:
                 yield from self.accumulations(*shard)
@@ -218,7 +249,7 @@ class Spec(_Frozen):
 
     def accumulations(self, stage: int, route: int) -> Iterator[Action]:
         """Yield what adds to the gradients of a replica of a stage in a step."""
-        for m in range(self.num_microbatches):
+        for m in range(self.total_microbatches):
             if self.route(m) == route:
                 yield from (a for a in self.actions(stage, m) if a.kind.accumulates)
 
@@ -231,9 +262,9 @@ class Spec(_Frozen):
 
     def orders(self, action: Action) -> bool:
         """Tell whether `after` and `slot` are asked about `action`; the end of a synchronous step is not theirs."""
-        return action.kind.per_microbatch or not self.synchronous
+        return action.kind.per_microbatch or (action.kind is U and not self.synchronous)
 
     def parameters(self) -> dict[str, Any]:
         """Return the schedule's own parameters and their values."""
         own = (field.name for field in fields(self))
-        return {name: getattr(self, name) for name in own if name not in ("num_workers", "num_microbatches")}
+        return {name: getattr(self, name) for name in own if name not in _NO_PARAMETERS}

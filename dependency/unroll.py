@@ -47,7 +47,7 @@ def check_acyclic(spec: Spec, programs: list[list[Action]]) -> None:
 
 def all_actions(spec: Spec) -> Iterator[Action]:
     """Yield every action of a step but those that end it, which nothing waits for."""
-    for microbatch in range(spec.num_microbatches):
+    for microbatch in range(spec.total_microbatches):
         for stage in range(spec.num_stages):
             yield from spec.actions(stage, microbatch)
     if not spec.synchronous:

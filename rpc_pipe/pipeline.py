@@ -16,13 +16,13 @@ from torch import Tensor
 
 from .checkpoints.keeper import Keeper, Restored
 from .checkpoints.whole import merged, own_tensors, save_whole
-from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PipeError, check
+from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PipeError, asked_of, check, most_open
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import own_part
 from .launching.joining import join
-from .model.arguments import describe, refuse_options, refuse_training, refuse_untrainable
-from .model.microbatches import Ahead, Microbatches, Pair, join_rows
+from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
+from .model.microbatches import Ahead, Microbatches, Pair, join_rows, update_shares
 from .model.programs import Programs
 from .model.shards import Model, ShardMaker, cuttable
 from .planning.specs import ScheduleLike, make_spec
@@ -134,6 +134,7 @@ class Pipeline:
 
     def _make(self, maker: ShardMaker) -> None:
         """Make the shards of this process's workers, when the model has been cut."""
+        refuse_shared(self.spec, self.partition.sharing)
         for actor in self._actors:
             actor.shards.update(maker.hosted(self.spec, actor.worker))
         # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
@@ -176,13 +177,15 @@ class Pipeline:
         been begun of the next batch is undone.
 
         Args:
-            batches: each as for `step`; read one ahead.
+            batches: each as for `step`; read one ahead, or as far as steps overlap if the schedule is not synchronous.
         """
         batches = iter(batches)
         while self._keeper.results.behind and next(batches, batches) is not batches:
             yield self._keeper.results.answer("step")
-        ahead = Ahead(batches, self._cut)
-        streams = {actor: actor.stream(map(partial(self._batch, actor, train=True), ahead)) for actor in self._actors}
+        overlaps = not self.spec.synchronous
+        ahead = Ahead(batches, self._cut, most_open(self.spec) if overlaps else 1)
+        read = {actor: map(partial(self._batch, actor, train=True), ahead) for actor in self._actors}
+        streams = {actor: actor.stream(read[actor], overlaps=overlaps) for actor in self._actors}
         try:
             for step in count():
                 ahead.advance(step)
@@ -194,6 +197,14 @@ class Pipeline:
         finally:
             if not self._closed:
                 self._each(lambda actor: streams[actor].close())
+
+    def flush(self) -> None:
+        """Complete the steps of `train` that have been begun: all weights have seen all of their updates.
+
+        For schedules that are not synchronous; of others there is nothing to complete. The losses are yielded next, and
+        the batch after them finds an empty pipe.
+        """
+        self._each(WorkerActor.flush)
 
     def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None) -> float:
         """Return the loss of a batch without training on it, on every worker."""
@@ -365,8 +376,9 @@ class Pipeline:
             *batch.described,
             self._weights if actor.next_step == 0 else "",
         )
-        shape = batch.shares, train, self._asked, batch.rows, batch.tokens, batch.waited
-        return Batch(part, self._order, call, batch.inputs, targets, *shape)
+        shape = batch.shares, train, asked_of(part.spec, self._asked), batch.rows, batch.tokens, batch.waited
+        scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
+        return Batch(part, self._order, call, batch.inputs, targets, *shape, scales)
 
     def _told(self, result: Result) -> float:
         """Take note of what a training step came to; return its loss."""
@@ -379,7 +391,7 @@ class Pipeline:
         return result.loss
 
     def _part(self, num_microbatches: int, actor: WorkerActor, train: bool) -> Part:
-        asked = self._asked if train else NOTHING
+        asked = asked_of(self.spec, self._asked) if train else NOTHING
         return self._programs.part(num_microbatches, actor.worker, train, asked, lambda: chained(actor))
 
     def _each(self, call: Callable[[WorkerActor], T]) -> list[T]:

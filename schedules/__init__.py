@@ -1,6 +1,7 @@
 """Schedules by name. One file each; add one by a file and an entry here."""
 
 from ..dependency import Spec
+from .avgpipe import AvgPipe
 from .bfs import LoopedBFS
 from .chimera import Chimera
 from .dualpipe import DualPipe
@@ -13,6 +14,8 @@ from .interleaved import Interleaved
 from .mixpipe import MixPipe
 from .naive import Naive
 from .one_f_one_b import OneFOneB
+from .pipedream import PipeDream
+from .pipedream_2bw import PipeDream2BW
 from .v_half import VHalf
 from .v_min import VMin
 from .varuna import Varuna
@@ -39,6 +42,9 @@ SCHEDULES: dict[str, type[Spec]] = {
     "dualpipe": DualPipe,
     "dualpipev": DualPipeV,
     "varuna": Varuna,
+    "pipedream": PipeDream,
+    "pipedream-2bw": PipeDream2BW,
+    "avgpipe": AvgPipe,
 }
 
 __all__ = ["SCHEDULES", *(cls.__name__ for cls in SCHEDULES.values())]

@@ -22,6 +22,7 @@ from .compute.shard import Shard
 from .context import Context
 from .handlers import Batch, Task, tasks
 from .mailbox import Mailbox
+from .overlap import OverlappingStream
 from .run import Stream
 from .transport.call import Call
 from .transport.carrier import Carrier
@@ -52,6 +53,8 @@ class WorkerActor(Context):
         self.carrier = carrier
         self._stall_s = stall_s
         self._tasks: dict[Part, dict[Action, Task]] = {}
+        #: those that have not ended
+        self._streams: list[Stream] = []
 
     def run(self, batch: Batch) -> Result:
         """Do this worker's part of `batch` and return what all workers know after it: a stream of length one.
@@ -62,11 +65,16 @@ class WorkerActor(Context):
             PeerLost: another worker failed or is gone.
             Stalled: nothing arrived in time.
         """
-        return next(self.stream(iter([batch])))
+        return next(self.stream(iter([batch]), overlaps=batch.train and not batch.spec.synchronous))
 
-    def stream(self, batches: Iterator[Batch]) -> Generator[Result, None, None]:
-        """Do this worker's part of one batch after the other; as `run`, but the next may begin before one has ended."""
-        stream = Stream(self, batches, self._tasks_of)
+    def stream(self, batches: Iterator[Batch], *, overlaps: bool = False) -> Generator[Result, None, None]:
+        """Do this worker's part of one batch after the other; as `run`, but the next may begin before one has ended.
+
+        Args:
+            overlaps: whether the schedule is not synchronous.
+        """
+        stream = (OverlappingStream if overlaps else Stream)(self, batches, self._tasks_of)
+        self._streams.append(stream)
         try:
             while True:
                 with self._telling_failures():
@@ -75,7 +83,14 @@ class WorkerActor(Context):
                     return
                 yield result
         finally:
+            self._streams.remove(stream)
             stream.abandon()
+
+    def flush(self) -> None:
+        """Complete what has been begun of the streams that overlap; their results are given next."""
+        with self._telling_failures():
+            for stream in self._streams:
+                stream.flush()
 
     def resume(self, carrier: Carrier, step: int) -> None:
         """Forget what was under way and go on, over another carrier, after `step` complete steps."""

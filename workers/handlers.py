@@ -31,10 +31,12 @@ from ..dependency import (
     U,
     W,
     end_tree,
+    takes_steps,
 )
 from .compute.device import Mark
 from .compute.result import Losses, Result, total_norm
 from .compute.shard import Shard
+from .compute.stash import StashingShard
 from .context import Context
 from .hooks import Arrived, LayerTime
 from .state import WorkerState
@@ -64,6 +66,8 @@ class Batch:
     tokens: int = 0
     #: how many ns reading it was waited for, and what for
     waited: tuple[int, str] = (0, "")
+    #: each microbatch's share of the rows of the update that takes its gradients, if steps overlap
+    scales: list[float] | None = None
 
     @property
     def spec(self) -> Spec:
@@ -107,6 +111,10 @@ class Step:
     marks: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
     arrived: list[Arrived] = field(default_factory=list)
     layer_times: list[LayerTime] = field(default_factory=list)
+    #: of a stream whose steps overlap: its first microbatch and update there, and how much later its slots are
+    first: int = 0
+    first_update: int = 0
+    before_slots: int = 0
     #: (buffer, copy of it after this step), where the next step has been opened and writes it
     buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -125,7 +133,8 @@ class Doing(NamedTuple):
 
     @property
     def microbatch(self) -> int:
-        return self.task.entry.action.index
+        """The microbatch of the action, as the shard knows it: counted through a stream whose steps overlap."""
+        return self.step.first + self.task.entry.action.index
 
 
 #: carries out an action and returns its payload; on the resource `copy` in a thread of its own
@@ -151,7 +160,7 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         chain = [a.kind for a in spec.actions(stage, index)] if kind.per_microbatch else []
         saves = kind.way == 1 and any(other not in (F, R, B) for other in chain)
         recomputes = kind.way == 1 and R in chain
-        route = spec.route(index) if kind.per_microbatch else index
+        route = spec.route(index) if kind.per_microbatch else index % spec.num_routes
         found[entry.action] = Task(entry, str(entry.action), shards[stage, route], _handlers[kind], saves, recomputes)
     return found
 
@@ -162,13 +171,13 @@ _NO_PAYLOAD = pack(())
 @carries_out(F)
 def _forward(doing: Doing) -> Payload | None:
     worker, step, task = doing.worker, doing.step, doing.task
-    batch, shard, m = step.batch, task.shard, doing.microbatch
+    batch, shard, m, at = step.batch, task.shard, doing.microbatch, task.entry.action.index
     payload, fields = doing.source(), None
     if shard.slice.takes_fields:
-        fields = worker.courier.load(batch.inputs[m])
+        fields = worker.courier.load(batch.inputs[at])
         payload = _NO_PAYLOAD if payload is None else payload
     elif payload is None:
-        payload = pack(worker.courier.load(batch.inputs[m]))
+        payload = pack(worker.courier.load(batch.inputs[at]))
     run = partial(shard.forward, step.number, m, payload, fields=fields)
     if shard.stage < batch.spec.last_stage:
         return run(split=task.saves, recompute=task.recomputes)
@@ -177,8 +186,10 @@ def _forward(doing: Doing) -> Payload | None:
         assert output is not None
         step.outputs[m] = unpack(output)
     else:
-        target, share = worker.courier.load(batch.targets[m]), batch.shares[m]
+        target, share = worker.courier.load(batch.targets[at]), batch.shares[at]
         shard.losses = step.losses
+        if batch.scales is not None:
+            run = partial(run, scale=batch.scales[at])
         run(target=target, share=share, split=task.saves, recompute=task.recomputes)
     return None
 
@@ -232,7 +243,8 @@ def _tell_loss(doing: Doing) -> Payload:
     (payload,) = _taken(doing, D, C)
     step = doing.step
     step.result = Result(unpack(payload))
-    if step.result.summed and step.batch.train and not step.batch.asked.weight:
+    must_know = step.batch.spec.synchronous or takes_steps(step.batch.spec)
+    if step.result.summed and step.batch.train and must_know and not step.batch.asked.weight:
         raise ConfigError("loss_fn: gave a mean before and gives (sum, weight) now; it must always give the same")
     return payload
 
@@ -266,10 +278,36 @@ def _tell_norm(doing: Doing) -> Payload:
 @carries_out(U)
 def _update(doing: Doing) -> None:
     worker, step, shard = doing.worker, doing.step, doing.task.shard
+    if isinstance(shard, StashingShard):
+        _update_version(doing, shard)
+        return
     _complete_gradients(doing, shard, doing.task.entry.action.index)
     if step.result is not None and step.result.norm_tensor is not None and worker.max_grad_norm is not None:
         shard.clip(worker.max_grad_norm, step.result.norm_tensor)
     shard.update()
+
+
+def _update_version(doing: Doing, shard: StashingShard) -> None:
+    """Make the next version of a shard's weights, from the gradients that belong to it alone."""
+    worker, step, index = doing.worker, doing.step, doing.task.entry.action.index
+    if shard not in step.completed:  # by norms
+        _take_gradients(doing, shard, index)
+    if worker.max_grad_norm is not None:
+        if step.result is not None and step.result.norm_tensor is not None:
+            shard.clip(worker.max_grad_norm, step.result.norm_tensor)
+        else:
+            shard.clip_by_own_norm(worker.max_grad_norm)
+    shard.update()
+    if step.batch.spec.elasticity:
+        shard.exchange(step.batch.spec.elasticity)
+
+
+def _take_gradients(doing: Doing, shard: StashingShard, index: int) -> None:
+    """Give a shard the gradients of an update of the step; divide those of sums by what they weigh."""
+    step = doing.step
+    shard.take_gradients(step.first_update + index)
+    if step.result is not None and step.batch.asked.weight:
+        shard.divide(step.result.divisor)
 
 
 def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
@@ -279,6 +317,9 @@ def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
     if shard in step.completed:
         return
     step.completed.add(shard)
+    if isinstance(shard, StashingShard):
+        _take_gradients(doing, shard, route)
+        return
     exchanged = end_tree(spec).exchanged(shard.stage, step.batch.asked)
     if exchanged:
         ready, own = doing.worker.courier.ready, G(shard.stage, route)

@@ -47,16 +47,16 @@ class Mailbox:
         #: what keys stand for that are pulled or this worker's own
         self._actions: dict[Key, Action] = {}
 
-    def begin(self, call: Call) -> int:
+    def begin(self, call: Call, keeps: int = 1) -> int:
         """Start another run, which is for `call`, and return its number; all workers do so in the same order.
 
-        Waits until all of the runs before the last has been taken, so that what is kept for others is bounded.
+        Waits until all of the runs before the last `keeps` has been taken, so that what is kept for others is bounded.
 
         Raises:
             Disagreement: others have begun something else under this number.
         """
         run = self._carrier.begin(call)
-        self._carrier.wait_taken(run - 1, self._stall_s)
+        self._carrier.wait_taken(run - keeps, self._stall_s)
         return run
 
     def end(self, run: int) -> None:

@@ -7,7 +7,7 @@ forwards wait for nothing but their own stage's update, so the pipeline stays fu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
@@ -73,12 +73,16 @@ class Stream:
         if batch is None:
             self._ended = True
             return
-        state = WorkerState(batch.part, batch.order, None if newest is None else newest.state)
         if newest is not None and batch.train:
             self._keep_buffers(newest)
         self._collect_layer_times(newest, batch.train)
+        self._open(batch, [] if newest is None else [newest.state])
+
+    def _open(self, batch: Batch, before: Sequence[WorkerState], most_open: int = _MOST_OPEN) -> Step:
+        """Begin a step, and ask other workers for what it needs of them."""
+        state = WorkerState(batch.part, batch.order, before)
         number = self._worker.next_step
-        run, tasks = self._mailbox.begin(batch.call), self._tasks_of(batch.part)
+        run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch.part)
         self._worker.next_step += batch.train
         step = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
         step.forwards_left = batch.part.num_forwards
@@ -87,6 +91,7 @@ class Stream:
             wanted.setdefault(need.worker, []).append((need.action, need.carries))
         for peer, questions in wanted.items():
             self._mailbox.pull(run, peer, questions)
+        return step
 
     def _keep_buffers(self, before: Step) -> None:
         """Note what buffers that forwards write are after the step `before`: the next may be abandoned."""
@@ -94,10 +99,11 @@ class Stream:
             (buffer, buffer.clone())
             for shard in self._worker.shards.values()
             if shard.stateful
-            for module in shard.slice.own
-            for buffer in module._buffers.values()
-            if buffer is not None
+            for buffer in shard.buffers()
         ]
+
+    def flush(self) -> None:
+        """Complete what has been begun; of synchronous steps nothing waits for what comes later."""
 
     def abandon(self) -> None:
         """Undo what has been done of steps that are not complete; all workers do so after the same step."""
@@ -131,15 +137,21 @@ class Stream:
                 moved = True
             while (entry := step.state.take("copy")) is not None:
                 self._copy(step, entry)
+        chosen = self._choose()
+        if chosen is not None:
+            self._execute(*chosen)
+        elif not moved:  # else it may have been what something waited for
+            self._wait()
+
+    def _choose(self) -> tuple[Step, Entry] | None:
+        """Return what is computed next; None: nothing may run now."""
         for step in self._steps.values():
             entry = step.state.take()
             if entry is not None:
-                self._execute(step, entry)
-                return
+                return step, entry
             if not step.state.may_be_overtaken:
                 break
-        if not moved:  # else it may have been what something waited for
-            self._wait()
+        return None
 
     def _take_in(self, arrival: Arrival) -> None:
         step, what = self._steps[arrival.run], arrival.what

@@ -12,6 +12,7 @@ workers without either. The simulator evaluates the same tables for all workers 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 
 from ..dependency import RESOURCES, Action, Entry, Order, Part, Pulled, Resource
 
@@ -23,10 +24,10 @@ class WorkerState:
         part: what the worker has to do.
         order: `fixed` runs what is next in the order of each resource and waits for it; `ready` runs the first
             whose needs have all been met.
-        before: the state of the step before, if that may still run: forwards wait for updates there.
+        before: the states of the steps before that may still run, the last first: this one waits for actions there.
     """
 
-    def __init__(self, part: Part, order: Order, before: WorkerState | None = None) -> None:
+    def __init__(self, part: Part, order: Order, before: Sequence[WorkerState] = ()) -> None:
         self.part = part
         #: by resource, what runs now
         self.running: dict[Resource, int] = {}
@@ -38,16 +39,17 @@ class WorkerState:
         #: by resource, a heap of those whose needs are met, and the place of the next one in its queue
         self._ready: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
         self._issued: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
-        self._next: WorkerState | None = None
-        #: own actions of the step before that are still to come
-        self._inherited: set[Action] = set()
-        if before is not None:
-            before._next = self
-            for action, numbers in part.inherited.items():
-                if not before.has_finished(action):
-                    self._inherited.add(action)
-                    for number in numbers:
-                        self._missing[number] += 1
+        #: the states of later steps, with those of their actions that wait for own ones of this
+        self._followers: list[tuple[WorkerState, dict[Action, list[int]]]] = []
+        for earlier, inherited in zip(before, part.inherited, strict=False):
+            missing_there = {
+                action: numbers for action, numbers in inherited.items() if not earlier.has_finished(action)
+            }
+            if missing_there:
+                earlier._followers.append((self, missing_there))
+            for numbers in missing_there.values():
+                for number in numbers:
+                    self._missing[number] += 1
         for number, missing in enumerate(self._missing):
             if not missing:
                 self._ready[part.entries[number].action.kind.resource].append(number)  # ascending, so a heap
@@ -70,8 +72,9 @@ class WorkerState:
         self._done[number] = 1
         self._left -= 1
         self._satisfy(self.part.waiting.get(action, ()))
-        if self._next is not None:
-            self._next._finished_before(action)
+        for follower, waiting in self._followers:
+            if action in waiting:
+                follower._satisfy(waiting[action])
 
     def take(self, resource: Resource = "compute") -> Entry | None:
         """Choose the next action on `resource` and count it as running; None if none may run now."""
@@ -84,6 +87,17 @@ class WorkerState:
         self._issued[resource] = issued + 1
         number = self.running[resource] = heapq.heappop(ready)
         return self.part.entries[number]
+
+    @property
+    def next_slot(self) -> int | None:
+        """The slot of what `take` would choose to compute, or waits for; None: there is nothing."""
+        if "compute" in self.running:
+            return None
+        if not self._fixed:
+            ready = self._ready["compute"]
+            return self.part.slots[ready[0]] if ready else None
+        queue, issued = self.part.queues["compute"], self._issued["compute"]
+        return self.part.slots[queue[issued]] if issued < len(queue) else None
 
     @property
     def may_be_overtaken(self) -> bool:
@@ -107,11 +121,6 @@ class WorkerState:
                 if missing:
                     return entry.action, missing
         return None
-
-    def _finished_before(self, action: Action) -> None:
-        if action in self._inherited:
-            self._inherited.remove(action)
-            self._satisfy(self.part.inherited[action])
 
     def _satisfy(self, numbers: list[int] | tuple[()]) -> None:
         for number in numbers:

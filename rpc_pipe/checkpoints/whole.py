@@ -16,7 +16,7 @@ from ..workers.actor import WorkerActor
 def own_tensors(actor: WorkerActor) -> dict[str, Tensor]:
     """Return the tensors of a worker's shards, each by its name in the unsplit model; those of first replicas."""
     first_route = [shard for (_, route), shard in actor.shards.items() if route == 0]
-    return {name: t for shard in first_route for name, t in shard.state_dict().items()}
+    return {name: t for shard in first_route for name, t in shard.evaluated_state_dict().items()}
 
 
 def merged(parts: Iterable[Mapping[str, Tensor]], place_of: Callable[[str], Any]) -> dict[str, Tensor]:

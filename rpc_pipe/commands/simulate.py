@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..dependency import Action, ConfigError, PipeError, Spec, check_all
+from ..dependency import Action, ConfigError, PipeError, Spec, check_all, copies_on, stale_on
 from ..drawing.chrome import write_chrome
 from ..drawing.page import Picture, draw_page
 from ..drawing.svg import draw_svg
@@ -90,6 +90,11 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
         f"{name}: makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}, "
         f"peak activations {', '.join(map(str, result.peak_activations))}"
     )
+    if not spec.synchronous:
+        reporter.console.print(
+            f"asynchronous: gradients are {', '.join(map(str, _staleness(spec)))} updates late on workers 0 to "
+            f"{spec.num_workers - 1}, weight copies {', '.join(map(str, _copies(spec)))}"
+        )
     return 0
 
 
@@ -144,9 +149,20 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
         "bubble": result.bubble,
         "busy": list(result.busy),
         "peak_activations": list(result.peak_activations),
+        "synchronous": spec.synchronous,
+        "staleness": _staleness(spec),
+        "weight_copies": _copies(spec),
         "actions": sum(map(len, orders)),
         "orders": [[str(action) for action in order] for order in orders],
     }
+
+
+def _staleness(spec: Spec) -> list[int]:
+    return [stale_on(spec, worker) for worker in range(spec.num_workers)]
+
+
+def _copies(spec: Spec) -> list[int]:
+    return [copies_on(spec, worker) for worker in range(spec.num_workers)]
 
 
 def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> None:

@@ -21,6 +21,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness
 from ..workers.transport.payload import split_rows
 from .gpt import gpt_layers, next_byte_loss
+from .replay import Replay
 from .settings import GPTConfig, VerifyOptions
 
 Layers = Sequence[Callable[[], nn.Module]]
@@ -118,6 +119,24 @@ def unpiped(
     return losses, named
 
 
+def replayed(
+    problem: Problem, spec: Spec, stages: Sequence[range], batches: Sequence[Batch], seed: int
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Train in this process by the declared versions; return the losses and the final weights of all routes."""
+    randomness = Randomness(seed)
+    layers = [module for _, module in Partition(list(problem.layers), 1).build(0, randomness)]
+    replay = Replay(spec, layers, stages, problem.loss_fn, _named_optimizer, randomness)
+    losses = list(replay.train(batches))
+    expected = replay.state_dict()
+    for route in range(1, spec.num_routes):
+        expected |= {f"{name} on route {route}": tensor for name, tensor in replay.state_dict(route).items()}
+    return losses, expected
+
+
+def _named_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> AdamW:
+    return _optimizer([parameter for _, parameter in named])
+
+
 def _sum(parts: Iterable[Tensor | None]) -> Tensor | None:
     """Add up in the order given."""
     total = None
@@ -146,13 +165,16 @@ def prove(options: VerifyOptions) -> None:
     task = problem(options.model, options.dropout, spec.num_stages)
     batches = [task.batch(generator, options.batch_rows) for _ in range(options.steps)]
     pipe = Pipeline(list(task.layers), task.loss_fn, optimizer=_optimizer, **options.for_pipeline())
-    losses = [pipe.step(batch) for batch in batches]
+    overlaps = not pipe.spec.synchronous
+    losses = list(pipe.train(batches)) if overlaps else [pipe.step(batch) for batch in batches]
     state, replicas = pipe.state_dict(), pipe.gather("replicas", _replicas)
     if state is not None and replicas is not None:
-        expected_losses, expected = unpiped(task, pipe.spec, pipe.partition.ranges, batches, options.seed)
+        compute = replayed if overlaps else unpiped
+        expected_losses, expected = compute(task, pipe.spec, pipe.partition.ranges, batches, options.seed)
         for route, tensors in (pair for worker in replicas for pair in worker):
             state |= {f"{name} on route {route}": tensor for name, tensor in tensors.items()}
-            expected |= {f"{name} on route {route}": expected[name] for name in tensors}
+            if not overlaps:
+                expected |= {f"{name} on route {route}": expected[name] for name in tensors}
         _tell_verdict(options, losses, expected_losses, state, expected)
     pipe.barrier()
 

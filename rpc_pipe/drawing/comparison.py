@@ -10,7 +10,8 @@ from ..planning.compare import Row, tell_bytes
 
 
 def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table:
-    """Draw rows; 80 columns are enough. `acts`: activations in worker's shares; `copies`: of the weights."""
+    """Draw rows; 80 columns are enough. `acts`: activations in worker's shares; `copies`: of the weights, on
+    the worker with most. What is not synchronous says how many updates late its gradients are."""
     drawn = Table(title=f"{num_workers} workers, {num_microbatches} microbatches", box=None, pad_edge=False)
     drawn.add_column("schedule", no_wrap=True)
     headings = ["makespan", "step", "bubble", "acts"]
@@ -21,15 +22,16 @@ def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table
         if row.refused and not row.makespan:
             continue
         memory = [tell_bytes(row.peak_memory or 0)] if with_memory else []
+        late = f" ({max(row.staleness)} late)" if max(row.staleness) else " (asynchronous)"
         drawn.add_row(
-            row.name,
+            row.name + late * (not row.synchronous),
             f"{row.makespan:.5g}",
             f"{row.step_time:.5g}",
             f"{row.bubble:.1%}",
             f"{row.peak_activations:.3g}",
             *memory,
             str(row.messages),
-            str(row.weight_copies),
+            str(max(row.weight_copies)),
             style="dim" if row.refused else None,
         )
     return drawn

@@ -77,10 +77,21 @@ def refuse_training(loss_fn: object, optimizer: object, lr_scheduler: object) ->
 
 
 def refuse_untrainable(spec: Spec) -> None:
-    """What can be checked and simulated but not trained yet is refused, not trained wrongly."""
-    if not spec.synchronous:
+    """What can be checked and simulated but not trained is refused, not trained wrongly."""
+    if not spec.synchronous and type(spec).updates is not Spec.updates:
         raise ConfigError(
-            f"schedule {type(spec).__name__}: updates that steps overtake can be simulated, but not trained yet"
+            f"schedule {type(spec).__name__}: `updates` of its own can be simulated, but not trained; leave it out and "
+            "declare `version`"
+        )
+
+
+def refuse_shared(spec: Spec, sharing: Sequence[Sequence[int]]) -> None:
+    """Refuse weights that several stages hold where stages update at different times."""
+    shared = next((stages for stages in sharing if len(stages) > 1), None)
+    if shared and not spec.synchronous:
+        raise ConfigError(
+            f"schedule {type(spec).__name__}: stages {', '.join(map(str, shared))} share weights, but each updates its "
+            "own at another time; use a synchronous schedule, such as 1f1b, or do not tie the weights"
         )
 
 

@@ -10,7 +10,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, Spec, takes_steps, update_of
 from ..workers.compute.digest import describe
 from ..workers.transport.call import pack_description
 from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, split_rows, tensors_of
@@ -143,18 +143,32 @@ def _split_rows(tree: Tree, parts: int, rows: int) -> list[Tree]:
     return [piece(i) for i in range(parts)]
 
 
-class Ahead:
-    """Reads a user's batches on the user's thread, one ahead of the step that runs, for all workers of this process."""
+def update_shares(spec: Spec, shares: Sequence[float]) -> list[float]:
+    """Return each microbatch's share of the rows of the update that takes its gradients."""
+    if takes_steps(spec):
+        return list(shares)
+    taken = [update_of(spec, 0, m) for m in range(len(shares))]
+    rows = {update: sum(s for s, by in zip(shares, taken, strict=True) if by == update) for update in set(taken)}
+    return [share / rows[update] for share, update in zip(shares, taken, strict=True)]
 
-    def __init__(self, batches: Iterable[Tree], cut: Callable[[Tree], Microbatches]) -> None:
+
+class Ahead:
+    """Reads a user's batches on the user's thread, ahead of the step that runs, for all workers of this process.
+
+    Args:
+        count: how many ahead.
+    """
+
+    def __init__(self, batches: Iterable[Tree], cut: Callable[[Tree], Microbatches], count: int = 1) -> None:
+        self._count = count
         self._batches = iter(batches)
         self._cut = cut
         self._read: dict[int, Microbatches] = {}
 
     def advance(self, step: int) -> None:
-        """Read the batches of `step` and the next; forget those before."""
+        """Read the batches of `step` and those ahead; forget those before."""
         self._read.pop(step - 1, None)
-        for wanted in (step, step + 1):
+        for wanted in range(step, step + 1 + self._count):
             if wanted not in self._read and (not self._read or wanted - 1 in self._read):
                 for batch in self._batches:
                     self._read[wanted] = self._cut(batch)

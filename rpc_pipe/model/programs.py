@@ -42,5 +42,5 @@ class Programs:
         if key not in self._parts:
             after = chained() if train else ()
             program = entries(key[0], worker, forward_only=not train, asked=asked, chained=after)
-            self._parts[key] = Part(key[0], worker, program)
+            self._parts[key] = Part(key[0], worker, program, after)
         return self._parts[key]

@@ -8,6 +8,7 @@ from ..dependency import ConfigError, Spec
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
+from ..workers.compute.stash import StashingShard
 from .partition import Layered, Partition
 from .whole import Whole, WholeLike, is_whole
 
@@ -64,7 +65,7 @@ class ShardMaker:
         slice = self._model.slice(stage, self._randomness, route)
         if spec.num_routes > 1:
             self.weights += f"{stage}={digest(slice.state_dict().values()):x} "
-        return Shard(
+        return (Shard if spec.synchronous else StashingShard)(
             stage,
             slice,
             self._randomness,

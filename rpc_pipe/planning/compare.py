@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, W, check_all
+from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, W, check_all, copies_on, stale_on
 from ..model.cut import cut
 from .candidates import VARIANTS
-from .footprint import Size, num_messages, peak_bytes
+from .footprint import Size, num_messages, peak_bytes, weight_bytes
 from .simulator import simulate
 from .specs import make_spec
 
@@ -96,8 +96,13 @@ class Row:
     peak_memory: float | None = None
     #: payloads between workers in a step
     messages: int = 0
-    #: how often the weights exist
-    weight_copies: int = 1
+    #: False if steps overtake updates, so that something else is trained
+    synchronous: bool = True
+    #: by worker: how many updates late gradients are applied, and copies of the weights in worker's shares
+    staleness: Sequence[int] = ()
+    weight_copies: Sequence[int] = ()
+    #: bytes of these copies, by worker; None if no sizes were given
+    weight_bytes: Sequence[float] | None = None
     #: why it cannot be used; then the rest is empty
     refused: str = ""
 
@@ -112,9 +117,10 @@ class Row:
 def compare(
     model: ModelCosts, num_microbatches: int, *, comm: float = 0, limit: float | None = None, order: Order | None = None
 ) -> list[Row]:
-    """Return a row for every schedule, the fastest first; what cannot be used, or not within `limit` bytes, last."""
+    """Return a row for every schedule, the fastest first; then those that are not synchronous, as they train something
+    else; what cannot be used, or not within `limit` bytes, last."""
     rows = [_row(name, parameters, model, num_microbatches, comm, limit, order) for name, parameters in VARIANTS]
-    return sorted(rows, key=lambda row: (bool(row.refused), row.makespan, row.peak_activations))
+    return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
 
 def _row(
@@ -137,7 +143,8 @@ def _row(
         return stages[action.stage].get(action.kind, 0)
 
     result = simulate(spec, cost, comm=comm, order=order)
-    memory = max(peak_bytes(result, model.stage_sizes(spec.num_stages))) if model.sizes else None
+    sizes = model.stage_sizes(spec.num_stages) if model.sizes else []
+    memory = max(peak_bytes(result, sizes)) if sizes else None
     too_much = limit is not None and memory is not None and memory > limit
     return Row(
         name,
@@ -149,24 +156,34 @@ def _row(
         max(result.peak_activations) * spec.num_workers / spec.num_stages,
         memory,
         num_messages(result),
-        spec.num_routes,
+        spec.synchronous,
+        [stale_on(spec, worker) for worker in range(spec.num_workers)],
+        [copies_on(spec, worker) for worker in range(spec.num_workers)],
+        weight_bytes(spec, sizes) if sizes else None,
         f"needs {tell_bytes(memory)}" if too_much and memory is not None else "",
     )
 
 
 def verdict(rows: Sequence[Row], limit: float | None) -> str:
     """Say which schedule to use, in a sentence or two, and what was left out."""
-    usable = [row for row in rows if not row.refused]
+    overtaken = [row for row in rows if not row.refused and not row.synchronous]
+    usable = [row for row in rows if not row.refused and row.synchronous]
     lines = []
     if usable:
         best = min(usable, key=lambda row: (row.step_time, row.peak_activations))
         lines.append(f"fastest when steps follow each other: {best.name}, {best.step_time:.6g} a step")
         kept = [row for row in usable if row.step_time <= 1.1 * best.step_time]
-        least = min(kept, key=lambda row: (row.weight_copies, row.peak_activations, row.step_time))
+        least = min(kept, key=lambda row: (max(row.weight_copies), row.peak_activations, row.step_time))
         if least is not best:
             lines.append(f"least memory within 10 % of that: {least.name}, {least.step_time:.6g} a step")
-    elif limit is not None:
+    elif limit is not None and not overtaken:
         lines.append(f"none fits into {tell_bytes(limit)}")
+    if overtaken:
+        named = ", ".join(
+            f"{row.name} ({row.step_time:.6g} a step, gradients up to {max(row.staleness)} late)"
+            for row in sorted(overtaken, key=lambda row: row.step_time)
+        )
+        lines.append(f"asynchronous, so they train something else, and stand last: {named}")
     if left_out := [f"{row.name} ({row.refused})" for row in rows if row.refused]:
         lines.append(f"left out: {', '.join(left_out)}")
     return "\n".join(lines)

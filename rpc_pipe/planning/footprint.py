@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
-from ..dependency import Action, B, F, G, I, R, U, W
+from ..dependency import Action, B, F, G, I, R, Spec, U, W, weight_copies
 from .simulator import Simulation
 
 
@@ -81,11 +81,22 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             add(at, there, amount)
             # What a forward takes in it counts as its activations; a gradient is there until backward has ended.
             add(at, used.start if user.kind is F else used.end, -amount)
-    peaks = []
+    peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
-        resident = sum(sizes[stage].shard for stage, _ in spec.hosted(worker))
+        resident = sum(sizes[stage].shard - sizes[stage].weights for stage, _ in spec.hosted(worker)) + weights[worker]
         peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)
+
+
+def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
+    """Return, by worker, the bytes of all copies of weights that it holds: of replicas, versions and a reference."""
+    return [
+        sum(
+            (weight_copies(spec, stage) + (route == 0 and spec.elasticity > 0)) * sizes[stage].weights
+            for stage, route in spec.hosted(worker)
+        )
+        for worker in range(spec.num_workers)
+    ]
 
 
 def payload_bytes(action: Action, size: Size) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 
 from ..dependency import ENDLESS, NOTHING, RESOURCES, Action, Asked, Part, PipeError, ScheduleError, Spec, entries
@@ -24,6 +25,8 @@ class Relation:
     def __init__(self, spec: Spec, steps: int = 1, asked: Asked = NOTHING) -> None:
         if spec.num_microbatches == ENDLESS:
             raise ScheduleError(f"{type(spec).__name__}: an endless stream cannot be looked at as a whole")
+        if not spec.synchronous and steps > 1:
+            spec, steps = replace(spec, num_steps=steps), 1  # one stream, in whose order steps overlap
         self.spec = spec
         self.steps = steps
         workers = range(spec.num_workers)
@@ -81,7 +84,7 @@ class Relation:
                 self._refuse(parts, part)
             if step:
                 before = start - len(part.entries)
-                for action, numbers in part.inherited.items():
+                for action, numbers in part.inherited[0].items():
                     own[before + part.number[action]] += [start + waits for waits in numbers]
                     for waits in numbers:
                         self.num_needs[start + waits] += 1

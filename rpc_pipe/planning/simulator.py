@@ -16,7 +16,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-from ..dependency import RESOURCES, Action, Kind, Order, Spec
+from ..dependency import RESOURCES, Action, Kind, Order, Spec, U, updates_a_step
 from .relation import Relation, no_collection
 from .span import Span
 
@@ -205,6 +205,8 @@ def price_listed(
 
 
 def _step_ends(relation: Relation, ran: _Ran) -> tuple[float, ...]:
+    if relation.spec.num_steps > 1:
+        return _ends_in_stream(relation, ran)
     if relation.steps == 1:
         return (max([end for _, _, end in ran], default=0),)
     ends: list[float] = [0] * relation.steps
@@ -213,6 +215,18 @@ def _step_ends(relation: Relation, ran: _Ran) -> tuple[float, ...]:
         worker = relation.worker[number]
         step = (number - relation.first[worker]) // lengths[worker]
         ends[step] = max(ends[step], end)
+    return tuple(ends)
+
+
+def _ends_in_stream(relation: Relation, ran: _Ran) -> tuple[float, ...]:
+    """Return when each step of a stream ends, in which steps overlap."""
+    spec = relation.spec
+    ends: list[float] = [0] * spec.num_steps
+    for number, _, end in ran:
+        _, kind, index = relation.actions[number]
+        if kind.per_microbatch or kind is U:
+            step = index // (spec.num_microbatches if kind.per_microbatch else updates_a_step(spec))
+            ends[step] = max(ends[step], end)
     return tuple(ends)
 
 

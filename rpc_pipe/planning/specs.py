@@ -135,7 +135,7 @@ def parameter_types(cls: type[Spec]) -> dict[str, Any]:
     """Return the schedule's own parameters with their types."""
     hints = typing.get_type_hints(cls)
     own = (parameter.name for parameter in dataclasses.fields(cls))
-    return {name: hints[name] for name in own if name not in ("num_workers", "num_microbatches")}
+    return {name: hints[name] for name in own if name not in ("num_workers", "num_microbatches", "num_steps")}
 
 
 def _convert(schedule: str, key: str, value: Any, wanted: Any) -> Any:

@@ -397,11 +397,13 @@ def test_a_users_schedule_class_runs():
     assert mine.step((X, Y)) == theirs.step((X, Y))
 
 
-def test_what_cannot_be_trained_yet_is_refused():
-    from rpc_pipe.schedules import OneFOneB
+def test_updates_of_a_stream_are_not_placed_by_hand():
+    from rpc_pipe.dependency import B, U
+    from rpc_pipe.schedules import PipeDream
 
-    with pytest.raises(ConfigError, match="can be simulated, but not trained yet"):
-        pipeline(schedule=type("Ahead", (OneFOneB,), {"synchronous": False}))
+    ahead = {"updates": lambda self, s, r: [U(s, 0)], "after": lambda self, a: [B(a.stage, a.index)] * (a.kind is U)}
+    with pytest.raises(ConfigError, match="can be simulated, but not trained"):
+        pipeline(schedule=type("Ahead", (PipeDream,), ahead))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def pipeline(model, schedule, **options):
     return Pipeline(list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, **options)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [name for name, cls in SCHEDULES.items() if cls.synchronous])
 @pytest.mark.parametrize("name", MODELS)
 def test_identical_to_one_process(name, schedule):
     """Workers, microbatches and order are drawn by the names."""

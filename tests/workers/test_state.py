@@ -10,7 +10,8 @@ from rpc_pipe.workers.state import WorkerState
 
 
 def state_of(spec, worker, order="ready", before=None, **options):
-    return WorkerState(Part(spec, worker, entries(spec, worker, **options)), order, before)
+    part = Part(spec, worker, entries(spec, worker, **options))
+    return WorkerState(part, order, [] if before is None else [before])
 
 
 def run(state, action, resource="compute"):

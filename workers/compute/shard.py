@@ -94,6 +94,10 @@ class Shard:
         """Return each parameter once, also if several layers share it."""
         return [parameter for _, parameter in self.slice.named_parameters()]
 
+    def buffers(self) -> list[Tensor]:
+        """Return what forwards may write."""
+        return [buffer for module in self.slice.own for buffer in module._buffers.values() if buffer is not None]
+
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return each parameter once, under the name that it has in the unsplit model."""
         return self.slice.named_parameters()
@@ -101,6 +105,10 @@ class Shard:
     def state_dict(self) -> dict[str, Tensor]:
         """Return the shard's tensors under the names that they have in the unsplit model."""
         return self.slice.state_dict()
+
+    def evaluated_state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors by which the shard evaluates, as `state_dict`: those of the model that is trained."""
+        return self.state_dict()
 
     @property
     def num_kept(self) -> int:
@@ -321,6 +329,10 @@ class Shard:
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients of a model whose gradients have this norm as `clip_grad_norm_` does."""
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
+
+    def clip_by_own_norm(self, max_norm: float) -> None:
+        """Clip the gradients of this stage by their own norm."""
+        torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def update(self) -> None:
         """Apply one optimizer step to the gradients, and forget them."""

@@ -15,7 +15,7 @@ from ...dependency import Disagreement
 _CALL = "call "
 _FIELDS, _PARTS = "\x1f", "\x1e"
 #: so many calls are remembered for workers that are behind
-_REMEMBERED = 16
+_REMEMBERED = 1024
 
 
 class Call(NamedTuple):

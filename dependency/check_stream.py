@@ -1,0 +1,140 @@
+"""The checks of a stream whose forwards overtake updates: what one step needs of others, and of versions of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from .action import Action
+from .answers import actions_in, is_whole, slot_of
+from .errors import ScheduleError
+from .kinds import F, U
+from .order import has_slot
+from .spec import ENDLESS, Spec
+from .versions import STEADY, before_forward, period, steady, update_of, updates_a_step
+
+#: of so many steps at the beginning of a stream versions are looked at
+_BEGINNING = 8
+
+
+def check_versions(spec: Spec, workers: Iterable[int]) -> None:
+    """Check what a schedule whose steps overlap declares of versions and routes.
+
+    Raises:
+        ScheduleError: a step does not repeat the one before, or asks for weights that cannot be there.
+    """
+    if not _is_stream(spec):
+        return
+    if not has_slot(spec):
+        raise ScheduleError(
+            f"{type(spec).__name__}: a schedule that is not synchronous needs `slot`, by which steps are put in order"
+        )
+    if spec.update_every not in ("step", "microbatch"):
+        raise ScheduleError(f"update_every is {spec.update_every!r}: it must be step or microbatch")
+    if spec.num_routes > 1:
+        _check_routes(spec)
+    for worker in workers:
+        limit = spec.activation_limit(worker)
+        if limit is not None:
+            raise ScheduleError(
+                f"activation_limit({worker}) is {limit}: what is held across the steps of a stream is bounded by "
+                "windows, edges of after(F)"
+            )
+        for stage, route in spec.hosted(worker):
+            own = [m for m in range(spec.num_microbatches) if spec.num_routes == 1 or spec.route(m) == route]
+            for m in own:
+                _check_version(spec, stage, m, _BEGINNING if m in (own[0], own[-1]) else 1)
+
+
+def check_steps(spec: Spec, workers: Iterable[int]) -> None:
+    """Check what the parts of `workers` need of the steps before: O(own actions) time.
+
+    Raises:
+        ScheduleError: a slot does not grow along an edge, or by the same from step to step.
+    """
+    if not _is_stream(spec):
+        return
+    length = period(spec)
+    if length < 1:
+        raise ScheduleError(f"slot: grows by {length} from step to step; it must grow by at least 1")
+    for worker in workers:
+        for stage, route in spec.hosted(worker):
+            for m in range(spec.num_microbatches):
+                if spec.num_routes == 1 or spec.route(m) == route:
+                    for action in spec.actions(stage, m):
+                        _check_action(spec, worker, action, length)
+            for update in Spec.updates(replace(spec, num_steps=1), stage, route):
+                _check_action(spec, worker, update, length)
+
+
+def _is_stream(spec: Spec) -> bool:
+    return not spec.synchronous and spec.num_microbatches != ENDLESS and type(spec).updates is Spec.updates
+
+
+def _check_routes(spec: Spec) -> None:
+    if spec.update_every == "microbatch":
+        raise ScheduleError(
+            f"num_routes is {spec.num_routes}: with an update after every microbatch there is one route"
+        )
+    for m in range(spec.num_microbatches):
+        if spec.route(m + STEADY * spec.num_microbatches) != spec.route(m):
+            raise ScheduleError(
+                f"route({m}) is {spec.route(m)}, but that of the same microbatch of later steps is "
+                f"{spec.route(m + STEADY * spec.num_microbatches)}: routes must repeat from step to step"
+            )
+    for stage in range(spec.num_stages) if spec.elasticity else ():
+        if len({spec.place(stage, route) for route in range(spec.num_routes)}) > 1:
+            raise ScheduleError(f"place({stage}, ...): routes that have a reference must hold a stage on one worker")
+
+
+def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:
+    """Check that the version is a number that repeats from step to step and is not later than its own update."""
+    M, per_step = spec.num_microbatches, 1 if spec.update_every == "step" else spec.num_microbatches
+    settled = spec.version(stage, m + STEADY * M)
+    if not is_whole(settled):
+        raise ScheduleError(f"version({stage}, {m + STEADY * M}) returned {settled!r}: it must be a whole number")
+    before = m + STEADY * M if spec.update_every == "microbatch" else STEADY  # updates whose gradients come before
+    if settled > before:
+        raise ScheduleError(
+            f"version({stage}, {m}) is made by the update that takes the microbatch's own gradient, "
+            f"{update_of(spec, stage, m)}, or a later one: at most {before - STEADY * per_step} updates come before it"
+        )
+    for step in range(begins):
+        version, right = spec.version(stage, m + step * M), max(0, settled - (STEADY - step) * per_step)
+        if version != right:
+            raise ScheduleError(
+                f"version({stage}, {m + step * M}) is {version!r}, but later steps go on as if it were {right}: a "
+                "version must repeat from step to step, and be 0 where that would be less"
+            )
+
+
+def _check_action(spec: Spec, worker: int, action: Action, length: int) -> None:
+    """Check that an action in the middle of a stream needs what comes before it, on its own worker."""
+    now = steady(spec, action)
+    slot = slot_of(spec, now)
+    if slot != slot_of(spec, action) + STEADY * length:
+        raise ScheduleError(
+            f"slot({now}) is {slot}, but slot({action}) is {slot_of(spec, action)} and steps are {length} apart: "
+            "slots must grow by the same from step to step"
+        )
+    needs = actions_in(spec.after(now), f"after({now})")
+    if action.kind is F:
+        needs += before_forward(spec, now)
+    elif action.kind is U:
+        data = list(spec.data(now))
+        needs += [need for need in data if need.kind is U] + [need for need in data if need.kind is not U][-1:]
+    for need in needs:
+        per_step = spec.num_microbatches if need.kind.per_microbatch else updates_a_step(spec)
+        step, index = divmod(need.index, per_step)
+        named = f"{need._replace(index=index)}" + (f" of {STEADY - step} steps before" if step != STEADY else "")
+        if step < STEADY and spec.worker(need) != worker:
+            raise ScheduleError(
+                f"after({action}) names {named}, of worker {spec.worker(need)}: across the steps of a stream only "
+                "actions of the same worker may be named"
+            )
+        before = slot_of(spec, need) - STEADY * length
+        if before >= slot - STEADY * length:
+            raise ScheduleError(
+                f"{action} (slot {slot - STEADY * length}) needs {named} (slot {before}): the slot must grow along "
+                "every edge, also from step to step"
+            )

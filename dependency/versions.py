@@ -1,0 +1,207 @@
+"""Versions of weights in a stream whose forwards overtake updates: what follows from `Spec.version`.
+
+The version that a forward uses is declared, not raced for: F(s,m) needs the update that makes version(s,m), and uses
+that version though later ones may be there; so does its backward. So what is trained does not depend on timing.
+
+    F(s,m) <- the update of s that makes version(s,m)
+    U(s,j) <- every B(s,.) or W(s,.) whose gradients it takes, U(s,j-1)
+
+Microbatches and updates are counted through the stream. A stage has one update a step for each route, or one after
+every microbatch (`Spec.update_every`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator
+from itertools import accumulate, count, pairwise
+from typing import NamedTuple, Protocol
+
+from .action import Action
+from .ending import Asked
+from .kinds import U
+
+#: a step that is so far from the beginning of a stream that nothing of the beginning is seen there
+STEADY = 1 << 20
+
+
+class Versioned(Protocol):
+    """What is known of a spec here."""
+
+    @property
+    def num_microbatches(self) -> int: ...
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def num_stages(self) -> int: ...
+    @property
+    def num_routes(self) -> int: ...
+    @property
+    def update_every(self) -> str: ...
+    @property
+    def elasticity(self) -> float: ...
+    @property
+    def synchronous(self) -> bool: ...
+    @property
+    def last_stage(self) -> int: ...
+    def route(self, microbatch: int) -> int: ...
+    def version(self, stage: int, microbatch: int) -> int: ...
+    def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]: ...
+    def slot(self, action: Action) -> int: ...
+    def after(self, action: Action) -> Iterable[Action]: ...
+    def hosted(self, worker: int) -> list[tuple[int, int]]: ...
+
+
+def updates_a_step(spec: Versioned) -> int:
+    """Return how many updates a stage has in a step, on all routes together."""
+    return spec.num_microbatches if spec.update_every == "microbatch" else spec.num_routes
+
+
+def asked_of(spec: Versioned, asked: Asked) -> Asked:
+    """Return what updates of `spec` can be told before they are made, of what is asked for.
+
+    An update that does not take a whole step knows its weight, and waits for no other stage: that would empty the pipe.
+    """
+    return asked if spec.synchronous or takes_steps(spec) else Asked()
+
+
+def takes_steps(spec: Versioned) -> bool:
+    """Tell whether each update takes the gradients of a whole step."""
+    return spec.update_every == "step" and spec.num_routes == 1
+
+
+def update_of(spec: Versioned, stage: int, microbatch: int) -> Action:
+    """Return the update that takes the gradients of a microbatch."""
+    if spec.update_every == "microbatch":
+        return U(stage, microbatch)
+    return U(stage, microbatch // spec.num_microbatches * spec.num_routes + spec.route(microbatch))
+
+
+def microbatches_of(spec: Versioned, update: Action) -> list[int]:
+    """Return the microbatches whose gradients an update takes."""
+    if spec.update_every == "microbatch":
+        return [update.index]
+    step, route = divmod(update.index, spec.num_routes)
+    first = step * spec.num_microbatches
+    return [m for m in range(first, first + spec.num_microbatches) if spec.num_routes == 1 or spec.route(m) == route]
+
+
+def microbatches_on(spec: Versioned, route: int) -> Iterator[int]:
+    """Yield the microbatches of a stream that take a route; it never ends, unless there are none."""
+    own = [m for m in range(spec.num_microbatches) if spec.num_routes == 1 or spec.route(m) == route]
+    return (step * spec.num_microbatches + m for step in count() for m in own) if own else iter(())
+
+
+def before_forward(spec: Versioned, forward: Action) -> Iterator[Action]:
+    """Yield the update that makes the version that a forward uses."""
+    stage, _, m = forward
+    version = spec.version(stage, m)
+    if version > 0:
+        route = spec.route(m) if spec.num_routes > 1 else 0
+        yield U(stage, version - 1 if spec.update_every == "microbatch" else (version - 1) * spec.num_routes + route)
+
+
+def before_update(spec: Versioned, update: Action) -> Iterator[Action]:
+    """Yield what adds to the gradients that an update takes, and the update before it."""
+    stage, _, index = update
+    for m in microbatches_of(spec, update):
+        yield from (action for action in spec.actions(stage, m) if action.kind.accumulates)
+    if index > 0:
+        yield U(stage, index - 1)
+
+
+def staleness(spec: Versioned, stage: int) -> int:
+    """Return how many updates of a stage, at most, come between the weights that a gradient is taken at and its own."""
+    if spec.synchronous:
+        return 0
+    per_step = 1 if spec.update_every == "step" else spec.num_microbatches
+    first = STEADY * spec.num_microbatches
+    own = range(first, first + spec.num_microbatches)
+    before = (STEADY * per_step + (0 if spec.update_every == "step" else m - first) for m in own)
+    return max(update - spec.version(stage, m) for update, m in zip(before, own, strict=True))
+
+
+def weight_copies(spec: Versioned, stage: int) -> int:
+    """Return how many versions of a stage's weights, of each route, are held at once at most, at any timing.
+
+    A version is held while a microbatch whose backward has not run uses it, or while it is the newest. Of each route
+    backwards add up in order, so before the backward of a microbatch only those updates can have been made that need
+    none later.
+    """
+    if spec.synchronous:
+        return 1
+    most, begin = 1, STEADY * spec.num_microbatches
+    behind = max(staleness(spec, stage), 0) + 2
+    end = begin + spec.num_microbatches * (2 if spec.update_every == "microbatch" else 1 + behind)
+    for route in range(spec.num_routes):
+        uses = [m for m in range(begin, end + behind) if spec.num_routes == 1 or spec.route(m) == route]
+        versions = [spec.version(stage, m) for m in uses]
+        different = [0, *accumulate(a != b for a, b in pairwise(versions))]
+        for at, m in enumerate(uses):
+            if m >= begin + spec.num_microbatches:
+                break
+            newest = m if spec.update_every == "microbatch" else m // spec.num_microbatches
+            last = bisect_right(versions, newest) - 1
+            used = different[last] - different[at] + 1 if last >= at else 0
+            most = max(most, used + (last < at or versions[last] != newest))
+    return most
+
+
+def stale_on(spec: Versioned, worker: int) -> int:
+    """Return how many updates late, at most, the gradients of a worker's stages are applied."""
+    return max((staleness(spec, stage) for stage, _ in spec.hosted(worker)), default=0)
+
+
+def copies_on(spec: Versioned, worker: int) -> int:
+    """Return how many copies of weights a worker holds, in shares of 1/P of the model: of replicas, versions and a
+    reference."""
+    held = sum(
+        weight_copies(spec, stage) + (route == 0 and spec.elasticity > 0) for stage, route in spec.hosted(worker)
+    )
+    return -(-held * spec.num_workers // spec.num_stages)
+
+
+class Reach(NamedTuple):
+    """An action of an earlier step."""
+
+    #: how many steps earlier
+    steps: int
+    #: counted within that step
+    action: Action
+
+
+def steady(spec: Versioned, action: Action) -> Action:
+    """Return what `action` of a step is called in a stream, far from its beginning."""
+    per_step = spec.num_microbatches if action.kind.per_microbatch else updates_a_step(spec)
+    return action._replace(index=action.index + STEADY * per_step)
+
+
+def reaches(spec: Versioned, action: Action, needs: Callable[[Action], Iterable[Action]]) -> list[Reach]:
+    """Return what `action` of a step needs of the steps before it.
+
+    Args:
+        needs: what an action of the stream needs.
+    """
+    found = []
+    for need in needs(steady(spec, action)):
+        per_step = spec.num_microbatches if need.kind.per_microbatch else updates_a_step(spec)
+        step, index = divmod(need.index, per_step)
+        if step < STEADY:
+            found.append(Reach(STEADY - step, need._replace(index=index)))
+    return found
+
+
+def period(spec: Versioned) -> int:
+    """Return by how much slots grow from step to step."""
+    first = next(iter(spec.actions(0, 0)))
+    return spec.slot(first._replace(index=spec.num_microbatches)) - spec.slot(first)
+
+
+def most_open(spec: Versioned) -> int:
+    """Return how many steps of a stream are under way at once, one more included that is asked for ahead of need."""
+    last = spec.num_microbatches - 1
+    longest = max(
+        spec.slot(spec.actions(stage, last)[-1]) - spec.slot(spec.actions(stage, 0)[0])
+        for stage in range(spec.num_stages)
+    )
+    return longest // period(spec) + 2

@@ -1,0 +1,331 @@
+"""Schedules whose forwards overtake updates: what is trained is what the declared versions say, at any timing."""
+
+import json
+import random
+import time
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from test_transparency import verdict
+from torch import nn
+
+from rpc_pipe.commands.main import main
+from rpc_pipe.demo.replay import Replay
+from rpc_pipe.dependency import B, ConfigError, F, Part, ScheduleError, U, check_all, entries, most_open, updates_a_step
+from rpc_pipe.model.partition import Partition
+from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.planning.compare import ModelCosts, compare
+from rpc_pipe.planning.compare import verdict as told
+from rpc_pipe.planning.footprint import Size
+from rpc_pipe.planning.relation import Relation
+from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.schedules import SCHEDULES, AvgPipe, OneFOneB, PipeDream, PipeDream2BW
+from rpc_pipe.workers.compute.randomness import Randomness
+from rpc_pipe.workers.hooks import Listener
+
+ASYNCHRONOUS = [name for name, cls in SCHEDULES.items() if not cls.synchronous]
+X = torch.randn(12, 10, 8, generator=torch.Generator().manual_seed(1))
+LAYERS = [
+    partial(nn.Linear, 8, 8),
+    nn.Tanh,
+    partial(nn.Linear, 8, 8),
+    partial(nn.Dropout, 0.2),
+    partial(nn.Linear, 8, 8),
+    nn.Tanh,
+    partial(nn.Linear, 8, 8),
+    partial(nn.Linear, 8, 8),
+]
+NORMED = [*LAYERS[:2], partial(nn.BatchNorm1d, 8), *LAYERS[3:5], partial(nn.BatchNorm1d, 8), *LAYERS[6:]]
+
+
+def adamw(named):
+    return torch.optim.AdamW([parameter for _, parameter in named], lr=1e-2)
+
+
+def decaying(optimizer):
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+
+def pipeline(schedule, layers=LAYERS, loss_fn=nn.functional.mse_loss, P=2, M=4, **options):
+    return Pipeline(
+        layers, loss_fn, optimizer=adamw, schedule=schedule, num_workers=P, num_microbatches=M, stall_s=30, **options
+    )
+
+
+def replay_of(pipe, layers=LAYERS, loss_fn=nn.functional.mse_loss, **options):
+    randomness = Randomness(0)
+    built = [module for _, module in Partition(list(layers), 1).build(0, randomness)]
+    return Replay(pipe.spec, built, pipe.partition.ranges, loss_fn, adamw, randomness, **options)
+
+
+def same(first, second):
+    return all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+class Late(Listener):
+    """Delays actions at random."""
+
+    def __init__(self, seed, worker, most_s):
+        self.draw, self.most_s = random.Random(f"{seed} {worker}"), most_s
+
+    def action_started(self, step, action):
+        if self.draw.random() < 0.5:
+            time.sleep(self.draw.random() * self.most_s)
+
+
+@pytest.mark.parametrize("M", [1, 2, 5])
+@pytest.mark.parametrize("P", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_identical_to_a_replay_in_one_process(monkeypatch, schedule, P, M):
+    for order in ("ready", "fixed"):
+        report = verdict(monkeypatch, 6, schedule=schedule, workers=P, microbatches=M, order=order, model="mlp")
+        assert report["identical"] and report["max_abs_error"] == 0, report
+
+
+@pytest.mark.parametrize("model", ["gpt", "conv"])
+@pytest.mark.parametrize(
+    "schedule, options",
+    [("pipedream", {"vertical_sync": "true"}), ("pipedream", {"window": "6"}), ("avgpipe", {"pipelines": "3"})]
+    + [(name, {}) for name in ASYNCHRONOUS],
+)
+def test_other_models_and_parameters(monkeypatch, schedule, options, model):
+    report = verdict(
+        monkeypatch, 5, schedule=schedule, schedule_options=options, model=model, workers=3, microbatches=4
+    )
+    assert report["identical"], report
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_random_delays_change_nothing(schedule):
+    """In both orders. `bench/delays.py` tries a thousand."""
+    for seed in range(10):
+        pipe = pipeline(schedule, P=3, M=seed % 2 + 2, order=("ready", "fixed")[seed // 2 % 2])
+        pipe.listen(lambda worker, seed=seed: Late(seed, worker, 0.004))
+        found = list(pipe.train((x, x) for x in X[:5]))
+        replay = replay_of(pipe)
+        assert found == list(replay.train((x, x) for x in X[:5]))
+        assert same(pipe.state_dict(), replay.state_dict())
+        pipe.close()
+
+
+@pytest.mark.parametrize("layers, rows", [(NORMED, [10] * 6), (LAYERS, [10, 8, 8, 2, 2, 10, 3, 10, 4])])
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_buffers_learning_rates_and_ragged_batches(schedule, layers, rows):
+    """Batches of fewer rows than microbatches, in the middle and at the end, each begin another stream."""
+    pipe = pipeline(schedule, layers, P=3, lr_scheduler=decaying)
+    batches = [(x[:count], x[:count]) for x, count in zip(X, rows, strict=False)]
+    replay = replay_of(pipe, layers, lr_scheduler=decaying)
+    assert list(pipe.train(batches)) == list(replay.train(batches))
+    assert same(pipe.state_dict(), replay.state_dict())
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_gradients_are_clipped_by_what_belongs_to_one_version(schedule):
+    layers = [layer for layer in LAYERS if not isinstance(layer, partial) or layer.func is not nn.Dropout]
+    for order in ("ready", "fixed"):
+        pipe = pipeline(schedule, layers, P=3, max_grad_norm=0.05, order=order)
+        replay = replay_of(pipe, layers, max_grad_norm=0.05)
+        assert list(pipe.train((x, x) for x in X)) == list(replay.train((x, x) for x in X))
+        assert same(pipe.state_dict(), replay.state_dict())
+        assert (pipe.grad_norm is None) == (schedule != "pipedream-2bw"), "of the whole model, or of each stage"
+
+
+def test_the_loop_sees_one_version_on_all_workers():
+    """Weights, buffers and a held-out loss after each step, with later steps under way; what is begun is undone."""
+    for schedule, layers in (("pipedream", NORMED), ("pipedream-2bw", NORMED), ("avgpipe", LAYERS)):
+        pipe = pipeline(schedule, layers, P=4, M=2)
+        pipe.listen(lambda worker: Late(3, worker, 0.003))
+        replay = replay_of(pipe, layers)
+        expected = replay.train((x, x) for x in X)
+        for step, (loss, other) in enumerate(zip(pipe.train((x, x) for x in X), expected, strict=True)):
+            assert loss == other
+            assert same(pipe.state_dict(), replay.state_dict()), (schedule, step)
+            assert pipe.evaluate((X[-1], X[-1])) == pytest.approx(replay.evaluate(X[-1], X[-1]), rel=1e-6)
+            if step == 6:
+                break
+        state = pipe.state_dict()
+        assert same(state, replay.state_dict()) and pipe.evaluate((X[0], X[0])) == pipe.evaluate((X[0], X[0]))
+        assert all(len(actor.carrier.outbox) == 0 for actor in pipe.actors)
+        assert len(list(pipe.train((x, x) for x in X[7:]))) == 5
+
+
+def test_flush_completes_what_has_been_begun():
+    pipe, twin = pipeline("pipedream-2bw", P=3, M=3), pipeline("pipedream-2bw", P=3, M=3)
+    losses = []
+    for loss in pipe.train((x, x) for x in X):
+        losses.append(loss)
+        if len(losses) == 2:
+            pipe.flush()
+            flushed = pipe.state_dict()
+    ahead = most_open(pipe.spec) - 1
+    first = [loss for loss in twin.train((x, x) for x in X[: 2 + ahead])]
+    assert first == losses[: 2 + ahead] and same(flushed, twin.state_dict())
+    assert losses[2 + ahead :] == list(twin.train((x, x) for x in X[2 + ahead :])), "in an empty pipe"
+
+
+def test_a_step_is_a_stream_of_length_one():
+    """Filled and drained: of 2BW that is 1F1B with its flush."""
+    found = [pipeline(schedule, P=3) for schedule in ("pipedream-2bw", "1f1b", "pipedream")]
+    losses = [[pipe.step((x, x)) for x in X[:4]] for pipe in found]
+    assert losses[0] == losses[1] != losses[2]
+    assert same(found[0].state_dict(), found[1].state_dict())
+    replay = replay_of(found[2])
+    assert losses[2] == [next(replay.train([(x, x)])) for x in X[:4]]
+
+
+def test_sums_are_divided_by_what_their_update_takes():
+    def summed(output, target):
+        return ((output - target) ** 2).sum(), float(target.numel())
+
+    layers = [partial(nn.Linear, 8, 8)] * 4
+    for schedule in ASYNCHRONOUS:
+        sums, means = pipeline(schedule, layers, summed), pipeline(schedule, layers)
+        batches = [(x, x) for x in X[:5]]
+        assert list(sums.train(batches)) == pytest.approx(list(means.train(batches)), rel=1e-5)
+
+
+@pytest.mark.parametrize("P, M", [(2, 4), (4, 4), (4, 1), (3, 2)])
+def test_copies_and_staleness_are_those_of_the_papers(P, M, capsys):
+    """As declared, as printed, and as bytes that are held."""
+    expected = {
+        "pipedream": ([P - s - 1 for s in range(P)], [P - s for s in range(P)]),
+        "pipedream-2bw": ([1] * P, [2] * P),
+        "avgpipe": ([0] * P, [3] * P),
+        "1f1b": ([0] * P, [1] * P),
+    }
+    for schedule, (stale, copies) in expected.items():
+        code = main(["simulate", "--schedule", schedule, "--workers", str(P), "--microbatches", str(M), "--json"])
+        report = json.loads(capsys.readouterr().out)
+        assert code == 0 and (report["staleness"], report["weight_copies"]) == (stale, copies)
+        if schedule.startswith("pipedream"):
+            pipe = pipeline(schedule, P=P, M=M)
+            list(pipe.train((x, x) for x in X))
+            shards = [shard for actor in pipe.actors for shard in actor.shards.values()]
+            assert [shard.most_copies for shard in shards] == copies
+            held = [sum(p.nbytes for p in shard.parameters()) * n for shard, n in zip(shards, copies, strict=True)]
+            assert [shard.most_bytes for shard in shards] == held
+            assert all(shard.num_copies == 1 for shard in shards), "all but the newest is freed"
+
+
+def test_asynchronous_rows_stand_behind_and_are_not_recommended():
+    rows = compare(ModelCosts(4, [{F: 1, B: 2}], [Size(weights=10, activations=1)]), 8)
+    usable = [row for row in rows if not row.refused]
+    assert [row.schedule for row in usable[-3:]] == sorted(
+        ASYNCHRONOUS, key=lambda name: [row.schedule for row in usable].index(name)
+    )
+    assert {row.schedule for row in usable if not row.synchronous} == set(ASYNCHRONOUS)
+    best, *_, last = told(rows, None).splitlines()
+    assert not any(name in best for name in ASYNCHRONOUS)
+    assert (
+        "asynchronous, so they train something else" in last and "pipedream (24 a step, gradients up to 3 late)" in last
+    )
+    row = next(row for row in usable if row.schedule == "pipedream")
+    assert (list(row.staleness), list(row.weight_copies), row.weight_bytes) == (
+        [3, 2, 1, 0],
+        [4, 3, 2, 1],
+        [40, 30, 20, 10],
+    )
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_a_stream_has_no_bubble_once_it_is_full(schedule):
+    spec = SCHEDULES[schedule](num_workers=8, num_microbatches=16)
+    for order in ("ready", "fixed"):
+        stream = simulate(spec, uniform({F: 1, B: 2}), order=order, steps=12)
+        assert stream.step_time == 16 * 3
+        assert stream.peak_activations == tuple(range(8, 0, -1))
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_a_workers_steps_are_the_stream_that_is_checked_and_simulated(schedule):
+    """The part of one step, with what it needs of steps before, is any step of the stream compiled as a whole."""
+    for P, M in ((1, 3), (3, 1), (4, 2), (4, 6), (2, 5)):
+        spec = SCHEDULES[schedule](num_workers=P, num_microbatches=M)
+        check_all(spec)
+        steps = most_open(spec) + 3
+        for worker in range(P):
+            part = Part(spec, worker, entries(spec, worker))
+            whole = {e.action: e for e in entries(replace(spec, num_steps=steps), worker)}
+            for step in range(steps):
+                for number, entry in enumerate(part.entries):
+                    if not spec.orders(entry.action):
+                        continue
+                    moved = [moved_by(spec, need, step) for need in entry.own if spec.orders(need)]
+                    for back, inherited in enumerate(part.inherited, 1):
+                        needs = [need for need, numbers in inherited.items() if number in numbers and spec.orders(need)]
+                        moved += [moved_by(spec, need, step - back) for need in needs] if back <= step else []
+                    needed = {need for need in whole[moved_by(spec, entry.action, step)].own if spec.orders(need)}
+                    needed = {need for need in needed if not (need.kind is B and entry.action.kind is B)}
+                    assert needed == {need for need in moved if not (need.kind is B and entry.action.kind is B)}
+
+
+def moved_by(spec, action, steps):
+    per_step = spec.num_microbatches if action.kind.per_microbatch else updates_a_step(spec)
+    return action._replace(index=action.index + steps * per_step)
+
+
+def broken(cls, **methods):
+    return type("Mine", (cls,), methods)(num_workers=3, num_microbatches=4)
+
+
+@pytest.mark.parametrize(
+    "cls, methods, says",
+    [
+        (PipeDream, {"version": lambda self, s, m: m + 1}, "version(0, 0) is made by the update that takes the"),
+        (PipeDream2BW, {"version": lambda self, s, m: m // 4}, "the slot must grow along every edge"),
+        (PipeDream, {"version": lambda self, s, m: 3 if m > 7 else 0}, "a version must repeat from step to step"),
+        (PipeDream, {"version": lambda self, s, m: m / 2}, "it must be a whole number"),
+        (PipeDream2BW, {"slot": lambda self, a: a.index * 8 + a.stage}, "share slot"),
+        (PipeDream2BW, {"activation_limit": lambda self, w: 4}, "bounded by windows"),
+        (PipeDream, {"num_routes": 2}, "with an update after every microbatch there is one route"),
+        (AvgPipe, {"place": lambda self, s, r: (s + r) % 3}, "must hold a stage on one worker"),
+        (AvgPipe, {"route": lambda self, m: m // 3 % 2}, "routes must repeat from step to step"),
+        (OneFOneB, {"synchronous": False, "slot": OneFOneB.slot}, "share slot"),
+    ],
+)
+def test_what_a_stream_must_not_declare(cls, methods, says):
+    with pytest.raises(ScheduleError) as error:
+        check_all(broken(cls, **methods))
+    assert says in str(error.value), error.value
+
+
+def test_a_version_that_is_gone_is_noticed():
+    """At run time too: edges that do not keep a version would train something else."""
+    pipe = pipeline("pipedream", P=2)
+    shard = pipe.actors[0].shards[0, 0]
+    list(pipe.train([(X[0], X[0])]))
+    shard.newest = 5
+    with pytest.raises(RuntimeError, match="version 1 of the weights is declared, but held are"):
+        shard._leaves_of(1)
+
+
+def test_hooks_of_gradients_are_refused():
+    pipe = pipeline("pipedream")
+    pipe.actors[0].shards[0, 0].parameters()[0].register_hook(lambda grad: grad)
+    with pytest.raises(Exception, match="hooks of parameters' gradients do not run"):
+        list(pipe.train([(X[0], X[0])]))
+
+
+def test_avgpipe_says_what_pull_it_takes():
+    with pytest.raises(ConfigError, match="pull must be above 0 and below pipelines"):
+        AvgPipe(num_workers=2, num_microbatches=4, pull=2.5)
+
+
+def test_a_stop_ends_the_stream_after_the_same_step_everywhere():
+    pipe = pipeline("pipedream", P=4, M=2)
+    done = []
+    for loss in pipe.train((x, x) for x in X):
+        done.append(loss)
+        if len(done) == 2:
+            pipe.request_stop()
+    assert pipe.stopped and 2 < len(done) < 2 + most_open(pipe.spec) + 1
+    replay = replay_of(pipe)
+    assert done == [loss for _, loss in zip(done, replay.train((x, x) for x in X), strict=False)]
+    assert same(pipe.state_dict(), replay.state_dict())
+
+
+def test_relation_of_several_steps_is_one_stream():
+    relation = Relation(PipeDream2BW(num_workers=2, num_microbatches=3), steps=4)
+    assert relation.steps == 1 and sum(action.kind is U for action in relation.actions) == 8

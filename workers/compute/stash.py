@@ -1,0 +1,240 @@
+"""A shard of which several versions of the weights are in use: each microbatch keeps to the one declared for it.
+
+The parameters themselves always hold the newest version, which the optimizer updates in place. What a forward uses are
+leaves beside them that share the newest version's memory; an update gives the parameters other memory first if a
+microbatch still needs the version that they held. So a copy is made only where it must be, and is free when the last
+backward that needs it is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dependency import ConfigError, Spec, microbatches_on, takes_steps, update_of
+from ..transport.payload import Payload
+from .shard import Shard
+
+
+class StashingShard(Shard):
+    """A shard in a stream whose forwards overtake updates. Microbatches and updates are counted through the stream."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        #: how many updates the parameters have seen since the stream began
+        self.newest = 0
+        #: most versions held at once so far, the newest included, and their bytes
+        self.most_copies, self.most_bytes = 1, 0
+        self._spec: Spec
+        #: microbatches of the stream that have not been counted as users of a version, and the next of them
+        self._microbatches: Iterator[int] = iter(())
+        self._uncounted: int | None = None
+        #: microbatch -> its share of the rows of the update that takes its gradients, on the last stage
+        self._scales: dict[int, float] = {}
+        self._leaves: dict[int, list[nn.Parameter]] = {}
+        #: version -> how many microbatches use it whose backward is not over
+        self._left: dict[int, int] = {}
+        #: update -> the gradients that it takes, by parameter
+        self._gradients: dict[int, list[Tensor | None]] = {}
+        #: weights that all routes have in common and are pulled to; None: there are none
+        self.reference: list[Tensor] | None = None
+        self._trained: list[nn.Parameter] = []
+        self._places: list[tuple[dict[str, Any], str, int]] = []
+
+    def begin(self, spec: Spec, route: int, first: StashingShard) -> None:
+        """Begin a stream of `spec`: version 0 is what the parameters hold now.
+
+        Args:
+            first: the shard of the stage on the first route, whose reference the others share if there is one.
+        """
+        if spec.elasticity and first.reference is None:
+            first.reference = [p.detach().clone() for p in first.parameters() if p.requires_grad]
+        self.reference = first.reference
+        self.newest, self._spec = 0, spec
+        self._microbatches = microbatches_on(spec, route)
+        self._uncounted = next(self._microbatches, None)
+        self._forget()
+        self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        number = {parameter: n for n, parameter in enumerate(self._trained)}
+        self._places = [
+            (module._parameters, name, number[parameter])
+            for module in self.slice.modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None and parameter in number
+        ]
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained):
+            raise ConfigError(
+                f"stage {self.stage}: hooks of parameters' gradients do not run where several versions of the weights "
+                "are in use; remove them, or use a synchronous schedule"
+            )
+
+    @property
+    def num_copies(self) -> int:
+        """How many versions of the weights are held now."""
+        return len(self._leaves.keys() | {self.newest})
+
+    def forward(
+        self, step: int, microbatch: int, inputs: Payload, *, scale: float | None = None, **settings: Any
+    ) -> Payload | None:
+        """Run the layers by the declared version, or to evaluate by the newest; else as `Shard.forward`.
+
+        Args:
+            scale: with a share, the microbatch's share of the rows of the update that takes its gradients.
+        """
+        if not torch.is_grad_enabled():
+            with nullcontext() if self.reference is None else self._holding(self.reference):
+                return super().forward(step, microbatch, inputs, **settings)
+        if scale is not None:
+            self._scales[microbatch] = scale
+        with self._using(microbatch):
+            return super().forward(step, microbatch, inputs, **settings)
+
+    def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
+        """Note the loss as a part of its step; let backward start from what is a part of its update."""
+        root, scale = super()._weigh(microbatch, loss, share), self._scales.get(microbatch, share)
+        if not self.losses.summed:
+            return root if scale == share else loss.reshape(()) * scale
+        if takes_steps(self._spec):
+            return root  # divided by the weight of the step
+        weight = loss[1]
+        return root * scale / (torch.where(weight == 0, 1, weight) if isinstance(weight, Tensor) else weight or 1)
+
+    def recompute(self, step: int, microbatch: int) -> None:
+        with self._using(microbatch):
+            super().recompute(step, microbatch)
+
+    def backward(self, microbatch: int, grads: Payload | None) -> Payload:
+        with self._accumulating(microbatch):
+            return super().backward(microbatch, grads)
+
+    def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
+        with self._using(microbatch):
+            return super().backward_inputs(microbatch, grads)
+
+    def backward_weights(self, microbatch: int) -> None:
+        with self._accumulating(microbatch):
+            super().backward_weights(microbatch)
+
+    def take_gradients(self, update: int) -> None:
+        """Give the parameters the gradients that an update takes, once."""
+        found = self._gradients.pop(update, [None] * len(self._trained))
+        for parameter, gradient in zip(self._trained, found, strict=True):
+            parameter.grad = gradient
+
+    def update(self) -> None:
+        self._count_uses(self.newest)
+        if self._left.get(self.newest):
+            self._leaves_of(self.newest)
+            for parameter in self._trained:
+                parameter.data = parameter.data.clone()
+        else:
+            self._drop(self.newest)
+        self.newest += 1
+        copies = self.num_copies
+        if copies > self.most_copies:
+            self.most_copies = copies
+        self.most_bytes = max(self.most_bytes, copies * sum(parameter.nbytes for parameter in self._trained))
+        super().update()
+
+    @torch.no_grad()
+    def exchange(self, elasticity: float) -> None:
+        """Pull the weights to the reference, and the reference to them."""
+        assert self.reference is not None
+        for parameter, reference in zip(self._trained, self.reference, strict=True):
+            pull = (parameter - reference) * elasticity
+            parameter.sub_(pull)
+            reference.add_(pull)
+
+    def evaluated_state_dict(self) -> dict[str, Tensor]:
+        """Return the tensors by which the shard evaluates: of weights the reference, if there is one."""
+        state = self.state_dict()
+        if self.reference is None:
+            return state
+        places = {parameter.data_ptr(): n for n, parameter in enumerate(self._trained) if parameter.numel()}
+        numbers = {name: places.get(tensor.data_ptr()) for name, tensor in state.items()}
+        return {name: t if (n := numbers[name]) is None else self.reference[n] for name, t in state.items()}
+
+    def go_on_at(self, updates: int) -> None:
+        super().go_on_at(updates)
+        self.reference = None  # from a checkpoint all routes go on alike
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._forget()
+
+    def _forget(self) -> None:
+        for held in (self._leaves, self._left, self._gradients, self._scales):
+            held.clear()
+
+    @contextmanager
+    def _using(self, microbatch: int) -> Iterator[list[nn.Parameter]]:
+        """Return a context in which the modules hold the version that a microbatch uses."""
+        leaves = self._leaves_of(self._spec.version(self.stage, microbatch))
+        with self._holding(leaves):
+            yield leaves
+
+    @contextmanager
+    def _holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
+        """Return a context in which the modules hold other weights than the newest."""
+        with self._randomness.lock:  # modules may be those of other threads too
+            for parameters, name, number in self._places:
+                parameters[name] = weights[number]
+            try:
+                yield
+            finally:
+                for parameters, name, number in self._places:
+                    parameters[name] = self._trained[number]
+
+    @contextmanager
+    def _accumulating(self, microbatch: int) -> Iterator[None]:
+        """Return a context in which a backward adds to the gradients of the update that takes them."""
+        update = update_of(self._spec, self.stage, microbatch).index
+        with self._using(microbatch) as leaves:
+            before = self._gradients.get(update)
+            for number, leaf in enumerate(leaves):
+                leaf.grad = None if before is None else before[number]
+            try:
+                yield
+            finally:
+                self._gradients[update] = [leaf.grad for leaf in leaves]
+                for leaf in leaves:
+                    leaf.grad = None
+        version = self._spec.version(self.stage, microbatch)
+        self._scales.pop(microbatch, None)
+        self._count_uses(version)
+        self._left[version] -= 1
+        if not self._left[version] and version != self.newest:
+            self._drop(version)
+
+    def _count_uses(self, version: int) -> None:
+        """Count the microbatches that use versions up to this one."""
+        while self._uncounted is not None:
+            used = self._spec.version(self.stage, self._uncounted)
+            if used > version:
+                break
+            self._left[used] = self._left.get(used, 0) + 1
+            self._uncounted = next(self._microbatches, None)
+
+    def _drop(self, version: int) -> None:
+        self._leaves.pop(version, None)
+        self._left.pop(version, None)
+
+    def _leaves_of(self, version: int) -> list[nn.Parameter]:
+        """Return leaves that hold a version.
+
+        Raises:
+            RuntimeError: it is not there, so something else than what was declared would be trained.
+        """
+        leaves = self._leaves.get(version)
+        if leaves is None:
+            if version != self.newest:
+                raise RuntimeError(
+                    f"stage {self.stage}: version {version} of the weights is declared, but held are "
+                    f"{sorted(self._leaves.keys() | {self.newest})}: the schedule's edges do not keep its versions"
+                )
+            leaves = self._leaves[version] = [nn.Parameter(parameter.data) for parameter in self._trained]
+        return leaves

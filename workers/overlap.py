@@ -1,0 +1,131 @@
+"""A stream of steps that overlap as deep as the schedule asks: no barrier and no drain between them.
+
+    step k      F F F F . . B U B U B U B U
+    step k+1            F F F F . . B U B U ...      as many are open as `most_open` says
+    step k+2                    F F F F ...
+
+All workers open the same steps before they give the result of one. An update waits for all that ends the step before,
+so when a result is given the parameters of every worker are those of that step's last update: the caller may evaluate
+and save. Buffers that forwards write are given as they were after the step's forwards, and put back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import Tensor
+
+from ..dependency import Entry, Spec, most_open, period, updates_a_step
+from .compute.result import Result
+from .compute.shard import Shard
+from .compute.stash import StashingShard
+from .handlers import Batch, Step
+from .run import Stream
+
+#: a buffer and a copy of it
+_Buffers = list[tuple[Tensor, Tensor]]
+
+
+class OverlappingStream(Stream):
+    """Carries batches through a worker by a schedule that is not synchronous.
+
+    Batches of the same number of microbatches are one stream of the schedule's; one of another number waits until all
+    before are complete, and begins another.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)  # type: ignore[arg-type]
+        self._spec: Spec | None = None
+        self._most_open, self._period = 1, 0
+        #: of the schedule's stream, how many steps it has had
+        self._num_begun = 0
+        self._next_batch: Batch | None = None
+        self._holds = False
+        self._flushed: deque[Result] = deque()
+        #: shard -> the step whose forward it has run last
+        self._forwarded: dict[Shard, Step] = {}
+        #: buffers as the forwards of steps under way have left them, while the caller sees those of a complete step
+        self._set_aside: _Buffers = []
+
+    def __next__(self) -> Result:
+        if self._flushed:
+            return self._flushed.popleft()
+        self._put_back()
+        return super().__next__()
+
+    def flush(self) -> None:
+        """Complete the steps that are open; their results are given next."""
+        self._holds = True
+        try:
+            while self._steps:
+                self._put_back()
+                self._flushed.append(super().__next__())
+        finally:
+            self._holds = False
+
+    def abandon(self) -> None:
+        self._set_aside = []
+        super().abandon()
+        for shard in self._worker.shards.values():
+            shard.abandon()  # and of the versions that only microbatches would use which do not come
+
+    def _open_next(self) -> None:
+        while not (self._ended or self._holds):
+            if self._next_batch is None:
+                self._next_batch = next(self._batches, None)
+            batch = self._next_batch
+            if batch is None:
+                self._ended = True
+                return
+            if not self._steps:
+                self._begin(batch.spec)
+            if batch.spec != self._spec or len(self._steps) >= self._most_open:
+                return
+            self._next_batch = None
+            step = self._open(batch, [step.state for step in reversed(self._steps.values())], self._most_open)
+            step.first = self._num_begun * batch.spec.num_microbatches
+            step.first_update = self._num_begun * updates_a_step(batch.spec)
+            step.before_slots = self._num_begun * self._period
+            self._num_begun += 1
+
+    def _begin(self, spec: Spec) -> None:
+        """Begin a stream of `spec`: what the parameters hold is version 0."""
+        self._spec, self._num_begun = spec, 0
+        self._most_open, self._period = most_open(spec), period(spec)
+        self._forwarded.clear()
+        for (stage, route), shard in self._worker.shards.items():
+            first = self._worker.shards[stage, 0] if spec.elasticity else shard
+            assert isinstance(shard, StashingShard) and isinstance(first, StashingShard)
+            shard.begin(spec, route, first)
+
+    def _choose(self) -> tuple[Step, Entry] | None:
+        """Return the first in the order of slots of all open steps that may run now, or is the next, if it may."""
+        first, least = None, 0
+        for step in self._steps.values():
+            slot = step.state.next_slot
+            if slot is not None and (first is None or slot + step.before_slots < least):
+                first, least = step, slot + step.before_slots
+        entry = None if first is None else first.state.take()
+        return None if first is None or entry is None else (first, entry)
+
+    def _execute(self, step: Step, entry: Entry) -> None:
+        shard = step.tasks[entry.action].shard
+        if entry.action.kind.way == 1 and shard.stateful:
+            before = self._forwarded.get(shard)
+            if before is not None and before is not step:
+                before.buffers += [(buffer, buffer.clone()) for buffer in shard.buffers()]
+            self._forwarded[shard] = step
+        super()._execute(step, entry)
+
+    def _close(self, step: Step) -> Result:
+        self._collect_layer_times(step, True)
+        result = super()._close(step)
+        self._set_aside = [(buffer, buffer.clone()) for buffer, _ in step.buffers]
+        for buffer, kept in step.buffers:
+            buffer.data.copy_(kept)  # by `data`: graphs of microbatches under way have noted its version
+        return result
+
+    def _put_back(self) -> None:
+        for buffer, kept in self._set_aside:
+            buffer.data.copy_(kept)
+        self._set_aside = []
