@@ -199,6 +199,8 @@ def period(spec: Versioned) -> int:
 
 def most_open(spec: Versioned) -> int:
     """Return how many steps of a stream are under way at once, one more included that is asked for ahead of need."""
+    if spec.synchronous:
+        return 2
     last = spec.num_microbatches - 1
     longest = max(
         spec.slot(spec.actions(stage, last)[-1]) - spec.slot(spec.actions(stage, 0)[0])

@@ -182,10 +182,8 @@ class Pipeline:
         batches = iter(batches)
         while self._keeper.results.behind and next(batches, batches) is not batches:
             yield self._keeper.results.answer("step")
-        overlaps = not self.spec.synchronous
-        ahead = Ahead(batches, self._cut, most_open(self.spec) if overlaps else 1)
-        read = {actor: map(partial(self._batch, actor, train=True), ahead) for actor in self._actors}
-        streams = {actor: actor.stream(read[actor], overlaps=overlaps) for actor in self._actors}
+        ahead = Ahead(batches, self._cut, most_open(self.spec) - 1)
+        streams = {actor: actor.stream(map(partial(self._batch, actor, train=True), ahead)) for actor in self._actors}
         try:
             for step in count():
                 ahead.advance(step)
@@ -199,11 +197,7 @@ class Pipeline:
                 self._each(lambda actor: streams[actor].close())
 
     def flush(self) -> None:
-        """Complete the steps of `train` that have been begun: all weights have seen all of their updates.
-
-        For schedules that are not synchronous; of others there is nothing to complete. The losses are yielded next, and
-        the batch after them finds an empty pipe.
-        """
+        """Complete what `train` has begun by a schedule that is not synchronous; the losses are yielded next."""
         self._each(WorkerActor.flush)
 
     def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 from ..dependency import Action, Disagreement, Part, PeerLost, Stalled, WorkerFailure
@@ -65,15 +66,15 @@ class WorkerActor(Context):
             PeerLost: another worker failed or is gone.
             Stalled: nothing arrived in time.
         """
-        return next(self.stream(iter([batch]), overlaps=batch.train and not batch.spec.synchronous))
+        return next(self.stream(iter([batch])))
 
-    def stream(self, batches: Iterator[Batch], *, overlaps: bool = False) -> Generator[Result, None, None]:
-        """Do this worker's part of one batch after the other; as `run`, but the next may begin before one has ended.
-
-        Args:
-            overlaps: whether the schedule is not synchronous.
-        """
-        stream = (OverlappingStream if overlaps else Stream)(self, batches, self._tasks_of)
+    def stream(self, batches: Iterator[Batch]) -> Generator[Result, None, None]:
+        """Do this worker's part of one batch after the other; as `run`, but the next may begin before one has ended."""
+        first = next(batches, None)
+        if first is None:
+            return
+        overlaps = first.train and not first.spec.synchronous
+        stream = (OverlappingStream if overlaps else Stream)(self, chain([first], batches), self._tasks_of)
         self._streams.append(stream)
         try:
             while True:
