@@ -70,7 +70,7 @@ class OverlappingStream(Stream):
             shard.abandon()  # and of the versions that only microbatches would use which do not come
 
     def _open_next(self) -> None:
-        while not (self._ended or self._holds):
+        while not (self._ended or self._holds or len(self._steps) == self._most_open):
             if self._next_batch is None:
                 self._next_batch = next(self._batches, None)
             batch = self._next_batch
@@ -79,7 +79,7 @@ class OverlappingStream(Stream):
                 return
             if not self._steps:
                 self._begin(batch.spec)
-            if batch.spec != self._spec or len(self._steps) >= self._most_open:
+            if batch.spec != self._spec:
                 return
             self._next_batch = None
             step = self._open(batch, [step.state for step in reversed(self._steps.values())], self._most_open)
