@@ -74,6 +74,9 @@ class StepRecord:
     outbox: int = 0
     #: of the step, on all workers
     num_microbatches: int = 0
+    #: how long reading the batch held the worker up, and what it was busy with: disk, network or decode
+    data_wait_ns: int = 0
+    data_cause: str = ""
 
     @property
     def busy_ns(self) -> int:

@@ -254,6 +254,7 @@ class Stream:
                 worker.courier.peak_bytes(),
                 len(worker.mailbox.outbox),
                 len(step.batch.shares),
+                *step.batch.waited,
             )
         )
 

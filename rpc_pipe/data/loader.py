@@ -125,8 +125,6 @@ class Loader:
             ConfigError: it had other data, or another order.
         """
         told, position = str(state["identity"]), state["position"]
-        if not isinstance(position, int) or position < 0:
-            raise ConfigError(f"position {position!r}: must be a whole number, at least 0")
         window = _WINDOW.search(told)
         if told != self.identity and window is not None and self._asked is None:
             if _WINDOW.sub("", told) == _WINDOW.sub("", self.identity):
@@ -136,8 +134,13 @@ class Loader:
                 f"data {self.source.name}: were {told} when position {position} was noted, and are {self.identity}: "
                 "a resumed run needs the same data, seed and window, or begins anew at position 0"
             )
+        self.seek(position)
+
+    def seek(self, position: int) -> None:
+        """Go to a position: so many samples are behind."""
+        if not isinstance(position, int) or position < 0:
+            raise ConfigError(f"position {position!r}: must be a whole number, at least 0")
         self._position, self._followed = position, False
-        self.close()
 
     def samples(self, begin: int, end: int) -> Numbers:
         """Return which samples stand at positions `begin` … `end`-1, numbered as they are stored."""

@@ -6,9 +6,14 @@ import mmap
 import warnings
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..data.shards import Shard
+from ..data.source import Source
+from ..data.storage import Storage
+from ..data.token_files import Span, Tokens
 from .text import HELD_OUT_EVERY, find_text
 
 #: the text is cut into chunks of about so many bytes, so that both splits are spread over all of it
@@ -29,7 +34,7 @@ class Corpus:
     """
 
     def __init__(self, data: str | None, context: int) -> None:
-        path = find_text(data, context)
+        self._path = path = find_text(data, context)
         size = path.stat().st_size
         self.context = context
         self.chunk = min(max(_CHUNK, context + 1), size // HELD_OUT_EVERY)
@@ -38,18 +43,22 @@ class Corpus:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*not writable.*")  # nobody writes
             self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        chunks = range(size // self.chunk)
+        self._num_chunks = size // self.chunk
+        chunks = range(self._num_chunks)
         self.held_out = [i for i in chunks if i % HELD_OUT_EVERY == HELD_OUT_EVERY - 1]
         self.training = [i for i in chunks if i % HELD_OUT_EVERY != HELD_OUT_EVERY - 1]
         self.num_bytes = size
 
-    def batch(self, rows: int, seed: int, step: int) -> Batch:
-        """Return random training samples: (bytes, next bytes), each int64 `[rows, context]`."""
-        generator = torch.Generator().manual_seed(hash((seed, step)) & 0x7FFFFFFFFFFFFFFF)
-        which = torch.randint(len(self.training), (rows,), generator=generator).tolist()
-        offsets = torch.randint(self.chunk - self.context, (rows,), generator=generator).tolist()
-        starts = [self.training[i] * self.chunk + offset for i, offset in zip(which, offsets, strict=True)]
-        return self._samples(starts)
+    def samples(self) -> Source:
+        """Return the training samples: (bytes, next bytes), each int64 `[rows, context]`."""
+        shard = Shard(self._path.name, str(self._path), self.num_bytes)
+        runs = (range(i, min(i + HELD_OUT_EVERY - 1, self._num_chunks)) for i in self._run_starts())
+        spans = [Span(shard, np.dtype(np.uint8), run.start * self.chunk, len(run) * self.chunk) for run in runs]
+        return Tokens(str(self._path), spans, self.context, Storage())
+
+    def _run_starts(self) -> range:
+        """Return the first of each run of chunks between those that are held out."""
+        return range(0, self._num_chunks, HELD_OUT_EVERY)
 
     def held_out_batches(self, rows: int, batches: int) -> Iterator[Batch]:
         """Yield samples of the held-out split, evenly spread over it."""

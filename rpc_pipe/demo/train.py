@@ -12,6 +12,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from ..checkpoints.options import follow
+from ..data.loader import Loader
 from ..dependency import ConfigError
 from ..drawing.timeline import draw
 from ..launching import launcher_link as link
@@ -69,9 +70,11 @@ def _warmup_and_cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
 def _loop(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> list[float]:
     """Train; return what each step took, in seconds."""
     times: list[float] = []
-    for step in range(pipe.steps_done, options.steps):
+    loader = Loader(corpus.samples(), rows=options.batch, seed=options.seed)
+    loader.seek(pipe.steps_done * options.batch)
+    for step, batch in zip(range(pipe.steps_done, options.steps), loader, strict=False):
         begin = time.perf_counter()
-        loss = pipe.step(corpus.batch(options.batch, options.seed, step))
+        loss = pipe.step(batch)
         times.append(time.perf_counter() - begin)
         if pipe.worker == 0:
             link.tell(

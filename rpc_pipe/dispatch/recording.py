@@ -169,6 +169,7 @@ def _encode(record: StepRecord) -> dict[str, Any]:
         "layers": record.layers, "rows": record.rows, "tokens": record.tokens,
         "loss": _number(record.loss),
         "peak_bytes": record.peak_bytes, "outbox": record.outbox, "num_microbatches": record.num_microbatches,
+        "data_wait_ns": record.data_wait_ns, "data_cause": record.data_cause,
     }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from ..dependency import Action, Kind
 from ..workers.hooks import Arrived, Blocked, LayerTime, Listener, Record, StepRecord
 
-_MAGIC = b"rpc-pipe board 3"
+_MAGIC = b"rpc-pipe board 4"
 #: magic, length of the header, number of slots, bytes of a slot
 _START = struct.Struct("<16s3q")
 _HEADER_BYTES = 8192
@@ -38,8 +38,9 @@ _VERSION = struct.Struct("<q")
 _LIVE = struct.Struct("<6qQ")
 _SLOTS_AT = _HEADER_BYTES + 64
 #: of a record: worker, step, start, end, rows, tokens, peak bytes, outbox, microbatches, loss, how many actions,
-#: arrivals, layers
-_FIXED = struct.Struct("<9qd3q")
+#: arrivals, layers, how long data were waited for and why
+_FIXED = struct.Struct("<9qd3q2q")
+_CAUSES = ("", "disk", "network", "decode")
 #: a worker's slots take about so much memory, but are at least and at most so many
 _SLOTS_BYTES, _LEAST_SLOTS, MOST_SLOTS = 2**20, 4, 512
 _TRIES = 20
@@ -306,20 +307,21 @@ def pack_record(record: StepRecord) -> bytes:
     counts = len(record.actions), len(record.arrivals), len(record.layers)
     return _FIXED.pack(
         record.worker, record.step, record.start_ns, record.end_ns, record.rows, record.tokens, record.peak_bytes,
-        record.outbox, record.num_microbatches, record.loss, *counts,
+        record.outbox, record.num_microbatches, record.loss, *counts, record.data_wait_ns,
+        _CAUSES.index(record.data_cause),
     ) + struct.pack(f"<{len(words)}q", *words)  # fmt: skip
 
 
 def packed_size(data: bytes | mmap.mmap, at: int) -> int:
     """Return how many bytes the record takes that begins at `at`."""
-    *_, actions, arrivals, layers = _FIXED.unpack_from(data, at)
+    *_, actions, arrivals, layers, _, _ = _FIXED.unpack_from(data, at)
     return int(_FIXED.size + 8 * (3 * actions + 4 * arrivals + 2 * layers))
 
 
 def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
     """Decode what `pack_record` made, its times put off by `offset_ns`."""
     worker, step, start_ns, end_ns, rows, tokens, peak, outbox, microbatches, loss, *counts = _FIXED.unpack_from(data)
-    actions, arrivals, layers = counts
+    actions, arrivals, layers, data_wait_ns, cause = counts
     words = iter(struct.unpack_from(f"<{3 * actions + 4 * arrivals + 2 * layers}q", data, _FIXED.size))
     return StepRecord(
         worker,
@@ -335,6 +337,8 @@ def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
         peak,
         outbox,
         microbatches,
+        data_wait_ns,
+        _CAUSES[cause],
     )
 
 

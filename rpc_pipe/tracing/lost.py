@@ -8,7 +8,7 @@ simulated with what ran, one trouble at a time added to those before, and each c
     + imbalance            with each stage's own work
     + slow worker          with each worker's own speed
     + link                 with the measured time of payloads on the way, beyond what the runtime itself takes
-    + data                 the time between steps
+    + data                 the time between steps, and what reading a batch took of a step
     + overhead             the rest up to the measured time: the runtime, jitter
 
 A worker is slow, rather than given more to do, if the same layers take longer there than elsewhere.
@@ -37,6 +37,18 @@ _SLOW = 1.1
 _STEPS = 3
 #: shares of a step that are not worth a sentence, and that a change of the cut must save to be proposed
 _NEGLIGIBLE, _WORTHWHILE = 0.04, 0.02
+#: from this share on, what is known of reading batches explains what is waited for between steps
+_KNOWN = 0.5
+#: what data are waited for, and what to do about it
+_DATA = {
+    "": (
+        "or for what else the script does there",
+        "load batches ahead, for example with the DataLoader's num_workers",
+    ),
+    "disk": ("for the disk", "read from a faster one; `rpc-pipe data` tells its speed"),
+    "network": ("for shards to come over the network", "copy the shards to this machine's disk before"),
+    "decode": ("for samples to be decoded", "store them decoded, as tokens or arrays, or decode in more threads"),
+}
 #: the rest, of which nobody knows more, is the worst only if a cause that can be named is less than so much of it
 _VAGUE = 0.5
 
@@ -53,6 +65,8 @@ class Lost:
     link_ms: float
     data_ms: float
     overhead_ms: float
+    #: what data are waited for: disk, network or decode; nothing if that is not known
+    data_cause: str = ""
     #: what is worst, and what to do about it
     sentence: str = ""
 
@@ -116,7 +130,7 @@ class _Case:
         scale = min(1.0, room / sum(parts)) if sum(parts) else 1.0
         bubble, imbalance, slow_worker, link, data = (part * scale for part in parts)
         overhead = max(0.0, room - scale * sum(parts))
-        lost = Lost(step, min(limit, step), bubble, imbalance, slow_worker, link, data, overhead)
+        lost = Lost(step, min(limit, step), bubble, imbalance, slow_worker, link, data, overhead, self._data_cause())
         return replace(lost, sentence=self._sentence(lost, slow))
 
     # --- what an action takes
@@ -148,7 +162,19 @@ class _Case:
                     # When they were made, not when they arrived: a worker that is late has not asked for them either.
                     ready = max([ready, *(made[need] for need in needs if need in made)])
                 late[record.worker].append(max(0.0, (record.start_ns - ready) / 1e6))
-        return [median(late[worker]) for worker in range(self._spec.num_workers) if worker in late]
+        # Batches that are read while a step drains hold it up, too.
+        read = {w: median(r.data_wait_ns / 1e6 for rs in self._records for r in rs if r.worker == w) for w in late}
+        return [max(median(late[w]), read[w]) for w in range(self._spec.num_workers) if w in late]
+
+    def _data_cause(self) -> str:
+        """Return what most of the time was waited for while batches were read, if it was they that were waited for."""
+        waited: dict[str, int] = defaultdict(int)
+        for records in self._records:
+            for record in records:
+                waited[record.data_cause] += record.data_wait_ns
+        worst = max(waited, key=lambda cause: waited[cause], default="")
+        between = max(self._data_waits(), default=0.0) * len(self._records)
+        return worst if waited[worst] / 1e6 > _KNOWN * between else ""
 
     def _pauses(self) -> list[float]:
         """Return for each worker the median ms between the end of a call and the next."""
@@ -189,10 +215,8 @@ class _Case:
             worker = max(range(len(waits)), key=lambda w: waits[w])
             everybody = min(self._pauses()) > 0.7 * waits[worker]
             who = "workers wait" if everybody else f"worker {worker} waits"
-            return (
-                f"{who} {waits[worker]:.1f} ms for data between steps (or for what else the script does there), which "
-                f"{costs}; load batches ahead, for example with the DataLoader's num_workers"
-            )
+            what, advice = _DATA[lost.data_cause]
+            return f"{who} {waits[worker]:.1f} ms for data between steps ({what}), which {costs}; {advice}"
         typical = median(self._actual(action) for action in self._actions if action.kind in (F, B))
         if self._cores is not None and self._cores < self._spec.num_workers:
             return f"the runtime {costs}: {self._spec.num_workers} workers share {self._cores} cores of one machine"

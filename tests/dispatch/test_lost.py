@@ -79,6 +79,31 @@ def test_a_slow_data_loader_is_named():
     assert lost.sentence.startswith("workers wait 150.0 ms for data between steps")
 
 
+@pytest.mark.parametrize(
+    "cause, words",
+    [("disk", "for the disk"), ("network", "shards to come over the network"), ("decode", "to be decoded")],
+)
+def test_what_data_are_waited_for_is_named(cause, words):
+    trace = trace_of(pause_ms=150.0, layers=EVEN)
+    waited = {
+        step: [replace(r, data_wait_ns=140_000_000, data_cause=cause) if r.worker == 0 else r for r in records]
+        for step, records in trace.steps.items()
+    }
+    lost = attribute(Trace(trace.spec, waited), SHARDS)
+    assert lost.data_cause == cause == lost.as_json()["data_cause"] and words in lost.sentence
+    brief = {step: [replace(r, data_wait_ns=r.data_wait_ns // 20) for r in records] for step, records in waited.items()}
+    assert attribute(Trace(trace.spec, brief), SHARDS).data_cause == ""
+
+
+def test_batches_that_are_read_while_a_step_drains_count_as_data():
+    trace = trace_of(layers=EVEN)
+    waited = {
+        step: [replace(r, data_wait_ns=60_000_000, data_cause="disk") if r.worker == 0 else r for r in records]
+        for step, records in trace.steps.items()
+    }
+    assert attribute(Trace(trace.spec, waited), SHARDS).data_cause == "disk"
+
+
 def test_one_worker_that_is_late_with_its_data_is_no_slow_link():
     """It asks for payloads only when it comes, so they arrive late: its own doing, not the link's."""
     trace = trace_of(layers=EVEN, steps=6)

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rpc_pipe.data import Loader
 from rpc_pipe.demo.corpus import Corpus
 from rpc_pipe.dependency import ConfigError
 
@@ -14,10 +15,10 @@ def text(tmp_path):
 
 def test_samples_are_bytes_and_the_bytes_after_them(text):
     corpus = Corpus(text, 16)
-    inputs, targets = corpus.batch(8, seed=1, step=2)
+    inputs, targets = next(iter(Loader(corpus.samples(), rows=8)))
     assert inputs.shape == targets.shape == (8, 16) and inputs.dtype == torch.int64
     assert torch.equal((inputs + 1) % 256, targets)
-    again = Corpus(text, 16).batch(8, seed=1, step=2)
+    again = next(iter(Loader(Corpus(text, 16).samples(), rows=8)))
     assert torch.equal(again[0], inputs), "every worker draws the same batch"
 
 
@@ -27,8 +28,9 @@ def test_nothing_held_out_is_trained_on(tmp_path):
     path.write_bytes(b"".join(bytes([255 if i % 10 == 9 else 0]) * size for i in range(10)))
     corpus = Corpus(str(path), 100)
     assert corpus.chunk == size
-    for step in range(20):
-        inputs, targets = corpus.batch(16, 0, step)
+    samples = list(Loader(corpus.samples(), rows=16, epochs=2))
+    assert sum(len(inputs) for inputs, _ in samples) == 2 * 89, "of 9000 bytes"
+    for inputs, targets in samples:
         assert not inputs.any() and not targets.any()
     for inputs, targets in corpus.held_out_batches(4, 3):
         assert (inputs == 255).all() and (targets == 255).all()
