@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
 
-from .checkpoints.keeper import Keeper, Restored
+from .checkpoints.face import Kept
+from .checkpoints.keeper import Keeper
 from .checkpoints.whole import merged, own_tensors, save_whole
 from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PipeError, asked_of, check, most_open
 from .launching import launcher_link as link
@@ -42,7 +43,7 @@ from .workers.transport.payload import Tree
 T = TypeVar("T")
 
 
-class Pipeline:
+class Pipeline(Kept):
     """A model cut into stages on several workers, trained by a schedule.
 
     Args:
@@ -140,6 +141,7 @@ class Pipeline:
         # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
         self._described = describe(self.spec, self.partition.ranges, maker.seed)
         self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
+        self._keeper.config = self.partition.config
         self._asked = self._asked._replace(sharing=self.partition.sharing)
         self.partition.release()
         self._maker = None
@@ -165,9 +167,10 @@ class Pipeline:
         """
         if self._stopped:
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
+        cut = self._cut(batch, microbatches)
         if self._keeper.results.behind:
             return self._keeper.results.answer("step")
-        return self._told(self._run(self._cut(batch, microbatches), train=True))
+        return self._told(self._run(cut, train=True))
 
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
         """Train on one batch after the other and yield the loss of each, on every worker.
@@ -180,6 +183,12 @@ class Pipeline:
             batches: each as for `step`; read one ahead, or as far as steps overlap if the schedule is not synchronous.
         """
         batches = iter(batches)
+        if self._maker is not None:  # the model is cut with the first batch, and resumed then
+            first = next(batches, None)
+            if first is None:
+                return
+            self._cut(first)
+            batches = chain([first], batches)
         while self._keeper.results.behind and next(batches, batches) is not batches:
             yield self._keeper.results.answer("step")
         ahead = Ahead(batches, self._cut, most_open(self.spec) - 1)
@@ -202,9 +211,10 @@ class Pipeline:
 
     def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None) -> float:
         """Return the loss of a batch without training on it, on every worker."""
+        cut = self._cut(batch, microbatches)
         if self._keeper.results.behind:
             return self._keeper.results.answer("evaluate")
-        result = self._run(self._cut(batch, microbatches), what="evaluate")
+        result = self._run(cut, what="evaluate")
         assert result.loss is not None
         self._keeper.results.note("evaluate", result.loss)
         return result.loss
@@ -224,47 +234,6 @@ class Pipeline:
         state = self.state_dict()
         if state is not None:
             save_whole(state, path)
-
-    def save_checkpoint(
-        self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True
-    ) -> Path | None:
-        """Write all that training needs to go on, as `folder/step-NNNNNNNN`; return its path where worker 0 is.
-
-        Each worker writes its own part, so the folder must be one that all workers see.
-
-        Args:
-            keep: remove all but so many of the newest checkpoints in `folder`.
-            extra: plain values to be kept with it.
-            wait: whether to return when it is complete. Otherwise it is written beside training, and an error is
-                raised by the next checkpoint or `close`.
-
-        Raises:
-            ConfigError: it cannot be written; checkpoints from before are as they were.
-        """
-        return self._keeper.save(Path(folder), keep, extra, wait)
-
-    def load_checkpoint(self, folder: str | Path) -> Restored:
-        """Go on from a checkpoint, or the newest complete one in `folder`, with all that it keeps.
-
-        It may have been written by another number of workers, with another cut and schedule. The process's own random
-        generators are put back too.
-
-        Raises:
-            ConfigError: it is damaged, or of another model or optimizer; nothing has changed.
-        """
-        return self._keeper.load(folder)
-
-    def resume(self, folder: str | Path) -> Restored:
-        """As `load_checkpoint`, for a script that makes all its calls anew, from the first one on.
-
-        Its `step`, `evaluate` and `train` return what they did, without computing, until the script is where the
-        checkpoint was made; batches are read and skipped.
-        """
-        return self._keeper.load(folder, anew=True)
-
-    def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
-        """Write a checkpoint after every so many steps from here on, beside training."""
-        self._keeper.every = steps, Path(folder), keep
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""

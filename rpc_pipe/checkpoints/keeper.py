@@ -9,17 +9,17 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, Stalled
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from . import folder
 from .plain import decoded, encoded
-from .pretrained import Loaded, Pretrained
+from .pretrained import Loaded, Pretrained, begin_export
 from .random_state import NAMES, random_state, set_random_state
 from .reading import Checkpoint
 from .resumption import Resumption
 from .shard_state import model_tensors, put
-from .writing import Snapshot, Writing
+from .writing import Snapshot, Writing, export
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -58,6 +58,8 @@ class Keeper:
         self.results = Resumption()
         #: after how many steps a checkpoint is written, where, and how many are kept
         self.every: tuple[int, Path, int | None] | None = None
+        #: of the model, if it has one that can write itself
+        self.config: Any = None
 
     def after(self, step: int, stop: bool) -> None:
         """Write a checkpoint if one is due after so many steps, or the run will stop."""
@@ -74,12 +76,13 @@ class Keeper:
             place = Path(_agreed(actor, "checkpoint", lambda: str(folder.begin(where, actor.step)), of=0))
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
-            first = [shard for (_, route), shard in actor.shards.items() if route == 0]
+            first = _first_route(actor)
             return Snapshot(actor.worker, self._num_workers, first, also if actor.worker == 0 else {}), place
 
         made = self._each(lambda actor: (*snapshot(actor), actor.step))
         about["step"] = made[0][2]
-        self._writing = Writing([each for each, *_ in made], made[0][1], about, keep, self._deadline_s)
+        how = about, self.config, keep, self._deadline_s
+        self._writing = Writing([each for each, *_ in made], made[0][1], *how)
         return self.settle() if wait else None
 
     def settle(self) -> Path | None:
@@ -125,6 +128,28 @@ class Keeper:
             set_random_state(rest)
         return restored
 
+    def save_pretrained(self, where: Path) -> None:
+        """Write the weights alone, as `from_pretrained` takes them.
+
+        Raises:
+            ConfigError: on every worker, if it failed on one.
+        """
+        self.settle()
+
+        def save(actor: WorkerActor) -> list[str]:
+            place = Path(_agreed(actor, "export", lambda: str(begin_export(where)), of=0))
+            failed = ""
+            try:
+                Snapshot(actor.worker, self._num_workers, _first_route(actor), None).write(place)
+                if actor.worker == 0:
+                    export(place, self._num_workers, self.config, self._deadline_s)
+            except (ConfigError, Stalled) as error:
+                failed = str(error)
+            return [cause for cause in actor.exchange("exported", failed) if cause]
+
+        for cause in self._each(save)[0]:
+            raise ConfigError(cause)
+
     def load_pretrained(self, where: str | Path, strict: bool) -> Loaded:
         """Let all workers read their weights from a folder of safetensors.
 
@@ -161,6 +186,11 @@ class Keeper:
             return loaded
 
         return self._each(load)[0]  # type: ignore[no-any-return]
+
+
+def _first_route(actor: WorkerActor) -> list[Shard]:
+    """Return the shards of a worker that it has before all replicas."""
+    return [shard for (_, route), shard in actor.shards.items() if route == 0]
 
 
 def _unmet(where: str | Path, loaded: Loaded) -> str:

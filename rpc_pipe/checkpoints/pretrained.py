@@ -107,5 +107,17 @@ class Pretrained:
         return set(self._files)
 
 
+def begin_export(where: Path) -> Path:
+    """Make the place in `where` in which weights are written.
+
+    Raises:
+        ConfigError: it cannot be made, or other weights there would be read instead.
+    """
+    for name in (_SINGLE, "pytorch_model.bin", "pytorch_model.bin.index.json"):
+        if (where / name).exists():
+            raise ConfigError(f"{where}: has a {name}, which may be read instead; choose another folder")
+    return folder.begin(where, 0)
+
+
 def _place(tensor: Tensor) -> tuple[int, object, object]:
     return tensor.data_ptr(), tensor.shape, tensor.stride()

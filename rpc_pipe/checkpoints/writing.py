@@ -29,13 +29,16 @@ class Snapshot:
 
     Args:
         shards: one of each stage that this worker is the first to have.
-        also: more tensors, by name, for the file of the optimizer.
+        also: more tensors, by name, for the file of the optimizer; None: weights alone.
     """
 
-    def __init__(self, worker: int, num_workers: int, shards: Sequence[Shard], also: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, worker: int, num_workers: int, shards: Sequence[Shard], also: Mapping[str, Tensor] | None
+    ) -> None:
         self.worker, self.num_workers = worker, num_workers
-        self._stages = {shard.stage: described(shard) for shard in shards}
         model = {name: _copied(tensor) for shard in shards for name, tensor in model_tensors(shard).items()}
+        shards, also = ([], {}) if also is None else (shards, also)
+        self._stages = {shard.stage: described(shard) for shard in shards}
         rest = {name: _copied(tensor) for shard in shards for name, tensor in optimizer_tensors(shard).items()}
         self._files = {"model": model, "optimizer": rest | {name: _copied(tensor) for name, tensor in also.items()}}
 
@@ -96,38 +99,78 @@ def _part(worker: int) -> str:
     return f"part-{worker + 1:05}.json"
 
 
-def finish(place: Path, num_workers: int, about: dict[str, Any], keep: int | None, deadline_s: float) -> Path:
+def finish(
+    place: Path, num_workers: int, about: dict[str, Any], config: Any, keep: int | None, deadline_s: float
+) -> Path:
     """Wait for all workers' lists, write the manifest, give the checkpoint its name and return it.
+
+    Args:
+        config: the model's, which can write itself; or None.
 
     Raises:
         ConfigError: the disk is full, or is not the same for all workers.
         Stalled: a worker's list has not come.
     """
+    files, stages = _together(place, num_workers, deadline_s)
+    try:
+        folder.write_json(place / folder.INDEX, _index(files))
+        folder.write_json(place / folder.MANIFEST, {"format": FORMAT, **about, "files": files, "stages": stages})
+        if config is not None:
+            config.save_pretrained(place)
+        for worker in range(num_workers):
+            (place / _part(worker)).unlink()
+        return folder.commit(place, about["step"], keep)
+    except OSError as error:
+        raise _unwritten(place, error) from error
+
+
+def export(place: Path, num_workers: int, config: Any, deadline_s: float) -> None:
+    """Wait for all workers' lists and move the weights, which `from_pretrained` reads, to the folder around `place`.
+
+    Args:
+        config: the model's, which can write itself; or None.
+
+    Raises:
+        ConfigError: the disk is full, or is not the same for all workers.
+    """
+    files, _ = _together(place, num_workers, deadline_s)
+    target = place.parent
+    try:
+        for name in files:
+            (place / name).replace(target / name)
+        folder.write_json(target / folder.INDEX, _index(files))
+        for old in target.glob("model-*-of-*.safetensors"):
+            if old.name not in files:
+                old.unlink()
+        if config is not None:
+            config.save_pretrained(target)
+        shutil.rmtree(place, ignore_errors=True)
+    except OSError as error:
+        raise _unwritten(target, error) from error
+
+
+def _together(place: Path, num_workers: int, deadline_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the files and the stages of all workers' lists."""
     parts = [folder.read_json(_awaited(place / _part(worker), deadline_s)) for worker in range(num_workers)]
     for part in parts:
         if "failed" in part:
             raise ConfigError(part["failed"])
     files = {name: each for part in parts for name, each in part["files"].items()}
     for name, each in files.items():
-        if not (place / name).is_file() or (place / name).stat().st_size != each["bytes"]:
-            raise ConfigError(
-                f"checkpoint {place / name}: is not as its worker wrote it; all must see the same storage"
-            )
-    model: dict[str, str] = {}
-    for name, each in files.items():
-        if each["what"] == "model":
-            for key in each["tensors"]:
-                model.setdefault(key, name)  # tied weights are on several workers, with the same numbers
-    stages = {stage: each for part in parts for stage, each in part["stages"].items()}
-    size = sum(each["bytes"] for each in files.values() if each["what"] == "model")
-    try:
-        folder.write_json(place / folder.INDEX, {"metadata": {"total_size": size}, "weight_map": model})
-        folder.write_json(place / folder.MANIFEST, {"format": FORMAT, **about, "files": files, "stages": stages})
-        for worker in range(num_workers):
-            (place / _part(worker)).unlink()
-        return folder.commit(place, about["step"], keep)
-    except OSError as error:
-        raise _unwritten(place, error) from error
+        path = place / name
+        if not path.is_file() or path.stat().st_size != each["bytes"]:
+            raise ConfigError(f"checkpoint {path}: is not as its worker wrote it; all must see the same storage")
+    return files, {stage: each for part in parts for stage, each in part["stages"].items()}
+
+
+def _index(files: dict[str, Any]) -> dict[str, Any]:
+    """Return which file has which tensor, as Hugging Face writes it."""
+    of_model = {name: each for name, each in files.items() if each["what"] == "model"}
+    found: dict[str, str] = {}
+    for name, each in of_model.items():
+        for key in each["tensors"]:
+            found.setdefault(key, name)  # tied weights are on several workers, with the same numbers
+    return {"metadata": {"total_size": sum(each["bytes"] for each in of_model.values())}, "weight_map": found}
 
 
 def _awaited(path: Path, deadline_s: float) -> Path:
@@ -144,11 +187,17 @@ class Writing(threading.Thread):
     """Writes one checkpoint beside training: this process's snapshots and, where worker 0 is, what makes it one."""
 
     def __init__(
-        self, snapshots: Sequence[Snapshot], place: Path, about: dict[str, Any], keep: int | None, deadline_s: float
+        self,
+        snapshots: Sequence[Snapshot],
+        place: Path,
+        about: dict[str, Any],
+        config: Any,
+        keep: int | None,
+        deadline_s: float,
     ) -> None:
         super().__init__(name="checkpoint", daemon=False)
-        self._snapshots, self._place, self._about = snapshots, place, about
-        self._keep, self._deadline_s = keep, deadline_s
+        self._snapshots, self._place = snapshots, place
+        self._how = about, config, keep, deadline_s
         self.error: Exception | None = None
         self.path: Path | None = None
         self.start()
@@ -160,7 +209,7 @@ class Writing(threading.Thread):
                 snapshot.write(self._place)
             first = self._snapshots[0]
             if first.worker == 0:
-                self.path = finish(self._place, first.num_workers, self._about, self._keep, self._deadline_s)
+                self.path = finish(self._place, first.num_workers, *self._how)
         except Exception as error:
             self.error = error
             if self._snapshots[0].worker == 0:

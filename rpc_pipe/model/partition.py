@@ -53,6 +53,7 @@ class Partition:
     """
 
     sharing: tuple[tuple[int, ...], ...] = ()
+    config = None
     #: batches are pairs already
     pair: Callable[[Tree], tuple[Tree, Tree]] | None = None
 

@@ -53,6 +53,8 @@ class Whole:
         self.pair = self._call.pair
         self.loss_fn: LossFn = loss_of_output if loss_fn is None else loss_fn
         self._names = {name: place for place, name in enumerate(whole.state_dict())}
+        #: of the model, if it has one that can write itself
+        self.config = config if hasattr(config := getattr(whole, "config", None), "save_pretrained") else None
         self._output_type: type = dict
         #: calls of blocks of each stage; none until a batch has been seen
         self.ranges: list[range] = []

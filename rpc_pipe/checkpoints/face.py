@@ -1,0 +1,83 @@
+"""What a pipeline offers of checkpoints and pretrained weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .keeper import Keeper, Restored
+from .pretrained import Loaded
+
+
+class Kept:
+    """A pipeline whose state can be written and taken up. All workers make these calls alike."""
+
+    _keeper: Keeper
+
+    def save_checkpoint(
+        self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True
+    ) -> Path | None:
+        """Write all that training needs to go on, as `folder/step-NNNNNNNN`; return its path where worker 0 is.
+
+        Each worker writes its own part, so the folder must be one that all workers see.
+
+        Args:
+            keep: remove all but so many of the newest checkpoints in `folder`.
+            extra: plain values to be kept with it.
+            wait: whether to return when it is complete. Otherwise it is written beside training, and an error is
+                raised by the next checkpoint or `close`.
+
+        Raises:
+            ConfigError: it cannot be written; checkpoints from before are as they were.
+        """
+        return self._keeper.save(Path(folder), keep, extra, wait)
+
+    def load_checkpoint(self, folder: str | Path) -> Restored:
+        """Go on from a checkpoint, or the newest complete one in `folder`, with all that it keeps.
+
+        It may have been written by another number of workers, with another cut and schedule. The process's own random
+        generators are put back too.
+
+        Raises:
+            ConfigError: it is damaged, or of another model or optimizer; nothing has changed.
+        """
+        return self._keeper.load(folder)
+
+    def resume(self, folder: str | Path) -> Restored:
+        """As `load_checkpoint`, for a script that makes all its calls anew, from the first one on.
+
+        Its `step`, `evaluate` and `train` return what they did, without computing, until the script is where the
+        checkpoint was made; batches are read and skipped.
+        """
+        return self._keeper.load(folder, anew=True)
+
+    def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
+        """Write a checkpoint after every so many steps from here on, beside training."""
+        self._keeper.every = steps, Path(folder), keep
+
+    def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
+        """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
+
+        Each worker reads its own tensors alone. They take the types of the model's. Where the folder is of a body and
+        the model has a head, or the other way round, the name of the body is added or left out.
+
+        Args:
+            strict: refuse if either has a tensor that the other has not; otherwise these stay as they are.
+
+        Returns:
+            The names that did not meet.
+
+        Raises:
+            ConfigError: it does not fit, or is damaged; nothing has changed.
+        """
+        return self._keeper.load_pretrained(folder, strict)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the weights as `from_pretrained` of Hugging Face takes them, and the model's config if it has one.
+
+        Each worker writes its own part, so the folder must be one that all workers see.
+
+        Raises:
+            ConfigError: it cannot be written, or has a file that would be read in its place.
+        """
+        self._keeper.save_pretrained(Path(folder))
