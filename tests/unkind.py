@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from rpc_pipe.demo.proof import _sum, _summing_orders
+from rpc_pipe.demo.proof import add_up, summing_orders
 from rpc_pipe.dependency import Spec
 from rpc_pipe.model.partition import Partition
 from rpc_pipe.pipeline import Pipeline
@@ -326,10 +326,10 @@ def _summed(
     spec: Spec, ranges: Sequence[range], layers: Sequence[nn.Module], grads: Sequence[Sequence[Tensor | None]]
 ) -> list[Tensor | None]:
     """Return the gradient of each parameter, summed in the order of the stage that has it."""
-    orders = _summing_orders(spec)
+    orders = summing_orders(spec)
     places = [index for index, layer in enumerate(layers) for _ in layer.parameters()]
     stages = [next(stage for stage, within in enumerate(ranges) if place in within) for place in places]
-    return [_sum(_sum(grads[m][i] for m in order) for order in orders[stage]) for i, stage in enumerate(stages)]
+    return [add_up(add_up(grads[m][i] for m in order) for order in orders[stage]) for i, stage in enumerate(stages)]
 
 
 def batches_for(name: str, num_microbatches: int, count: int = 2) -> list[tuple[Tree, Tensor]]:

@@ -12,13 +12,23 @@ from ..launching.report import Reporter
 from .options import Parser, add_pipeline, filled, fraction, set_transport, whole
 from .run import how, refuse_idle
 
+_BUILT_IN = ("gpt", "conv", "mlp")
+_OWN = "a function that returns model, batch (the model computes the loss) or model, batch, loss_fn"
+
 
 def add(commands: Any) -> None:
     """Add `verify` to the command line."""
     parser: Parser = commands.add_parser("verify", help="compare with one process, bit for bit")
+    parser.add_argument("own_model", nargs="?", metavar="FILE.py:make", help=_OWN)
     add_pipeline(parser)
     parser.add_argument("--steps", type=whole(1), help=f"training steps ({VerifyOptions.steps})")
-    parser.add_argument("--model", choices=("gpt", "conv", "mlp"), help=f"what is trained ({VerifyOptions.model})")
+    parser.add_argument(
+        "--model", help=f"what is trained: {', '.join(_BUILT_IN)} or FILE.py:make ({VerifyOptions.model})"
+    )
+    parser.add_argument("--blocks", action="append", help="name of the model's list of blocks, where it is not found")
+    parser.add_argument(
+        "--list-blocks", action="store_true", help="print blocks, parameters and payload of every possible cut instead"
+    )
     parser.add_argument("--rows", type=whole(1), help="rows of a batch (2 M + 1, so that the last is ragged)")
     parser.add_argument("--dropout", type=fraction, help=f"dropout ({VerifyOptions.dropout})")
     parser.set_defaults(command=verify)
@@ -26,6 +36,7 @@ def add(commands: Any) -> None:
 
 def verify(typed: dict[str, Any], argv: list[str]) -> int:
     """Train piped and in one process, compare; return the exit code."""
+    typed = _own_model(typed)
     set_transport(typed)
     started = how(typed)
     options = filled(VerifyOptions, {**typed, "transport": started.transport})
@@ -35,12 +46,43 @@ def verify(typed: dict[str, Any], argv: list[str]) -> int:
         raise ConfigError("--transport local: runs in one process, but this is one of several; leave it out")
     options.spec(sum(options.split) if options.split else 10**9)
     reporter = Reporter("json" in typed)
+    if "list_blocks" in typed:
+        from ..demo.blocks import list_blocks
+
+        return as_worker(lambda: list_blocks(options), reporter)
     if job is None and options.transport != "local":
         return launch(argv, options.workers, reporter, started)
 
     def work() -> None:
-        from ..demo.proof import prove
+        if options.model in _BUILT_IN:
+            from ..demo.proof import prove
 
-        prove(options)
+            prove(options)
+        else:
+            from ..demo.own_proof import prove_own
+
+            prove_own(options)
 
     return as_worker(work, reporter)
+
+
+def _own_model(typed: dict[str, Any]) -> dict[str, Any]:
+    """Return what was typed with the model under one name.
+
+    Raises:
+        ConfigError: it is unknown, or something does not go with it.
+    """
+    if "own_model" in typed and "model" in typed:
+        raise ConfigError(f"--model {typed['model']}: {typed['own_model']} says it too; leave one of the two out")
+    model = typed.get("own_model", typed.get("model", VerifyOptions.model))
+    if model in _BUILT_IN:
+        for name in ("blocks", "list_blocks"):
+            if name in typed:
+                raise ConfigError(f"--{name.replace('_', '-')}: is of a model of yours; name it, FILE.py:make")
+    else:
+        if ".py:" not in model:
+            raise ConfigError(f"--model {model}: must be {', '.join(_BUILT_IN)}, or path/to/file.py:make")
+        for name in ("rows", "dropout"):
+            if name in typed:
+                raise ConfigError(f"--{name}: is of the built-in models; {model} says it itself")
+    return {**{name: value for name, value in typed.items() if name != "own_model"}, "model": model}

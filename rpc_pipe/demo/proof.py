@@ -107,11 +107,11 @@ def unpiped(
             loss_of.append(loss.item())
             grads.append({p: p.grad for module in model for p in module.parameters() if p.grad is not None})
             optimizer.zero_grad()
-        for stage, orders in enumerate(_summing_orders(replace(spec, num_microbatches=count))):
+        for stage, orders in enumerate(summing_orders(replace(spec, num_microbatches=count))):
             for layer in stages[stage]:
                 for parameter in model[layer].parameters():
-                    parts = [_sum(grads[m].get(parameter) for m in order) for order in orders]
-                    parameter.grad = _sum(parts)
+                    parts = [add_up(grads[m].get(parameter) for m in order) for order in orders]
+                    parameter.grad = add_up(parts)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(sum(loss_of))
@@ -137,7 +137,7 @@ def _named_optimizer(named: Sequence[tuple[str, nn.Parameter]]) -> AdamW:
     return _optimizer([parameter for _, parameter in named])
 
 
-def _sum(parts: Iterable[Tensor | None]) -> Tensor | None:
+def add_up(parts: Iterable[Tensor | None]) -> Tensor | None:
     """Add up in the order given."""
     total = None
     for part in parts:
@@ -146,7 +146,7 @@ def _sum(parts: Iterable[Tensor | None]) -> Tensor | None:
     return total
 
 
-def _summing_orders(spec: Spec) -> list[list[list[int]]]:
+def summing_orders(spec: Spec) -> list[list[list[int]]]:
     """Return, by stage and route, the microbatches in the order in which the schedule adds up their gradients."""
     orders: list[list[list[int]]] = [[[] for _ in range(spec.num_routes)] for _ in range(spec.num_stages)]
     for worker in range(spec.num_workers):
@@ -167,11 +167,11 @@ def prove(options: VerifyOptions) -> None:
     pipe = Pipeline(list(task.layers), task.loss_fn, optimizer=_optimizer, **options.for_pipeline())
     overlaps = not pipe.spec.synchronous
     losses = list(pipe.train(batches)) if overlaps else [pipe.step(batch) for batch in batches]
-    state, replicas = pipe.state_dict(), pipe.gather("replicas", _replicas)
-    if state is not None and replicas is not None:
+    state, copies = pipe.state_dict(), pipe.gather("replicas", replicas)
+    if state is not None and copies is not None:
         compute = replayed if overlaps else unpiped
         expected_losses, expected = compute(task, pipe.spec, pipe.partition.ranges, batches, options.seed)
-        for route, tensors in (pair for worker in replicas for pair in worker):
+        for route, tensors in (pair for worker in copies for pair in worker):
             state |= {f"{name} on route {route}": tensor for name, tensor in tensors.items()}
             if not overlaps:
                 expected |= {f"{name} on route {route}": expected[name] for name in tensors}
@@ -179,7 +179,7 @@ def prove(options: VerifyOptions) -> None:
     pipe.barrier()
 
 
-def _replicas(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
+def replicas(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
     """Return what the state of the model leaves out: the shards of the other routes, which must be equal."""
     return [(route, shard.state_dict()) for (_, route), shard in actor.shards.items() if route > 0]
 

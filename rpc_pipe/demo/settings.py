@@ -61,6 +61,8 @@ class VerifyOptions(PipeOptions):
     steps: int = 3
     rows: int | None = None
     dropout: float = 0.1
+    #: names of the user's lists of blocks
+    blocks: list[str] | None = None
 
     @property
     def batch_rows(self) -> int:

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .trees import tensors
 
@@ -92,7 +93,7 @@ class Shapes:
 
     def like(self, tensor: Tensor, device: torch.device | None = None) -> Absent:
         """Return an absent tensor that looks like `tensor`."""
-        with torch.no_grad(), self.mode:
+        with _disable_current_modes(), torch.no_grad(), self.mode:  # nobody observes this
             made = torch.empty_strided(
                 tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,6 +54,8 @@ class Partition:
 
     sharing: tuple[tuple[int, ...], ...] = ()
     config = None
+    #: parameters that several stages hold: they are refused
+    shared: Mapping[str, list[int]] = {}
     #: batches are pairs already
     pair: Callable[[Tree], tuple[Tree, Tree]] | None = None
 
@@ -73,6 +75,7 @@ class Partition:
         self._counted = self._is_list or hasattr(model, "num_layers")
         self.ranges = cut(self.num_layers, num_stages, split)
         self._refuse_cut_ties()
+        self.block_names = [str(layer) for layer in range(self.num_layers)]
 
     def _refuse_cut_ties(self) -> None:
         """Two stages with one parameter would train two: an error, not a silent divergence."""
@@ -137,6 +140,11 @@ class Partition:
 
     def observe(self, inputs: Tree, *, trained: bool) -> None:
         """Layers are cut without a batch."""
+
+    def first_stage_of(self, parameter: str) -> int:
+        """Return the stage that holds a parameter."""
+        layer = int(parameter.partition(".")[0])
+        return next(stage for stage, layers in enumerate(self.ranges) if layer in layers)
 
     @staticmethod
     def only_inputs(inputs: Tree) -> tuple[Tree, Tree]:

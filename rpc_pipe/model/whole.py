@@ -59,6 +59,11 @@ class Whole:
         #: calls of blocks of each stage; none until a batch has been seen
         self.ranges: list[range] = []
         self.sharing: tuple[tuple[int, ...], ...] = ()
+        #: parameters that several stages hold -> those stages
+        self.shared: dict[str, list[int]] = {}
+        #: of each call of a block
+        self.block_names: list[str] = []
+        self._stage_of: dict[str, int] = {}
 
     def observe(self, inputs: tuple[Sequence[Any], Mapping[str, Any]], *, trained: bool) -> None:
         """Find the blocks and cut between them.
@@ -77,10 +82,17 @@ class Whole:
             loss_of_output(observed.output)
         self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
         observed.check(self.ranges)
-        holders = observed.shared(self.ranges).values()
-        if holders:
+        self.shared = observed.shared(self.ranges)
+        self.block_names = [block.name for block in observed.blocks]
+        for stage, told in reversed(list(enumerate(observed.stages(self.ranges)))):
+            self._stage_of |= dict.fromkeys(told.parameters, stage)
+        if holders := self.shared.values():
             groups = [{s for stages in holders if stage in stages for s in stages} for stage in range(len(self.ranges))]
             self.sharing = tuple(tuple(sorted(group)) for group in groups)
+
+    def first_stage_of(self, parameter: str) -> int:
+        """Return the first stage that holds a parameter."""
+        return self._stage_of[parameter]
 
     def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
         """Return a stage's slice of the model, on the device of `randomness`.
@@ -90,7 +102,7 @@ class Whole:
         """
         assert self._observed is not None, "not observed, or released"
         made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
-        shared = {name: stages for name, stages in self._observed.shared(self.ranges).items() if stage in stages}
+        shared = {name: stages for name, stages in self.shared.items() if stage in stages}
         return ObservedSlice(made, self.ranges, shared, self._observed.own_buffers(stage, self.ranges))
 
     def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:

@@ -1,0 +1,77 @@
+"""The blocks of a user's model, and what would cross between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..dependency import ConfigError
+from ..launching import launcher_link as link
+from ..model.observed import Block, Crossing, Observed, observe
+from ..model.whole import CallForm
+from .own_proof import seeded
+from .settings import VerifyOptions
+
+
+def list_blocks(options: VerifyOptions) -> None:
+    """Tell the calls of blocks with their parameters, and the payload of the cut after each."""
+    made = seeded(options.model, options.seed)
+    (args, kwargs), _ = CallForm(made.model, made.loss_fn).pair(made.batch)  # type: ignore[arg-type]
+    observed = observe(made.model, args, kwargs, blocks=options.blocks, at_least=options.workers)  # type: ignore[arg-type]
+    cuts = [_payload(observed, after) for after in range(1, observed.num_blocks)]
+    rows = [_as_json(block, payload) for block, payload in zip(observed.blocks, [*cuts, None], strict=True)]
+    lines = [
+        f"{i:3} {row['name']}: {row['parameters']:,} parameters, {_bytes(row['bytes'])}{_behind(row)}"
+        for i, row in enumerate(rows)
+    ]
+    title = f"{type(made.model).__name__}: {observed.num_blocks} calls of blocks; behind each, what a cut there passes"
+    notes = [*observed.notes, *(f"{name} is on both sides of every cut" for name in _always_shared(observed))]
+    text = "\n".join([title, *lines, *notes])
+    link.tell(kind="result", text=text, json={"model": options.model, "blocks": rows}, exit_code=0)
+
+
+def _payload(observed: Observed, after: int) -> list[Crossing] | str:
+    """Return what passes the cut behind so many blocks, or why there can be none."""
+    cut = [range(after), range(after, observed.num_blocks)]
+    try:
+        observed.check(cut)
+    except ConfigError as error:
+        return str(error)
+    return observed.stages(cut)[0].hands_on
+
+
+def _as_json(block: Block, payload: list[Crossing] | str | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"name": block.name, "parameters": block.num_parameters, "bytes": block.num_bytes}
+    if isinstance(payload, str):
+        found["refused"] = payload
+    elif payload is not None:
+        found["payload_bytes"] = sum(tensor.num_bytes for tensor in payload)
+        found["payload"] = [
+            {"made_by": t.made_by, "shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."),
+             "bytes": t.num_bytes}
+            for t in payload
+        ]  # fmt: skip
+    return found
+
+
+def _behind(row: dict[str, Any]) -> str:
+    if "refused" in row:
+        return f"; no cut: {row['refused']}"
+    if "payload" not in row:
+        return ""
+    tensors = ", ".join(f"{t['dtype']}{t['shape']} of {t['made_by']}" for t in row["payload"]) or "nothing"
+    return f" -> {_bytes(row['payload_bytes'])}: {tensors}"
+
+
+def _always_shared(observed: Observed) -> list[str]:
+    """Return the parameters that every cut in two leaves on both sides."""
+    count = observed.num_blocks
+    found = [set(observed.shared([range(after), range(after, count)])) for after in range(1, count)]
+    return sorted(set.intersection(*found)) if found else []
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"

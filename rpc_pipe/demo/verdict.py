@@ -1,0 +1,148 @@
+"""What a comparison of a pipeline with one process comes to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..launching import launcher_link as link
+from .settings import VerifyOptions
+
+#: what sums in another order may differ by, in units of the float's own precision, relative to the largest number
+_ROUNDINGS = 256
+#: tensors whose numbers are all smaller than this part of the model's largest are compared with that
+_SMALL = 1e-2
+
+
+class Compared:
+    """Tensors by name, as found and as expected."""
+
+    def __init__(self) -> None:
+        #: (name, largest difference, largest expected number, group, dtype)
+        self._errors: list[tuple[str, float, float, str, torch.dtype]] = []
+        self.num_same = 0
+        self._losses_same = True
+
+    def losses(self, found: Sequence[float], expected: Sequence[float]) -> None:
+        """Compare the losses of all steps."""
+        self._losses_same = _same(torch.tensor(found).double(), torch.tensor(expected).double())
+        pair = torch.tensor(found).double(), torch.tensor(expected).double()
+        self._errors.append(("loss", *_difference(*pair), "loss", torch.float32))
+
+    def tensors(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str = "") -> None:
+        """Compare tensors by name; what is missing on one side differs.
+
+        Args:
+            what: said behind the names; groups of tensors have scales of their own.
+        """
+        for name in expected.keys() | found.keys():
+            there = [side[name].detach().cpu() for side in (found, expected) if name in side]
+            if len(there) < 2 or there[0].shape != there[1].shape:
+                self._errors.append((name + what, math.inf, 1.0, what, torch.float32))
+                continue
+            self.num_same += _same(*there)
+            self._errors.append((name + what, *_difference(*there), what, there[1].dtype))
+
+    @property
+    def num_tensors(self) -> int:
+        return len(self._errors) - 1
+
+    @property
+    def identical(self) -> bool:
+        return self.num_same == self.num_tensors and self._losses_same
+
+    def relative(self) -> dict[str, float]:
+        """Return by name the largest difference relative to the largest number (see `_SMALL`)."""
+        largest: dict[str, float] = {}
+        for _, _, size, group, _ in self._errors:
+            largest[group] = max(largest.get(group, 0.0), size)
+        return {name: error / max(size, _SMALL * largest[group], 1e-30) for name, error, size, group, _ in self._errors}
+
+    @property
+    def rounding(self) -> bool:
+        """Whether nothing differs by more than other orders of sums explain."""
+        relative = self.relative()
+        return all(relative[name] <= _ROUNDINGS * _precision(dtype) for name, *_, dtype in self._errors)
+
+    @property
+    def max_abs_error(self) -> float:
+        return max(error for _, error, *_ in self._errors)
+
+
+def tell(
+    compared: Compared,
+    options: VerifyOptions,
+    rows: int,
+    losses: Sequence[float],
+    *,
+    summed_otherwise: Sequence[str] = (),
+    more: Mapping[str, Any] = {},
+) -> None:
+    """Tell the user the verdict, and the exit code: 0 also for what differs by the order of sums alone."""
+    relative = compared.relative()
+    worst = max(relative, key=lambda name: relative[name])
+    verdict = "identical" if compared.identical else "rounding" if compared.rounding else "different"
+    because = ""
+    if verdict == "rounding":
+        named = ", ".join(summed_otherwise[:2]) + (
+            f" and {len(summed_otherwise) - 2} more" * (len(summed_otherwise) > 2)
+        )
+        held = f"several stages use {named}, whose gradients are summed stage by stage"
+        because = (
+            held if summed_otherwise else "a tensor that several stages use has its gradients summed stage by stage"
+        )
+    report: dict[str, Any] = {
+        "identical": compared.identical,
+        "verdict": verdict,
+        "because": because,
+        "max_rel_error": relative[worst],
+        "max_abs_error": compared.max_abs_error,
+        "worst": worst,
+        "parameters": compared.num_tensors,
+        "steps": options.steps,
+        "workers": options.workers,
+        "microbatches": options.microbatches,
+        "rows": rows,
+        "schedule": options.schedule,
+        "order": options.order,
+        "transport": options.transport,
+        "model": options.model,
+        "loss": losses[-1],
+        **more,
+    }
+    said = {
+        "identical": "identical to one process",
+        "rounding": f"within the rounding of floats of one process, because the order of sums differs: {because}",
+        "different": "DIFFERENT from one process",
+    }
+    text = (
+        f"{options.schedule} on {options.workers} workers, {options.microbatches} microbatches of "
+        f"{rows} rows, {options.steps} steps: {said[verdict]} "
+        f"({compared.num_same} of {compared.num_tensors} tensors bit for bit; worst {worst}: "
+        f"relative {relative[worst]:.1e}, absolute {compared.max_abs_error:.1e})"
+    )
+    link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))
+
+
+def _same(found: Tensor, expected: Tensor) -> bool:
+    return torch.equal(found, expected) or bool(
+        torch.equal(found.isnan(), expected.isnan()) and _difference(found, expected)[0] == 0
+    )
+
+
+def _difference(found: Tensor, expected: Tensor) -> tuple[float, float]:
+    """Return the largest difference and the largest expected number; where both are no numbers they do not differ."""
+    if not expected.numel():
+        return 0.0, 0.0
+    found, expected = found.double(), expected.double()
+    apart = torch.where((found == expected) | (found.isnan() & expected.isnan()), 0.0, (found - expected).abs())
+    apart = apart.nan_to_num(math.inf, math.inf)
+    return float(apart.max()), float(expected.abs().nan_to_num(0.0, 0.0).max())
+
+
+def _precision(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0

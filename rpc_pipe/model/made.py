@@ -1,0 +1,143 @@
+"""What a user's `make()` returns, `path/to/file.py:make`: a model, a batch and perhaps a loss function."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dependency import ConfigError
+from ..workers.compute.shard import LossFn
+from ..workers.transport.payload import Tree, map_tensors, tensors_of
+from .observed import Observed, observe
+from .partition import LayerLike
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model with a batch that it takes."""
+
+    model: nn.Module | Sequence[LayerLike]
+    batch: Tree
+    #: None: the model computes its loss itself
+    loss_fn: LossFn | None = None
+
+    @property
+    def is_layers(self) -> bool:
+        """Whether the model is a list of layers; else its blocks are found by observation."""
+        if isinstance(self.model, nn.Module):
+            return isinstance(self.model, nn.Sequential) and type(self.model).forward is nn.Sequential.forward
+        return isinstance(self.model, Sequence)
+
+    def layers(self) -> list[nn.Module]:
+        """Return the layers of a list, built where they are given as callables."""
+        assert self.is_layers
+        return [layer if isinstance(layer, nn.Module) else layer() for layer in self.model]  # type: ignore[union-attr]
+
+    def pair(self, batch: Tree) -> tuple[Tree, Tree]:
+        """Return a batch as (inputs, targets).
+
+        Raises:
+            ConfigError: it is no pair.
+        """
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ConfigError(f"batch: a list of layers needs (inputs, targets), not a {type(batch).__name__}")
+        return batch[0], batch[1]
+
+    def call(self, batch: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of the model's own forward."""
+        if self.loss_fn is not None and isinstance(batch, (tuple, list)) and len(batch) == 2:
+            batch = batch[0]
+        if isinstance(batch, Mapping):
+            return (), dict(batch)
+        return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+    def observe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observed:
+        """Find the blocks of a model that is no list of layers."""
+        assert not isinstance(self.model, Sequence)
+        return observe(self.model, args, kwargs)
+
+    def loss(self, output: Any, batch: Tree) -> Tensor:
+        """Return the loss that the model's output is, or that the loss function makes of it.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if self.loss_fn is not None:
+            paired = isinstance(batch, (tuple, list)) and len(batch) == 2
+            result = self.loss_fn(output, batch[1] if paired else batch)
+            summed: Tensor = result[0] if isinstance(result, tuple) else result
+            return summed
+        found = output[0] if isinstance(output, (tuple, list)) and output else output
+        if isinstance(output, Mapping):
+            found = output.get("loss")
+        elif not isinstance(output, (Tensor, tuple, list)):
+            found = getattr(output, "loss", None)
+        if isinstance(found, Tensor) and found.numel() == 1:
+            return found
+        raise ConfigError(
+            f"model: returned a {type(output).__name__} and no loss; let make() return model, batch, loss_fn, or a "
+            "batch from which the model computes its loss, such as one with labels"
+        )
+
+
+def load(said: str) -> Made:
+    """Call what `path/to/file.py:name` names and return what it made.
+
+    Raises:
+        ConfigError: there is no such file or name, it raises, or what it returns is no model and batch.
+    """
+    path, colon, name = said.rpartition(":")
+    if not colon or not path.endswith(".py"):
+        raise ConfigError(f"{said}: must be path/to/file.py:make, a function that returns model, batch")
+    if not Path(path).is_file():
+        raise ConfigError(f"{said}: there is no file {path}")
+    spec = importlib.util.spec_from_file_location(f"rpc_pipe_model_{Path(path).stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+        make = getattr(module, name, None)
+        if not callable(make):
+            own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            raise ConfigError(f"{said}: {path} has no function {name!r}; it has {', '.join(own) or 'none'}")
+        made = make()
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{said}: raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise ConfigError(f"{said}: returned a {type(made).__name__}; must be model, batch or model, batch, loss_fn")
+    model, batch, loss_fn = made if len(made) == 3 else (*made, None)
+    if not isinstance(model, (nn.Module, Sequence)):
+        raise ConfigError(f"{said}: the model is a {type(model).__name__}; must be a module or a list of layers")
+    if not any(True for _ in tensors_of(batch)):
+        raise ConfigError(f"{said}: the batch has no tensor")
+    return Made(model, batch, loss_fn)
+
+
+def rows_of(batch: Tree) -> int:
+    """Return how many rows a batch has: the size of dimension 0 on which its tensors agree."""
+    sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()]
+    return max(sizes, default=1)
+
+
+def resized(batch: Tree, rows: int) -> Tree:
+    """Return a batch of so many rows, repeating its own or leaving some out."""
+    now = rows_of(batch)
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.dim() or tensor.shape[0] != now:
+            return tensor
+        changed = tensor.detach()[torch.arange(rows, device=tensor.device) % now]
+        return changed.requires_grad_(tensor.requires_grad)
+
+    return map_tensors(batch, change)

@@ -1,0 +1,111 @@
+"""`rpc-pipe verify` of a model of the user's: the verdict, its JSON, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rpc_pipe.commands.main import main
+
+MODELS = """
+import sys
+sys.path.insert(0, {folder!r})
+import torch
+import unsplit_models as models
+from torch import nn
+
+
+def tied():
+    ids = torch.randint(11, (5, 6))
+    return models.Tied(dropout=0.2), {{"ids": ids, "labels": ids}}
+
+
+def unet():
+    return models.UNet(), {{"x": torch.randn(4, 2, 8, 8), "wanted": torch.randn(4, 2, 8, 8)}}, loss
+
+
+def loss(output, batch):
+    return (output - batch["wanted"]).square().sum(), batch["wanted"].numel()
+
+
+def pair():
+    return models.Nested(), (torch.randn(4, 6), torch.randn(4, 8)), nn.functional.mse_loss
+
+
+def layers():
+    return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), (torch.randn(4, 4), torch.randn(4, 4)), nn.MSELoss()
+
+
+def asks():
+    class Asks(models.Nested):
+        def forward(self, x):
+            x = super().forward(x)
+            return (x * 2 if x.sum() > 0 else x).mean()
+
+    return Asks(), torch.randn(4, 6)
+
+
+def no_loss():
+    return models.Nested(), torch.randn(4, 6)
+"""
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "my_models.py"
+    path.write_text(MODELS.format(folder=str(Path(__file__).parent)))
+    return path
+
+
+def verified(capsys, *arguments: str) -> tuple[int, dict, str]:
+    code = main(["verify", *arguments, "--transport", "local", "--json"])
+    captured = capsys.readouterr()
+    return code, json.loads(captured.out) if captured.out else {}, captured.err
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "options"),
+    [
+        ("tied", "rounding", ["--workers", "3"]),
+        ("unet", "identical", ["--workers", "3", "--schedule", "zb-h1"]),
+        ("pair", "rounding", ["--workers", "2"]),
+        ("layers", "identical", ["--workers", "2"]),
+    ],
+)
+def test_a_model_of_the_users_trains_as_in_one_process(file, capsys, name, verdict, options):
+    code, found, text = verified(capsys, f"{file}:{name}", "--microbatches", "2", *options)
+    assert (code, found["verdict"], found["identical"]) == (0, verdict, verdict == "identical"), text
+    assert found["max_rel_error"] < 1e-5 and found["steps"] == 3
+    if verdict == "rounding":
+        assert "within the rounding of floats" in text and "gradients are summed stage by stage" in found["because"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["{file}:asks"], "needs the numbers of a tensor that depends on the model's parameters"),
+        (["{file}:no_loss"], "returned a tensor of shape (2, 8) and no loss"),
+        (["{file}:tied", "--workers", "90"], "stages 90: the model has only"),
+        (["{file}:missing"], "has no function 'missing'"),
+        (["{file}x:tied"], "must be gpt, conv, mlp, or path/to/file.py:make"),
+        (["{file}:tied", "--blocks", "block"], "blocks 'block': the model has no module of this name"),
+        (["{file}:tied", "--rows", "3"], "--rows: is of the built-in models"),
+        (["--list-blocks"], "--list-blocks: is of a model of yours"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_in_a_sentence(file, capsys, arguments, says):
+    typed = [each.format(file=file) for each in arguments]
+    code, found, text = verified(capsys, *typed, "--microbatches", "2")
+    assert (code, found) == (2, {}) and " ".join(says.split()) in " ".join(text.split())
+    assert "Traceback" not in text
+
+
+def test_blocks_and_every_cut_are_listed(file, capsys):
+    code, found, _ = verified(capsys, f"{file}:unet", "--list-blocks")
+    assert code == 0
+    names = [block["name"] for block in found["blocks"]]
+    assert names == ["downs.0", "downs.1", "downs.2", "ups.0", "ups.1", "ups.2"]
+    assert [len(block["payload"]) for block in found["blocks"][:-1]] == [1, 2, 3, 3, 2]
+    assert found["blocks"][0]["payload_bytes"] == 4 * 4 * 8 * 8 * 4
