@@ -26,6 +26,7 @@ from .model.arguments import describe, refuse_options, refuse_shared, refuse_tra
 from .model.microbatches import Ahead, Microbatches, Pair, join_rows, update_shares
 from .model.programs import Programs
 from .model.shards import Model, ShardMaker, cuttable
+from .planning.follow import PlanLike, followed
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor, chained
 from .workers.compute.device import courier_for
@@ -59,6 +60,7 @@ class Pipeline(Kept):
         schedule: a name (`rpc-pipe schedules` lists them), `path/to/file.py:ClassName` or a Spec class.
         schedule_options: the schedule's parameters.
         num_microbatches: into how many microbatches a batch is split; fewer if it has fewer rows.
+        plan: what `rpc-pipe plan` wrote (a file, its contents or a `Plan`), instead of schedule, microbatches and cut.
         num_workers: how many workers; inside a job the job decides, and else it is one. More are threads.
         split: number of layers, or of calls of blocks, of each stage; evenly by default.
         blocks: names of the model's lists of blocks, or of blocks, if they are not to be found by themselves.
@@ -81,7 +83,8 @@ class Pipeline(Kept):
         model: Model,
         loss_fn: LossFn | None = None,
         *,
-        num_microbatches: int,
+        num_microbatches: int | None = None,
+        plan: PlanLike | None = None,
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         schedule: ScheduleLike = "1f1b",
@@ -97,6 +100,9 @@ class Pipeline(Kept):
         transport: str | None = None,
         stall_s: float = 300.0,
     ) -> None:
+        schedule, schedule_options, num_microbatches, split, num_workers = followed(
+            plan, schedule, schedule_options, num_microbatches, split, num_workers
+        )
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = (
             overrides.settle(overrides.Settings(*said))

@@ -38,8 +38,8 @@ MAY_IMPORT = {
 LAUNCHER = "rpc_pipe.launching.launcher"
 #: circles that are still to be cut
 KNOWN_CIRCLES = ({"rpc_pipe.dependency.memory", "rpc_pipe.dependency.program"},)
-#: the one file that measures on this machine needs what it measures
-MEASURING = "rpc_pipe.planning.measure"
+#: what measures on this machine needs what it measures
+MEASURING = tuple(f"rpc_pipe.planning.{name}" for name in ("measure", "profiling", "estimating"))
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 
 
@@ -160,7 +160,7 @@ def loads(modules, without):
 
 
 def of(*folders):
-    return [name for name in FILES if folder(name) in folders and name != MEASURING]
+    return [name for name in FILES if folder(name) in folders and name not in MEASURING]
 
 
 def test_schedules_and_planning_load_without_torch_and_rich():

@@ -1,4 +1,4 @@
-"""The command line: `rpc-pipe run | verify | watch | simulate | compare | export | schedules | data | key`.
+"""The command line: `rpc-pipe COMMAND`, of which `rpc-pipe --help` lists all.
 
 Each command is a file of its own beside this one. Modules that need torch are imported where they are used, so that
 planning answers at once. Exit codes: 0 done, 1 the run failed or differed, 2 wrong input, 130 stopped by the user.
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from ..dependency import ConfigError, ScheduleError
 from ..launching.report import Reporter
-from . import compare, data, export, key, run, schedules, simulate, verify, watch
+from . import compare, data, export, key, plan, profile, run, schedules, simulate, verify, watch
 from .options import Parser
 
 
@@ -49,6 +49,6 @@ def _dispatch(argv: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(prog="rpc-pipe", description="Pipeline-parallel training whose schedule is a dependency relation.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    for command in (run, verify, watch, simulate, compare, export, schedules, data, key):
+    for command in (run, plan, profile, verify, watch, simulate, compare, export, schedules, data, key):
         command.add(commands)
     return parser

@@ -20,6 +20,7 @@ from ..launching import launcher_link as link
 from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
 from ..launching.launcher import How, as_worker, launch
 from ..launching.report import Reporter
+from ..planning.plan import read_plan
 from ..planning.specs import make_spec
 from ..tracing.outcome import FILES
 from .files import try_files
@@ -56,6 +57,7 @@ def add(commands: Any) -> None:
         "script", nargs="?", help="your training script, its own arguments behind --; by default a GPT is trained"
     )
     add_pipeline(parser)
+    parser.add_argument("--plan", metavar="FILE", help="what rpc-pipe plan wrote: schedule, workers, cut and so on")
     parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
     parser.add_argument(
         "--trace", metavar="FILE", help="write the last steps to this file for Chrome's tracing or Perfetto"
@@ -98,6 +100,7 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     """Train or run the script; return the exit code."""
     set_transport(typed)
     job = current_job()
+    typed = follow_plan(typed)
     refuse_idle(typed, job)
     if job is None or job.worker == 0:
         try_files(typed, FILES)
@@ -108,6 +111,32 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
 def how(typed: Mapping[str, Any]) -> How:
     """Return how the processes of a job are to be started."""
     return How(typed.get("threads"), typed.get("port"), os.environ.get(TRANSPORT, TRANSPORTS[0]))
+
+
+def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
+    """Return what was typed with what its --plan says in the options' places.
+
+    Raises:
+        ConfigError: the file is no plan, or something that it says was typed as well.
+    """
+    if "plan" not in typed:
+        return typed
+    path, rest = typed["plan"], {name: value for name, value in typed.items() if name != "plan"}
+    plan = read_plan(path)
+    said: dict[str, Any] = {
+        "schedule": path if plan.program else plan.schedule,
+        "set": [f"{key}={value}" for key, value in plan.schedule_options.items() if value is not None],
+        "microbatches": plan.num_microbatches,
+        "split": list(plan.cut),
+    }
+    for name in (*said, "window"):
+        if name in typed:
+            raise ConfigError(f"--{name}: --plan {path} says it; leave one of the two out")
+    if plan.num_workers and typed.get("workers", plan.num_workers) != plan.num_workers:
+        raise ConfigError(f"--workers {typed['workers']}: the plan in {path} is for {plan.num_workers} workers")
+    if plan.num_workers:
+        said["workers"] = plan.num_workers
+    return {**rest, **said}
 
 
 def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:

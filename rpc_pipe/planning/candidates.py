@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..dependency import PipeError, Spec
+from ..dependency import ConfigError, PipeError, Spec
 from ..schedules import SCHEDULES
-from .specs import make_spec
+from .specs import find_schedule, make_spec
 
 #: parameters that are worth trying, besides the defaults
 VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -18,6 +18,18 @@ VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     ("chimera", {"scale": "forward-doubling"}),
     ("chimera", {"pairs": 2}),
 )
+
+
+def refuse_unknown(names: Iterable[str]) -> None:
+    """Refuse a name that no schedule has, with the nearest.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name in names:
+        find_schedule(name)
+        if name not in SCHEDULES:
+            raise ConfigError(f"--schedule {name}: plans are made of {', '.join(SCHEDULES)}")
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from statistics import median
 
 import torch
 from torch import Tensor, nn
 
-from ..dependency import B, F, I, Kind, R, W
+from ..dependency import B, F, I, Kind, R, U, W
 from ..workers.compute.shard import LossFn, OptimizerFactory
-from ..workers.compute.split_backward import Saved, backward_inputs
+from ..workers.compute.split_backward import Deferred, Saved, backward_inputs
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
 from .profile import LayerCost
+
+#: runs a forward; returns the leaves that owe a gradient, what goes to the next block, and what backward starts from
+Forward = Callable[[], tuple[list[Tensor], Tree, list[Tensor]]]
+#: lasts until all that was asked of a device is done
+Finish = Callable[[], None]
 
 
 def measure(
@@ -25,66 +31,93 @@ def measure(
     loss_fn: LossFn | None = None,
     optimizer: OptimizerFactory | None = None,
     repeats: int = 5,
+    finish: Finish = lambda: None,
 ) -> list[LayerCost]:
     """Measure each layer of a model on one microbatch.
 
     Args:
-        layers: in order, each fed with the output of the one before.
+        layers: in order, each fed with the output of the one before; the first owes a gradient if its inputs do.
         target: with `loss_fn` the loss counts to the last layer.
         repeats: how often each is timed; the median counts.
+        finish: waits for the device.
     """
     modules, costs = list(layers), []
     for i, module in enumerate(modules):
         last = i == len(modules) - 1
         loss = (lambda output: loss_fn(output, target)) if last and loss_fn is not None else None
-        times: dict[Kind, list[float]] = {kind: [] for kind in (F, B, I, W)}
-        for _ in range(repeats + 1):  # the first warms up
-            outputs, size = _once(module, inputs, loss, times)
-        costs.append(LayerCost(_medians(times), _with_shard(size, module, optimizer)))
+
+        def forward(
+            module: nn.Module = module,
+            inputs: Tree = inputs,
+            loss: Callable[[Tree], Tree] | None = loss,
+            first: bool = i == 0,
+        ) -> tuple[list[Tensor], Tree, list[Tensor]]:
+            return _forward(module, inputs, loss, first)
+
+        parameters = list(module.named_parameters())
+        times, held, after, outputs = time_block(forward, [p for _, p in parameters], repeats, finish)
+        size = Size(
+            activations=held, after_inputs=after, inputs=num_bytes(inputs), outputs=0 if loss else num_bytes(outputs)
+        )
+        costs.append(with_shard(LayerCost(times, size), parameters, list(module.buffers()), optimizer, repeats))
         inputs = outputs
     return costs
 
 
-def _medians(times: dict[Kind, list[float]]) -> dict[Kind, float]:
-    found = {kind: 1e3 * sorted(ts[1:])[len(ts[1:]) // 2] for kind, ts in times.items()}
-    return {**found, R: found[F]}
+def time_block(
+    forward: Forward, parameters: Sequence[nn.Parameter], repeats: int, finish: Finish
+) -> tuple[dict[Kind, float], float, float, Tree]:
+    """Return a block's milliseconds by kind, bytes kept by its forward and after I, and its output."""
+    times: dict[Kind, list[float]] = {kind: [] for kind in (F, B, I, W)}
+    for _ in range(repeats + 1):  # the first warms up
+        held, after, output = _once(forward, parameters, times, finish)
+    found = {kind: 1e3 * median(ts[1:]) for kind, ts in times.items()}
+    return {**found, R: found[F]}, held, after, output
 
 
 def _once(
-    module: nn.Module, inputs: Tree, loss: Callable[[Tree], Tree] | None, times: dict[Kind, list[float]]
-) -> tuple[Tree, Size]:
-    """Run backward in one piece and then in two; return the output for the next layer and the bytes."""
-    begin = time.perf_counter()
-    _, _, roots = _forward(module, inputs, loss)
-    middle = time.perf_counter()
+    forward: Forward, parameters: Sequence[nn.Parameter], times: dict[Kind, list[float]], finish: Finish
+) -> tuple[float, float, Tree]:
+    """Run backward in one piece and then in two; return the bytes kept, and the output for the next block."""
+
+    def timed(kind: Kind, run: Callable[[], object]) -> None:
+        finish()
+        begin = time.perf_counter()
+        run()
+        finish()
+        times[kind].append(time.perf_counter() - begin)
+
+    found: list[tuple[list[Tensor], Tree, list[Tensor]]] = []
+    timed(F, lambda: found.append(forward()))
+    roots = found.pop()[2]
     if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-    times[F].append(middle - begin)
-    times[B].append(time.perf_counter() - middle)
+        timed(B, lambda: torch.autograd.backward(roots, [torch.ones_like(root) for root in roots]))
+    else:
+        times[B].append(0)
 
     saved = Saved()
     with saved.hooks():
-        owing, output, roots = _forward(module, inputs, loss)
-    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+        owing, output, roots = forward()
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     held = saved.num_bytes(weights)
-    begin = time.perf_counter()
-    _, deferred = backward_inputs(roots, [None] * len(roots), owing, saved)
-    middle = time.perf_counter()
+    deferred: list[Deferred] = []
+    output = unpack(pack(output))
+    timed(I, lambda: deferred.append(backward_inputs(roots, [None] * len(roots), owing, saved)[1]))
     after = saved.num_bytes(weights)
-    deferred.run()
-    times[I].append(middle - begin)
-    times[W].append(time.perf_counter() - middle)
-    module.zero_grad()
-    outputs = 0 if loss is not None else _num_bytes(output)
-    return unpack(pack(output)), Size(activations=held, after_inputs=after, inputs=_num_bytes(inputs), outputs=outputs)
+    timed(W, deferred[0].run)
+    for parameter in parameters:
+        parameter.grad = None
+    return held, after, output
 
 
 def _forward(
-    module: nn.Module, inputs: Tree, loss: Callable[[Tree], Tree] | None
+    module: nn.Module, inputs: Tree, loss: Callable[[Tree], Tree] | None, first: bool
 ) -> tuple[list[Tensor], Tree, list[Tensor]]:
     """Return the leaves that owe a gradient, the layer's output, and what backward starts from."""
     tree = unpack(pack(inputs))
-    owing = [tensor.requires_grad_() for tensor in tensors_of(tree) if tensor.is_floating_point()]
+    owing = [tensor for tensor in tensors_of(tree) if tensor.requires_grad or (not first and _may_owe(tensor))]
+    for tensor in owing:
+        tensor.requires_grad_()
     output = module(tree)
     result = output if loss is None else loss(output)
     if loss is not None and isinstance(result, tuple):
@@ -92,25 +125,40 @@ def _forward(
     return owing, output, [tensor for tensor in tensors_of(result) if tensor.requires_grad]
 
 
-def _num_bytes(tree: Tree) -> int:
+def _may_owe(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def num_bytes(tree: Tree) -> int:
+    """Return the bytes of the tensors of a tree."""
     return sum(tensor.nbytes for tensor in tensors_of(tree))
 
 
-def _with_shard(size: Size, module: nn.Module, optimizer: OptimizerFactory | None) -> Size:
-    parameters = list(module.parameters())
-    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    trained = [p for _, p in named]
-    kept = 0
+def with_shard(
+    cost: LayerCost,
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    buffers: Sequence[Tensor],
+    optimizer: OptimizerFactory | None,
+    repeats: int = 1,
+) -> LayerCost:
+    """Return what a block costs with what its parameters do: bytes all the time, and the milliseconds of an update."""
+    trained = [(name, p) for name, p in parameters if p.requires_grad]
+    kept, took = 0, [0.0]
     if optimizer is not None and trained:
-        trial = optimizer([(name, nn.Parameter(torch.zeros_like(p))) for name, p in named])
-        for group in trial.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        trial.step()
+        copies = [(name, nn.Parameter(torch.zeros_like(p))) for name, p in trained]
+        trial = optimizer(copies)
+        took = []
+        for _ in range(1 + repeats):  # the first makes the state
+            for _, copy in copies:
+                copy.grad = torch.zeros_like(copy)
+            begin = time.perf_counter()
+            trial.step()
+            took.append(time.perf_counter() - begin)
         kept = sum(t.nbytes for state in trial.state.values() for t in state.values() if isinstance(t, Tensor))
-    return replace(
-        size,
-        weights=sum(t.nbytes for t in (*parameters, *module.buffers())),
-        gradients=sum(p.nbytes for p in trained),
+    size = replace(
+        cost.size,
+        weights=sum(t.nbytes for t in (*(p for _, p in parameters), *buffers)),
+        gradients=sum(p.nbytes for _, p in trained),
         optimizer=kept,
     )
+    return replace(cost, times={**cost.times, U: 1e3 * median(took[1:] or took)}, size=size)

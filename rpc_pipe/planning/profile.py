@@ -58,6 +58,8 @@ class Profile:
     #: of the model that was measured: changes with its blocks and shapes
     signature: str = ""
     device: str = "cpu"
+    #: rows of the batch that came with the model; 0: not known
+    batch_rows: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -218,6 +220,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
         "signature": profile.signature,
         "device": profile.device,
         "num_blocks": profile.num_blocks,
+        "batch_rows": profile.batch_rows,
         "per_stage_ms": {kind.letter: time for kind, time in profile.per_stage.items()},
         "ties": [{f.name: getattr(tie, f.name) for f in fields(Tie)} for tie in profile.ties],
         "rows": {
@@ -259,6 +262,7 @@ def from_json(told: Any, where: str) -> Profile:
             str(told.get("model", "")),
             str(told.get("signature", "")),
             str(told.get("device", "cpu")),
+            int(told.get("batch_rows", 0)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None

@@ -15,6 +15,7 @@ from typing import Any
 from ..dependency import ConfigError, Order, Spec, blaming, check_all, recomputing
 from ..model.cut import cut
 from ..schedules import SCHEDULES
+from .listed import read_program
 from .torch_csv import import_csv
 
 #: a schedule as `Pipeline` and the command line take it
@@ -24,7 +25,7 @@ MOST_FORWARDS = 20_000_000
 
 
 def find_schedule(schedule: ScheduleLike) -> type[Spec]:
-    """Return the spec class for a name, `path/to/file.py:ClassName`, torch's `path/to/file.csv` or a class.
+    """Return the spec class for a name, `path/to/file.py:ClassName`, torch's `path/to/file.csv`, a plan or a class.
 
     Raises:
         ConfigError: there is none; the text offers the nearest name.
@@ -35,6 +36,8 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
         return SCHEDULES[schedule]
     if schedule.endswith(".csv"):
         return import_csv(schedule)
+    if schedule.endswith(".json"):
+        return read_program(schedule)
     path, colon, name = schedule.rpartition(":")
     if colon and path.endswith(".py"):
         return _load_class(schedule, Path(path), name)

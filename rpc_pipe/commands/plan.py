@@ -1,0 +1,205 @@
+"""`rpc-pipe plan`: the fastest way to train a model on given workers within their memory, and how sure that is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..dependency import ConfigError
+from ..drawing.plans import front_svg, front_text, left_out_text, plans_table
+from ..launching.report import Reporter
+from ..planning.advice import Advice, what_binds, what_would_fit
+from ..planning.candidates import refuse_unknown
+from ..planning.compare import tell_bytes
+from ..planning.profile import Machines, Profile, as_json
+from ..planning.search import Answer, Question, default_microbatches, search
+from .files import try_files, write
+from .options import Parser, add_json, parse_bytes, whole
+from .profile import add_measuring, find_profile, progress
+from .topology import read_topology
+
+#: how long is searched if nothing else is typed
+_SECONDS = 20.0
+#: plans that are listed as JSON
+_MOST_PLANS = 50
+
+
+def add(commands: Any) -> None:
+    """Add `plan` to the command line."""
+    parser: Parser = commands.add_parser("plan", help="find the fastest schedule and cut for a model within memory")
+    add_measuring(parser)
+    parser.add_argument("--workers", type=whole(1), help="workers (2)")
+    parser.add_argument("--memory", metavar="BYTES", help="of each worker, such as 8GB (no limit)")
+    parser.add_argument("--batch", type=whole(1), help="rows of a step's batch (those of the batch that make returns)")
+    parser.add_argument("--microbatches", type=_counts, help="numbers to try, such as 8,16 (workers x 1, 2, 4, 8)")
+    parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
+    parser.add_argument("--schedule", action="append", metavar="NAME", help="only this one; may be given again")
+    parser.add_argument("--no-recompute", action="store_true", help="keep all activations")
+    parser.add_argument("--seconds", type=float, help=f"how long to search ({_SECONDS:g})")
+    parser.add_argument("--output", metavar="FILE", help="write the plans, for run --plan and Pipeline(plan=...)")
+    parser.add_argument("--svg", metavar="FILE", help="write time against memory as a picture")
+    add_json(parser)
+    parser.set_defaults(command=_plan)
+
+
+def _counts(text: str) -> list[int]:
+    read = whole(1)
+    return sorted({read(part) for part in text.split(",")})
+
+
+def _plan(typed: dict[str, Any], argv: list[str]) -> int:
+    reporter = Reporter("json" in typed)
+    machines = _machines(typed)
+    try_files(typed, ("output", "svg"))
+    refuse_unknown(typed.get("schedule", ()))
+    seconds = typed.get("seconds", _SECONDS)
+    if not seconds > 0:
+        raise ConfigError(f"--seconds {seconds:g}: must be above 0")
+    question = _question(typed, machines, seconds, reporter)
+    with progress(reporter) as bar:
+        task = bar.add_task("searching", total=1.0)
+        answer = search(question, lambda share, best: bar.update(task, completed=share), with_front=True)
+    advice = what_binds(question, answer) if answer.plans else what_would_fit(question, answer)
+    told = _as_json(question, answer, advice)
+    if "output" in typed:
+        write(typed["output"], json.dumps(told, indent=1))
+    if "svg" in typed:
+        title = f"{question.profile.model}: {machines.num_workers} workers, batch of {question.batch}"
+        write(typed["svg"], front_svg(answer.front, title, answer.lower_bound))
+    if "json" in typed:
+        print(json.dumps(told))
+    else:
+        _show(question, answer, advice, typed, reporter)
+    if not answer.plans and "json" in typed:
+        reporter.console.print(_nothing_fits(answer), markup=False)
+    return 0 if answer.plans else 1
+
+
+def _machines(typed: dict[str, Any]) -> Machines:
+    """Return the workers from --topology, --workers and --memory."""
+    if "topology" not in typed:
+        machines = Machines(typed.get("workers", 2))
+    else:
+        machines = read_topology(typed["topology"])
+        if typed.get("workers", machines.num_workers) != machines.num_workers:
+            raise ConfigError(
+                f"--workers {typed['workers']}: {typed['topology']} has {machines.num_workers} workers; leave it out"
+            )
+    if "memory" in typed:
+        limit = parse_bytes("--memory", typed["memory"])
+        own = machines.memory or (None,) * machines.num_workers
+        machines = replace(machines, memory=tuple(limit if m is None else min(m, limit) for m in own))
+    return machines
+
+
+def _question(typed: dict[str, Any], machines: Machines, seconds: float, reporter: Reporter) -> Question:
+    """Return what to search, with the model measured for the microbatches that are tried."""
+    if "model" not in typed and "profile" not in typed:
+        raise ConfigError("plan: needs path/to/file.py:make, a function that returns model, batch; or --profile FILE")
+    batch = typed["batch"] if "batch" in typed else _rows_of_batch(typed)
+    counts: Sequence[int] = typed.get("microbatches", default_microbatches(machines.num_workers, batch))
+    if max(counts) > batch:
+        raise ConfigError(f"--microbatches {max(counts)}: a batch has {batch} rows; at most {batch}")
+    rows = sorted({max(1, round(batch / count)) for count in counts})
+    # On a line through the ends and the middle lies what is between.
+    profile, _ = find_profile(typed, sorted({rows[0], rows[len(rows) // 2], rows[-1]}), reporter)
+    refuse_too_few(profile, machines.num_workers)
+    return Question(
+        profile,
+        machines,
+        batch,
+        tuple(counts),
+        recompute="no_recompute" not in typed,
+        schedules=tuple(typed["schedule"]) if "schedule" in typed else None,
+        seconds=seconds,
+    )
+
+
+def refuse_too_few(profile: Profile, num_workers: int) -> None:
+    """Refuse to give a worker nothing."""
+    if profile.num_blocks < num_workers:
+        raise ConfigError(
+            f"--workers {num_workers}: the model has {profile.num_blocks} blocks to cut between; "
+            f"use at most {profile.num_blocks} workers"
+        )
+
+
+def _rows_of_batch(typed: dict[str, Any]) -> int:
+    """Return the rows of the batch that the user's function makes."""
+    if "model" not in typed:
+        raise ConfigError("--batch: needed with --profile; give the rows of a step's batch")
+    from ..planning.profiling import load, rows_of
+
+    return rows_of(load(typed["model"]).batch)
+
+
+def _as_json(question: Question, answer: Answer, advice: Sequence[Advice]) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "plans": [plan.as_json() for plan in answer.plans[:_MOST_PLANS]],
+        "lower_bound_ms": answer.lower_bound,
+        "searched_bound_ms": answer.searched_bound if answer.plans else None,
+        "gap": answer.gap,
+        "proven": bool(answer.plans) and answer.gap <= 1e-9,
+        "front": [plan.as_json() for plan in answer.front],
+        "advice": [
+            {
+                "change": each.change,
+                "predicted_ms": each.predicted_ms,
+                "gain": each.gain,
+                "plan": each.plan.as_json(),
+            }
+            for each in advice
+        ],
+        "not_faster_than_ms": answer.left_out,
+        "workers": question.machines.num_workers,
+        "batch": question.batch,
+        "measured": as_json(question.profile),
+    }
+    if answer.nearest is not None:
+        told["nearest"] = answer.nearest.as_json()
+        told["excess_mb"] = answer.excess / 1e6
+    return told
+
+
+def _show(
+    question: Question, answer: Answer, advice: Sequence[Advice], typed: dict[str, Any], reporter: Reporter
+) -> None:
+    console, machines = reporter.console, question.machines
+    name = question.profile.model or "model"
+    console.print(
+        f"{name}: {question.profile.num_blocks} blocks, {machines.num_workers} workers, batch of {question.batch}",
+        markup=False,
+    )
+    if not answer.plans:
+        console.print(_nothing_fits(answer), markup=False)
+        for each in advice:
+            console.print(f"  would fit: {each.sentence}", markup=False)
+        return
+    limits = [machines.limit(worker) for worker in range(machines.num_workers)]
+    console.print(plans_table(answer.plans, limits))
+    if answer.left_out:
+        console.print(f"not priced: {left_out_text(answer.left_out)}", markup=False)
+    best = answer.plans[0].predicted_ms
+    sure = "proven: no cut of any schedule here is faster" if answer.gap <= 1e-9 else f"gap {answer.gap:.1%}"
+    more = best / answer.lower_bound - 1 if answer.lower_bound else 0
+    console.print(
+        f"{sure}; any schedule at all takes at least {answer.lower_bound:.4g} ms ({more:.0%} above it)", markup=False
+    )
+    console.print("time against memory:")
+    console.print(front_text(answer.front), markup=False)
+    for each in advice:
+        console.print(f"binds: {each.sentence}", markup=False)
+    if "output" in typed:
+        console.print(f"written to {typed['output']}: rpc-pipe run SCRIPT --plan {typed['output']}", markup=False)
+
+
+def _nothing_fits(answer: Answer) -> str:
+    nearest = answer.nearest
+    if nearest is None:
+        return "nothing fits: no schedule has as few stages as the model has blocks"
+    return (
+        f"nothing fits: the least is {tell_bytes(answer.excess)} too much, "
+        f"by {nearest.name} with {nearest.num_microbatches} microbatches"
+    )

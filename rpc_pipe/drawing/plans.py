@@ -1,0 +1,150 @@
+"""Plans as a table, and what nothing beats in time and memory as text and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from xml.sax.saxutils import escape
+
+from rich.table import Table
+
+from ..dependency import R
+from ..planning.compare import tell_bytes
+from ..planning.plan import Plan
+from ..planning.profile import TIMED, Profile
+
+#: of the picture, in pixels
+_WIDTH, _HEIGHT, _MARGIN = 640, 400, 56
+#: blocks of stages that are listed one by one
+_MOST_STAGES = 7
+
+
+def plans_table(plans: Sequence[Plan], limits: Sequence[float | None], most: int = 10) -> Table:
+    """Draw the best plans, one a schedule and its parameters."""
+    drawn = Table(box=None, pad_edge=False)
+    drawn.add_column("schedule", no_wrap=True)
+    drawn.add_column("cut", no_wrap=True)
+    for heading in ("M", "ms", "memory", "bubble", "msgs"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    drawn.add_column("why")
+    shown: dict[str, Plan] = {}
+    for plan in plans:
+        shown.setdefault(f"{plan.schedule} {sorted(plan.parameters.items())}", plan)
+    for plan in list(shown.values())[:most]:
+        drawn.add_row(
+            plan.name,
+            cut_text(plan.cut),
+            str(plan.num_microbatches),
+            f"{plan.predicted_ms:.4g}",
+            tell_bytes(plan.predicted_memory),
+            f"{plan.bubble:.0%}",
+            str(plan.messages),
+            why(plan, plans[0], limits),
+        )
+    return drawn
+
+
+def profile_table(profile: Profile, rows: int) -> Table:
+    """Draw what each block takes and holds for microbatches of so many rows."""
+    drawn = Table(title=f"{profile.model}, {rows} rows a microbatch, on {profile.device}", box=None, pad_edge=False)
+    drawn.add_column("block", no_wrap=True)
+    for heading in (*(f"{kind.letter} ms" for kind in TIMED if kind is not R), "weights", "activations", "hands on"):
+        drawn.add_column(heading, justify="right", no_wrap=True)
+    for block in profile.at(rows):
+        times = [f"{block.times.get(kind, 0):.3g}" for kind in TIMED if kind is not R]
+        size = block.size
+        drawn.add_row(block.name, *times, *map(tell_bytes, (size.weights, size.activations, size.outputs)))
+    if any(profile.per_stage.values()):
+        around = [f"{profile.per_stage.get(kind, 0):.3g}" for kind in TIMED if kind is not R]
+        drawn.add_row("each stage besides", *around, "", "", "")
+    return drawn
+
+
+def cut_text(cut: Sequence[int]) -> str:
+    """Write a cut; runs of equal stages shortly.
+
+    >>> cut_text([3, 2, 2, 3]), cut_text([2] * 16)
+    ('3,2,2,3', '16 x 2')
+    """
+    if len(cut) <= _MOST_STAGES:
+        return ",".join(map(str, cut))
+    runs = [(len(list(same)), size) for size, same in groupby(cut)]
+    text = ",".join(str(size) if count == 1 else f"{count} x {size}" for count, size in runs)
+    return text if len(text) < 24 else f"{len(cut)} stages of {min(cut)} to {max(cut)}"
+
+
+def why(plan: Plan, best: Plan, limits: Sequence[float | None]) -> str:
+    """Say in a few words what a plan's time is made of, or how it differs from the best."""
+    if plan is not best:
+        time = plan.predicted_ms / best.predicted_ms - 1 if best.predicted_ms else 0
+        memory = plan.predicted_memory / best.predicted_memory - 1 if best.predicted_memory else 0
+        return f"{time:+.0%}, memory {memory:+.0%}"
+    share, worker = max((busy, w) for w, busy in enumerate(plan.busy_by_worker)) if plan.busy_by_worker else (0, 0)
+    said = [f"worker {worker} computes {share / plan.predicted_ms:.0%} of it"] if plan.predicted_ms else []
+    for at, (used, limit) in enumerate(zip(plan.memory_by_worker, limits, strict=False)):
+        if limit and used > 0.9 * limit:
+            said.append(f"worker {at} fills {used / limit:.0%} of its memory")
+            break
+    return "; ".join(said)
+
+
+def front_text(front: Sequence[Plan], width: int = 40) -> str:
+    """Return a line for each plan that nothing beats both in time and in memory, with a bar for each."""
+    slowest = max((plan.predicted_ms for plan in front), default=0) or 1
+    largest = max((plan.predicted_memory for plan in front), default=0) or 1
+    lines = []
+    for plan in front:
+        time = "█" * round(width / 2 * plan.predicted_ms / slowest)
+        memory = "▒" * round(width / 2 * plan.predicted_memory / largest)
+        lines.append(
+            f"{plan.predicted_ms:9.4g} ms {time:<{width // 2}} {tell_bytes(plan.predicted_memory):>8} "
+            f"{memory:<{width // 2}} {plan.name}, {plan.num_microbatches} microbatches"
+        )
+    return "\n".join(lines)
+
+
+def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
+    """Return an SVG document of time against memory; nothing is below the line of the bound."""
+    slowest = max([bound, *(plan.predicted_ms for plan in front)], default=1) * 1.1 or 1
+    largest = max((plan.predicted_memory for plan in front), default=1) * 1.1 or 1
+
+    def x(memory: float) -> float:
+        return round(_MARGIN + (_WIDTH - 2 * _MARGIN) * memory / largest, 1)
+
+    def y(time: float) -> float:
+        return round(_HEIGHT - _MARGIN - (_HEIGHT - 2 * _MARGIN) * time / slowest, 1)
+
+    ordered = sorted(front, key=lambda plan: plan.predicted_memory)
+    path = " ".join(f"{x(plan.predicted_memory)},{y(plan.predicted_ms)}" for plan in ordered)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
+        f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
+        "<style>text{font:12px sans-serif;fill:#1f2328}.dim{fill:#59636e}.line{fill:none;stroke:#0072b2;"
+        "stroke-width:1.5}.axis{stroke:#59636e}.bound{stroke:#d55e00;stroke-dasharray:4 3}circle{fill:#0072b2}"
+        "@media(prefers-color-scheme:dark){text{fill:#e6edf3}}</style>",
+        f'<text x="{_MARGIN}" y="24">{escape(title)}</text>',
+        f'<line class="axis" x1="{_MARGIN}" y1="{y(0)}" x2="{_WIDTH - _MARGIN}" y2="{y(0)}"/>',
+        f'<line class="axis" x1="{_MARGIN}" y1="{y(0)}" x2="{_MARGIN}" y2="{_MARGIN}"/>',
+        f'<text class="dim" x="{_WIDTH - _MARGIN}" y="{y(0) + 32}" text-anchor="end">'
+        "memory of the fullest worker</text>",
+        f'<text class="dim" x="{_MARGIN - 8}" y="{_MARGIN - 10}">ms a step</text>',
+        f'<polyline class="line" points="{path}"/>',
+    ]
+    if bound:
+        parts += [
+            f'<line class="bound" x1="{_MARGIN}" y1="{y(bound)}" x2="{_WIDTH - _MARGIN}" y2="{y(bound)}"/>',
+            f'<text class="dim" x="{_MARGIN + 4}" y="{y(bound) + 14}">no step is below {bound:.4g} ms</text>',
+        ]
+    for plan in ordered:
+        about = f"{plan.name}: {plan.predicted_ms:.4g} ms, {tell_bytes(plan.predicted_memory)}"
+        at = f'cx="{x(plan.predicted_memory)}" cy="{y(plan.predicted_ms)}"'
+        parts.append(f'<circle {at} r="4"><title>{escape(about)}</title></circle>')
+        parts.append(
+            f'<text x="{x(plan.predicted_memory) + 6}" y="{y(plan.predicted_ms) - 6}">{escape(plan.schedule)}</text>'
+        )
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def left_out_text(left_out: Mapping[str, float]) -> str:
+    """Say which schedules were not priced, as their bound is above the best."""
+    return ", ".join(f"{name} (not below {least:.4g} ms)" for name, least in sorted(left_out.items()))

@@ -1,0 +1,147 @@
+"""What a model would cost that does not fit: operations counted, for layers on the meta device. Needs torch."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from ..dependency import B, F, I, Kind, R, U, W
+from ..model.made import Made
+from ..workers.compute.shard import OptimizerFactory
+from ..workers.compute.split_backward import Saved
+from ..workers.transport.payload import Tree, map_tensors, tensors_of
+from .footprint import Size
+from .measure import num_bytes
+from .profile import LayerCost
+
+#: side of the square matrices whose product tells the speed of a device
+_SIDE = 512
+#: bytes that a device is taken to read or write in a millisecond, where no product of matrices is what takes time
+_BYTES_A_MS = 4e6
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what products and convolutions compute. torch's own mode looks at modules, as the model does not."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            self.total += count(*args, **(kwargs or {}), out_val=result)
+        return result
+
+
+def operations_a_ms(device: str) -> float:
+    """Return how many operations of a product of matrices the device does in a millisecond."""
+    a = torch.randn(_SIDE, _SIDE, device=device)
+    best = float("inf")
+    for _ in range(4):
+        begin = time.perf_counter()
+        float((a @ a)[0, 0])
+        best = min(best, time.perf_counter() - begin)
+    return 2 * _SIDE**3 / (1e3 * best)
+
+
+def estimate_layers(made: Made, batch: Tree, speed: float, optimizer: OptimizerFactory) -> list[LayerCost]:
+    """Estimate each layer of a list."""
+    inputs, target = made.pair(_on_meta(batch))
+    costs: list[LayerCost] = []
+    count = len(made.model)  # type: ignore[arg-type]
+    for i, made_layer in enumerate(made.model):  # type: ignore[arg-type]
+        with torch.device("meta"):
+            layer = made_layer if isinstance(made_layer, nn.Module) else made_layer()
+        layer = copy.deepcopy(layer).to("meta")
+        leaves = [tensor.requires_grad_() for tensor in tensors_of(inputs) if i and tensor.is_floating_point()]
+        saved = Saved()
+        with _Operations() as counter, saved.hooks():
+            outputs = layer(inputs)
+            if i == count - 1 and made.loss_fn is not None:
+                made.loss_fn(outputs, target)
+        crossing = num_bytes(outputs) if i < count - 1 else 0
+        name = f"{i} {type(layer).__name__}"
+        named = list(layer.named_parameters())
+        operations = counter.total
+        cost = _cost(operations, saved, named, num_bytes(inputs), crossing, name, speed, owes=bool(leaves))
+        costs.append(_with_shard(cost, named, optimizer))
+        inputs = map_tensors(outputs, lambda tensor: tensor.detach())
+    return costs
+
+
+def estimate_whole(made: Made, batch: Tree, speed: float, optimizer: OptimizerFactory) -> list[LayerCost]:
+    """Estimate each block of a model cut by observation: its forward runs once, alone, on any numbers."""
+    args, kwargs = made.call(batch)
+    observed = made.observe(args, kwargs)
+    cut = [range(i, i + 1) for i in range(observed.num_blocks)]
+    payload: Sequence[Tensor] = ()
+    costs = []
+    for i, block in enumerate(observed.blocks):
+        stage = observed.build(i, cut, initialise=False)
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in payload]
+        stage.forward(leaves, args, kwargs)  # the first time it looks at the whole model
+        saved = Saved()
+        with _Operations() as counter, saved.hooks():
+            outputs: Any = stage.forward(leaves, args, kwargs)
+        crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
+        operations = counter.total
+        named = list(stage.named_parameters())
+        cost = _cost(operations, saved, named, num_bytes(payload), crossing, block.name, speed, owes=i > 0)
+        costs.append(_with_shard(cost, named, optimizer))
+        payload = outputs if i < len(cut) - 1 else ()
+    return costs
+
+
+def _on_meta(tree: Tree) -> Tree:
+    return map_tensors(tree, lambda tensor: tensor.to("meta"))
+
+
+def _cost(
+    operations: float,
+    saved: Saved,
+    named: Sequence[tuple[str, nn.Parameter]],
+    inputs: float,
+    outputs: float,
+    name: str,
+    speed: float,
+    *,
+    owes: bool,
+) -> LayerCost:
+    """Return what a block costs whose forward does so many operations; each part of its backward does as many."""
+    # Storages on the meta device have no address.
+    own = {parameter.untyped_storage()._cdata for _, parameter in named}
+    held = {id(handle.tensor): handle.tensor for handle in saved._handles if handle.tensor is not None}
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held.values()}
+    kept = sum(amount for storage, amount in storages.items() if storage not in own)
+    once = max(operations / speed, (kept + inputs + outputs) / _BYTES_A_MS)
+    times: dict[Kind, float] = {F: once, I: once if owes else 0.0, W: once, R: once, U: 0.0}
+    times[B] = times[I] + times[W]
+    return LayerCost(times, Size(activations=kept, after_inputs=kept, inputs=inputs, outputs=outputs), name)
+
+
+def _with_shard(cost: LayerCost, named: Sequence[tuple[str, nn.Parameter]], optimizer: OptimizerFactory) -> LayerCost:
+    """Return the cost with the bytes of the parameters; the optimizer's are those of a small one, in proportion."""
+    weights = sum(p.nbytes for _, p in named)
+    gradients = sum(p.nbytes for _, p in named if p.requires_grad)
+    size = replace(cost.size, weights=weights, gradients=gradients, optimizer=gradients * _state(optimizer))
+    return replace(cost, size=size, times={**cost.times, U: 3 * (gradients + size.optimizer) / _BYTES_A_MS})
+
+
+def _state(optimizer: OptimizerFactory) -> float:
+    """Return how many bytes an optimizer keeps for a byte of parameters."""
+    parameter = nn.Parameter(torch.zeros(4096))
+    trial = optimizer([("weight", parameter)])
+    parameter.grad = torch.zeros_like(parameter)
+    trial.step()
+    kept = sum(t.nbytes for state in trial.state.values() for t in state.values() if isinstance(t, Tensor))
+    return kept / parameter.nbytes

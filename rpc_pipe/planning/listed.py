@@ -1,0 +1,108 @@
+"""A schedule that a plan lists: placement and each worker's actions in order. Loads without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import ClassVar, NamedTuple
+
+from ..dependency import Action, ConfigError, I, Order, R, Spec
+from .plan import Plan, read_plan
+
+
+class Listed(NamedTuple):
+    """What a program lists."""
+
+    rows: tuple[tuple[Action, ...], ...]
+    #: stage -> worker
+    placement: tuple[int, ...]
+    #: the I of those microbatches whose backward is in two parts
+    split: frozenset[Action]
+    #: stages that recompute
+    recompute: frozenset[int]
+    num_microbatches: int
+
+
+class ListedSchedule(Spec):
+    """A searched program: placement and order are those that were found for a model's costs.
+
+    With fewer microbatches the same lists run without those that do not exist.
+    """
+
+    source = "rpc-pipe plan: list scheduling and local search"
+    listed: ClassVar[Listed]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        listed = self.listed
+        if self.num_workers != len(listed.rows):
+            raise ConfigError(f"workers {self.num_workers}: the program is for {len(listed.rows)}")
+        if self.num_microbatches > listed.num_microbatches:
+            raise ConfigError(
+                f"microbatches {self.num_microbatches}: the program lists {listed.num_microbatches}; use at most those"
+            )
+
+    @property
+    def order(self) -> Order:
+        return "fixed"
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.listed.placement)
+
+    def place(self, stage: int, route: int) -> int:
+        return self.listed.placement[stage]
+
+    def splits(self, stage: int, microbatch: int) -> bool:
+        return I(stage, microbatch) in self.listed.split
+
+    def recomputes(self, stage: int) -> bool:
+        return stage in self.listed.recompute
+
+    def program(self, worker: int) -> Iterable[Action]:
+        return (action for action in self.listed.rows[worker] if action.microbatch < self.num_microbatches)
+
+
+@lru_cache(maxsize=64)
+def listed_schedule(
+    rows: tuple[tuple[Action, ...], ...], placement: tuple[int, ...], num_microbatches: int
+) -> type[Spec]:
+    """Return the schedule that runs these lists; the same class for the same lists."""
+    actions = [action for row in rows for action in row]
+    listed = Listed(
+        rows,
+        placement,
+        frozenset(action for action in actions if action.kind is I),
+        frozenset(action.stage for action in actions if action.kind is R),
+        num_microbatches,
+    )
+    return type("Searched", (ListedSchedule,), {"listed": listed, "__doc__": ListedSchedule.__doc__})
+
+
+def program_of(plan: Plan) -> type[Spec]:
+    """Return the schedule that a plan lists.
+
+    Raises:
+        ConfigError: what it lists is no program.
+    """
+    try:
+        rows = tuple(tuple(map(Action.parse, row)) for row in plan.program)
+    except ValueError as error:
+        raise ConfigError(f"plan: program: {error}") from None
+    if len(plan.placement) != len(plan.cut) or any(worker >= len(rows) for worker in plan.placement):
+        raise ConfigError(
+            f"plan: placement {list(plan.placement)}: must name a worker for each of {len(plan.cut)} stages"
+        )
+    return listed_schedule(rows, plan.placement, plan.num_microbatches)
+
+
+def read_program(path: str) -> type[Spec]:
+    """Return the schedule of the best plan in a file.
+
+    Raises:
+        ConfigError: it lists none.
+    """
+    plan = read_plan(path)
+    if not plan.program:
+        raise ConfigError(f"schedule {path}: the plan's schedule is {plan.schedule}; use its name, or --plan {path}")
+    return program_of(plan)

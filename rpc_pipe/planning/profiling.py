@@ -1,0 +1,206 @@
+"""A user's model, measured block by block for microbatches of several sizes: the profile that plans are made from.
+
+A list of layers is measured layer by layer. Any other module is cut where its own forward calls its blocks
+(`model.observed`), each block as a stage of its own; what a stage computes besides its block (masks, positions) is what
+all these stages take together more than the whole model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dependency import B, F, I, Kind, R, W
+from ..model.made import Made, load, resized, rows_of
+from ..workers.compute.shard import OptimizerFactory
+from ..workers.transport.payload import Tree, map_tensors, tensors_of
+from .estimating import estimate_layers, estimate_whole, operations_a_ms
+from .footprint import Size
+from .measure import Finish, Forward, measure, num_bytes, time_block, with_shard
+from .profile import LayerCost, Profile, Tie
+
+__all__ = ["OPTIMIZERS", "load", "profile_model", "rows_of", "signature"]
+
+#: (blocks that are measured, of how many)
+Tell = Callable[[int, int], None]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    """Make the optimizer that is assumed."""
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adamw": adamw,
+    "sgd": partial(torch.optim.SGD, lr=1e-2),
+    "momentum": partial(torch.optim.SGD, lr=1e-2, momentum=0.9),
+}
+
+
+def signature(made: Made, *more: Any) -> str:
+    """Return what changes with the model's form, that of its batch, and with `more`."""
+    parts = [type(made.model).__name__]
+    modules = [made.model] if isinstance(made.model, nn.Module) else [m for m in made.model if isinstance(m, nn.Module)]
+    for module in modules:
+        parts += [f"{name}{tuple(p.shape)}{p.dtype}" for name, p in module.named_parameters()]
+        parts += [type(part).__name__ for part in module.modules()]
+    parts += [f"{tuple(t.shape)}{t.dtype}" for t in tensors_of(made.batch)]
+    return hashlib.sha256("|".join([*parts, *map(str, more)]).encode()).hexdigest()[:16]
+
+
+def profile_model(
+    made: Made,
+    rows: Sequence[int],
+    *,
+    device: str = "cpu",
+    optimizer: str = "adamw",
+    repeats: int = 5,
+    estimate: bool = False,
+    tell: Tell = lambda done, total: None,
+) -> Profile:
+    """Measure a model for microbatches of each number of rows.
+
+    Args:
+        estimate: count operations on the meta device instead, and take the device's speed for them from a product of
+            matrices; also where the device's memory does not suffice.
+
+    Raises:
+        ConfigError: the model cannot be cut, or its loss cannot be computed.
+    """
+    measured: dict[int, list[LayerCost]] = {}
+    around: dict[Kind, float] = {}
+    ties: tuple[Tie, ...] = ()
+    factory = OPTIMIZERS[optimizer]
+    for number, count in enumerate(sorted(set(rows))):
+        of = partial(_advance, tell, number, len(set(rows)))
+        batch = resized(made.batch, count)
+        try:
+            if estimate:
+                raise torch.OutOfMemoryError
+            if made.is_layers:
+                measured[count] = _measure_layers(made, batch, device, factory, repeats)
+            else:
+                measured[count], around, ties = _measure_whole(made, batch, device, factory, repeats, of)
+        except torch.OutOfMemoryError:
+            estimated = estimate_layers if made.is_layers else estimate_whole
+            measured[count] = estimated(made, batch, operations_a_ms(device), factory)
+    if made.is_layers:
+        ties = _ties_of_layers(made)
+    name = type(made.model).__name__
+    return Profile(measured, around, ties, name, signature(made, device, optimizer), device, rows_of(made.batch))
+
+
+def _advance(tell: Tell, number: int, of: int, done: int, total: int) -> None:
+    tell(number * total + done, of * total)
+
+
+def _finish(device: str) -> Finish:
+    kind = torch.device(device).type
+    return (lambda: None) if kind in ("cpu", "meta") else getattr(torch, kind).synchronize
+
+
+def _measure_layers(made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int) -> list[LayerCost]:
+    inputs, target = made.pair(batch)
+    layers = [layer.to(device) for layer in made.layers()]
+    costs = measure(
+        layers, _to(inputs, device), target=_to(target, device), loss_fn=made.loss_fn, optimizer=optimizer,
+        repeats=repeats, finish=_finish(device),
+    )  # fmt: skip
+    names = [f"{i} {type(layer).__name__}" for i, layer in enumerate(layers)]
+    return [replace(cost, name=name) for cost, name in zip(costs, names, strict=True)]
+
+
+def _to(tree: Tree, device: str) -> Tree:
+    return map_tensors(tree, lambda tensor: tensor.to(device))
+
+
+def _ties_of_layers(made: Made) -> tuple[Tie, ...]:
+    """Return which layers share parameters: they are one module each, so they cannot be cut apart."""
+    seen: dict[nn.Parameter, int] = {}
+    ties: dict[tuple[int, int], float] = {}
+    layers = made.model if isinstance(made.model, Sequence) else list(made.model.children())
+    for i, layer in enumerate(layers):
+        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+            first = seen.setdefault(parameter, i)
+            if first != i:
+                ties[first, i] = ties.get((first, i), 0) + parameter.nbytes
+    return tuple(Tie(a, b, bytes, bytes, 0, together=True) for (a, b), bytes in ties.items())
+
+
+# --- any module
+
+
+def _measure_whole(
+    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Tell
+) -> tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]:
+    args, kwargs = made.call(_to(batch, device))
+    observed = made.observe(args, kwargs)
+    cut = [range(i, i + 1) for i in range(observed.num_blocks)]
+    payload: Sequence[Tensor] = ()
+    costs: list[LayerCost] = []
+    holders: dict[str, tuple[list[int], nn.Parameter]] = {}
+    for i, block in enumerate(observed.blocks):
+        stage = observed.build(i, cut, device)
+        run = _stage_forward(made, stage, payload, args, kwargs, batch, last=i == len(cut) - 1)
+        named = list(stage.named_parameters())
+        times, held, after, outputs = time_block(run, [p for _, p in named], repeats, _finish(device))
+        crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
+        size = Size(activations=held, after_inputs=after, inputs=num_bytes(payload), outputs=crossing)
+        costs.append(with_shard(LayerCost(times, size, block.name), named, [], optimizer, repeats))
+        for name, parameter in named:
+            holders.setdefault(name, ([], parameter))[0].append(i)
+        payload = outputs if i < len(cut) - 1 else ()
+        tell(i + 1, len(cut) + 1)
+    whole = observed.build(0, [range(observed.num_blocks)], device)
+    run = _stage_forward(made, whole, (), args, kwargs, batch, last=True)
+    times, *_ = time_block(run, [p for _, p in whole.named_parameters()], repeats, _finish(device))
+    tell(len(cut) + 1, len(cut) + 1)
+    around = {kind: _around(costs, kind, times[kind]) for kind in (F, B, I, W, R)}
+    costs = [
+        replace(cost, times={kind: max(0.0, t - around.get(kind, 0)) for kind, t in cost.times.items()})
+        for cost in costs
+    ]
+    return costs, around, _ties(holders, costs)
+
+
+def _around(costs: Sequence[LayerCost], kind: Kind, whole: float) -> float:
+    """Return what each stage takes for a kind besides its block."""
+    if len(costs) < 2:
+        return 0
+    more = (sum(cost.times[kind] for cost in costs) - whole) / (len(costs) - 1)
+    return min(max(0.0, more), *(cost.times[kind] for cost in costs))
+
+
+def _ties(holders: Mapping[str, tuple[list[int], nn.Parameter]], costs: Sequence[LayerCost]) -> tuple[Tie, ...]:
+    """Return which blocks use one parameter. Apart they hold it twice."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for blocks, parameter in holders.values():
+        share = costs[blocks[0]].size
+        kept = share.optimizer / share.weights if share.weights else 0
+        for pair in pairwise(blocks):
+            sums = found.setdefault(pair, [0, 0, 0])
+            gradients = parameter.nbytes if parameter.requires_grad else 0
+            for at, bytes in enumerate((parameter.nbytes, gradients, parameter.nbytes * kept)):
+                sums[at] += bytes
+    return tuple(Tie(a, b, sums[0], sums[1], sums[2]) for (a, b), sums in found.items())
+
+
+def _stage_forward(
+    made: Made, stage: Any, payload: Sequence[Tensor], args: Any, kwargs: Any, batch: Tree, *, last: bool
+) -> Forward:
+    def forward() -> tuple[list[Tensor], Tree, list[Tensor]]:
+        leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in payload]
+        output = stage.forward(leaves, args, kwargs)
+        owing = [tensor for tensor in leaves if tensor.requires_grad]
+        if not last:
+            return owing, output, [tensor for tensor in output if tensor.requires_grad]
+        return owing, (), [made.loss(output, batch)]
+
+    return forward

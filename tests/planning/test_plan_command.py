@@ -1,0 +1,230 @@
+"""`rpc-pipe plan` and `profile`: what they print, write and refuse, and that a plan is run as it says."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe.commands.main import main
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.model.made import Made, load, resized, rows_of
+from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.planning.plan import Plan, read_plan
+from rpc_pipe.planning.profile import from_json
+from rpc_pipe.planning.profiling import profile_model
+
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    return nn.Sequential(*layers), (torch.randn(4, 8), torch.randn(4, 8)), nn.functional.mse_loss
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x, scale):
+        return x + scale * self.inner(x)
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, ids, labels):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x, 0.5)
+        scores = x @ self.tokens.weight.T
+        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten()), "scores": scores}
+
+def whole():
+    ids = torch.randint(16, (4, 5))
+    return Whole(), {"ids": ids, "labels": ids}
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    path = tmp_path / "my_model.py"
+    path.write_text(MODEL)
+    return str(path)
+
+
+def told(capsys, *arguments):
+    code = main(list(arguments))
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("name, blocks", [("make", 6), ("whole", 4)])
+def test_a_model_is_planned_and_what_was_measured_is_kept(model, capsys, name, blocks, tmp_path):
+    arguments = [
+        "plan",
+        f"{model}:{name}",
+        "--workers",
+        "2",
+        "--batch",
+        "8",
+        "--microbatches",
+        "4",
+        "--seconds",
+        "1",
+        "--json",
+    ]
+    code, found = told(capsys, *arguments, "--svg", str(tmp_path / "front.svg"))
+    assert code == 0
+    best = found["plans"][0]
+    assert {"schedule", "parameters", "cut", "num_microbatches", "recompute", "predicted_ms", "predicted_memory_mb",
+            "bubble"} <= best.keys()  # fmt: skip
+    assert sum(best["cut"]) == blocks and 0 < found["lower_bound_ms"] <= best["predicted_ms"]
+    times = [plan["predicted_ms"] for plan in found["plans"]]
+    assert times == sorted(times)
+    assert found["measured"]["num_blocks"] == blocks
+    assert (tmp_path / "front.svg").read_text().startswith("<svg")
+    # What was measured is read again, as it was edited.
+    kept = next((tmp_path / ".rpc_pipe").glob("profile-*.json"))
+    edited = json.loads(kept.read_text())
+    for costs in edited["rows"].values():
+        costs[0]["ms"] = dict.fromkeys("FBIWRU", 1000.0)
+    kept.write_text(json.dumps(edited))
+    _, again = told(capsys, *arguments)
+    assert again["plans"][0]["predicted_ms"] > 1000
+
+
+def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
+    out = tmp_path / "plan.json"
+    main(["plan", f"{model}:make", "--workers", "2", "--batch", "8", "--microbatches", "4", "--output", str(out)])
+    assert "proven" in capsys.readouterr().out
+    plan = read_plan(out)
+    made = load(f"{model}:make")
+    with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
+        assert pipe.num_workers == 2 and pipe.spec.num_microbatches == plan.num_microbatches
+        assert [len(layers) for layers in pipe.partition.ranges] == list(plan.cut)
+        pipe.step(resized(made.batch, 8))
+    with pytest.raises(ConfigError, match="leave them out"):
+        Pipeline(made.model, made.loss_fn, plan=plan, num_microbatches=2)
+    with pytest.raises(ConfigError, match="plan is for 2 workers"):
+        Pipeline(made.model, made.loss_fn, plan=plan, num_workers=3)
+
+
+def test_recomputed_stages_train_the_same_numbers():
+    def train(recompute):
+        torch.manual_seed(0)
+        layers = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh()) for _ in range(4)]
+        plan = Plan("zb-h1", {}, (2, 2), 4, recompute)
+        with Pipeline(layers, nn.functional.mse_loss, plan=plan, num_workers=2, optimizer=sgd) as pipe:
+            x, y = torch.randn(8, 8), torch.randn(8, 8)
+            return [pipe.step((x, y)) for _ in range(3)], pipe.state_dict()
+
+    def sgd(named):
+        return torch.optim.SGD(named, lr=0.1)
+
+    losses, state = train(())
+    for recompute in ((0,), (0, 1)):
+        again, found = train(recompute)
+        assert again == losses
+        assert all(torch.equal(found[name], tensor) for name, tensor in state.items())
+
+
+def test_nothing_fits_and_what_would(model, capsys):
+    arguments = [
+        "plan",
+        f"{model}:make",
+        "--workers",
+        "2",
+        "--batch",
+        "8",
+        "--seconds",
+        "2",
+        "--memory",
+        "2kB",
+        "--microbatches",
+        "8",
+    ]
+    code, found = told(capsys, *arguments, "--json")
+    assert code == 1 and found["plans"] == [] and found["excess_mb"] > 0
+    assert any("workers" in each["change"] for each in found["advice"])
+    assert main(arguments) == 1
+    text = capsys.readouterr().out
+    assert "nothing fits: the least is" in text and "would fit: " in text
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["{model}:nothing"], "returned a int; must be model, batch"),
+        (["{model}:other"], "has no function 'other'; it has"),
+        (["{model}"], "must be path/to/file.py:make"),
+        (["nowhere.py:make"], "there is no file nowhere.py"),
+        ([], "needs path/to/file.py:make"),
+        (["{model}:make", "--workers", "9"], "the model has 6 blocks"),
+        (["{model}:make", "--microbatches", "9"], "at most 4"),
+        (["{model}:make", "--schedule", "1f1c"], "did you mean '1f1b'"),
+        (["{model}:make", "--memory", "8 apples"], "must be a number"),
+        (["--profile", "{model}", "--batch", "4"], "cannot be read"),
+        (["{model}:make", "--topology", "{topology}"], "speed 0: must be above 0"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(model, capfd, tmp_path, arguments, said):
+    topology = tmp_path / "topology.json"
+    topology.write_text('{"workers": [{"speed": 0}]}')
+    typed = [argument.format(model=model, topology=topology) for argument in arguments]
+    assert main(["plan", *typed]) == 2
+    error = capfd.readouterr().err
+    assert said in " ".join(error.split()) and "Traceback" not in error
+
+
+def test_unequal_workers_and_links_from_a_file(model, capsys, tmp_path):
+    topology = tmp_path / "topology.json"
+    topology.write_text(
+        json.dumps(
+            {
+                "workers": [{"speed": 1, "memory": "1GB"}, {"speed": 0.25}],
+                "links": {"0-1": {"latency_ms": 3, "bandwidth": "1MB"}},
+            }
+        )
+    )
+    profile = tmp_path / "profile.json"
+    block = {"name": "b", "ms": {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1}, "bytes": {"outputs": 1000, "inputs": 1000}}
+    profile.write_text(json.dumps({"rows": {"1": [block] * 10}}))
+    arguments = ["--profile", str(profile), "--topology", str(topology), "--batch", "8", "--schedule", "1f1b", "--json"]
+    _, found = told(capsys, "plan", *arguments, "--microbatches", "8")
+    assert found["plans"][0]["cut"] == [9, 1] and found["proven"]
+    assert any("links" in each["change"] for each in found["advice"])
+
+
+def test_a_profile_says_what_blocks_take_and_hold(model, capsys):
+    code, found = told(capsys, "profile", f"{model}:whole", "--rows", "2,4", "--repeats", "1", "--json")
+    assert code == 0 and set(found["rows"]) == {"2", "4"}
+    profile = from_json(found, "here")
+    assert profile.measured[4][1].size.outputs == 4 * 5 * 8 * 4
+    # The embedding is used by the first block and by the loss: apart it is held twice.
+    assert [(tie.first, tie.last, tie.weights) for tie in profile.ties] == [(0, 3, 16 * 8 * 4)]
+    main(["profile", f"{model}:whole", "--repeats", "1"])
+    assert "blocks.0" in capsys.readouterr().out
+
+
+def test_a_model_is_estimated_without_running_it():
+    layers = [nn.Linear(256, 256) for _ in range(3)]
+    made = Made(layers, (torch.randn(4, 256), torch.randn(4, 256)), nn.functional.mse_loss)
+    found = profile_model(made, [64], estimate=True).measured[64]
+    assert [cost.size.weights for cost in found] == [4 * (256 * 256 + 256)] * 3
+    assert found[1].size.outputs == 64 * 256 * 4 and found[1].size.optimizer == pytest.approx(
+        2 * found[1].size.weights, rel=0.01
+    )
+
+
+def test_a_batch_is_made_larger_or_smaller_by_its_rows():
+    batch = {"ids": torch.arange(6).view(3, 2), "scale": torch.tensor(2.0)}
+    assert rows_of(batch) == 3
+    assert resized(batch, 4)["ids"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert resized(batch, 2)["scale"] == 2
