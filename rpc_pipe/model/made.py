@@ -6,6 +6,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,18 @@ from torch import Tensor, nn
 from ..dependency import ConfigError
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
+from .deferred import Deferred
 from .observed import Observed, observe
 from .partition import LayerLike
+from .shards import Model
+from .whole import CallForm, is_whole, loss_of_output
 
 
 @dataclass(frozen=True)
 class Made:
     """A model with a batch that it takes."""
 
-    model: nn.Module | Sequence[LayerLike]
+    model: Model
     batch: Tree
     #: None: the model computes its loss itself
     loss_fn: LossFn | None = None
@@ -31,37 +35,43 @@ class Made:
     @property
     def is_layers(self) -> bool:
         """Whether the model is a list of layers; else its blocks are found by observation."""
-        if isinstance(self.model, nn.Module):
-            return isinstance(self.model, nn.Sequential) and type(self.model).forward is nn.Sequential.forward
-        return isinstance(self.model, Sequence)
+        return not is_whole(self.model)
 
-    def layers(self) -> list[nn.Module]:
-        """Return the layers of a list, built where they are given as callables."""
-        assert self.is_layers
-        return [layer if isinstance(layer, nn.Module) else layer() for layer in self.model]  # type: ignore[union-attr]
-
-    def pair(self, batch: Tree) -> tuple[Tree, Tree]:
-        """Return a batch as (inputs, targets).
+    def layers(self) -> list[LayerLike]:
+        """Return the layers of a list, as they are given.
 
         Raises:
-            ConfigError: it is no pair.
+            ConfigError: the model is a builder of stages, which has no list.
+        """
+        if not isinstance(self.model, (nn.Sequential, Sequence)):
+            raise ConfigError("model: a builder of stages has no layers to measure; return a list of them, or a module")
+        return list(self.model)
+
+    def pair(self, batch: Tree) -> tuple[Tree, Tree]:
+        """Return a batch for a list of layers as (inputs, targets).
+
+        Raises:
+            ConfigError: it is no pair, or there is no loss function.
         """
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ConfigError(f"batch: a list of layers needs (inputs, targets), not a {type(batch).__name__}")
+        if self.loss_fn is None:
+            raise ConfigError("loss_fn: layers compute no loss; let make() return model, batch, loss_fn")
         return batch[0], batch[1]
 
     def call(self, batch: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of the model's own forward."""
-        if self.loss_fn is not None and isinstance(batch, (tuple, list)) and len(batch) == 2:
-            batch = batch[0]
-        if isinstance(batch, Mapping):
-            return (), dict(batch)
-        return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+        args, kwargs = self._form.pair(batch)[0]
+        return args, kwargs
+
+    @cached_property
+    def _form(self) -> CallForm:
+        model = self.model
+        return CallForm(model if isinstance(model, nn.Module) else Deferred(model, 0).model, self.loss_fn)  # type: ignore[arg-type]
 
     def observe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observed:
         """Find the blocks of a model that is no list of layers."""
-        assert not isinstance(self.model, Sequence)
-        return observe(self.model, args, kwargs)
+        return observe(self.model, args, kwargs)  # type: ignore[arg-type]
 
     def loss(self, output: Any, batch: Tree) -> Tensor:
         """Return the loss that the model's output is, or that the loss function makes of it.
@@ -69,22 +79,11 @@ class Made:
         Raises:
             ConfigError: there is none.
         """
-        if self.loss_fn is not None:
-            paired = isinstance(batch, (tuple, list)) and len(batch) == 2
-            result = self.loss_fn(output, batch[1] if paired else batch)
-            summed: Tensor = result[0] if isinstance(result, tuple) else result
-            return summed
-        found = output[0] if isinstance(output, (tuple, list)) and output else output
-        if isinstance(output, Mapping):
-            found = output.get("loss")
-        elif not isinstance(output, (Tensor, tuple, list)):
-            found = getattr(output, "loss", None)
-        if isinstance(found, Tensor) and found.numel() == 1:
-            return found
-        raise ConfigError(
-            f"model: returned a {type(output).__name__} and no loss; let make() return model, batch, loss_fn, or a "
-            "batch from which the model computes its loss, such as one with labels"
-        )
+        if self.loss_fn is None:
+            return loss_of_output(output)
+        result = self.loss_fn(output, self._form.pair(batch)[1])
+        summed: Tensor = result[0] if isinstance(result, tuple) else result
+        return summed
 
 
 def load(said: str) -> Made:
@@ -117,7 +116,7 @@ def load(said: str) -> Made:
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError(f"{said}: returned a {type(made).__name__}; must be model, batch or model, batch, loss_fn")
     model, batch, loss_fn = made if len(made) == 3 else (*made, None)
-    if not isinstance(model, (nn.Module, Sequence)):
+    if not isinstance(model, (nn.Module, Sequence)) and not callable(model):
         raise ConfigError(f"{said}: the model is a {type(model).__name__}; must be a module or a list of layers")
     if not any(True for _ in tensors_of(batch)):
         raise ConfigError(f"{said}: the batch has no tensor")

@@ -58,8 +58,9 @@ def estimate_layers(made: Made, batch: Tree, speed: float, optimizer: OptimizerF
     """Estimate each layer of a list."""
     inputs, target = made.pair(_on_meta(batch))
     costs: list[LayerCost] = []
-    count = len(made.model)  # type: ignore[arg-type]
-    for i, made_layer in enumerate(made.model):  # type: ignore[arg-type]
+    layers = made.layers()
+    count = len(layers)
+    for i, made_layer in enumerate(layers):
         with torch.device("meta"):
             layer = made_layer if isinstance(made_layer, nn.Module) else made_layer()
         layer = copy.deepcopy(layer).to("meta")

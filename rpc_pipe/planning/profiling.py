@@ -46,13 +46,27 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 def signature(made: Made, *more: Any) -> str:
     """Return what changes with the model's form, that of its batch, and with `more`."""
-    parts = [type(made.model).__name__]
-    modules = [made.model] if isinstance(made.model, nn.Module) else [m for m in made.model if isinstance(m, nn.Module)]
-    for module in modules:
-        parts += [f"{name}{tuple(p.shape)}{p.dtype}" for name, p in module.named_parameters()]
-        parts += [type(part).__name__ for part in module.modules()]
+    parts = [_name(made)]
+    for layer in made.layers() if made.is_layers else [made.model]:
+        if isinstance(layer, nn.Module):
+            parts += [f"{name}{tuple(p.shape)}{p.dtype}" for name, p in layer.named_parameters()]
+            parts += [type(part).__name__ for part in layer.modules()]
+        else:
+            parts.append(_told(layer))
     parts += [f"{tuple(t.shape)}{t.dtype}" for t in tensors_of(made.batch)]
     return hashlib.sha256("|".join([*parts, *map(str, more)]).encode()).hexdigest()[:16]
+
+
+def _told(thing: Any) -> str:
+    """Return what a function that makes a model is, without addresses."""
+    if isinstance(thing, partial):
+        return f"{_told(thing.func)}{thing.args}{thing.keywords}"
+    return getattr(thing, "__qualname__", type(thing).__name__)
+
+
+def _name(made: Made) -> str:
+    model = made.model
+    return type(model).__name__ if isinstance(model, nn.Module) or made.is_layers else _told(model)
 
 
 def profile_model(
@@ -93,8 +107,7 @@ def profile_model(
             measured[count] = estimated(made, batch, operations_a_ms(device), factory)
     if made.is_layers:
         ties = _ties_of_layers(made)
-    name = type(made.model).__name__
-    return Profile(measured, around, ties, name, signature(made, device, optimizer), device, rows_of(made.batch))
+    return Profile(measured, around, ties, _name(made), signature(made, device, optimizer), device, rows_of(made.batch))
 
 
 def _advance(tell: Tell, number: int, of: int, done: int, total: int) -> None:
@@ -108,7 +121,7 @@ def _finish(device: str) -> Finish:
 
 def _measure_layers(made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int) -> list[LayerCost]:
     inputs, target = made.pair(batch)
-    layers = [layer.to(device) for layer in made.layers()]
+    layers = [(layer if isinstance(layer, nn.Module) else layer()).to(device) for layer in made.layers()]
     costs = measure(
         layers, _to(inputs, device), target=_to(target, device), loss_fn=made.loss_fn, optimizer=optimizer,
         repeats=repeats, finish=_finish(device),
@@ -125,8 +138,7 @@ def _ties_of_layers(made: Made) -> tuple[Tie, ...]:
     """Return which layers share parameters: they are one module each, so they cannot be cut apart."""
     seen: dict[nn.Parameter, int] = {}
     ties: dict[tuple[int, int], float] = {}
-    layers = made.model if isinstance(made.model, Sequence) else list(made.model.children())
-    for i, layer in enumerate(layers):
+    for i, layer in enumerate(made.layers()):
         for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
             first = seen.setdefault(parameter, i)
             if first != i:
