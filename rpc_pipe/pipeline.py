@@ -51,14 +51,12 @@ class Pipeline(Kept):
         model: any module as it is, or a function without arguments that makes it, cut where its forward calls its
             blocks (docs/models.md). Or an `nn.Sequential`, a list of modules or of callables that build them, or a
             picklable builder (see `partition.Builder`). Callables make weights independent of workers and cut.
-        loss_fn: (output, target) -> mean over the microbatch, or (sum, weight): the step's loss is the sum
-            over all microbatches divided by the sum of weights. A mean counts by its rows. None: the model returns
-            its loss (alone, first, or as `loss`).
+        loss_fn: (output, target) -> mean over the microbatch, counted by its rows, or (sum, weight): the step's loss is
+            the sum of sums divided by that of weights. None: the model returns its loss (alone, first, or as `loss`).
         optimizer: called with (name, parameter) pairs of a stage, by the unsplit model's names; such as
             `partial(torch.optim.AdamW, lr=3e-4)`, or a function that makes groups by name.
         lr_scheduler: optimizer -> learning-rate scheduler; stepped after every update.
-        schedule: a name (`rpc-pipe schedules` lists them), `path/to/file.py:ClassName` or a Spec class.
-        schedule_options: the schedule's parameters.
+        schedule, schedule_options: a name (`rpc-pipe schedules`), `file.py:Class` or a Spec class; its parameters.
         num_microbatches: into how many microbatches a batch is split; fewer if it has fewer rows.
         plan: what `rpc-pipe plan` wrote (a file, its contents or a `Plan`), instead of schedule, microbatches and cut.
         num_workers: how many workers; inside a job the job decides, and else it is one. More are threads.
@@ -83,7 +81,7 @@ class Pipeline(Kept):
         model: Model,
         loss_fn: LossFn | None = None,
         *,
-        num_microbatches: int | None = None,
+        num_microbatches: int = 0,
         plan: PlanLike | None = None,
         optimizer: OptimizerFactory | None = None,
         lr_scheduler: SchedulerFactory | None = None,
@@ -100,12 +98,9 @@ class Pipeline(Kept):
         transport: str | None = None,
         stall_s: float = 300.0,
     ) -> None:
-        schedule, schedule_options, num_microbatches, split, num_workers = followed(
-            plan, schedule, schedule_options, num_microbatches, split, num_workers
-        )
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = (
-            overrides.settle(overrides.Settings(*said))
+            overrides.settle(followed(plan, overrides.Settings(*said)))
         )
         job, self.num_workers = own_part(transport, num_workers)
         refuse_options(order, max_grad_norm, num_workers=self.num_workers, num_microbatches=num_microbatches, seed=seed)
