@@ -189,7 +189,7 @@ class _Search:
                 answer.front.append(_plan(candidate, search, found))
 
     def _say_nearest(self, answer: Answer) -> None:
-        until = time.monotonic() + min(5.0, self._question.seconds)
+        until = time.monotonic() + min(3.0, self._question.seconds / 4)
         nearest: tuple[Candidate, CutSearch, CutFound] | None = None
         for candidate, search in self._searches:
             if nearest is None or time.monotonic() < until:

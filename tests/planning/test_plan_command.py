@@ -139,16 +139,14 @@ def test_nothing_fits_and_what_would(model, capsys):
     arguments = [
         "plan",
         f"{model}:make",
-        "--workers",
-        "2",
         "--batch",
         "8",
-        "--seconds",
-        "2",
-        "--memory",
-        "2kB",
         "--microbatches",
         "8",
+        "--memory",
+        "2kB",
+        "--schedule",
+        "1f1b",
     ]
     code, found = told(capsys, *arguments, "--json")
     assert code == 1 and found["plans"] == [] and found["excess_mb"] > 0
