@@ -80,9 +80,12 @@ def seeded(said: str, seed: int) -> Made:
 def _alone(made: Made, seed: int) -> nn.Module:
     """Return a copy of the model that one process can run."""
     if made.is_layers:
-        layers = Partition(copy.deepcopy(made.model), 1).build(0, Randomness(seed))
+        layers = Partition(copy.deepcopy(made.layers()), 1).build(0, Randomness(seed))
         return nn.Sequential(*(module for _, module in layers))
-    return copy.deepcopy(made.model) if isinstance(made.model, nn.Module) else made.model()  # type: ignore[operator]
+    if isinstance(made.model, nn.Module):
+        return copy.deepcopy(made.model)
+    model: nn.Module = made.model()  # type: ignore[operator, assignment, call-arg]
+    return model
 
 
 def _momenta(actor: WorkerActor) -> dict[str, Tensor]:
