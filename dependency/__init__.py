@@ -4,7 +4,17 @@ from .action import RESOURCES, Action, Kind, Resource
 from .answers import blaming
 from .check import check, check_all
 from .ending import NOTHING, Asked, end_tree
-from .errors import ConfigError, DataError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled, WorkerFailure
+from .errors import (
+    ConfigError,
+    DataError,
+    Disagreement,
+    NotFinite,
+    PeerLost,
+    PipeError,
+    ScheduleError,
+    Stalled,
+    WorkerFailure,
+)
 from .kinds import B, C, D, F, G, I, N, R, T, U, W
 from .order import local_order
 from .part import Part
@@ -46,6 +56,7 @@ __all__ = [
     "Kind",
     "Order",
     "Part",
+    "NotFinite",
     "PeerLost",
     "PipeError",
     "Pulled",

@@ -7,6 +7,7 @@
     ├── Disagreement       the script: workers were not asked for the same; who was asked for what
     ├── WorkerFailure      a worker raised: who, where (`2B3`, step), traceback as text
     ├── PeerLost           a peer stopped answering: a consequence, the cause is at the peer
+    ├── NotFinite          the loss is nan or infinite, and the weights soon are
     └── Stalled            nothing finished before the deadline: who waits for what
 
 Every error pickles, because it may be raised in one process and reported by another.
@@ -61,16 +62,17 @@ class WorkerFailure(PipeError, RuntimeError):
         step: the step it was in, counted from 0.
         summary: type and message of the exception in one line.
         remote_traceback: the formatted traceback; text, because exceptions may not unpickle elsewhere.
+        place: the stage, the microbatch, and what it was given, in one line.
     """
 
-    def __init__(self, worker: int, action: str, step: int, summary: str, remote_traceback: str) -> None:
-        self.worker, self.action, self.step = worker, action, step
+    def __init__(
+        self, worker: int, action: str, step: int, summary: str, remote_traceback: str, place: str = ""
+    ) -> None:
+        self.worker, self.action, self.step, self.place = worker, action, step, place
         self.summary, self.remote_traceback = summary, remote_traceback
         where = f"running {action}, " if action else ""
-        super().__init__(
-            f"worker {worker} failed ({where}step {step}): {summary}\n"
-            f"traceback of where it failed:\n{remote_traceback.rstrip()}"
-        )
+        lines = [f"worker {worker} failed ({where}step {step}): {summary}", place, "traceback of where it failed:"]
+        super().__init__("\n".join([*filter(None, lines), remote_traceback.rstrip()]))
 
 
 class PeerLost(PipeError, ConnectionError):
@@ -83,6 +85,10 @@ class PeerLost(PipeError, ConnectionError):
     def __init__(self, worker: int, peer: int, detail: str, cause: WorkerFailure | None = None) -> None:
         self.worker, self.peer, self.cause = worker, peer, cause
         super().__init__(f"worker {worker} lost worker {peer}: {detail}")
+
+
+class NotFinite(PipeError, ArithmeticError):
+    """A step's loss is no number that can be trained on."""
 
 
 class Stalled(PipeError, TimeoutError):

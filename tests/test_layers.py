@@ -34,8 +34,8 @@ MAY_IMPORT = {
     "commands": "demo data pipeline checkpoints launching dispatch tracing drawing planning schedules dependency",
     "rpc_pipe": "commands pipeline schedules dependency",
 }
-#: of `launching`, the launcher alone may import `dispatch`
-LAUNCHER = "rpc_pipe.launching.launcher"
+#: of `launching`, the launcher's attempts alone may import `dispatch`
+LAUNCHER = "rpc_pipe.launching.attempt"
 #: circles that are still to be cut
 KNOWN_CIRCLES = ({"rpc_pipe.dependency.memory", "rpc_pipe.dependency.program"},)
 #: what measures on this machine needs what it measures

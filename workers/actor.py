@@ -10,13 +10,14 @@ the carrier's threads alone.
 
 from __future__ import annotations
 
+import signal
 import traceback
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
-from ..dependency import Action, Disagreement, Part, PeerLost, Stalled, WorkerFailure
+from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, Stalled, WorkerFailure
 from .compute.device import Courier
 from .compute.result import Result
 from .compute.shard import Shard
@@ -52,7 +53,7 @@ class WorkerActor(Context):
     ) -> None:
         super().__init__(carrier.worker, courier, Mailbox(carrier, courier, stall_s), shards, max_grad_norm)
         self.carrier = carrier
-        self._stall_s = stall_s
+        self.stall_s = stall_s
         self._tasks: dict[Part, dict[Action, Task]] = {}
         #: those that have not ended
         self._streams: list[Stream] = []
@@ -79,7 +80,7 @@ class WorkerActor(Context):
         try:
             while True:
                 with self._telling_failures():
-                    result = next(stream, None)
+                    result = stream.next()
                 if result is None:
                     return
                 yield result
@@ -95,7 +96,7 @@ class WorkerActor(Context):
 
     def resume(self, carrier: Carrier, step: int) -> None:
         """Forget what was under way and go on, over another carrier, after `step` complete steps."""
-        self.carrier, self.mailbox = carrier, Mailbox(carrier, self.courier, self._stall_s)
+        self.carrier, self.mailbox = carrier, Mailbox(carrier, self.courier, self.stall_s)
         self.running, self.step, self.next_step = "", step, step
         for shard in self.shards.values():
             shard.abandon()
@@ -152,11 +153,20 @@ class WorkerActor(Context):
             yield
         except BaseException as error:
             known = error.cause if isinstance(error, PeerLost) else error
-            failure = known if isinstance(known, (Disagreement, WorkerFailure)) else self._describe(error)
+            failure = known if isinstance(known, (Disagreement, NotFinite, WorkerFailure)) else self._describe(error)
             self.carrier.fail(failure)
-            if isinstance(error, Exception) and not isinstance(error, (Disagreement, PeerLost, Stalled, WorkerFailure)):
-                raise failure from error
+            if self._is_own(error):
+                # contextlib takes a RuntimeError whose cause is a StopIteration for one that the interpreter has made.
+                raise failure from None if isinstance(error, StopIteration) else error
             raise
+
+    def _is_own(self, error: BaseException) -> bool:
+        """Tell whether this worker's own work raised; a model may call `sys.exit` too."""
+        if isinstance(error, (Disagreement, NotFinite, PeerLost, Stalled, WorkerFailure)):
+            return False
+        if isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            return False  # the user's, perhaps
+        return isinstance(error, Exception) or bool(self.running)
 
     def _describe(self, error: BaseException) -> WorkerFailure:
         summary = ", ".join(line.strip() for line in traceback.format_exception_only(type(error), error))
@@ -164,9 +174,17 @@ class WorkerActor(Context):
         while frames and frames.tb_next and Path(frames.tb_frame.f_code.co_filename).parent == _HERE:
             frames = frames.tb_next  # the user's code is of interest, not how we came there
         trace = "".join(traceback.format_exception(type(error), error, frames))
-        return WorkerFailure(
-            self.worker, self.running, self.running_step if self.running else self.step, summary, trace
-        )
+        step = self.running_step if self.running else self.step
+        return WorkerFailure(self.worker, self.running, step, summary, trace, self._place())
+
+    def _place(self) -> str:
+        """Say in a line what runs: stage, microbatch, types and shapes of what it was given."""
+        if not self.running:
+            return ""
+        action = Action.parse(self.running)
+        index = f", microbatch {action.index}" if action.kind.per_microbatch else ""
+        given = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in self.given)
+        return f"stage {action.stage}{index}" + (f", given {given}" if given else "")
 
 
 def chained(actor: WorkerActor) -> set[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
+
 from .compute.device import Courier
 from .compute.shard import Shard
 from .hooks import Listeners
@@ -21,6 +23,8 @@ class Context:
     shards: dict[tuple[int, int], Shard]
     #: norm to which the gradients of the whole model are clipped; None: they are not
     max_grad_norm: float | None = None
+    #: what is done about a loss that is not finite: stop, warn or ignore
+    nan: str = "stop"
     listeners: Listeners = field(default_factory=Listeners)
     #: training steps done, and begun
     step: int = 0
@@ -28,5 +32,7 @@ class Context:
     #: what runs now, such as `2B3`, and in which step, for reports
     running: str = ""
     running_step: int = 0
+    #: of what it computes from: types and shapes
+    given: list[tuple[torch.dtype, torch.Size]] = field(default_factory=list)
     #: set from anywhere; all workers then stop after the same step (see Result.stop)
     stop_requested: bool = False

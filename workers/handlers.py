@@ -129,7 +129,15 @@ class Doing(NamedTuple):
     def source(self) -> Payload | None:
         """Take the payload that the action computes from; None: there is none, as for the loss's gradient."""
         sources = self.task.entry.sources
-        return self.worker.courier.ready(self.step.payloads.pop(sources[0])) if sources else None
+        if not sources:
+            return None
+        payload = self.worker.courier.ready(self.step.payloads.pop(sources[0]))
+        self.note(payload)
+        return payload
+
+    def note(self, payload: Payload) -> None:
+        """Remember what the action computes from, in case that it fails."""
+        self.worker.given = [(tensor.dtype, tensor.shape) for tensor in payload.tensors]
 
     @property
     def microbatch(self) -> int:
@@ -178,6 +186,7 @@ def _forward(doing: Doing) -> Payload | None:
         payload = _NO_PAYLOAD if payload is None else payload
     elif payload is None:
         payload = pack(worker.courier.load(batch.inputs[at]))
+        doing.note(payload)
     run = partial(shard.forward, step.number, m, payload, fields=fields)
     if shard.stage < batch.spec.last_stage:
         return run(split=task.saves, recompute=task.recomputes)

@@ -5,6 +5,7 @@ Everything is named by the run it belongs to, so that what two runs exchange is 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
 from functools import lru_cache
@@ -16,6 +17,8 @@ from .transport.call import Call
 from .transport.carrier import LEFT, Arrived, Carrier
 from .transport.outbox import Key, Outbox
 from .transport.payload import Payload
+
+logger = logging.getLogger(__name__)
 
 #: added to the name of an action of which only that it is finished is wanted
 _DONE = " done"
@@ -129,11 +132,18 @@ class Mailbox:
             Disagreement: a peer was asked for something else, or for nothing more.
             Stalled: nothing came in time; `describe` says what was waited for.
         """
-        deadline = time.monotonic() + self._stall_s
+        me, begin, told = self._carrier.worker, time.monotonic(), False
         while not (found := self.arrivals(runs)):
-            if not self._carrier.wait(max(deadline - time.monotonic(), 0)):
-                me = self._carrier.worker
+            left = begin + (self._stall_s if told else self._stall_s / 2) - time.monotonic()
+            if self._carrier.wait(max(left, 0)):
+                continue
+            if told:
                 raise Stalled(f"worker {me}: nothing arrived for {self._stall_s:g} s, waiting for {describe()}")
+            told = True
+            logger.warning(
+                "worker %d: nothing has arrived for %g s, waiting for %s; that fails after %g s",
+                me, self._stall_s / 2, describe(), self._stall_s,
+            )  # fmt: skip
         return found
 
     def collect(self, run: int, what: str, peers: Iterable[int]) -> dict[int, Payload]:

@@ -47,11 +47,11 @@ class OverlappingStream(Stream):
         #: buffers as the forwards of steps under way have left them, while the caller sees those of a complete step
         self._set_aside: _Buffers = []
 
-    def __next__(self) -> Result:
+    def next(self) -> Result | None:
         if self._flushed:
             return self._flushed.popleft()
         self._put_back()
-        return super().__next__()
+        return super().next()
 
     def flush(self) -> None:
         """Complete the steps that are open; their results are given next."""
@@ -59,7 +59,9 @@ class OverlappingStream(Stream):
         try:
             while self._steps:
                 self._put_back()
-                self._flushed.append(super().__next__())
+                result = super().next()
+                assert result is not None, "there are steps"
+                self._flushed.append(result)
         finally:
             self._holds = False
 

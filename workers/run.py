@@ -6,6 +6,8 @@ forwards wait for nothing but their own stage's update, so the pipeline stays fu
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +16,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from ..dependency import Action, Entry, Part
+from ..dependency import Action, Entry, NotFinite, Part
 from .compute.result import Result
 from .context import Context
 from .handlers import Batch, Doing, Step, Task
@@ -22,6 +24,8 @@ from .hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 from .mailbox import Arrival
 from .state import WorkerState
 from .transport.payload import Payload
+
+logger = logging.getLogger(__name__)
 
 _MOST_OPEN = 2
 
@@ -46,14 +50,14 @@ class Stream:
         #: buffers as they were after the last complete step
         self._last_buffers: list[tuple[Tensor, Tensor]] = []
 
-    def __iter__(self) -> Iterator[Result]:
-        return self
+    def next(self) -> Result | None:
+        """Run until the oldest step is complete on this worker; None: there are no more.
 
-    def __next__(self) -> Result:
-        """Run until the oldest step is complete on this worker."""
+        No iterator: a StopIteration that a model raises would end it.
+        """
         self._open_next()
         if not self._steps:
-            raise StopIteration
+            return None
         oldest = next(iter(self._steps.values()))
         for shard in self._worker.shards.values():
             shard.train(oldest.batch.train)
@@ -179,7 +183,7 @@ class Stream:
     def _execute(self, step: Step, entry: Entry) -> None:
         worker, action = self._worker, entry.action
         task = step.tasks[action]
-        worker.running, worker.running_step = task.name, step.number
+        worker.running, worker.running_step, worker.given = task.name, step.number, []
         worker.listeners.action_started(step.number, action)
         begin = worker.courier.mark()
         payload = task.does(Doing(worker, step, task))
@@ -232,7 +236,24 @@ class Stream:
         assert step.result is not None
         self._last_buffers = step.buffers
         self._ended |= step.result.stop
+        if step.batch.train and step.result.loss is not None and not math.isfinite(step.result.loss):
+            self._not_finite(step.number, step.result.loss)
         return step.result
+
+    def _not_finite(self, number: int, loss: float) -> None:
+        """Stop, or warn: every worker finds the same, so one tells.
+
+        Raises:
+            NotFinite: all stop here.
+        """
+        worker = self._worker
+        if worker.nan == "stop":
+            raise NotFinite(
+                f"step {number}: the loss is {loss}, and the weights are spoilt by it: go on from a checkpoint of "
+                "before; torch.autograd.set_detect_anomaly(True) shows where it comes from; --nan warn goes on"
+            )
+        if worker.nan == "warn" and worker.worker == 0:
+            logger.warning("step %d: the loss is %s", number, loss)
 
     def _report(self, step: Step) -> None:
         worker = self._worker

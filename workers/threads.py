@@ -4,19 +4,31 @@ the user's they go on from the last complete step."""
 from __future__ import annotations
 
 import logging
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
-from typing import TypeVar
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 
-from ..dependency import PeerLost, PipeError
+from ..dependency import PeerLost, PipeError, Stalled
 from .actor import WorkerActor
 from .transport.local import local_carriers
 
 T = TypeVar("T")
+#: how long a worker may go on with an action when another has waited for too long
+_PATIENCE_S = 2.0
+#: how often it is looked whether they come forward
+_LOOK_S = 0.5
+_HERE = Path(__file__).parent
 logger = logging.getLogger(__name__)
 
 
@@ -25,26 +37,35 @@ class WorkerThreads:
 
     def __init__(self, actors: Sequence[WorkerActor]) -> None:
         self._actors = actors
-        self._pool = ThreadPoolExecutor(len(actors), "worker") if len(actors) > 1 else None
+        self._pool = [_Thread(actor.worker) for actor in actors] if len(actors) > 1 else None
+        self._stuck = False
 
     def each(self, call: Callable[[WorkerActor], T]) -> list[T]:
         """Return `call(worker)` for every worker. If one fails, raise the first cause and undo what was under way."""
+        if self._stuck:
+            raise PipeError("a worker of this pipeline has hung, as an error said: make another pipeline")
         try:
             return [call(self._actors[0])] if self._pool is None else self._together(self._pool, call)
         except BaseException:
-            self._undo()
+            if not self._stuck:
+                self._undo()
             raise
 
-    def _together(self, pool: ThreadPoolExecutor, call: Callable[[WorkerActor], T]) -> list[T]:
+    def _together(self, pool: Sequence[_Thread], call: Callable[[WorkerActor], T]) -> list[T]:
         settings = callers_settings()
 
         def run(actor: WorkerActor) -> T:
             with settings():
                 return call(actor)
 
-        futures = [pool.submit(copy_context().run, run, actor) for actor in self._actors]
+        futures = [
+            thread.submit(partial(copy_context().run, run, actor))
+            for thread, actor in zip(pool, self._actors, strict=True)
+        ]
         try:
-            wait(futures)
+            self._await(pool, futures)
+        except Stalled:
+            raise
         except BaseException:  # Ctrl-C: let nobody wait for the others any more
             for actor in self._actors:
                 actor.carrier.fault(PipeError("interrupted"))
@@ -54,6 +75,30 @@ class WorkerThreads:
         for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
             raise error
         return [future.result() for future in futures]
+
+    def _await(self, pool: Sequence[_Thread], futures: Sequence[Future[T]]) -> None:
+        """Wait until all have ended, as they do soon after the first error, or until one hangs.
+
+        Raises:
+            Stalled: naming who hangs; the others may wait for what threads of a process share, not for its payloads.
+        """
+        seen, since = self._progress(), time.monotonic()
+        patience_s = self._actors[0].stall_s
+        while waiting := wait(futures, timeout=_LOOK_S).not_done:
+            stalled = [f.exception() for f in futures if f.done() and isinstance(f.exception(), Stalled)]
+            if seen != (seen := self._progress()):
+                since = time.monotonic()
+            elif time.monotonic() > since + (min(_PATIENCE_S, patience_s) if stalled else patience_s):
+                self._stuck = True
+                hanging = [
+                    pair
+                    for pair, future in zip(zip(pool, self._actors, strict=True), futures, strict=True)
+                    if future in waiting and pair[1].running
+                ]
+                raise Stalled(_who_hangs(hanging, patience_s))
+
+    def _progress(self) -> list[tuple[str, int, int]]:
+        return [(actor.running, actor.running_step, actor.step) for actor in self._actors]
 
     def _undo(self) -> None:
         """Let all workers go on from the last step that every stage has completed."""
@@ -69,8 +114,53 @@ class WorkerThreads:
 
     def close(self) -> None:
         """End the threads."""
-        if self._pool is not None:
-            self._pool.shutdown()
+        for thread in self._pool or ():
+            thread.end()
+
+
+class _Thread:
+    """Does one thing after the other. The process may end while it is at something, as it may hang."""
+
+    def __init__(self, worker: int) -> None:
+        self._calls: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"worker_{worker}", daemon=True)
+        self._thread.start()
+
+    def submit(self, call: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, call))
+        return future
+
+    def stack(self) -> traceback.StackSummary:
+        """Return where the thread is."""
+        frame = sys._current_frames().get(self._thread.ident or 0)
+        return traceback.extract_stack(frame)
+
+    def end(self) -> None:
+        """End when what has been submitted is done."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (submitted := self._calls.get()) is not None:
+            future, call = submitted
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
+            del future, call, submitted  # they may keep a model alive
+
+
+def _who_hangs(working: Sequence[tuple[_Thread, WorkerActor]], patience_s: float) -> str:
+    """Say which of those that work does not come to an end: not one that waits in our own code for another."""
+    if not working:
+        return f"nothing has happened for {patience_s:g} s, and no worker runs anything"
+    stacks = [(thread.stack(), actor) for thread, actor in working]
+    elsewhere = [found for found in stacks if not Path(found[0][-1].filename).is_relative_to(_HERE)]
+    stack, actor = (elsewhere or stacks)[0]
+    return (
+        f"worker {actor.worker} hangs: running {actor.running}, step {actor.running_step}, for {patience_s:g} s; it is "
+        f"in\n{''.join(stack.format()).rstrip()}"
+    )
 
 
 def callers_settings() -> Callable[[], AbstractContextManager[None]]:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..dependency import B, ConfigError, F, I, Kind, Spec, W
 from ..launching.job import TRANSPORT, TRANSPORTS, TRUST
+from ..launching.launcher_link import NAN
 from ..planning.compare import complete
 from ..planning.simulator import Link
 from ..planning.specs import PipeOptions, make_spec
@@ -80,13 +81,18 @@ def add_pipeline(parser: Parser) -> None:
         help="between workers: torch RPC, ZeroMQ, or one process with all of them (rpc)",
     )  # fmt: skip
     parser.add_argument(
+        "--nan", choices=("stop", "warn", "ignore"), help="what is done if the loss is not finite (stop)"
+    )
+    parser.add_argument(
         "--trust-network", action="store_true", help="let workers listen where whoever reaches them may run code"
     )
     parser.add_argument("--port", type=whole(1, 65535), help="meet at this TCP port instead of at a file")
 
 
 def set_transport(typed: Mapping[str, Any]) -> None:
-    """Let the processes of the job know by what they talk."""
+    """Let the processes of the job know by what they talk, and what they do about losses that are not finite."""
+    if "nan" in typed:
+        os.environ[NAN] = typed["nan"]
     if "transport" in typed:
         os.environ[TRANSPORT] = typed["transport"]
     if "trust_network" in typed:

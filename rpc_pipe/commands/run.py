@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..checkpoints.folder import complete
 from ..checkpoints.options import try_checkpoints
 from ..demo.settings import TrainOptions
 from ..demo.text import find_text
@@ -65,6 +66,10 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--html", metavar="FILE", help="write the last step, planned and actual, as a page to zoom and hover in"
     )
+    parser.add_argument(
+        "--max-restarts", type=whole(0), metavar="N",
+        help="after a failure start again so often, from the newest checkpoint that this run has written (0)",
+    )  # fmt: skip
     kept = parser.add_argument_group("checkpoints")
     kept.add_argument(
         "--checkpoint-every", type=whole(1), metavar="STEPS", help="write one after so many steps, and when stopped"
@@ -101,6 +106,8 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     set_transport(typed)
     job = current_job()
     typed = follow_plan(typed)
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and "checkpoint_every" in typed:
+        typed["resume"] = "auto"  # torchrun has started this job before, with the same arguments
     refuse_idle(typed, job)
     if job is None or job.worker == 0:
         try_files(typed, FILES)
@@ -110,7 +117,24 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
 
 def how(typed: Mapping[str, Any]) -> How:
     """Return how the processes of a job are to be started."""
-    return How(typed.get("threads"), typed.get("port"), os.environ.get(TRANSPORT, TRANSPORTS[0]))
+    transport = os.environ.get(TRANSPORT, TRANSPORTS[0])
+    return How(typed.get("threads"), typed.get("port"), transport, typed.get("max_restarts", 0))
+
+
+def again(typed: Mapping[str, Any], argv: list[str]) -> Callable[[], list[str]]:
+    """Return what returns the arguments of another attempt: as typed, but from the newest checkpoint of this run."""
+    folder = Path(typed.get("checkpoint_folder", "checkpoints"))
+    before = set(complete(folder)) if "checkpoint_every" in typed else set()
+
+    def arguments() -> list[str]:
+        new = [path for path in complete(folder) if path not in before] if "checkpoint_every" in typed else []
+        if not new:
+            return argv
+        # What is typed last counts; what stands behind -- is the script's.
+        at = argv.index("--") if "--" in argv else len(argv)
+        return [*argv[:at], "--resume", str(new[-1]), *argv[at:]]
+
+    return arguments
 
 
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
@@ -147,6 +171,8 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
         return
     if "port" in typed:
         raise ConfigError(f"--port {typed['port']}: this job meets where torchrun says; leave it out")
+    if "max_restarts" in typed:
+        raise ConfigError(f"--max-restarts {typed['max_restarts']}: type it before the script, as torchrun's own")
     if typed.get("workers", job.num_workers) != job.num_workers:
         raise ConfigError(f"--workers {typed['workers']}: this job has {job.num_workers} workers; leave it out")
 
@@ -157,7 +183,7 @@ def _train(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     if job is None:
         options.spec(options.gpt.num_layers)
         find_text(options.data, options.context)
-        return launch(argv, options.workers, reporter, how(typed))
+        return launch(argv, options.workers, reporter, how(typed)._replace(again=again(typed, argv)))
 
     def work() -> None:
         from ..demo.train import train
@@ -183,7 +209,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         workers = typed.get("workers", TrainOptions.workers)
         if "schedule" in typed:
             make_spec(typed["schedule"], workers, typed.get("microbatches", 1), options)
-        return launch(argv, workers, reporter, how(typed))
+        return launch(argv, workers, reporter, how(typed)._replace(again=again(typed, argv)))
 
     def work() -> None:
         from .script import run_script

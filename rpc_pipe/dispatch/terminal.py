@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..drawing.timeline import draw
-from .rollcall import duration
+from ..tracing.rollcall import duration
 from .view import View, WorkerRow
 
 #: a worker that has waited for so long is worth a colour

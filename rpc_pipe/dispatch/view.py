@@ -11,8 +11,8 @@ from statistics import median
 from ..tracing.board import Live, State
 from ..tracing.boards import News
 from ..tracing.history import KEPT_STEPS, RECENT, History
+from ..tracing.rollcall import blame, duration, roll_call
 from ..tracing.trace import spans_of, ways
-from .rollcall import blame, duration, roll_call
 
 #: nothing has finished for so long, and for so many times a usual step: a stall
 _STALL_S, _STALL_STEPS = 10.0, 10

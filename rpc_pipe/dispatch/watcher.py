@@ -16,9 +16,9 @@ from rich.text import Text
 from ..dependency import ConfigError
 from ..tracing.board import MOST_SLOTS
 from ..tracing.boards import Boards, Source
+from ..tracing.rollcall import newest_frames
 from ..tracing.trace import Trace
 from .recording import Recording, Replay
-from .rollcall import newest_frames
 from .terminal import Screen
 from .view import View
 

@@ -1,10 +1,6 @@
-"""Start workers as local processes, show what they tell, and leave no process behind. Loads without torch.
+"""Start workers as local processes, show what they tell, start them again, and leave none behind. Loads without torch.
 
-    launcher ──leash──> worker     its end, however it comes, ends the worker; a byte means "finish and stop"
-    launcher <──tell─── worker     progress, summary, failure: one JSON object a line
-    launcher <──board── worker     what each worker does and did; readable after its death, also by `rpc-pipe watch`
-
-The first cause of a failure wins; what other workers report after it are consequences.
+What happens between a start and its end is an attempt's; see `attempt.py`.
 """
 
 from __future__ import annotations
@@ -19,25 +15,26 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..dependency import ConfigError, PeerLost, PipeError, ScheduleError
-from ..dispatch.view import View
+from ..dependency import ConfigError, PeerLost, PipeError, ScheduleError, Stalled
 from ..tracing import run_folders
-from ..tracing.board import Live
 from ..tracing.boards import Boards
 from . import launcher_link as link
+from .attempt import Attempt
+from .cause import FAILED, INTERRUPTED, WRONG_INPUT, Cause
 from .job import INIT, KEY, PORT, TRANSPORT, TRANSPORTS
 from .key_file import make_key
+from .logs import Logs
 from .report import Reporter
-from .worker_process import Event, Events, WorkerProcess
+from .worker_process import WorkerProcess
 
-#: how long consequences wait for their cause
-_GRACE_S = 3.0
-#: how often the boards are looked at
-_LOOK_EVERY_S = 1.0
-
-_FAILED, _WRONG_INPUT, _INTERRUPTED = 1, 2, 130
+#: signals that ask a run to end in good order: Ctrl-C, a cluster that wants its machine back, a closed terminal
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: how long a run may take to do so, in seconds, if nobody sits there who could ask again
+STOP_TIMEOUT, _STOP_S = "RPC_PIPE_STOP_TIMEOUT", 30.0
+#: environment variable of workers: how many attempts there have been before
+RESTARTS = "RPC_PIPE_RESTARTS"
 
 
 class _Killed(BaseException):
@@ -53,85 +50,107 @@ class How(NamedTuple):
     port: int | None = None
     #: what carries messages between workers; `local`: one process has all of them
     transport: str = TRANSPORTS[0]
+    #: how often they are started again after a failure
+    max_restarts: int = 0
+    #: returns the arguments for another attempt
+    again: Callable[[], list[str]] | None = None
 
 
 _USUAL = How()
 
 
 class Launcher:
-    """Runs `command` in several local worker processes until all have ended."""
+    """Runs `rpc-pipe` with `arguments` in several local worker processes until all have ended."""
 
-    def __init__(
-        self,
-        command: list[str],
-        num_workers: int,
-        reporter: Reporter,
-        how: How = _USUAL,
-    ) -> None:
-        self._command = command
+    def __init__(self, arguments: list[str], num_workers: int, reporter: Reporter, how: How = _USUAL) -> None:
+        self._arguments = arguments
         self._num_workers = num_workers
-        self._num_processes = 1 if how.transport == "local" else num_workers
         self._reporter = reporter
         self._how = how
         if how.port:
             _check_port(how.port)
-        self._events = Events()
+        self._stop_s = _stop_timeout()
         self._workers: list[WorkerProcess] = []
-        self._interrupts = 0
-        self._ending = False
-        #: those that have begun to meet the others, and those that have met them
-        self._joining: set[int] = set()
-        self._joined: set[int] = set()
-        self._ended: dict[int, int] = {}
-        self._cause: tuple[str, str, int] | None = None
-        self._consequences: dict[int, str] = {}
-        #: what is said if no cause turns up
-        self._vague = ""
-        self._failed_at = 0.0
-        self._view = View()
-        self._looked_at = 0.0
-        self._told_stall = False
+        #: signals that ask for an end, in order, and when the first one came
+        self._signals: list[int] = []
+        self._asked_at = 0.0
+        self._told_stop = self._ending = False
 
     def run(self) -> int:
-        """Return the exit code: 0 all done, 1 failed, 2 wrong input, 130 stopped by the user."""
-        folder = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
-        self._boards = self._make_boards()
-        handlers = {name: signal.signal(name, self._on_signal) for name in (signal.SIGINT, signal.SIGTERM)}
+        """Return the exit code: 0 all done, 1 failed, 2 wrong input, 128 + n stopped by signal n."""
+        logs = Logs(1 if self._how.transport == "local" else self._num_workers)
+        handlers = {name: signal.signal(name, self._on_signal) for name in _STOPS}
+        code = FAILED
         try:
-            self._start(folder)
-            return self._watch()
+            code = self._attempts(logs)
         except _Killed as signalled:
-            return 128 + int(signalled.args[0])
+            code = 128 + int(signalled.args[0])
         finally:
             self._ending = True
-            for worker in self._workers:
-                worker.kill()
-            for worker in self._workers:
-                worker.process.wait()
+            self._reporter.close()
+            logs.close(keep=code == FAILED)
             for name, handler in handlers.items():
                 signal.signal(name, handler)
-            self._reporter.close()
+        return code
+
+    def _attempts(self, logs: Logs) -> int:
+        arguments = self._arguments
+        for restarts in range(self._how.max_restarts + 1):
+            cause, code = self._attempt(arguments, restarts, logs)
+            if cause is None:
+                return code
+            if self._signals or cause.code != FAILED or restarts == self._how.max_restarts:
+                break
+            arguments = self._how.again() if self._how.again is not None else arguments
+            self._reporter.text(f"starting again ({restarts + 1} of {self._how.max_restarts})")
+        if logs.folder is not None and code == FAILED:
+            self._reporter.text(f"what each worker printed is in {logs.folder}")
+        return code
+
+    def _attempt(self, arguments: list[str], restarts: int, logs: Logs) -> tuple[Cause | None, int]:
+        """Run all workers once; tell why they failed, if they did."""
+        folder = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
+        boards, attempt = None, None
+        try:
+            boards = self._make_boards()
+            environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
+            command = [sys.executable, "-m", "rpc_pipe", *arguments]
+            number = 1 if self._how.transport == "local" else self._num_workers
+            rpc = self._how.transport == "rpc"
+            attempt = Attempt(command, number, environment, self._reporter, boards, logs, rpc=rpc)
+            self._workers = attempt.workers
+            if self._signals:  # it came while they were started
+                self._order_stop()
+            cause = attempt.watch(self._tick)
+            if cause is not None:
+                self._tell(cause, attempt)
+                return cause, cause.code
+            if self._signals:
+                return None, 128 + self._signals[0]
+            return None, INTERRUPTED if attempt.interrupted else self._reporter.exit_code
+        finally:
+            if attempt is not None:
+                attempt.end()
             shutil.rmtree(folder, ignore_errors=True)
-            if self._boards is not None:
-                shutil.rmtree(self._boards.folder, ignore_errors=True)
+            if boards is not None:
+                shutil.rmtree(boards.folder, ignore_errors=True)
 
     def _make_boards(self) -> Boards | None:
         """Make the folder for the workers' boards; without it the run cannot be watched, and goes on all the same."""
         if os.environ.get(run_folders.FOLDER) == run_folders.OFF:
             return None
         try:
-            folder = run_folders.new_folder()
-            (folder / run_folders.LAUNCHER).write_text(run_folders.identity())
+            return Boards(run_folders.new_launchers_folder())
         except (OSError, ConfigError) as error:
-            self._reporter.console.print(f"this run cannot be watched: {error}", markup=False)
+            self._reporter.text(f"this run cannot be watched: {error}")
             return None
-        return Boards(folder)
 
-    def _start(self, folder: Path) -> None:
-        environment = os.environ | _meeting(self._how, folder)
-        environment |= {
+    def _environment(self, folder: Path, boards: Boards | None) -> dict[str, str]:
+        return {
+            **os.environ,
+            **_meeting(self._how, folder),
             "WORLD_SIZE": str(self._num_workers),
-            run_folders.FOLDER: run_folders.OFF if self._boards is None else str(self._boards.folder),
+            run_folders.FOLDER: run_folders.OFF if boards is None else str(boards.folder),
             "PYTHONUNBUFFERED": "1",
             # The order of a set of strings is that of their hashes: batches drawn from one must not differ.
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
@@ -139,106 +158,49 @@ class Launcher:
             # A peer's death makes TensorPipe print warnings; we report the cause instead.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
-        for rank in range(self._num_processes):
-            self._workers.append(WorkerProcess(rank, self._command, environment, self._events))
 
     def _on_signal(self, number: int, frame: object) -> None:
         """Do at once what was asked for: the launcher may be busy with what workers print."""
-        self._interrupts += 1
+        self._signals.append(number)
         if self._ending:
             return
-        if number == signal.SIGTERM or self._interrupts > 1:
-            raise _Killed(number)
+        if len(self._signals) > 1:
+            raise _Killed(self._signals[0])
+        self._asked_at = time.monotonic()
+        self._order_stop()
+
+    def _order_stop(self) -> None:
         for worker in self._workers:
             worker.order_stop()
 
-    def _watch(self) -> int:
-        told_stop = False
-        while len(self._ended) < self._num_processes:
-            event = self._events.next(timeout_s=0.2)
-            if self._interrupts and not told_stop:
-                told_stop = True
-                self._reporter.console.print("stopping after this step; Ctrl-C again to kill")
-            if event is not None:
-                self._take(event)
-            if time.monotonic() > self._looked_at + _LOOK_EVERY_S:
-                self._look()
-            if self._cause is not None:
-                return self._give_up(*self._cause)
-            if self._consequences and time.monotonic() > self._failed_at + _GRACE_S:
-                break
-        if self._consequences:
-            return self._give_up(self._vague, "\n".join(self._consequences.values()), _FAILED)
-        stopped = self._interrupts or _INTERRUPTED in self._ended.values()
-        return _INTERRUPTED if stopped else self._reporter.exit_code
-
-    def _take(self, event: Event) -> None:
-        if event.what == "printed":
-            self._reporter.line(event.worker, event.detail)
-        elif event.what == "told":
-            self._told(event.worker, event.detail)
-        else:
-            self._ended[event.worker] = event.detail
-            self._blame_death(event.worker, event.detail)
-        if self._joining and not self._joined:
-            for rank in self._ended.keys() - self._joining:
-                waits = ", ".join(f"worker {other}" for other in sorted(self._joining))
-                text = f"worker {rank} has ended without a Pipeline, but {waits} made one: all workers make the same"
-                self._follow_up(rank, text, "the workers cannot meet")
-
-    def _told(self, rank: int, message: dict[str, Any]) -> None:
-        kind = message["kind"]
-        if kind == "failure":
-            if message["consequence"]:
-                self._follow_up(rank, message["text"])
-            else:
-                self._cause = self._cause or (f"worker {rank} failed", message["text"], _FAILED)
-        elif kind == "joining":
-            self._joining.add(rank)
-        elif kind == "joined":
-            self._joined.add(rank)
-        elif kind == "wrong input":
-            self._cause = self._cause or ("", message["text"], _WRONG_INPUT)
-        else:
-            self._reporter.handle(message, self._view.bubble() if kind == "progress" else None)
-
-    def _blame_death(self, rank: int, code: int) -> None:
-        if code in (0, _INTERRUPTED) or rank in self._consequences or self._cause is not None:
+    def _tick(self) -> None:
+        """Follow up what was asked for by a signal."""
+        if not self._signals:
             return
-        if code < 0:
-            name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
-            how = f"was killed by signal {-code}{name}"
+        if not self._told_stop:
+            self._told_stop = True
+            self._reporter.text("stopping after this step; Ctrl-C again to kill")
+        if self._signals[0] != signal.SIGINT and time.monotonic() > self._asked_at + self._stop_s:
+            self._reporter.text(f"not stopped within {self._stop_s:g} s: killed")
+            raise _Killed(self._signals[0])
+
+    def _tell(self, cause: Cause, attempt: Attempt) -> None:
+        if cause.code == WRONG_INPUT:
+            self._reporter.error(cause.text)
         else:
-            how = f"ended with exit code {code}"
-        self._look()
-        state = self._view.lives.get(rank, Live())
-        self._cause = f"worker {rank} died", f"worker {rank} {how} while {state}", _FAILED
+            consequences = [line for line in attempt.consequences if line not in cause.text]
+            self._reporter.failure(cause.title, cause.text, consequences)
 
-    def _follow_up(self, rank: int, text: str, vague: str = "no worker named a cause") -> None:
-        if not self._consequences:
-            self._vague = vague
-            self._failed_at = time.monotonic()
-        self._consequences[rank] = text
 
-    def _give_up(self, title: str, text: str, code: int) -> int:
-        if code == _WRONG_INPUT:
-            self._reporter.error(text)
-        else:
-            consequences = [line for line in self._consequences.values() if line not in text]
-            self._reporter.failure(title, text, consequences)
-        return code
-
-    def _look(self) -> None:
-        """See what the workers do, and hold a roll-call if nothing finishes."""
-        self._looked_at = time.monotonic()
-        if self._boards is None:
-            return
-        self._view.take(self._boards.look())
-        if self._view.stalled and not self._told_stall:
-            culprit = self._view.culprit()
-            stacks = "" if culprit is None else self._boards.stacks(culprit)
-            self._reporter.roll_call(self._view.roll_call(), f"worker {culprit}", stacks)
-        self._told_stall = self._view.stalled
+def _stop_timeout() -> float:
+    text = os.environ.get(STOP_TIMEOUT, str(_STOP_S))
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise ConfigError(f"{STOP_TIMEOUT} {text!r}: must be a number of seconds of at least 0")
+    return found
 
 
 def _check_port(port: int) -> None:
@@ -266,7 +228,7 @@ def _meeting(how: How, folder: Path) -> dict[str, str]:
 
 def launch(arguments: list[str], num_workers: int, reporter: Reporter, how: How = _USUAL) -> int:
     """Run `rpc-pipe` with `arguments` in each of `num_workers` local workers; return the exit code."""
-    return Launcher([sys.executable, "-m", "rpc_pipe", *arguments], num_workers, reporter, how).run()
+    return Launcher(arguments, num_workers, reporter, how).run()
 
 
 def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
@@ -284,12 +246,14 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
         work()
     except (ConfigError, ScheduleError) as error:
         link.tell(kind="wrong input", text=str(error))
-        return _WRONG_INPUT
+        return WRONG_INPUT
     except PipeError as error:
-        link.tell(kind="failure", consequence=isinstance(error, PeerLost), text=str(error))
-        return _FAILED
+        lost, stalled = isinstance(error, PeerLost), isinstance(error, Stalled)
+        link.tell(kind="failure", consequence=lost, stalled=stalled, text=str(error))
+        return FAILED
     except Exception as error:  # outside the pipeline's own calls: the user's script
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         link.tell(kind="failure", consequence=False, text=text)
-        return _FAILED
+        return FAILED
+    link.tell(kind="done")
     return reporter.exit_code

@@ -6,16 +6,22 @@ The launcher's leash ends the worker when the launcher is gone; what the worker 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import ctypes
 import json
 import logging
 import os
+import shutil
+import signal
 import sys
 import threading
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from ..tracing import run_folders
 from ..tracing.mirror import RemoteBoards
 from ..tracing.outcome import figures, lost_lines, sentence
 from ..tracing.own_boards import collect, keep_boards, release, stay
@@ -25,6 +31,11 @@ logger = logging.getLogger(__name__)
 
 #: environment variables: descriptor to write messages to, descriptor to read orders from
 TELL, LEASH = "RPC_PIPE_TELL", "RPC_PIPE_LEASH"
+_INIT = "RPC_PIPE_INIT"
+#: environment variable: what is done about a loss that is not finite
+NAN = "RPC_PIPE_NAN"
+#: prctl(2)
+_PR_SET_PDEATHSIG = 1
 #: an order of the launcher: finish the step and stop
 STOP = b"s"
 
@@ -75,6 +86,7 @@ def tell_instead(handler: Callable[[dict[str, Any]], None]) -> None:
 def hold_leash() -> None:
     """Watch the launcher from a thread: do as it orders, and end at once when it is gone."""
     if LEASH in os.environ:
+        _wake_when_orphaned()
         threading.Thread(target=_follow, args=(int(os.environ[LEASH]),), name="leash", daemon=True).start()
 
 
@@ -85,12 +97,32 @@ def _follow(descriptor: int) -> None:
             _stop_requested = True
             for pipeline in list(_pipelines):
                 pipeline.request_stop()
+    _clear_up()
     os._exit(1)  # the launcher is gone, however it went
+
+
+def _wake_when_orphaned() -> None:
+    """Let a worker that a signal has stopped go on when its launcher is gone, so that it sees that and ends."""
+    with contextlib.suppress(OSError, AttributeError):  # another system, or another C library
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
+
+
+def _clear_up() -> None:
+    """Remove what the launcher would have removed."""
+    init, boards = os.environ.get(_INIT, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
+    if init.startswith("file://"):
+        folder = Path(init.removeprefix("file://")).parent
+        if folder.name.startswith("rpc-pipe-"):
+            shutil.rmtree(folder, ignore_errors=True)
+    if boards != run_folders.OFF and Path(boards).name.startswith("run-"):
+        shutil.rmtree(boards, ignore_errors=True)
 
 
 def attach(pipeline: Attachable) -> None:
     """Pass the launcher's orders on to `pipeline` and let watchers see what its workers do."""
     _pipelines.add(pipeline)
+    for actor in pipeline.actors:
+        actor.nan = os.environ.get(NAN, actor.nan)
     if _stop_requested:
         pipeline.request_stop()
     try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import IO, Any, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -18,11 +21,43 @@ from ..tracing.outcome import lost_lines
 _LINE_EVERY_S = 5.0
 
 
+class _Output:
+    """What is written to by the name of `stdout` or `stderr`, whatever becomes of it: training goes on all the same."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        #: whether something could not be written
+        self.failed = False
+
+    def write(self, text: str) -> int:
+        try:
+            getattr(sys, self._name).write(text)
+        except (OSError, ValueError, AttributeError):  # closed, full, or there was none from the start
+            self._give_up()
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            getattr(sys, self._name).flush()
+        except (OSError, ValueError, AttributeError):
+            self._give_up()
+
+    def _give_up(self) -> None:
+        """Let what waits to be written go, or the interpreter tries once more at its end."""
+        self.failed = True
+        with suppress(OSError, ValueError, AttributeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), getattr(sys, self._name).fileno())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(sys, self._name) or io.StringIO(), name)
+
+
 class Reporter:
     """Prints the messages of workers. With `as_json` human text goes to stderr, results to stdout as JSON."""
 
     def __init__(self, as_json: bool = False) -> None:
-        self.console = Console(stderr=as_json, highlight=False, soft_wrap=True)
+        self._out = _Output("stdout")
+        self.console = _console("stderr" if as_json else "stdout")
         #: what the results shown so far ask for
         self.exit_code = 0
         self._json = as_json
@@ -47,6 +82,11 @@ class Reporter:
         elif kind == "wrong input":
             self.error(message["text"])
 
+    def text(self, text: str) -> None:
+        """Show a line of the launcher's own."""
+        self.close()
+        self.console.print(text, markup=False)
+
     def line(self, worker: int, text: str) -> None:
         """Show a line that a worker printed."""
         self.console.print(f"worker {worker} | {text}", markup=False)
@@ -64,7 +104,7 @@ class Reporter:
     def error(self, text: str) -> None:
         """Show wrong input."""
         self.close()
-        Console(stderr=True, highlight=False, soft_wrap=True).print(f"error: {text}", markup=False)
+        _console("stderr").print(f"error: {text}", markup=False)
 
     def roll_call(self, lines: Sequence[str], whose: str, stacks: str) -> None:
         """Show who does what when nothing finishes."""
@@ -108,12 +148,23 @@ class Reporter:
             self.console.print(line, markup=False)
         for line in lost_lines(message["json"]):
             self.console.print(line, markup=False)
-        if self._json:
-            print(json.dumps(message["json"]))
+        self._print_json(message["json"])
 
     def _result(self, message: dict[str, Any]) -> None:
         self.close()
-        if self._json:
-            print(json.dumps(message["json"]))
+        self._print_json(message["json"])
         self.console.print(message["text"], markup=False)
-        sys.stdout.flush()
+        self._out.flush()
+
+    def _print_json(self, found: Any) -> None:
+        if not self._json:
+            return
+        self._out.write(json.dumps(found) + "\n")
+        self._out.flush()
+        if self._out.failed:
+            self.error("--json: stdout cannot be written")
+            self.exit_code = max(self.exit_code, 1)
+
+
+def _console(name: str) -> Console:
+    return Console(file=cast(IO[str], _Output(name)), highlight=False, soft_wrap=True)

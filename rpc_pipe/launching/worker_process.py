@@ -13,6 +13,7 @@ import time
 from typing import Any, NamedTuple
 
 from . import launcher_link as link
+from .logs import Logs
 
 #: lines printed by workers that the launcher has not shown yet; who prints more waits, and memory does not grow
 _MOST_UNREAD = 256
@@ -57,8 +58,11 @@ class Events:
 class WorkerProcess:
     """One worker process with its pipes, read by threads into `events`."""
 
-    def __init__(self, rank: int, command: list[str], environment: dict[str, str], events: Events) -> None:
+    def __init__(
+        self, rank: int, command: list[str], environment: dict[str, str], events: Events, logs: Logs | None = None
+    ) -> None:
         self._rank = rank
+        self._logs = logs
         self._events = events
         leash_end, leash = os.pipe()
         self._leash = open(leash, "wb", buffering=0)
@@ -109,6 +113,8 @@ class WorkerProcess:
         rest = b""
         with self.process.stdout as output:
             while read := os.read(output.fileno(), _LONGEST_LINE):
+                if self._logs is not None:
+                    self._logs.write(self._rank, read)
                 *lines, rest = (rest + read).split(b"\n")
                 if len(rest) > _LONGEST_LINE:
                     lines, rest = [*lines, rest], b""

@@ -83,6 +83,21 @@ def new_folder() -> Path:
     return path
 
 
+def new_launchers_folder() -> Path:
+    """Make a folder for a run whose workers this process starts.
+
+    Raises:
+        ConfigError, OSError: it cannot be made; nothing is left of it.
+    """
+    path = new_folder()
+    try:
+        (path / LAUNCHER).write_text(identity())
+    except OSError:  # the memory is full
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    return path
+
+
 def sweep() -> None:
     """Remove what runs that were killed have left."""
     for path in root().iterdir():
@@ -99,7 +114,7 @@ def _processes(path: Path) -> set[str]:
     found = {board.header["process"] for board in boards(path).values()}
     with suppress(OSError):
         found.add((path / LAUNCHER).read_text())
-    return found
+    return found - {""}  # of a run that is just starting, or for which the memory was full
 
 
 def identity(process: int | None = None) -> str:
@@ -115,7 +130,9 @@ def alive(process: str) -> bool:
 
 def state_of(process: str) -> str:
     """Return the letter of proc(5) for the state of a process, such as T: stopped; none if it has gone."""
-    number, started, namespace = process.split("/")
+    number, started, namespace = [*process.split("/"), "", ""][:3]
+    if not number.isdecimal():  # cut off where the memory was full
+        return ""
     if namespace != os.readlink("/proc/self/ns/pid"):
         return "?"
     try:

@@ -1,8 +1,8 @@
 """Who waits for whom."""
 
 from rpc_pipe.dependency import B, F
-from rpc_pipe.dispatch.rollcall import blame, duration, newest_frames, roll_call
 from rpc_pipe.tracing.board import Live, State
+from rpc_pipe.tracing.rollcall import blame, duration, newest_frames, roll_call
 
 S = 10**9
 

@@ -36,7 +36,7 @@ def test_who_prints_faster_than_is_read_waits():
     with process("while True: print('again', flush=True)") as (_, events):
         for _ in range(3 * _MOST_UNREAD):
             assert events.next(30).detail == "again"
-        full = 0
+        full = -1
         while events._queue.qsize() != full:
             full = events._queue.qsize()
             time.sleep(0.2)

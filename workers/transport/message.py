@@ -29,7 +29,7 @@ _HEAD = struct.Struct("<BxHIII")
 #: run, sizes of: name, form
 _ANSWER = struct.Struct("<qII")
 #: what is told of a worker that failed; of any other failure, its text
-_FAILURE = {"worker": int, "action": str, "step": int, "summary": str, "remote_traceback": str}
+_FAILURE = {"worker": int, "action": str, "step": int, "summary": str, "remote_traceback": str, "place": str}
 #: a copy of up to so many bytes is not worth letting other threads in between
 _LITTLE = 2**15
 _copy_little = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(

@@ -188,10 +188,13 @@ class ZmqCarrier(RemoteCarrier):
                 raise ConfigError(str(self._fault))
             if time.monotonic() > deadline:
                 raise TimeoutError(f"nothing was heard of workers {sorted(missing)}")
-            for peer in missing:
-                self._tick(peer)
+            self._tick_all()
             time.sleep(_MEET_S)
-        for peer in self._deliveries:  # it hears this worker, but may not know yet that it is heard
+        self._tick_all()
+
+    def _tick_all(self) -> None:
+        """Tick also those that are met and heard: they may not know yet that they are."""
+        for peer in self._deliveries:
             self._tick(peer)
 
     # --- saying

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ..tracing.board import Live, State
+from .board import Live, State
 
 
 def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[str]:

@@ -1,0 +1,191 @@
+"""What strangers can do to a job over ZeroMQ: connections of all kinds to every port that its workers open.
+
+    python bench/hostile.py [--connections 1000] [--steps 60] [--transport zmq]
+
+The job is trained once in peace and once under attack; the losses must have the same bits. With --transport rpc it is
+shown what TensorPipe does: it aborts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import zmq
+
+_ROOT = Path(__file__).parents[1]
+_SCRIPT = """
+import sys
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+layers = [partial(nn.Linear, 64, 64), nn.Tanh, partial(nn.Linear, 64, 64), nn.Tanh, partial(nn.Linear, 64, 4)]
+pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=8, optimizer=partial(torch.optim.SGD, lr=0.1))
+draw = torch.Generator().manual_seed(0)
+for step in range(int(sys.argv[1])):
+    loss = pipe.step((torch.randn(32, 64, generator=draw), torch.randint(4, (32,), generator=draw)))
+    if step == 0 and pipe.worker == 0:
+        print("training", flush=True)
+if pipe.worker == 0:
+    print("loss", loss.hex(), flush=True)
+"""
+_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
+
+
+def _http(draw: random.Random) -> bytes:
+    return b"GET / HTTP/1.0\r\nHost: x\r\n\r\n"
+
+
+def _garbage(draw: random.Random) -> bytes:
+    return draw.randbytes(draw.randrange(1, 20_000))
+
+
+def _length(draw: random.Random) -> bytes:
+    return (
+        _GREETING + b"CURVE" + bytes(47) + b"\x02" + struct.pack(">Q", draw.choice([2**30, 2**40, 2**63])) + b"x" * 64
+    )
+
+
+def _truncated(draw: random.Random) -> bytes:
+    whole = _GREETING + b"CURVE" + bytes(47) + b"\x04\xc8\x05HELLO" + bytes(194)
+    return whole[: draw.randrange(len(whole))]
+
+
+def _handshake(draw: random.Random) -> bytes:
+    return _GREETING + b"CURVE" + bytes(47) + b"\x04\xc8\x05HELLO\x01\x00" + draw.randbytes(192)
+
+
+def _no_security(draw: random.Random) -> bytes:
+    return (
+        _GREETING + b"NULL" + bytes(48) + b"\x04\x19\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER" + draw.randbytes(99)
+    )
+
+
+def _slow(draw: random.Random) -> bytes:
+    return b""
+
+
+_KINDS: list[Callable[[random.Random], bytes]] = [
+    _http, _garbage, _length, _truncated, _handshake, _no_security, _slow
+]  # fmt: skip
+
+
+class Attack(threading.Thread):
+    """Connections to a port, one after the other; slow ones stay."""
+
+    def __init__(self, port: int, connections: int) -> None:
+        super().__init__(daemon=True)
+        self.port, self._connections = port, connections
+        self.done: Counter[str] = Counter()
+        self._open: list[socket.socket] = []
+
+    def run(self) -> None:
+        draw = random.Random(self.port)
+        for number in range(self._connections):
+            kind = _KINDS[number % len(_KINDS)]
+            with suppress(OSError):
+                self._connect(kind.__name__[1:].replace("_", " "), kind(draw))
+        self._forge()
+
+    def _connect(self, name: str, data: bytes) -> None:
+        stranger = socket.create_connection(("127.0.0.1", self.port), timeout=2)
+        self.done[name] += 1
+        if not data:
+            self._open.append(stranger)
+            return
+        with stranger, suppress(OSError):
+            stranger.sendall(data)
+            stranger.settimeout(0.02)
+            stranger.recv(100)
+
+    def _forge(self) -> None:
+        """Speak ZeroMQ properly, with a key of one's own."""
+        with zmq.Context() as context, context.socket(zmq.DEALER) as stranger:
+            stranger.linger, stranger.routing_id = 0, b"1"
+            stranger.curve_publickey, stranger.curve_secretkey = zmq.curve_keypair()
+            stranger.curve_serverkey = zmq.curve_keypair()[0]
+            stranger.connect(f"tcp://127.0.0.1:{self.port}")
+            self.done["forged key"] += 1
+            if stranger.poll(500):
+                raise SystemExit(f"port {self.port} answered a stranger: {stranger.recv_multipart()!r}")
+
+
+def train(transport: str, steps: int, connections: int) -> tuple[str, list[str]]:
+    """Train, under attack if there are `connections`; return the loss, and what was said."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(_SCRIPT)
+        port = _free_port()
+        command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "3", "--transport", transport]
+        command += ["--port", str(port), "--", str(steps)]
+        environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        ) as launcher:
+            assert launcher.stdout is not None
+            lines = []
+            for line in launcher.stdout:
+                lines.append(line.rstrip())
+                if "training" in line and connections:
+                    _attack(launcher.pid, connections)
+            code = launcher.wait()
+    losses = re.findall(r"loss (0x\S+|-0x\S+)", "\n".join(lines))
+    return losses[0] if losses and code == 0 else f"none: the job ended with {code}", lines
+
+
+def _attack(launcher: int, connections: int) -> None:
+    ports = sorted({
+        connection.laddr.port
+        for process in psutil.Process(launcher).children(recursive=True)
+        for connection in process.net_connections("tcp")
+        if connection.status == psutil.CONN_LISTEN
+    })  # fmt: skip
+    attacks = [Attack(port, connections) for port in ports]
+    begin = time.perf_counter()
+    for attack in attacks:
+        attack.start()
+    for attack in attacks:
+        attack.join(100)
+    print(f"{sum(sum(a.done.values()) for a in attacks)} connections to {len(ports)} ports "
+          f"in {time.perf_counter() - begin:.1f} s: {dict(sum((a.done for a in attacks), Counter()))}")  # fmt: skip
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="hostile connections to every open port of a job")
+    parser.add_argument("--connections", type=int, default=1000, help="to each port (1000)")
+    parser.add_argument("--steps", type=int, default=300, help="(300)")
+    parser.add_argument("--transport", choices=("zmq", "rpc"), default="zmq")
+    options = parser.parse_args()
+    in_peace, _ = train(options.transport, options.steps, 0)
+    attacked, lines = train(options.transport, options.steps, options.connections)
+    for line in lines:
+        if "refused" in line or "──" in line or "signal" in line:
+            print(line)
+    print(f"loss in peace {in_peace}, under attack {attacked}: {'the same' if in_peace == attacked else 'DIFFERENT'}")
+    sys.exit(in_peace != attacked)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""One attempt of a job: its processes from their start to the first cause that ends them. Loads without torch.
+
+    launcher ──leash──> worker     its end, however it comes, ends the worker; a byte means "finish and stop"
+    launcher <──tell─── worker     progress, summary, failure: one JSON object a line
+    launcher <──board── worker     what each worker does and did; readable after its death, also by `rpc-pipe watch`
+
+The first cause of a failure wins; what other workers report after it are consequences.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from ..dispatch.view import View
+from ..tracing.board import Live, State
+from ..tracing.boards import Boards
+from .cause import FAILED, INTERRUPTED, LAST_LINES, WRONG_INPUT, Cause, memory_kills, of_death, of_stall
+from .logs import Logs
+from .report import Reporter
+from .worker_process import Event, Events, WorkerProcess
+
+#: how long consequences wait for their cause
+_GRACE_S = 3.0
+#: how often the boards are looked at
+_LOOK_EVERY_S = 1.0
+
+
+class Attempt:
+    """Runs `command` in several local processes until all have ended, or one has failed.
+
+    Args:
+        environment: of the processes, less what tells them apart.
+        boards: what the workers show; None: nothing.
+        rpc: whether torch RPC carries their messages.
+    """
+
+    def __init__(
+        self,
+        command: list[str],
+        num_processes: int,
+        environment: dict[str, str],
+        reporter: Reporter,
+        boards: Boards | None,
+        logs: Logs,
+        *,
+        rpc: bool,
+    ) -> None:
+        self._reporter, self._boards, self._rpc = reporter, boards, rpc
+        self._num_processes = num_processes
+        self._view = View()
+        self._events = Events()
+        #: those that have begun to meet the others, those that have met them, those that have done what they should
+        self._joining: set[int] = set()
+        self._joined: set[int] = set()
+        self._done: set[int] = set()
+        self._ended: dict[int, int] = {}
+        self._lines: dict[int, deque[str]] = {rank: deque(maxlen=LAST_LINES) for rank in range(num_processes)}
+        self._cause: Cause | None = None
+        self._consequences: dict[int, str] = {}
+        #: what is said if no cause turns up
+        self._vague = ""
+        self._failed_at = 0.0
+        self._looked_at = 0.0
+        self._told_stall = False
+        self._memory_kills = memory_kills()
+        self.workers: list[WorkerProcess] = []
+        for rank in range(num_processes):
+            self.workers.append(WorkerProcess(rank, command, environment, self._events, logs))
+
+    def watch(self, tick: Callable[[], None]) -> Cause | None:
+        """Return why the attempt failed; None: all workers have done what they should, or were stopped.
+
+        Args:
+            tick: called several times a second.
+        """
+        while len(self._ended) < self._num_processes:
+            event = self._events.next(timeout_s=0.2)
+            tick()
+            if event is not None:
+                self._take(event)
+            if time.monotonic() > self._looked_at + _LOOK_EVERY_S:
+                self._look()
+            if self._cause is not None:
+                return self._cause
+            if self._consequences and time.monotonic() > self._failed_at + _GRACE_S:
+                break
+        return self._cause or self._without_cause()
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether workers say that they were stopped."""
+        return INTERRUPTED in self._ended.values()
+
+    @property
+    def consequences(self) -> list[str]:
+        """What workers reported that lost others."""
+        return list(self._consequences.values())
+
+    def end(self) -> None:
+        """Leave no process behind."""
+        for worker in self.workers:
+            worker.kill()
+        for worker in self.workers:
+            worker.process.wait()
+
+    def _take(self, event: Event) -> None:
+        if event.what == "printed":
+            self._lines[event.worker].append(event.detail)
+            self._reporter.line(event.worker, event.detail)
+        elif event.what == "told":
+            self._told(event.worker, event.detail)
+        else:
+            self._ended[event.worker] = event.detail
+            self._blame_death(event.worker, event.detail)
+        if self._joining and not self._joined:
+            for rank in self._ended.keys() - self._joining:
+                waits = ", ".join(f"worker {other}" for other in sorted(self._joining))
+                text = f"worker {rank} has ended without a Pipeline, but {waits} made one: all workers make the same"
+                self._follow_up(rank, text, "the workers cannot meet")
+
+    def _told(self, rank: int, message: dict[str, Any]) -> None:
+        kind = message["kind"]
+        if kind == "failure":
+            self._failed(rank, message)
+        elif kind == "joining":
+            self._joining.add(rank)
+        elif kind == "joined":
+            self._joined.add(rank)
+        elif kind == "done":
+            self._done.add(rank)
+        elif kind == "wrong input":
+            self._cause = self._cause or Cause("", message["text"], WRONG_INPUT)
+        else:
+            self._reporter.handle(message, self._view.bubble() if kind == "progress" else None)
+
+    def _failed(self, rank: int, message: dict[str, Any]) -> None:
+        if message["consequence"]:
+            self._follow_up(rank, message["text"])
+        elif self._cause is None and message.get("stalled"):
+            self._cause = self._who_stalls(message["text"])
+        else:
+            self._cause = self._cause or Cause(f"worker {rank} failed", message["text"])
+
+    def _who_stalls(self, told: str) -> Cause:
+        self._look()
+        culprit, view = self._view.culprit(), self._view
+        stacks = "" if culprit is None or self._boards is None else self._boards.stacks(culprit)
+        return of_stall(told, culprit, view.lives, view.roll_call() if view.lives else [], stacks, view.now_ns)
+
+    def _blame_death(self, rank: int, code: int) -> None:
+        if code == INTERRUPTED or rank in self._done or rank in self._consequences or self._cause is not None:
+            return
+        self._look()
+        live = self._view.lives.get(rank, Live())
+        # A script may end by os._exit when all is done; in the middle of a step nothing is.
+        if code != 0 or live.state in (State.RUNNING, State.WAITING):
+            memory = memory_kills() > self._memory_kills
+            self._cause = of_death(rank, code, live, self._lines[rank], rpc=self._rpc, out_of_memory=memory)
+
+    def _without_cause(self) -> Cause | None:
+        if not self._consequences:
+            return None
+        quiet = [rank for rank, code in self._ended.items() if code == 0 and rank not in self._done]
+        if quiet and self._vague == _NO_CAUSE:
+            live = self._view.lives.get(quiet[0], Live())
+            return of_death(quiet[0], 0, live, [], rpc=self._rpc, out_of_memory=False)
+        return Cause(self._vague, "\n".join(self._consequences.values()), FAILED)
+
+    def _follow_up(self, rank: int, text: str, vague: str = "") -> None:
+        if not self._consequences:
+            self._vague = vague or _NO_CAUSE
+            self._failed_at = time.monotonic()
+        self._consequences[rank] = text
+
+    def _look(self) -> None:
+        """See what the workers do, and hold a roll-call if nothing finishes."""
+        self._looked_at = time.monotonic()
+        if self._boards is None:
+            return
+        self._view.take(self._boards.look())
+        if self._view.stalled and not self._told_stall:
+            culprit = self._view.culprit()
+            stacks = "" if culprit is None else self._boards.stacks(culprit)
+            self._reporter.roll_call(self._view.roll_call(), f"worker {culprit}", stacks)
+        self._told_stall = self._view.stalled
+
+
+_NO_CAUSE = "no worker named a cause"

@@ -1,0 +1,90 @@
+"""What ended an attempt: the first cause of all that its workers tell and do, in words. Loads without torch."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from ..tracing.board import Live, State
+
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
+#: what a C++ library prints when TensorPipe reads a length that nobody meant
+_GARBAGE = re.compile(r"std::bad_alloc|std::length_error|tensorpipe", re.IGNORECASE)
+#: so many of the last lines of a worker that a signal killed are shown
+LAST_LINES = 5
+
+
+class Cause(NamedTuple):
+    """Why a run ends."""
+
+    title: str
+    text: str
+    code: int = FAILED
+
+
+def of_death(worker: int, code: int, live: Live, lines: Sequence[str], *, rpc: bool, out_of_memory: bool) -> Cause:
+    """Return what to say of a worker's process that has ended with `code`, as `Popen.returncode` has it.
+
+    Args:
+        live: what it was doing.
+        lines: that it printed last.
+        rpc: whether torch RPC carried its messages.
+        out_of_memory: whether the system has killed processes for want of memory since the run began.
+    """
+    if code >= 0:
+        early = "; it may call os._exit or sys.exit" if code == 0 else ""
+        return Cause(f"worker {worker} died", f"worker {worker} ended with exit code {code} while {live}{early}")
+    name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
+    text = f"worker {worker} was killed by signal {-code}{name} while {live}"
+    if code == -signal.SIGKILL and out_of_memory:
+        text += "; the system has killed processes meanwhile, as it was out of memory"
+    if code == -signal.SIGABRT and rpc and any(map(_GARBAGE.search, lines)):
+        text += (
+            "; TensorPipe aborts when what comes to a worker's port is not its protocol, such as an HTTP request: see "
+            "SECURITY.md; --transport zmq refuses strangers"
+        )
+    if lines:
+        text += "\nit printed last:\n" + "\n".join(f"  {line}" for line in lines)
+    return Cause(f"worker {worker} died", text)
+
+
+def of_stall(
+    told: str, culprit: int | None, lives: Mapping[int, Live], roll_call: Sequence[str], stacks: str, now_ns: int
+) -> Cause:
+    """Return what to say when a worker has waited for too long, as it `told`: who does not come to an end.
+
+    Args:
+        culprit: whom the others wait for in the end.
+        stacks: of the culprit's threads.
+    """
+    live = lives.get(culprit) if culprit is not None else None
+    if live is None:
+        return Cause("a worker waits in vain", told)
+    for_s = max(0.0, (now_ns - live.since_ns) / 1e9)
+    if live.state is State.WAITING and live.peer is not None and live.peer not in lives:
+        title = f"worker {live.peer} has not begun"
+        text = f"worker {live.peer} has made no pipeline yet, and the others wait for it"
+    elif live.state is State.WAITING:
+        title, text = "no worker goes on", "each waits for another: a message has been lost"
+    elif live.state is State.STOPPED:
+        title = f"worker {culprit} is stopped"
+        text = f"worker {culprit} was stopped by a signal, as Ctrl-Z sends it, in step {live.step}"
+    else:
+        title, text = f"worker {culprit} hangs", f"worker {culprit} hangs: {live} for {for_s:.0f} s"
+    lines = [text, told, "what the workers do:", *(f"  {line}" for line in roll_call)]
+    if stacks:
+        lines += [f"stacks of worker {culprit}, most recent call first:", *(f"  {s}" for s in stacks.splitlines())]
+    return Cause(title, "\n".join(lines))
+
+
+def memory_kills() -> int:
+    """Return how many processes this system has killed for want of memory."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

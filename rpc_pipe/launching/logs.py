@@ -1,0 +1,93 @@
+"""What the workers of a run print, in a file for each, kept if the run fails. Loads without torch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+#: environment variable: where the folders of runs are; `off`: nothing is kept
+FOLDER = "RPC_PIPE_LOGS"
+#: no log grows beyond this; the rest is only shown
+_MOST_BYTES = 2**26
+#: failed runs whose logs stay
+_KEPT = 10
+
+
+def log_root() -> Path | None:
+    """Return the folder of all logs of this user, which is one for state (XDG Base Directory Specification)."""
+    given = os.environ.get(FOLDER)
+    if given == "off":
+        return None
+    if given:
+        return Path(given)
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "rpc-pipe" / "logs"
+
+
+class Logs:
+    """The logs of a run; where there can be none, nothing is written."""
+
+    def __init__(self, num_workers: int) -> None:
+        self.folder: Path | None = None
+        self._files: list[_Log] = []
+        with suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where this user is at home
+            root = log_root()
+            if root is None:
+                return
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _prune(root)
+            folder = root / f"run-{os.getpid()}"
+            shutil.rmtree(folder, ignore_errors=True)  # of a process that had our number before
+            folder.mkdir(mode=0o700)
+            self._files = [_Log(folder / f"worker-{worker}.log") for worker in range(num_workers)]
+            self.folder = folder
+
+    def write(self, worker: int, data: bytes) -> None:
+        """Add what a worker has printed."""
+        if self._files:
+            self._files[worker].write(data)
+
+    def close(self, keep: bool) -> None:
+        """Keep the logs, or remove them."""
+        for file in self._files:
+            file.close()
+        self._files = []
+        if self.folder is not None and not keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            with suppress(OSError):
+                self.folder.parent.rmdir()
+
+
+class _Log:
+    def __init__(self, path: Path) -> None:
+        self._file: BinaryIO | None = path.open("wb", buffering=0)
+        self._left = _MOST_BYTES
+        self._lock = threading.Lock()
+
+    def write(self, data: bytes) -> None:
+        with self._lock:
+            if self._file is None or self._left <= 0:
+                return
+            with suppress(OSError):  # a full disk does not end training
+                self._file.write(data[: self._left])
+            self._left -= len(data)
+            if self._left <= 0:
+                with suppress(OSError):
+                    self._file.write(b"\n[no more is kept]\n")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+            self._file = None
+
+
+def _prune(root: Path) -> None:
+    runs = sorted(root.glob("run-*"), key=lambda path: path.stat().st_mtime)
+    for path in runs[: -_KEPT + 1]:
+        if not Path("/proc", path.name.removeprefix("run-")).exists():
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,247 @@
+"""The first cause of what goes wrong, and what is left after it."""
+
+import io
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from processes import ROOT, environment
+from torch import nn
+
+from rpc_pipe.dependency import F, NotFinite, Stalled, WorkerFailure
+from rpc_pipe.launching import logs
+from rpc_pipe.launching.cause import of_death, of_stall
+from rpc_pipe.launching.report import Reporter
+from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.tracing import run_folders
+from rpc_pipe.tracing.board import Live, State
+
+RUNNING = Live(State.RUNNING, 3, F(1, 2), since_ns=5 * 10**9)
+
+
+class Faulty(nn.Module):
+    """Does something at its third forward."""
+
+    def __init__(self, does):
+        super().__init__()
+        self.does, self.calls = does, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.does(x) if self.calls == 3 else x
+
+
+def training(does, **more):
+    layers = [partial(nn.Linear, 4, 4), partial(Faulty, does), partial(nn.Linear, 4, 2)]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=sgd, num_workers=3, **more)
+    return pipe, (torch.randn(8, 4), torch.arange(8) % 2)
+
+
+def raising(error):
+    def does(x):
+        raise error
+
+    return does
+
+
+@pytest.mark.parametrize(
+    "error", [SystemExit(3), StopIteration("done"), GeneratorExit(), ArithmeticError("no")], ids=repr
+)
+def test_whatever_a_model_raises_is_named_with_place_and_shapes(error):
+    """SystemExit had no cause; StopIteration, which ends iterators, lost action and step."""
+    pipe, batch = training(raising(error))
+    with pytest.raises(WorkerFailure) as raised:
+        pipe.step(batch)
+    assert str(raised.value).startswith(f"worker 1 failed (running 1F2, step 0): {type(error).__name__}")
+    assert raised.value.place == "stage 1, microbatch 2, given float32[2, 4]"
+    assert "in does" in raised.value.remote_traceback
+    pipe.close()
+
+
+def test_a_script_alone_that_hangs_is_told_who_does():
+    """Workers of a process wait for each other's locks, not for payloads: `stall_s` never fired."""
+    pipe, batch = training(lambda x: time.sleep(5) or x, stall_s=0.6)
+    with pytest.raises(Stalled, match=r"worker 1 hangs: running 1F2, step 0, for 0.6 s; it is in") as raised:
+        pipe.step(batch)
+    assert "time.sleep(5)" in str(raised.value)
+    with pytest.raises(Exception, match="make another pipeline"):
+        pipe.step(batch)
+
+
+@pytest.mark.parametrize("policy", ["stop", "warn", "ignore"])
+def test_a_loss_that_is_not_finite_stops_unless_told_otherwise(policy, monkeypatch, caplog):
+    """NaN weights were saved, with exit code 0."""
+    monkeypatch.setenv("RPC_PIPE_NAN", policy)
+    pipe, batch = training(lambda x: x * float("nan"))
+    if policy == "stop":
+        with pytest.raises(NotFinite, match="step 0: the loss is nan, and the weights are spoilt"):
+            pipe.step(batch)
+    else:
+        pipe.step(batch)
+        assert [record.message for record in caplog.records] == ["step 0: the loss is nan"] * (policy == "warn")
+    pipe.close()
+
+
+def test_deaths_are_told_with_what_is_known_of_them():
+    plain = partial(of_death, 1, live=RUNNING, lines=[], rpc=True, out_of_memory=False)
+    assert plain(code=-9).text == "worker 1 was killed by signal 9 (SIGKILL) while running 1F2, step 3"
+    assert plain(code=0).text.endswith("with exit code 0 while running 1F2, step 3; it may call os._exit or sys.exit")
+    assert "out of memory" in plain(code=-9, out_of_memory=True).text
+    lines = ["terminate called after throwing an instance of 'std::bad_alloc'"]
+    assert "TensorPipe aborts when what comes to a worker's port" in plain(code=-6, lines=lines).text
+    assert "TensorPipe" not in plain(code=-6, lines=lines, rpc=False).text
+
+
+def test_a_stall_names_who_hangs_and_not_who_waits():
+    waiting = Live(State.WAITING, 3, F(2, 2), F(1, 2), 1)
+    lives, told = {1: RUNNING, 2: waiting}, "worker 2: nothing arrived"
+    cause = of_stall(told, 1, lives, ["roll call"], "Thread 1", 9 * 10**9)
+    assert cause.title == "worker 1 hangs" and "worker 1 hangs: running 1F2, step 3 for 4 s" in cause.text
+    assert "  roll call" in cause.text and told in cause.text and "  Thread 1" in cause.text
+    stopped = of_stall(told, 1, {**lives, 1: RUNNING._replace(state=State.STOPPED)}, [], "", 0)
+    assert stopped.title == "worker 1 is stopped"
+    assert of_stall(told, 2, {2: waiting}, [], "", 0).title == "worker 1 has not begun"
+    assert of_stall(told, None, {}, [], "", 0).text == told
+
+
+def test_a_run_folder_that_was_cut_off_by_full_memory_is_no_end(tmp_path, monkeypatch):
+    """An empty file of the launcher's made every `run` and `watch` fail, until somebody removed it by hand."""
+    monkeypatch.setattr(run_folders, "root", lambda: tmp_path)
+    cut = tmp_path / "run-1"
+    cut.mkdir()
+    (cut / run_folders.LAUNCHER).touch()
+    run_folders.sweep()
+    assert cut.is_dir()  # it may be starting
+    os.utime(cut, (0, 0))
+    run_folders.sweep()
+    assert not cut.exists()
+    monkeypatch.setattr(Path, "write_text", lambda *_: raising(OSError(28, "No space left on device"))(0))
+    with pytest.raises(OSError, match="No space"):
+        run_folders.new_launchers_folder()
+    assert list(tmp_path.iterdir()) == []
+
+
+class Full(io.StringIO):
+    def write(self, text):
+        raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("stdout", [Full(), None], ids=["full", "closed"])
+def test_output_that_cannot_be_written_does_not_end_training(monkeypatch, stdout):
+    monkeypatch.setattr(sys, "stdout", stdout)
+    reporter = Reporter()
+    for _ in range(3):
+        reporter.line(0, "a line")
+        reporter.handle({"kind": "text", "text": "some"})
+    reporter.failure("title", "text", [])
+    assert reporter.exit_code == 0
+    wanted = Reporter(as_json=True)
+    wanted.handle({"kind": "result", "text": "", "json": {}})
+    assert wanted.exit_code == 1  # a result that nobody gets
+
+
+def test_logs_are_bounded_and_few(tmp_path, monkeypatch):
+    monkeypatch.setenv(logs.FOLDER, str(tmp_path / "logs"))
+    monkeypatch.setattr(logs, "_MOST_BYTES", 10)
+    for number in range(12):
+        (tmp_path / "logs" / f"run-x{number}").mkdir(parents=True)
+    kept = logs.Logs(2)
+    kept.write(1, b"0123456")
+    kept.write(1, b"789abcdef")
+    kept.close(keep=True)
+    assert (kept.folder / "worker-1.log").read_bytes() == b"0123456789\n[no more is kept]\n"
+    assert len(list((tmp_path / "logs").iterdir())) == logs._KEPT
+    gone = logs.Logs(1)
+    gone.close(keep=False)
+    assert not gone.folder.exists()
+
+
+SCRIPT = """
+import os, sys, time
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+class Faulty(nn.Module):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 15 and os.environ["RPC_PIPE_RESTARTS"] == "0" and "exit" in sys.argv:
+            os._exit(0)
+        return x
+
+layers = [partial(nn.Linear, 4, 4), Faulty, partial(nn.Linear, 4, 2)]
+pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1))
+draw = torch.Generator().manual_seed(0)
+for step in range(int(sys.argv[1])):
+    loss = pipe.step((torch.randn(8, 4, generator=draw), torch.randint(2, (8,), generator=draw)))
+    if pipe.stopped:
+        break
+    if step == 1 and pipe.worker == 0:
+        print("training", flush=True)
+    time.sleep(float(sys.argv[2]))
+if pipe.worker == 0:
+    print("loss", loss.hex())
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def command(*options, of_script):
+        arguments = ["run", script, "--workers", 2, "--transport", "zmq", *options, "--", *of_script]
+        return [sys.executable, "-m", "rpc_pipe", *map(str, arguments)]
+
+    return command
+
+
+def undisturbed(steps):
+    """Return the loss that the script should end with."""
+    torch.manual_seed(0)
+    layers = [partial(nn.Linear, 4, 4), nn.Identity, partial(nn.Linear, 4, 2)]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=4, optimizer=sgd, num_workers=2)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        loss = pipe.step((torch.randn(8, 4, generator=draw), torch.randint(2, (8,), generator=draw)))
+    pipe.close()
+    return loss.hex()
+
+
+def test_a_failed_run_starts_again_from_its_own_checkpoint_and_ends_alike(tmp_path, run):
+    folder = tmp_path / "checkpoints"
+    (folder / "step-00000099").mkdir(parents=True)  # of another run
+    (folder / "step-00000099" / "manifest.json").touch()
+    options = "--checkpoint-every", 2, "--checkpoint-folder", folder, "--max-restarts", 1
+    state = environment(RPC_PIPE_LOGS=str(tmp_path / "logs"))
+    command = run(*options, of_script=(6, 0.1, "exit"))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=state, cwd=ROOT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"loss (0x\S+)", done.stdout)[1] == undisturbed(6)
+    assert "worker 0 ended with exit code 0 while running 0F2, step 3" in done.stdout
+    assert "starting again (1 of 1)" in done.stdout
+    assert re.search(r"goes on from \S+/step-00000002, after 2 steps", done.stdout)
+
+
+def test_a_closed_terminal_stops_the_run_in_good_order(tmp_path, run):
+    weights, temporary = tmp_path / "w.safetensors", tmp_path / "temporary"
+    temporary.mkdir()
+    command, state = run("--save", weights, of_script=(10**6, 0.01)), environment(TMPDIR=str(temporary))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=state, cwd=ROOT) as launcher:
+        while "training" not in (line := launcher.stdout.readline()):
+            assert line
+        launcher.send_signal(signal.SIGHUP)
+        output = launcher.communicate(timeout=60)[0]
+    assert launcher.returncode == 128 + signal.SIGHUP, output
+    assert weights.is_file() and list(temporary.iterdir()) == []
