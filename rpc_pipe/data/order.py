@@ -113,16 +113,27 @@ class Epoch:
         self._last: Block | None = None
 
     def _spread(self) -> Numbers:
-        """Permute the chunks so that every W in a row come from W parts of the data, as far as that goes."""
+        """Permute the chunks so that every W in a row come one from each of W parts of the data.
+
+        The parts take turns. Within a part chunks come as evenly as they can: neighbours in the order lie in different
+        halves, of four in a row each lies in another quarter, and so on (a van der Corput sequence, scrambled as by
+        Owen 1995).
+        """
         count, parts = self._order.num_chunks, self._order.window
         borders = np.arange(parts + 1) * count // parts
         part = np.repeat(np.arange(parts), np.diff(borders))
         inside, sizes = np.arange(count) - borders[part], np.diff(borders)[part]
+        levels = int(sizes.max() - 1).bit_length()
         base = key(self._key, _CHUNKS)
-        chosen = borders[part] + permute(inside, sizes, keys(base, part))
-        # In each turn every part gives one chunk, and the turn's order is random.
-        ranks = keys(key(self._key, _TURNS), np.arange(count))
-        return chosen[np.lexsort((ranks, inside))]
+        place, spread = (inside << levels) // sizes, np.zeros(count, np.int64)
+        for level in range(levels):
+            node = (part << levels) + (place >> (levels - level))
+            swapped = (keys(key(base, level), node) & np.uint64(1)).astype(np.int64)
+            spread |= ((place >> (levels - 1 - level) & 1) ^ swapped) << level
+        by_part = np.lexsort((spread, part))
+        turn = np.empty(count, np.int64)
+        turn[by_part] = inside  # chunks of a part lie in a row
+        return np.lexsort((keys(key(self._key, _TURNS), part), turn))
 
     def resident(self, block: int) -> Numbers:
         """Return the chunks that `block` is made of."""
@@ -136,7 +147,7 @@ class Epoch:
         sizes = self._sizes[block : block + self.window]
         return (block - first) * sizes // shares, (block - first + 1) * sizes // shares
 
-    def _begin(self, block: int) -> int:
+    def begin(self, block: int) -> int:
         """Return the position in the epoch at which a block begins."""
         if block == self.num_blocks:
             return self._order.num_samples
@@ -150,10 +161,10 @@ class Epoch:
         low, high = 0, self.num_blocks
         if last is not None and position >= last.end:  # mostly it is the next one
             low = last.number + 1
-            high = low + 1 if self._begin(low + 1) > position else high
+            high = low + 1 if self.begin(low + 1) > position else high
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if self._begin(middle) <= position else (low, middle)
+            low, high = (middle, high) if self.begin(middle) <= position else (low, middle)
         # Blocks of tiny chunks may be empty: the last one that begins here has the position.
         before, after = self._dealt(low)
         starts = np.concatenate(([0], np.cumsum(after - before)))

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from ..dependency import Stalled
-from ..model.microbatches import join_rows
+from ..dependency import ConfigError, Stalled
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
+from .bijection import Numbers
 from .order import Order
 from .residency import Residency
 from .source import Busy, Cause, Source, Wanted
@@ -145,18 +146,42 @@ class Reader:
             borders = np.flatnonzero(np.diff(segment.chunks[by_chunk])) + 1
             for places in np.split(by_chunk, borders):
                 chunk = self.residency.chunk(int(segment.chunks[places[0]]))
-                with self.busy.on("decode"):
+                with self.busy.on(chunk.cause):
                     parts.append(chunk.read(segment.numbers[places], self._wanted))
                 where.append(places + at)
             at += len(segment.numbers)
         with self.busy.on("decode"):
-            joined: tuple[Tree, Tree] = join_rows(parts)
-            into = torch.from_numpy(np.argsort(np.concatenate(where)))
-            done: tuple[Tree, Tree] = map_tensors(joined, lambda tensor: tensor[into])
-            return done
+            return _joined(parts, where)
 
     def close(self) -> None:
         """End the thread and let go of all chunks."""
         self._end()
         self.residency.close()
         self._source.close()
+
+
+def _joined(parts: list[tuple[Tree, Tree]], where: list[Numbers]) -> tuple[Tree, Tree]:
+    """Put rows of several chunks to their places in a batch.
+
+    Raises:
+        ConfigError: rows of different chunks have different forms.
+    """
+    columns = [list(tensors_of(part)) for part in parts]
+    rows = [torch.from_numpy(places) for places in where]
+    # By the first part's tensors: one may be an input and a target.
+    joined = {id(column[0]): _column(list(column), rows) for column in zip(*columns, strict=True)}
+    whole: tuple[Tree, Tree] = map_tensors(parts[0], lambda tensor: joined[id(tensor)])
+    return whole
+
+
+def _column(pieces: list[Tensor], rows: list[Tensor]) -> Tensor:
+    first = pieces[0]
+    column = first.new_empty((sum(map(len, rows)), *first.shape[1:]))
+    for piece, places in zip(pieces, rows, strict=True):
+        if piece.shape[1:] != first.shape[1:] or piece.dtype != first.dtype:
+            raise ConfigError(
+                f"data: samples differ in form: {first.dtype} {list(first.shape[1:])} and "
+                f"{piece.dtype} {list(piece.shape[1:])}; rows of a batch must be alike"
+            )
+        column[places] = piece
+    return column

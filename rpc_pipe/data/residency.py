@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 
 import numpy as np
@@ -121,7 +122,13 @@ class Residency:
         self.loads += 1
         self._bytes += int(self._source.num_bytes[chunk])
         self.peak_bytes = max(self.peak_bytes, self._bytes)
-        self._held[chunk] = self._pool.submit(self._source.load, chunk, self._busy)
+        loaded = self._held[chunk] = self._pool.submit(self._source.load, chunk, self._busy)
+        loaded.add_done_callback(self._warm)
+
+    def _warm(self, loaded: Future[Chunk]) -> None:
+        if not loaded.cancelled() and loaded.exception() is None:
+            with suppress(RuntimeError):  # the pool has been shut down
+                self._pool.submit(_warmed, loaded.result(), self._busy)
 
     def _free(self, size: int, needed: set[int]) -> bool:
         """Drop what is needed last until there is room for `size` bytes; tell whether there is."""
@@ -159,6 +166,11 @@ class Residency:
             self._held[chunk].cancel()
             self._drop(chunk)
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _warmed(chunk: Chunk, busy: Busy) -> None:
+    with busy.on("disk"):
+        chunk.warm()
 
 
 def _close(loaded: Future[Chunk]) -> None:

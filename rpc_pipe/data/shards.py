@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -104,14 +104,23 @@ def _local(root: str, endings: Sequence[str]) -> tuple[list[Shard], dict[str, An
         return [_shard(path, path.parent)], {}
     if (path / INDEX).is_file():
         return _indexed(root, (path / INDEX).read_text(), lambda name: _size(path / name))
-    found = [p for p in _walked(root) if p.endswith(tuple(endings))]
-    return [_shard(Path(p), path) for p in sorted(found)], {}
+    return sorted(_walked(root, root, tuple(endings)), key=lambda shard: shard.name), {}
 
 
-def _walked(root: str) -> Iterable[str]:
-    for folder, folders, names in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (os.path.join(folder, name) for name in names if not name.startswith("."))
+def _walked(root: str, folder: str, endings: tuple[str, ...]) -> Iterator[Shard]:
+    """Yield the files below a folder; a set may have a million, so no `Path` is made of them."""
+    try:
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir():
+                    yield from _walked(root, entry.path, endings)
+                elif entry.name.endswith(endings):
+                    name = entry.path[len(root) :].lstrip("/")
+                    yield Shard(name, entry.path, entry.stat().st_size)
+    except OSError as error:
+        raise DataError(f"data {folder}: cannot be read: {error.strerror}") from error
 
 
 def _shard(path: Path, base: Path) -> Shard:

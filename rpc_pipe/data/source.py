@@ -29,6 +29,9 @@ class Wanted(NamedTuple):
 class Chunk:
     """Samples that are in memory together."""
 
+    #: what `read` spends its time on
+    cause: Cause = "decode"
+
     def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
         """Return (inputs, targets) of these samples of the chunk, a row each; None for what is not wanted.
 
@@ -36,6 +39,9 @@ class Chunk:
             DataError: the shard has changed since the chunk was loaded.
         """
         raise NotImplementedError
+
+    def warm(self) -> None:
+        """Bring into memory what `read` would have to wait for otherwise. Called beside `read`, which does not wait."""
 
     def close(self) -> None:
         """Let go of the memory."""

@@ -9,6 +9,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +22,7 @@ from torch import Tensor
 from ..dependency import ConfigError, DataError
 from .bijection import Numbers
 from .shards import Roots, Shard, find_shards, fingerprint, roots_of
-from .source import Busy, Chunk, Source, Wanted
+from .source import Busy, Cause, Chunk, Source, Wanted
 from .storage import Storage
 
 ENDINGS = (".npy", ".bin", ".u8", ".u16", ".u32")
@@ -94,7 +95,7 @@ def cut(span: Span, context: int, chunk_bytes: int) -> list[Span]:
 
 def _span(shard: Shard, dtype: str | None, index: dict[str, Any], storage: Storage) -> Span:
     if not shard.name.endswith(".npy"):
-        named = dtype or index.get("dtype") or _RAW.get(Path(shard.name).suffix, "uint16")
+        named = dtype or index.get("dtype") or _RAW.get(os.path.splitext(shard.name)[1], "uint16")
         kind = np.dtype(named).newbyteorder("<")
         if shard.num_bytes % kind.itemsize:
             raise DataError(
@@ -152,17 +153,17 @@ class Tokens(Source):
     def load(self, chunk: int, busy: Busy) -> Chunk:
         span = self._spans[chunk]
         loaded = self._storage.use(span.shard, busy, lambda path: TokenChunk(path, span, self.context))
-        with busy.on("disk"):
-            if span.shard.checksum is not None and span.shard.name not in self._verified:
+        if span.shard.checksum is not None and span.shard.name not in self._verified:
+            with busy.on("disk"):
                 loaded.verify()
-                self._verified.add(span.shard.name)
-            else:
-                loaded.touch()
+            self._verified.add(span.shard.name)
         return loaded
 
 
 class TokenChunk(Chunk):
-    """Mapped tokens."""
+    """Mapped tokens, which can be read at once: what the kernel has not brought into memory yet it does then."""
+
+    cause: Cause = "disk"
 
     def __init__(self, path: Path, span: Span, context: int) -> None:
         self._span, self._path = span, path
@@ -174,8 +175,6 @@ class TokenChunk(Chunk):
             self._seen = self._stat()
             start = span.offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
             self._map = mmap.mmap(self._file, span.offset + span.num_bytes - start, prot=mmap.PROT_READ, offset=start)
-            # Begin to read what will be needed; the kernel goes on by itself.
-            os.posix_fadvise(self._file, span.offset, span.num_bytes, os.POSIX_FADV_WILLNEED)
         except BaseException as error:
             os.close(self._file)
             if isinstance(error, DataError) or not isinstance(error, (OSError, ValueError)):
@@ -198,10 +197,13 @@ class TokenChunk(Chunk):
             )
         return stat.st_size, stat.st_mtime_ns
 
-    def touch(self) -> None:
-        """Bring the chunk into memory; other threads go on meanwhile."""
-        pages = self._tokens.view(np.uint8)[:: mmap.PAGESIZE]
-        np.bitwise_or.reduce(pages)
+    def warm(self) -> None:
+        with suppress(AttributeError, DataError, OSError):  # closed meanwhile; or truncated, which `read` will tell
+            tokens = self._tokens
+            self._stat()
+            os.posix_fadvise(self._file, self._span.offset, self._span.num_bytes, os.POSIX_FADV_WILLNEED)
+            np.bitwise_or.reduce(tokens.view(np.uint8)[:: mmap.PAGESIZE])  # other threads go on meanwhile
+            self.cause = "decode"
 
     def verify(self) -> None:
         """Compare the shard with its checksum."""
@@ -222,12 +224,12 @@ class TokenChunk(Chunk):
             raise DataError(f"shard {self._span.shard.name}: {self._path} was written to while it is in use")
         rows = torch.from_numpy(self._rows[numbers].astype(np.int64))
         return (
-            rows[:, :-1].contiguous() if wanted.inputs else None,
-            rows[:, 1:].contiguous() if wanted.targets else None,
+            rows[:, :-1] if wanted.inputs else None,
+            rows[:, 1:] if wanted.targets else None,
         )
 
     def close(self) -> None:
-        # Views keep the mapping alive; without them it goes at once.
         del self._rows, self._tokens
-        self._map.close()
+        with suppress(BufferError):  # `warm` still looks at it, and lets go of it
+            self._map.close()
         os.close(self._file)

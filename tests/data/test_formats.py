@@ -46,6 +46,8 @@ def test_rows_of_a_table(rows, ending):
 def test_several_columns_are_a_dict(rows):
     inputs, targets = next(iter(Loader(table(rows / "0.parquet", ["x", "y"], "y"), rows=25)))
     assert set(inputs) == {"x", "y"} and torch.equal(inputs["y"], targets)
+    inputs, targets = next(iter(Loader(table(rows / "0.parquet", "y", ["y", "x"]), rows=25)))
+    assert torch.equal(inputs, targets["y"]) and torch.equal(2 * targets["x"][:, 0], inputs), "one is both"
 
 
 def test_tables_that_cannot_be_read(rows):

@@ -1,0 +1,285 @@
+"""Data larger than memory: loads, memory, speed, resumption and mixing, measured.
+
+    python bench/data.py [terabyte] [index] [throughput] [resume] [sorted]
+
+Each prints a JSON line. `terabyte` reads sparse files, which take no room on the disk; `--blocks` says how much of the
+epoch is really read, the loads of all of it are counted without reading. `throughput` reads the same files with torch's
+DataLoader, and with grain where it is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+if __package__ is None or __package__ == "":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from rpc_pipe import Pipeline
+from rpc_pipe.data import Loader, Order, dataset, tokens
+from rpc_pipe.data.survey import survey
+
+_SHARD, _TERABYTE = 64 * 10**6, 10**12
+_CONTEXT, _ROWS = 1024, 64
+
+
+def terabyte(blocks: int) -> dict[str, Any]:
+    """Read a sparse terabyte in a process of its own, whose memory is looked at."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--inside", str(blocks)], capture_output=True, text=True, timeout=600, check=True
+    )
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def _inside(blocks: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(_TERABYTE // _SHARD):
+            with open(f"{folder}/{number:05}.u16", "wb") as file:
+                file.truncate(_SHARD)
+        before, cpu = _rss_mb(), time.process_time()
+        begin = time.perf_counter()
+        loader = Loader(tokens(folder, _CONTEXT), rows=_ROWS, memory="2GB", epochs=1)
+        next(iter(loader))[0]
+        first_s, first_cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+        epoch = loader.order.epoch(0)
+        for block in range(blocks):  # one batch of each block: all of its chunks are loaded
+            loader.seek(epoch.begin(block))
+            next(iter(loader))[0]
+        read_s = time.perf_counter() - begin - first_s
+        loads, most = loader.loads, loader.peak_bytes
+        loader.close()
+        counted = survey(Loader(tokens(folder, _CONTEXT), rows=_ROWS, memory="2GB"))
+    return {
+        "bar": "terabyte", "shards": counted.shards, "samples": counted.samples, "window": counted.window,
+        "loads_per_epoch": counted.loads_per_epoch, "first_batch_s": first_s,
+        "first_batch_cpu_s": first_cpu_s, "blocks_read": blocks,
+        "loads_while_read": loads, "most_chunks_mb": most / 1e6, "mb_per_s": loads * _SHARD / 1e6 / read_s,
+        "rss_before_mb": before, "peak_rss_mb": _rss_mb(), "cap_mb": 2000,
+    }  # fmt: skip
+
+
+def _rss_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+def index() -> dict[str, Any]:
+    """Order ten million samples."""
+    tracemalloc.start()
+    begin = time.perf_counter()
+    order = Order([1000] * 10_000, 0, 500)
+    order.samples(5_000_000, 5_000_064)
+    took, (_, peak) = time.perf_counter() - begin, tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    begin = time.perf_counter()
+    order.samples(0, 1_000_000)
+    return {
+        "bar": "index", "samples": order.num_samples, "seconds": took, "peak_mb": peak / 1e6,
+        "located_per_s": 1e6 / (time.perf_counter() - begin),
+    }  # fmt: skip
+
+
+class _Rows(Dataset[tuple[Tensor, Tensor]]):
+    """The same files for torch's DataLoader."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._files = [np.memmap(path, np.uint16, "r") for path in paths]
+        self._each = (len(self._files[0]) - 1) // _CONTEXT
+
+    def __len__(self) -> int:
+        return self._each * len(self._files)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        file, row = divmod(index, self._each)
+        found = torch.from_numpy(self._files[file][row * _CONTEXT : row * _CONTEXT + _CONTEXT + 1].astype(np.int64))
+        return found[:-1], found[1:]
+
+
+def throughput(seconds: float) -> Iterator[dict[str, Any]]:
+    """Read 256 MB of tokens over and over, shuffled."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        draw = np.random.default_rng(0)
+        for number in range(4):
+            draw.integers(2**16, size=_SHARD // 2, dtype=np.uint16).tofile(folder / f"{number}.u16")
+        paths = sorted(folder.iterdir())
+        systems: dict[str, Callable[[], Iterator[Any]]] = {
+            "rpc-pipe": lambda: iter(map(tuple, Loader(tokens(folder, _CONTEXT), rows=_ROWS, memory="1GB"))),
+            "torch DataLoader": lambda: iter(DataLoader(_Rows(paths), _ROWS, shuffle=True)),
+            "torch DataLoader, 2 processes": lambda: iter(
+                DataLoader(_Rows(paths), _ROWS, shuffle=True, num_workers=2, multiprocessing_context="fork")
+            ),
+        }
+        try:
+            import grain
+
+            systems["grain"] = lambda: iter(
+                grain.MapDataset.source(_Rows(paths)).seed(0).shuffle().repeat().batch(_ROWS).to_iter_dataset()
+            )
+        except ImportError:
+            pass
+        for system, batches in systems.items():
+            yield {"bar": "throughput", "system": system, **_rate(batches(), seconds)}
+        yield {"bar": "throughput", "system": "rpc-pipe at the demo's rate x 20", **_paced(Loader(
+            tokens(folder, 128), rows=16, memory="1GB"), 20 * 12_000, seconds)}  # fmt: skip
+
+
+def _rate(batches: Iterator[Any], seconds: float) -> dict[str, Any]:
+    begin = time.perf_counter()
+    next(batches)
+    first, count = time.perf_counter(), 0
+    while time.perf_counter() - first < seconds:
+        next(batches)
+        count += 1
+    took = time.perf_counter() - first
+    return {"first_batch_s": first - begin, "tokens_per_s": round(count * _ROWS * _CONTEXT / took)}
+
+
+def _paced(loader: Loader, tokens_per_s: float, seconds: float) -> dict[str, Any]:
+    """Take batches at a rate; return how long they were waited for, behind the first ones."""
+    pause, waited = 16 * 128 / tokens_per_s, []
+    begin = time.perf_counter()
+    for batch in loader:
+        asked = time.perf_counter()
+        batch[0]
+        waited.append(time.perf_counter() - asked)
+        time.sleep(max(0.0, pause - waited[-1]))
+        if time.perf_counter() - begin > seconds:
+            break
+    steady = waited[10:]
+    return {
+        "tokens_per_s": round(tokens_per_s), "batches": len(steady),
+        "share_waited": sum(steady) / (pause * len(steady)),
+        "median_wait_us": 1e6 * statistics.median(steady), "longest_wait_ms": 1e3 * max(steady),
+    }  # fmt: skip
+
+
+def resume(kills: int) -> dict[str, Any]:
+    """Kill runs at random positions and go on with 4, 2 and 3 workers; compare the samples that were trained on."""
+    draw = random.Random(0)
+    with tempfile.TemporaryDirectory() as name:
+        for number in range(6):
+            np.arange(number * 160, number * 160 + 161, dtype=np.uint16).tofile(f"{name}/{number}.u16")
+        make = partial(Loader, epochs=2, window=2, memory="1MB")
+        total = 2 * 6 * 40
+        expected = make(tokens(name, 4), rows=8).samples(0, total).tolist()
+        equal = 0
+        for _ in range(kills):
+            ends = [*sorted(draw.sample(range(1, total), 2)), total]
+            state, seen = make(tokens(name, 4), rows=8).state_dict(), []
+            for workers, end in zip((4, 2, 3), ends, strict=True):
+                loader = make(tokens(name, 4), rows=draw.choice((4, 8, 12)))
+                loader.load_state_dict(json.loads(json.dumps(state)))
+                seen += _trained(loader, workers, end)
+                state = loader.state_dict()
+            equal += seen == expected
+    return {"bar": "resume", "kills": 2 * kills, "runs": kills, "runs_with_the_same_sequence": equal}
+
+
+def _trained(loader: Loader, workers: int, end: int) -> list[int]:
+    """Train until the position is `end` or behind it; return the samples of the steps that were complete."""
+    layers: list[Callable[[], nn.Module]] = [
+        partial(nn.Embedding, 1024, 4),
+        nn.Tanh,
+        nn.Tanh,
+        partial(nn.Linear, 4, 1024),
+    ]
+    seen: list[int] = []
+    batches = iter(loader)
+    read: list[Any] = []
+
+    def noted() -> Iterator[Any]:
+        for batch in batches:
+            read.append(batch)
+            yield batch
+
+    with Pipeline(
+        layers, _loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=2, num_workers=workers
+    ) as pipe:
+        for number, _ in enumerate(pipe.train(noted())):
+            seen += [n // 4 for n in read[number][0][:, 0].tolist()]
+            if loader.position >= end:
+                break
+    loader.close()
+    return seen
+
+
+def _loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def sorted_labels(chunks: int) -> dict[str, Any]:
+    """Train a small classifier on data sorted by label: full shuffle against 5 % of the chunks."""
+    found: dict[str, Any] = {"bar": "sorted", "chunks": chunks, "window": chunks // 20}
+    for name, window in (("full", None), ("window", chunks // 20), ("chunks only", 1)):
+        losses = [_classifier(chunks, window, seed) for seed in range(3)]
+        found[name] = {"mean": statistics.mean(losses), "deviation": statistics.stdev(losses)}
+    return found
+
+
+def _classifier(chunks: int, window: int | None, seed: int) -> float:
+    made = torch.Generator().manual_seed(1)
+    centres = torch.randn(10, 32, generator=made)
+    labels = torch.arange(8_000) * 10 // 8_000
+    pairs = list(zip(centres[labels] + 1.5 * torch.randn(8_000, 32, generator=made), labels.tolist(), strict=True))
+    held = torch.randint(10, (2_000,), generator=made)
+    inputs = centres[held] + 1.5 * torch.randn(2_000, 32, generator=made)
+    source = dataset(pairs, chunk=8_000 // chunks)
+    loader = Loader(source, rows=64, seed=seed, window=window, memory="1GB", epochs=2)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
+    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    for x, y in loader:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    with torch.no_grad():
+        return float(nn.functional.cross_entropy(model(inputs), held))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = ["terabyte", "index", "throughput", "resume", "sorted"]
+    parser.add_argument("bars", nargs="*", metavar="BAR", help=" ".join(every))
+    parser.add_argument("--blocks", type=int, default=100, help="of the terabyte that are read (100)")
+    parser.add_argument("--seconds", type=float, default=3.0, help="for each reader (3)")
+    parser.add_argument("--kills", type=int, default=25, help="runs that are killed twice each (25)")
+    parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.inside is not None:
+        print(json.dumps(_inside(options.inside)))
+        return
+    for bar in options.bars or every:
+        found: list[dict[str, Any]]
+        if bar == "terabyte":
+            found = [terabyte(options.blocks)]
+        elif bar == "throughput":
+            found = list(throughput(options.seconds))
+        elif bar == "sorted":
+            found = [sorted_labels(100), sorted_labels(400)]
+        else:
+            found = [index() if bar == "index" else resume(options.kills)]
+        for line in found:
+            print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()
