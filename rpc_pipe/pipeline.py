@@ -23,6 +23,7 @@ from .launching import overrides
 from .launching.job import own_part
 from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
+from .model.lazy_batch import LazyBatch
 from .model.microbatches import Ahead, Microbatches, Pair, join_rows, update_shares
 from .model.programs import Programs
 from .model.shards import Model, ShardMaker, cuttable
@@ -35,6 +36,7 @@ from .workers.compute.result import Result
 from .workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory
 from .workers.handlers import Batch
 from .workers.hooks import Listener
+from .workers.lending import lending
 from .workers.threads import WorkerThreads
 from .workers.transport.call import Call
 from .workers.transport.carrier import Carrier
@@ -317,12 +319,19 @@ class Pipeline(Kept):
         self._num_cut += 1
         stages = {stage for actor in self._actors for stage, _ in actor.shards}
         used = 0 in stages, self.spec.last_stage in stages  # inputs and targets, by workers of this process
+        if isinstance(batch, LazyBatch) and batch.lent:
+            used = (self._reads, self._reads)
         how = self.spec.num_microbatches, self._num_cut, used, pair or self.partition.pair
         found = Microbatches.of(batch, microbatches, *how)
         if self._maker is not None:
             self.partition.observe(found.inputs[0], trained=pair is None)
             self._make(self._maker)
         return found
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this process has the worker that reads what only one can."""
+        return any(actor.worker == self.spec.place(0, 0) for actor in self._actors)
 
     def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
         result = self._each(lambda actor: actor.run(self._batch(actor, batch, train, what)))[0]
@@ -341,8 +350,11 @@ class Pipeline(Kept):
             self._weights if actor.next_step == 0 else "",
         )
         shape = batch.shares, train, asked_of(part.spec, self._asked), batch.rows, batch.tokens, batch.waited
+        lent = batch.lazy is not None and batch.lazy.lent and len(self._actors) < self.num_workers
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
-        return Batch(part, self._order, call, batch.inputs, targets, *shape, scales)
+        return Batch(
+            part, self._order, call, batch.inputs, targets, *shape, scales, lending(part.spec) if lent else None
+        )
 
     def _told(self, result: Result) -> float:
         """Take note of what a training step came to; return its loss."""

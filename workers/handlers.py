@@ -39,6 +39,7 @@ from .compute.shard import Shard
 from .compute.stash import StashingShard
 from .context import Context
 from .hooks import Arrived, LayerTime
+from .lending import Lending
 from .state import WorkerState
 from .transport.call import Call
 from .transport.payload import Payload, Tree, pack, unpack
@@ -68,6 +69,8 @@ class Batch:
     waited: tuple[int, str] = (0, "")
     #: each microbatch's share of the rows of the update that takes its gradients, if steps overlap
     scales: list[float] | None = None
+    #: who reads the batch, where it is not everybody who uses it
+    lending: Lending | None = None
 
     @property
     def spec(self) -> Spec:
@@ -102,6 +105,8 @@ class Step:
     #: payloads by the action that made them: from other workers, or handed over on this one
     payloads: dict[Action, Payload] = field(default_factory=dict)
     forwards_left: int = 0
+    #: what of the batch has not come yet from who reads it: inputs, targets
+    borrowed: set[str] = field(default_factory=set)
     losses: Losses = field(default_factory=Losses)
     outputs: dict[int, Tree] = field(default_factory=dict)
     #: known from `D` on

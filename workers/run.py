@@ -23,7 +23,7 @@ from .handlers import Batch, Doing, Step, Task
 from .hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 from .mailbox import Arrival
 from .state import WorkerState
-from .transport.payload import Payload
+from .transport.payload import Payload, pack, unpack
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,20 @@ class Stream:
             wanted.setdefault(need.worker, []).append((need.action, need.carries))
         for peer, questions in wanted.items():
             self._mailbox.pull(run, peer, questions)
+        self._lend(step)
         return step
+
+    def _lend(self, step: Step) -> None:
+        """Offer what others use of a batch and cannot read, or ask for it."""
+        batch, me = step.batch, self._worker.worker
+        for what, parts in {"inputs": batch.inputs, "targets": batch.targets}.items():
+            takers = [] if batch.lending is None or parts is None else batch.lending.takers[what]
+            if batch.lending is not None and me in takers:
+                step.borrowed.add(what)
+                self._mailbox.pull(step.run, batch.lending.reader, [(what, True)])
+            elif batch.lending is not None and me == batch.lending.reader and takers:
+                # It has been read into memory: no device is waited for.
+                self._mailbox.outbox.offer((step.run, what), pack(parts), takers)
 
     def _keep_buffers(self, before: Step) -> None:
         """Note what buffers that forwards write are after the step `before`: the next may be abandoned."""
@@ -159,7 +172,13 @@ class Stream:
 
     def _take_in(self, arrival: Arrival) -> None:
         step, what = self._steps[arrival.run], arrival.what
-        assert isinstance(what, Action)
+        if not isinstance(what, Action):
+            assert arrival.payload is not None
+            parts = step.batch.inputs if what == "inputs" else step.batch.targets
+            assert parts is not None
+            parts[:] = unpack(arrival.payload)
+            step.borrowed.remove(what)
+            return
         if arrival.peer == self._worker.worker:  # a copy of our own
             self._finish(step, what, arrival.payload)
             return
@@ -183,6 +202,10 @@ class Stream:
     def _execute(self, step: Step, entry: Entry) -> None:
         worker, action = self._worker, entry.action
         task = step.tasks[action]
+        while step.borrowed and action.kind.way == 1:
+            missing = " and ".join(sorted(step.borrowed))
+            for arrival in self._mailbox.next_arrivals(self._steps, lambda: f"{missing} of step {step.number}"):  # noqa: B023
+                self._take_in(arrival)
         worker.running, worker.running_step, worker.given = task.name, step.number, []
         worker.listeners.action_started(step.number, action)
         begin = worker.courier.mark()

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 from ..dependency import ConfigError
 from ..model.lazy_batch import LazyBatch
@@ -39,6 +39,8 @@ class Loader:
         memory: limit of chunks, of those that come next and of batches made ahead; in bytes, or such as `2GB`.
         epochs: after so many the iteration ends, with a smaller batch if need be; None: never.
         shuffle: otherwise samples come as they are stored.
+        readers: `users`: every worker reads what it uses. `first`: only the worker of the first stage does, and others
+            pull from it; the source may then be what makes it, which only that worker calls.
         replica, replicas: which of several pipelines that train on the same data this one is: each has its share of
             every batch.
         timeout_s: how long a batch may take to be there.
@@ -49,7 +51,7 @@ class Loader:
 
     def __init__(
         self,
-        source: Source,
+        source: Source | Callable[[], Source],
         *,
         rows: int,
         seed: int = 0,
@@ -59,13 +61,9 @@ class Loader:
         shuffle: bool = True,
         replica: int = 0,
         replicas: int = 1,
+        readers: Literal["users", "first"] = "users",
         timeout_s: float = 300.0,
     ) -> None:
-        if not isinstance(source, Source):
-            raise ConfigError(
-                f"source {source!r}: must be one of rpc_pipe.data's, such as tokens(folder, context=1024), or "
-                "dataset(...) around a map-style dataset"
-            )
         for name, value, least in (("rows", rows, 1), ("replicas", replicas, 1), ("epochs", epochs, 1)):
             if value is not None and (not isinstance(value, int) or value < least):
                 raise ConfigError(f"{name} {value!r}: must be a whole number, at least {least}")
@@ -73,28 +71,79 @@ class Loader:
             raise ConfigError(
                 f"replica {replica} of {replicas}: must be 0 to {replicas - 1}, each with a row of {rows}"
             )
-        self.source, self.rows, self.seed = source, rows, seed
+        if readers not in ("users", "first"):
+            raise ConfigError(f"readers {readers!r}: must be users or first")
+        if readers == "first" and epochs is not None:
+            raise ConfigError(
+                f"epochs {epochs}: with readers='first' other workers cannot know where an epoch ends; end the loop "
+                "after so many steps"
+            )
+        self.rows, self.seed, self.readers = rows, seed, readers
+        self._given, self._replica, self._replicas, self._epochs = source, replica, replicas, epochs
         self._memory, self._asked, self._shuffle, self.timeout_s = num_bytes(memory), window, shuffle, timeout_s
-        #: bytes that batches made ahead, and that chunks may take
-        self.ahead_bytes = max(2 * source.sample_bytes * rows // replicas, self._memory // _AHEAD)
-        self.room = chunk_memory(self._memory, self.ahead_bytes)
-        self._widest = widest_window(source.num_bytes, self.room)
-        total = None if epochs is None else epochs * int(source.sizes.sum())
-        self._shares = Shares(rows, replica, replicas, total)
         self._position = 0
         #: whether a pipeline says which batches are done
         self._followed = False
+        #: the identity that was loaded before the source is open
+        self._told: str | None = None
         self._reader: Reader | None = None
-        self._order_by(window)
+        self._opened: _Opened | None = None
+        if readers == "users":
+            _ = self._open
 
-    def _order_by(self, window: int | None) -> None:
-        if window is not None and not 1 <= window <= max(self._widest, 1):
+    @property
+    def _open(self) -> _Opened:
+        """The source and its order; with readers="first" it is opened by who reads."""
+        if self._opened is None:
+            source = self._given if isinstance(self._given, Source) else None
+            if source is None and callable(self._given) and self.readers == "first":
+                source = self._given()
+            if not isinstance(source, Source):
+                raise ConfigError(
+                    f"source {self._given!r}: must be one of rpc_pipe.data's, such as tokens(folder, context=1024), or "
+                    "dataset(...) around a map-style dataset; with readers='first', or what makes one"
+                )
+            ahead = max(2 * source.sample_bytes * self.rows // self._replicas, self._memory // _AHEAD)
+            room = chunk_memory(self._memory, ahead)
+            order = self._ordered(source, room, self._asked)
+            self._opened = _Opened(source, order, ahead, room)
+            if self._told is not None:
+                self._follow_told(self._told)
+        return self._opened
+
+    def _ordered(self, source: Source, room: int, window: int | None) -> Order:
+        widest = widest_window(source.num_bytes, room)
+        if window is not None and not 1 <= window <= max(widest, 1):
             raise ConfigError(
-                f"window {window}: must be 1 to {self._widest} chunks, which is what {self._memory / 1e6:.0f} MB hold; "
+                f"window {window}: must be 1 to {widest} chunks, which is what {self._memory / 1e6:.0f} MB hold; "
                 "raise memory for more"
             )
-        self.order = Order(self.source.sizes, self.seed, window or self._widest, self._shuffle)
-        self.close()
+        return Order(source.sizes, self.seed, window or widest, self._shuffle)
+
+    @property
+    def source(self) -> Source:
+        """What is read."""
+        return self._open.source
+
+    @property
+    def order(self) -> Order:
+        """Which sample stands where."""
+        return self._open.order
+
+    @property
+    def room(self) -> int:
+        """Bytes that chunks may take."""
+        return self._open.room
+
+    @property
+    def ahead_bytes(self) -> int:
+        """Bytes that batches made ahead may take."""
+        return self._open.ahead_bytes
+
+    @property
+    def _shares(self) -> Shares:
+        total = None if self._epochs is None else self._epochs * self.order.num_samples
+        return Shares(self.rows, self._replica, self._replicas, total)
 
     # --- where it is
 
@@ -116,7 +165,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: `position`, and the `identity` that it counts in."""
-        return {"position": self._position, "identity": self.identity}
+        return {"position": self._position, "identity": (self._told or "") if self._opened is None else self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where another loader was. Rows, replicas and workers may differ.
@@ -125,16 +174,24 @@ class Loader:
             ConfigError: it had other data, or another order.
         """
         told, position = str(state["identity"]), state["position"]
+        if self._opened is None and self.readers == "first":
+            self._told = told  # compared where the data are
+        else:
+            self._follow_told(told)
+        self.seek(position)
+
+    def _follow_told(self, told: str) -> None:
         window = _WINDOW.search(told)
         if told != self.identity and window is not None and self._asked is None:
-            if _WINDOW.sub("", told) == _WINDOW.sub("", self.identity):
-                self._order_by(int(window[1]))  # the limit of memory may be another
+            if _WINDOW.sub("", told) == _WINDOW.sub("", self.identity):  # the limit of memory may be another
+                opened = self._open
+                self.close()
+                self._opened = opened._replace(order=self._ordered(opened.source, opened.room, int(window[1])))
         if told != self.identity:
             raise ConfigError(
-                f"data {self.source.name}: were {told} when position {position} was noted, and are {self.identity}: "
+                f"data {self.source.name}: were {told} when the position was noted, and are {self.identity}: "
                 "a resumed run needs the same data, seed and window, or begins anew at position 0"
             )
-        self.seek(position)
 
     def seek(self, position: int) -> None:
         """Go to a position: so many samples are behind."""
@@ -191,13 +248,24 @@ class Loader:
             self._reader = None
 
 
+class _Opened(NamedTuple):
+    """A source, and how it is read."""
+
+    source: Source
+    order: Order
+    ahead_bytes: int
+    room: int
+
+
 class Batch(LazyBatch):
     """(inputs, targets), read when they are looked at."""
 
     def __init__(self, loader: Loader, share: Share) -> None:
         self._loader, self._share = loader, share
         self.rows = share.end - share.begin
-        self.label = f"samples {share.begin}-{share.end - 1} in the order of {loader.identity}"
+        self.lent = loader.readers == "first"
+        data = "the first worker's data" if self.lent else loader.identity
+        self.label = f"samples {share.begin}-{share.end - 1} in the order of {data}"
         self._both: tuple[Tree, Tree] | None = None
 
     @property

@@ -12,6 +12,8 @@ class LazyBatch:
     rows: int
     #: names the rows and the data that they come from: what all workers must have alike
     label: str
+    #: whether the worker of the first stage alone can read it; others pull what they use from there
+    lent: bool = False
     #: how long its last reader waited, in ns, and for what: disk, network or decode
     waited_ns: int = 0
     waited_for: str = ""

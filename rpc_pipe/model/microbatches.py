@@ -99,6 +99,10 @@ class Microbatches:
     @classmethod
     def _read(cls, batch: LazyBatch, num_microbatches: int, used: tuple[bool, bool], pair: Pair | None) -> Microbatches:
         """Read what is used of a batch that all workers know by name."""
+        if batch.lent and used == (False, False) and pair is not None:
+            raise ConfigError(
+                "readers='first': this model runs its own forward on every worker, so every worker must read the batch"
+            )
         batch.follow()
         inputs, targets = batch.read(*used) if pair is None else pair(batch.read(True, True))
         parts = min(num_microbatches, batch.rows)
