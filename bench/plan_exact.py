@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from itertools import combinations, pairwise
 
-from rpc_pipe.dependency import Action, B, F, I, R, U, W
+from rpc_pipe.dependency import Action, B, F, G, I, R, U, W
 from rpc_pipe.planning.candidates import Candidate, candidates
 from rpc_pipe.planning.footprint import Size, payload_bytes, peak_bytes
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
@@ -34,7 +34,14 @@ def instance(seed: int) -> Question:
     crossing = [float(draw.randint(1, 50)) for _ in range(11)]
     for i in range(draw.randint(num_workers, 10)):
         inputs, weights = draw.randint(1, 20 * skew), draw.randint(0, 20)
-        times = {F: draw.randint(1, 20 * skew), I: inputs, W: weights, B: inputs + weights, U: draw.randint(0, 3)}
+        times = {
+            F: draw.randint(1, 20 * skew),
+            I: inputs,
+            W: weights,
+            B: inputs + weights,
+            U: draw.randint(0, 3),
+            G: draw.randint(0, 3),
+        }
         times[R] = times[F]
         kept = float(draw.randint(1, 100) + crossing[i])
         shard = [float(draw.randint(0, 30)) for _ in range(3)]
@@ -83,7 +90,8 @@ def _all_cuts(question: Question, candidate: Candidate, num_blocks: int) -> Iter
 
         def cost(action: Action, stages: list[list[LayerCost]] = stages) -> float:
             once = sum(block.times.get(action.kind, 0) for block in stages[action.stage])
-            return once * machines.slow(spec.worker(action))
+            others = spec.num_routes - 1 if action.kind is G else 1
+            return once * machines.slow(spec.worker(action)) * others
 
         def payload(action: Action, sizes: list[Size] = sizes) -> float:
             return payload_bytes(action, sizes[action.stage])

@@ -13,15 +13,18 @@ from ..launching.report import Reporter
 from ..planning.advice import Advice, what_binds, what_would_fit
 from ..planning.candidates import refuse_unknown
 from ..planning.compare import tell_bytes
+from ..planning.listing import improved
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.search import Answer, Question, default_microbatches, search
 from .files import try_files, write
 from .options import Parser, add_json, parse_bytes, whole
 from .profile import add_measuring, find_profile, progress
-from .topology import read_topology
+from .topology import HERE, parse_link, read_topology
 
 #: how long is searched if nothing else is typed
 _SECONDS = 20.0
+#: and how long of it at most a program of its own is searched
+_LISTING_S = 6.0
 #: plans that are listed as JSON
 _MOST_PLANS = 50
 
@@ -35,9 +38,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--batch", type=whole(1), help="rows of a step's batch (those of the batch that make returns)")
     parser.add_argument("--microbatches", type=_counts, help="numbers to try, such as 8,16 (workers x 1, 2, 4, 8)")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
+    parser.add_argument("--link", metavar="MS[/BANDWIDTH]", help="between any two workers, bytes a second (0.3/1GB)")
     parser.add_argument("--schedule", action="append", metavar="NAME", help="only this one; may be given again")
     parser.add_argument("--no-recompute", action="store_true", help="keep all activations")
     parser.add_argument("--seconds", type=float, help=f"how long to search ({_SECONDS:g})")
+    parser.add_argument("--no-searched", action="store_true", help="only schedules by name, no program of its own")
     parser.add_argument("--output", metavar="FILE", help="write the plans, for run --plan and Pipeline(plan=...)")
     parser.add_argument("--svg", metavar="FILE", help="write time against memory as a picture")
     add_json(parser)
@@ -61,6 +66,8 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
     with progress(reporter) as bar:
         task = bar.add_task("searching", total=1.0)
         answer = search(question, lambda share, best: bar.update(task, completed=share), with_front=True)
+    if answer.plans and "no_searched" not in typed:
+        _add_searched(question, answer, reporter)
     advice = what_binds(question, answer) if answer.plans else what_would_fit(question, answer)
     told = _as_json(question, answer, advice)
     if "output" in typed:
@@ -80,13 +87,15 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
 def _machines(typed: dict[str, Any]) -> Machines:
     """Return the workers from --topology, --workers and --memory."""
     if "topology" not in typed:
-        machines = Machines(typed.get("workers", 2))
+        machines = Machines(typed.get("workers", 2), link=HERE)
     else:
         machines = read_topology(typed["topology"])
         if typed.get("workers", machines.num_workers) != machines.num_workers:
             raise ConfigError(
                 f"--workers {typed['workers']}: {typed['topology']} has {machines.num_workers} workers; leave it out"
             )
+    if "link" in typed:
+        machines = replace(machines, link=parse_link(typed["link"]))
     if "memory" in typed:
         limit = parse_bytes("--memory", typed["memory"])
         own = machines.memory or (None,) * machines.num_workers
@@ -133,6 +142,17 @@ def _rows_of_batch(typed: dict[str, Any]) -> int:
     from ..planning.profiling import load, rows_of
 
     return rows_of(load(typed["model"]).batch)
+
+
+def _add_searched(question: Question, answer: Answer, reporter: Reporter) -> None:
+    """Put a program that was made for these costs before the plans, if it is faster than all."""
+    with progress(reporter) as bar:
+        task = bar.add_task("listing", total=1.0)
+        seconds = min(_LISTING_S, question.seconds / 4)
+        plan = improved(question, answer, lambda share: bar.update(task, completed=share), seconds)
+    if plan is not None:
+        answer.plans.insert(0, plan)
+        answer.front = [plan, *(other for other in answer.front if other.predicted_memory < plan.predicted_memory)]
 
 
 def _as_json(question: Question, answer: Answer, advice: Sequence[Advice]) -> dict[str, Any]:

@@ -17,7 +17,23 @@ from typing import Any
 from ..dependency import ConfigError
 from ..planning.profile import Machines
 from ..planning.simulator import Link
-from .options import parse_bytes, parse_worker
+from .options import parse_bytes, parse_number, parse_worker
+
+#: between processes of one machine: what a payload through shared memory takes, as measured
+HERE = Link(0.3, 1e6)
+
+
+def parse_link(text: str) -> Link:
+    """Read a link as it is typed.
+
+    >>> parse_link("0.5/1GB")
+    Link(latency=0.5, bandwidth=1000000.0)
+    """
+    latency, slash, bandwidth = text.partition("/")
+    width = parse_bytes(f"--link {latency}/", bandwidth) / 1e3 if slash else float("inf")
+    if width == 0:
+        raise ConfigError(f"--link {text}: a bandwidth must be above 0")
+    return Link(parse_number("--link", latency), width)
 
 
 def read_topology(path: str) -> Machines:
@@ -59,7 +75,7 @@ def read_topology(path: str) -> Machines:
         count,
         tuple(1 / speed for speed in speeds) if set(speeds) != {1.0} else (),
         tuple(memory) if any(memory) else (),
-        read_link(where, told["link"]) if "link" in told else Link(),
+        read_link(where, told["link"]) if "link" in told else HERE,
         links,
     )
 

@@ -8,11 +8,13 @@ from xml.sax.saxutils import escape
 
 from rich.table import Table
 
-from ..dependency import R
+from ..dependency import G, R
 from ..planning.compare import tell_bytes
 from ..planning.plan import Plan
 from ..planning.profile import TIMED, Profile
 
+#: kinds that a profile is shown of
+_SHOWN = tuple(kind for kind in TIMED if kind not in (R, G))
 #: of the picture, in pixels
 _WIDTH, _HEIGHT, _MARGIN = 640, 400, 56
 #: blocks of stages that are listed one by one
@@ -48,14 +50,19 @@ def profile_table(profile: Profile, rows: int) -> Table:
     """Draw what each block takes and holds for microbatches of so many rows."""
     drawn = Table(title=f"{profile.model}, {rows} rows a microbatch, on {profile.device}", box=None, pad_edge=False)
     drawn.add_column("block", no_wrap=True)
-    for heading in (*(f"{kind.letter} ms" for kind in TIMED if kind is not R), "weights", "activations", "hands on"):
+    for heading in (
+        *(f"{kind.letter} ms" for kind in _SHOWN),
+        "weights",
+        "activations",
+        "hands on",
+    ):
         drawn.add_column(heading, justify="right", no_wrap=True)
     for block in profile.at(rows):
-        times = [f"{block.times.get(kind, 0):.3g}" for kind in TIMED if kind is not R]
+        times = [f"{block.times.get(kind, 0):.3g}" for kind in _SHOWN]
         size = block.size
         drawn.add_row(block.name, *times, *map(tell_bytes, (size.weights, size.activations, size.outputs)))
     if any(profile.per_stage.values()):
-        around = [f"{profile.per_stage.get(kind, 0):.3g}" for kind in TIMED if kind is not R]
+        around = [f"{profile.per_stage.get(kind, 0):.3g}" for kind in _SHOWN]
         drawn.add_row("each stage besides", *around, "", "", "")
     return drawn
 

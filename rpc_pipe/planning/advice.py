@@ -37,7 +37,7 @@ class Advice:
 def what_binds(question: Question, answer: Answer) -> list[Advice]:
     """Return what would make steps shorter, the most useful first: memory, links, microbatches, a worker more."""
     best = answer.plans[0]
-    names = tuple(dict.fromkeys(plan.schedule for plan in answer.plans))[:_SCHEDULES]
+    names = tuple(dict.fromkeys(plan.schedule for plan in answer.plans if not plan.program))[:_SCHEDULES]
     found = []
     for change, relaxed in _relaxed(question, answer):
         better = search(replace(relaxed, schedules=names, seconds=min(2.0, question.seconds / 6)))

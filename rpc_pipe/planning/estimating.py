@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from ..dependency import B, F, I, Kind, R, U, W
+from ..dependency import B, F, G, I, Kind, R, U, W
 from ..model.made import Made
 from ..workers.compute.shard import OptimizerFactory
 from ..workers.compute.split_backward import Saved
@@ -135,7 +135,11 @@ def _with_shard(cost: LayerCost, named: Sequence[tuple[str, nn.Parameter]], opti
     weights = sum(p.nbytes for _, p in named)
     gradients = sum(p.nbytes for _, p in named if p.requires_grad)
     size = replace(cost.size, weights=weights, gradients=gradients, optimizer=gradients * _state(optimizer))
-    return replace(cost, size=size, times={**cost.times, U: 3 * (gradients + size.optimizer) / _BYTES_A_MS})
+    return replace(
+        cost,
+        size=size,
+        times={**cost.times, U: 3 * (gradients + size.optimizer) / _BYTES_A_MS, G: 2 * gradients / _BYTES_A_MS},
+    )
 
 
 def _state(optimizer: OptimizerFactory) -> float:

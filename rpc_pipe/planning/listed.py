@@ -14,13 +14,14 @@ class Listed(NamedTuple):
     """What a program lists."""
 
     rows: tuple[tuple[Action, ...], ...]
-    #: stage -> worker
-    placement: tuple[int, ...]
+    #: route -> stage -> worker
+    placement: tuple[tuple[int, ...], ...]
+    #: microbatch -> route
+    routes: tuple[int, ...]
     #: the I of those microbatches whose backward is in two parts
     split: frozenset[Action]
     #: stages that recompute
     recompute: frozenset[int]
-    num_microbatches: int
 
 
 class ListedSchedule(Spec):
@@ -37,9 +38,9 @@ class ListedSchedule(Spec):
         listed = self.listed
         if self.num_workers != len(listed.rows):
             raise ConfigError(f"workers {self.num_workers}: the program is for {len(listed.rows)}")
-        if self.num_microbatches > listed.num_microbatches:
+        if self.num_microbatches > len(listed.routes):
             raise ConfigError(
-                f"microbatches {self.num_microbatches}: the program lists {listed.num_microbatches}; use at most those"
+                f"microbatches {self.num_microbatches}: the program lists {len(listed.routes)}; use at most those"
             )
 
     @property
@@ -48,10 +49,17 @@ class ListedSchedule(Spec):
 
     @property
     def num_stages(self) -> int:
+        return len(self.listed.placement[0])
+
+    @property
+    def num_routes(self) -> int:
         return len(self.listed.placement)
 
+    def route(self, microbatch: int) -> int:
+        return self.listed.routes[microbatch]
+
     def place(self, stage: int, route: int) -> int:
-        return self.listed.placement[stage]
+        return self.listed.placement[route][stage]
 
     def splits(self, stage: int, microbatch: int) -> bool:
         return I(stage, microbatch) in self.listed.split
@@ -65,16 +73,16 @@ class ListedSchedule(Spec):
 
 @lru_cache(maxsize=64)
 def listed_schedule(
-    rows: tuple[tuple[Action, ...], ...], placement: tuple[int, ...], num_microbatches: int
+    rows: tuple[tuple[Action, ...], ...], placement: tuple[tuple[int, ...], ...], routes: tuple[int, ...]
 ) -> type[Spec]:
     """Return the schedule that runs these lists; the same class for the same lists."""
     actions = [action for row in rows for action in row]
     listed = Listed(
         rows,
         placement,
+        routes,
         frozenset(action for action in actions if action.kind is I),
         frozenset(action.stage for action in actions if action.kind is R),
-        num_microbatches,
     )
     return type("Searched", (ListedSchedule,), {"listed": listed, "__doc__": ListedSchedule.__doc__})
 
@@ -89,11 +97,15 @@ def program_of(plan: Plan) -> type[Spec]:
         rows = tuple(tuple(map(Action.parse, row)) for row in plan.program)
     except ValueError as error:
         raise ConfigError(f"plan: program: {error}") from None
-    if len(plan.placement) != len(plan.cut) or any(worker >= len(rows) for worker in plan.placement):
+    routes = plan.routes or (0,) * plan.num_microbatches
+    if len(routes) != plan.num_microbatches or any(route >= len(plan.placement) for route in routes):
         raise ConfigError(
-            f"plan: placement {list(plan.placement)}: must name a worker for each of {len(plan.cut)} stages"
+            f"plan: routes {list(routes)}: must name a route for each of {plan.num_microbatches} microbatches"
         )
-    return listed_schedule(rows, plan.placement, plan.num_microbatches)
+    for places in plan.placement:
+        if len(places) != len(plan.cut) or any(worker >= len(rows) for worker in places):
+            raise ConfigError(f"plan: placement {list(places)}: must name a worker for each of {len(plan.cut)} stages")
+    return listed_schedule(rows, plan.placement, routes)
 
 
 def read_program(path: str) -> type[Spec]:

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from ..dependency import B, F, I, Kind, R, U, W
+from ..dependency import B, F, G, I, Kind, R, U, W
 from ..workers.compute.shard import LossFn, OptimizerFactory
 from ..workers.compute.split_backward import Deferred, Saved, backward_inputs
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
@@ -143,7 +143,7 @@ def with_shard(
 ) -> LayerCost:
     """Return what a block costs with what its parameters do: bytes all the time, and the milliseconds of an update."""
     trained = [(name, p) for name, p in parameters if p.requires_grad]
-    kept, took = 0, [0.0]
+    kept, took, added = 0, [0.0], 0.0
     if optimizer is not None and trained:
         copies = [(name, nn.Parameter(torch.zeros_like(p))) for name, p in trained]
         trial = optimizer(copies)
@@ -154,6 +154,10 @@ def with_shard(
             begin = time.perf_counter()
             trial.step()
             took.append(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        for _, copy in copies:
+            copy.detach().add_(torch.zeros_like(copy))
+        added = 1e3 * (time.perf_counter() - begin)
         kept = sum(t.nbytes for state in trial.state.values() for t in state.values() if isinstance(t, Tensor))
     size = replace(
         cost.size,
@@ -161,4 +165,4 @@ def with_shard(
         gradients=sum(p.nbytes for _, p in trained),
         optimizer=kept,
     )
-    return replace(cost, times={**cost.times, U: 1e3 * median(took[1:] or took)}, size=size)
+    return replace(cost, times={**cost.times, U: 1e3 * median(took[1:] or took), G: added}, size=size)

@@ -33,9 +33,10 @@ class Plan:
     busy_by_worker: tuple[float, ...] = ()
     #: payloads between workers in a step
     messages: int = 0
-    #: of a searched program: each worker's actions in order, and by stage the worker that holds it
+    #: of a searched program: each worker's actions in order; by route and stage the worker; each microbatch's route
     program: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
-    placement: tuple[int, ...] = ()
+    placement: tuple[tuple[int, ...], ...] = ()
+    routes: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
@@ -68,7 +69,11 @@ class Plan:
             "messages": self.messages,
         }
         if self.program:
-            told |= {"placement": list(self.placement), "program": [" ".join(row) for row in self.program]}
+            told |= {
+                "placement": [list(places) for places in self.placement],
+                "routes": list(self.routes),
+                "program": [" ".join(row) for row in self.program],
+            }
         return told
 
 
@@ -102,7 +107,9 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
 
 def _from_plain(told: Mapping[str, Any]) -> Plan:
     def numbers(name: str) -> tuple[int, ...]:
-        values = told.get(name, ())
+        return whole(name, told.get(name, ()))
+
+    def whole(name: str, values: Any) -> tuple[int, ...]:
         if not isinstance(values, Sequence) or not all(isinstance(v, int) and v >= 0 for v in values):
             raise ValueError(f"{name} must be a list of whole numbers")
         return tuple(values)
@@ -127,5 +134,6 @@ def _from_plain(told: Mapping[str, Any]) -> Plan:
         busy_by_worker=tuple(float(t) for t in told.get("busy_by_worker_ms", ())),
         messages=int(told.get("messages", 0)),
         program=tuple(tuple(str(row).split()) for row in told.get("program", ())),
-        placement=numbers("placement"),
+        placement=tuple(whole("placement", places) for places in told.get("placement", ())),
+        routes=numbers("routes"),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from ..dependency import Action, Kind, Spec
+from ..dependency import Action, G, Kind, Spec
 from .bottleneck import Ends
 from .footprint import Size, payload_bytes, peak_bytes
 from .profile import TIMED, Chain, Machines
@@ -27,7 +27,10 @@ class Priced:
         known: dict[tuple[int, Kind, int], int] = {}
         pairs = zip(self._relation.actions, self._relation.worker, strict=True)
         self._ids = [known.setdefault((a.stage, a.kind, worker), len(known)) for a, worker in pairs]
-        self._distinct = [(stage, kind, machines.slow(worker)) for stage, kind, worker in known]
+        others = spec.num_routes - 1
+        self._distinct = [
+            (stage, kind, machines.slow(worker) * (others if kind is G else 1)) for stage, kind, worker in known
+        ]
         self._links: dict[tuple[int, int], Link] | None = None
         if not machines.links_are_plain:
             workers = range(spec.num_workers)

@@ -8,19 +8,19 @@ from dataclasses import astuple, dataclass, field, fields
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ..dependency import B, ConfigError, F, I, Kind, R, U, W
+from ..dependency import B, ConfigError, F, G, I, Kind, R, U, W
 from .footprint import Size
 from .simulator import Link
 
 #: what costs nothing
 _NO_WAY = Link()
 #: kinds that a profile has times of
-TIMED = (F, B, I, W, R, U)
+TIMED = (F, B, I, W, R, U, G)
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer, or block, costs for one microbatch; U is of the whole step."""
+    """What one layer, or block, costs for one microbatch; of a step U, and G for each replica besides its own."""
 
     #: milliseconds by kind
     times: Mapping[Kind, float]
@@ -91,7 +91,7 @@ def _blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False)
     def between(x: float, y: float) -> float:
         return max(0.0, x + share * (x if proportional else y - x))
 
-    times = {kind: a.times[kind] if kind is U else between(a.times[kind], b.times[kind]) for kind in a.times}
+    times = {kind: a.times[kind] if kind in (U, G) else between(a.times[kind], b.times[kind]) for kind in a.times}
     sizes = {
         f.name: getattr(a.size, f.name)
         if f.name in RESIDENT
@@ -204,6 +204,11 @@ class Chain:
     def _inside(self, start: int, stop: int) -> list[Tie]:
         places = self._places
         return [t for t in self.ties if places[start] <= t.first and t.last < places[stop]]
+
+    def ends(self, counts: Sequence[int]) -> tuple[int, ...]:
+        """Return the boundaries of stages that have so many of the model's blocks each."""
+        place = {at: number for number, at in enumerate(self._places)}
+        return tuple(place[at] for at in accumulate(counts, initial=0))
 
     def counts(self, ends: Sequence[int]) -> tuple[int, ...]:
         """Return how many of the model's blocks each stage has, where `ends` are boundaries of stages, 0 first."""

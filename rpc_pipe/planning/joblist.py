@@ -1,0 +1,320 @@
+"""Each worker's actions in an order that was searched for given times: list scheduling, then local search.
+
+What the zero-bubble auto-scheduler does for two placements (Qi et al. 2023, arXiv:2401.10241, section 3) is done here
+for any: forwards, backwards for inputs and backwards for weights are actions of their own, a worker may hold so many
+bytes of activations, and the order is improved where it is critical. The moves are those known from job shops: in the
+longest path, what a worker runs in a row can only become shorter by moving something to the row's ends (Dell'Amico and
+Trubian 1993). Loads without torch.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ..dependency import Action, B, F, I, Kind, Spec, W
+
+#: each worker's actions in order, as numbers
+Order = list[list[int]]
+
+
+@dataclass
+class Shop:
+    """What is to be ordered: actions with their times, what they need, and what their workers may hold.
+
+    Args:
+        spec: its placement, routes and kinds of actions; its order is of no interest.
+        time: of an action, on its worker.
+        lag: from one worker to another, of the payload of an action.
+        kept: bytes (or any unit) that a forward of a stage keeps.
+        after: the part of it that is kept from I to W.
+        budget: by worker, of what is kept at once.
+        split: all backwards are I and W, whatever the spec says.
+    """
+
+    spec: Spec
+    time: Callable[[Action], float]
+    lag: Callable[[Action, int, int], float]
+    kept: Sequence[float]
+    after: Sequence[float]
+    budget: Sequence[float]
+    split: bool = True
+    actions: list[Action] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        for m in range(spec.num_microbatches):
+            for s in range(spec.num_stages):
+                self.actions += self._of(s, m)
+        self.number = {action: n for n, action in enumerate(self.actions)}
+        self.worker = [spec.worker(action) for action in self.actions]
+        self.duration = [self.time(action) for action in self.actions]
+        #: what each action takes up, before it starts, and after it has ended
+        self.takes = [self.kept[a.stage] if a.kind is F else 0 for a in self.actions]
+        self.frees = [self._frees(a) for a in self.actions]
+        self.before = [self._own_need(a) for a in self.actions]
+        #: the need on another stage (-1: none), and how long its payload travels
+        self.need: list[int] = []
+        self.wait: list[float] = []
+        for n, action in enumerate(self.actions):
+            need = self._other_need(action)
+            self.need.append(need)
+            far = need >= 0 and self.worker[need] != self.worker[n]
+            self.wait.append(self.lag(self.actions[need], self.worker[need], self.worker[n]) if far else 0)
+        self.users: list[list[int]] = [[] for _ in self.actions]
+        for n, need in enumerate(self.need):
+            if need >= 0:
+                self.users[need].append(n)
+
+    def _of(self, stage: int, microbatch: int) -> list[Action]:
+        if self.split or self.spec.splits(stage, microbatch):
+            return [kind(stage, microbatch) for kind in (F, I, W)]
+        return [F(stage, microbatch), B(stage, microbatch)]
+
+    def _frees(self, action: Action) -> float:
+        stage = action.stage
+        if action.kind is I:
+            return self.kept[stage] - self.after[stage]
+        return {W: self.after[stage], B: self.kept[stage]}.get(action.kind, 0)
+
+    def _own_need(self, action: Action) -> int:
+        before: Kind | None = {I: F, B: F, W: I}.get(action.kind)
+        return -1 if before is None else self.number[before(action.stage, action.index)]
+
+    def _other_need(self, action: Action) -> int:
+        stage, kind, m = action
+        if kind is F:
+            return self.number[F(stage - 1, m)] if stage else -1
+        if kind is W or stage == self.spec.last_stage:
+            return -1
+        return self.number.get(I(stage + 1, m), self.number.get(B(stage + 1, m), -1))
+
+    # --- orders
+
+    def from_program(self, rows: Sequence[Sequence[Action]]) -> Order:
+        """Return an order of actions as numbers; a B that is to be in two parts becomes I and W behind each other."""
+        order: Order = []
+        for row in rows:
+            listed: list[int] = []
+            for action in row:
+                if action in self.number:
+                    listed.append(self.number[action])
+                elif action.kind is B:
+                    listed += [self.number[kind(action.stage, action.index)] for kind in (I, W)]
+            order.append(listed)
+        return order
+
+    def to_program(self, order: Order) -> tuple[tuple[Action, ...], ...]:
+        """Return an order as actions."""
+        return tuple(tuple(self.actions[n] for n in row) for row in order)
+
+    def peak(self, row: Sequence[int]) -> float:
+        """Return the most that a worker keeps in its order."""
+        held = most = 0.0
+        takes, frees = self.takes, self.frees
+        for n in row:
+            held += takes[n]
+            if held > most:
+                most = held
+            held -= frees[n]
+        return most
+
+    def fits(self, order: Order) -> bool:
+        """Tell whether all workers keep within their budgets."""
+        return all(self.peak(row) <= most * (1 + 1e-9) for row, most in zip(order, self.budget, strict=True))
+
+    def run(self, order: Order) -> tuple[float, list[float]] | None:
+        """Return when all has ended, and when each action ends; None: in this order the workers wait for each other."""
+        ends: list[float] = [-1.0] * len(self.actions)
+        need, wait, before, duration = self.need, self.wait, self.before, self.duration
+        at, free = [0] * len(order), [0.0] * len(order)
+        waiting: dict[int, int] = {}
+        todo = list(range(len(order)))
+        left = len(self.actions)
+        while todo:
+            worker = todo.pop()
+            row, i, now = order[worker], at[worker], free[worker]
+            while i < len(row):
+                n = row[i]
+                if before[n] >= 0 and ends[before[n]] < 0:
+                    return None
+                other = need[n]
+                if other >= 0:
+                    there = ends[other]
+                    if there < 0:
+                        waiting[other] = worker
+                        break
+                    there += wait[n]
+                    if there > now:
+                        now = there
+                now += duration[n]
+                ends[n] = now
+                left -= 1
+                i += 1
+                if n in waiting:
+                    todo.append(waiting.pop(n))
+            at[worker], free[worker] = i, now
+        return None if left else (max(free, default=0), ends)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How list scheduling chooses among what is ready: the least first."""
+
+    #: F before I where both are ready, while so many microbatches more than stages below are held
+    eager: int = 0
+    #: later stages of a worker first
+    deep_first: bool = True
+    #: W only where nothing else can be done
+    lazy: bool = True
+
+
+RULES = tuple(Rule(eager, deep, lazy) for eager in (0, 1, 2, 4) for deep in (True, False) for lazy in (True, False))
+
+
+def list_schedule(shop: Shop, rule: Rule) -> Order | None:
+    """Return an order made by starting, whenever a worker is free, what the rule prefers of what is ready and fits.
+
+    A forward leaves room for what one microbatch still needs on the worker's later stages, so that it can come back.
+
+    Returns:
+        None if it came to a standstill.
+    """
+    spec, count = shop.spec, shop.spec.num_workers
+    later = {
+        (stage, route): sum(
+            shop.kept[s] for s in range(stage + 1, spec.num_stages) if spec.place(s, route) == spec.place(stage, route)
+        )
+        for stage in range(spec.num_stages)
+        for route in range(spec.num_routes)
+    }
+    arrive: list[float] = [0.0] * len(shop.actions)
+    missing = [(need >= 0) + (own >= 0) for need, own in zip(shop.need, shop.before, strict=True)]
+    followers: list[list[int]] = [[] for _ in shop.actions]
+    for n, own in enumerate(shop.before):
+        if own >= 0:
+            followers[own].append(n)
+    ready: list[set[int]] = [set() for _ in range(count)]
+    for n, number in enumerate(missing):
+        if not number:
+            ready[shop.worker[n]].add(n)
+    free, held = [0.0] * count, [0.0] * count
+    inside = [0] * count
+    order: Order = [[] for _ in range(count)]
+    left = len(shop.actions)
+
+    def choose(worker: int) -> tuple[float, tuple[float, ...], int] | None:
+        best: tuple[float, tuple[float, ...], int] | None = None
+        for n in ready[worker]:
+            stage, kind, m = shop.actions[n]
+            if kind is F and held[worker] + shop.takes[n] + later[stage, spec.route(m)] > shop.budget[worker] * (
+                1 + 1e-9
+            ):
+                continue
+            start = max(free[worker], arrive[n])
+            ahead = inside[worker] < rule.eager + spec.num_stages - stage
+            rank = 2.0 if kind is W and rule.lazy else 1.0 if (kind is F) != ahead else 0.0
+            depth = -stage if rule.deep_first else stage
+            found = start, (rank, m if kind is not F or not rule.deep_first else depth, m, depth), n
+            if best is None or found < best:
+                best = found
+        return best
+
+    while left:
+        chosen = [(found, worker) for worker in range(count) if (found := choose(worker)) is not None]
+        if not chosen:
+            return None
+        (start, _, n), worker = min(chosen)
+        end = start + shop.duration[n]
+        ready[worker].discard(n)
+        order[worker].append(n)
+        free[worker] = end
+        held[worker] += shop.takes[n] - shop.frees[n]
+        inside[worker] += shop.actions[n].kind.holds
+        left -= 1
+        for user in (*followers[n], *shop.users[n]):
+            arrive[user] = max(arrive[user], end + (shop.wait[user] if shop.need[user] == n else 0))
+            missing[user] -= 1
+            if not missing[user]:
+                ready[shop.worker[user]].add(user)
+    return order
+
+
+def improve(
+    shop: Shop, order: Order, keep_on: Callable[[], bool], seed: int = 0, goal: float = 0.0
+) -> tuple[float, Order]:
+    """Return a shorter order, reached by moves in longest paths; ways around are taken, and the best is kept.
+
+    Args:
+        keep_on: asked before every move.
+        goal: a time that nothing can beat, at which there is nothing left to do.
+    """
+    draw = random.Random(seed)
+    ran = shop.run(order)
+    assert ran is not None
+    now, ends = ran
+    best, best_order = now, [list(row) for row in order]
+    current = [list(row) for row in order]
+    patience, since = 0.02, 0
+    while best > goal * (1 + 1e-12) and keep_on():
+        moved = _moved(shop, current, ends, draw)
+        since += 1
+        if moved is None:
+            continue
+        worker, row = moved
+        if shop.peak(row) > shop.budget[worker] * (1 + 1e-9):
+            continue
+        before, current[worker] = current[worker], row
+        ran = shop.run(current)
+        if ran is None or ran[0] > max(now, best * (1 + patience * draw.random() ** 3)):
+            current[worker] = before
+            continue
+        now, ends = ran
+        if now < best * (1 - 1e-12):
+            best, best_order, since = now, [list(row) for row in current], 0
+        elif since > 3000:
+            current, since = [list(row) for row in best_order], 0
+            now, ends = shop.run(current) or ran
+    return best, best_order
+
+
+def _moved(shop: Shop, order: Order, ends: list[float], draw: random.Random) -> tuple[int, list[int]] | None:
+    """Return a worker and its order with one action moved out of a row in the longest path."""
+    rows = list(_critical_rows(shop, order, ends))
+    if not rows:
+        return None
+    worker, first, last = draw.choice(rows)
+    row = order[worker]
+    i = draw.randint(first, last)
+    if draw.random() < 0.5:
+        to = first if draw.random() < 0.5 else last
+    else:  # anywhere near: W may go far
+        reach = len(row) if shop.actions[row[i]].kind is W else 4
+        to = min(len(row) - 1, max(0, i + draw.randint(-reach, reach)))
+    if to == i:
+        return None
+    moved = row[:i] + row[i + 1 :]
+    moved.insert(to, row[i])
+    return worker, moved
+
+
+def _critical_rows(shop: Shop, order: Order, ends: list[float]) -> Iterator[tuple[int, int, int]]:
+    """Yield (worker, first place, last place) of what a worker runs in a row in the longest path."""
+    place = {n: (worker, i) for worker, row in enumerate(order) for i, n in enumerate(row)}
+    n = max((row[-1] for row in order if row), key=lambda last: ends[last])
+    worker, i = place[n]
+    last = i
+    while True:
+        start = ends[n] - shop.duration[n]
+        need = shop.need[n]
+        before = order[worker][i - 1] if i else -1
+        if before >= 0 and ends[before] >= start - 1e-9 * abs(start):
+            n, i = before, i - 1
+            continue
+        yield worker, i, last
+        if need < 0:
+            return
+        n = need
+        worker, i = place[n]
+        last = i

@@ -1,0 +1,281 @@
+"""Programs that are searched for a model's costs, where placement, cut and microbatches are settled. Without torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+
+from ..dependency import Action, B, F, I, Kind, PipeError, Spec, W, check_all
+from .bottleneck import Ends
+from .candidates import Candidate, candidates
+from .cutting import CutFound
+from .footprint import num_messages
+from .joblist import RULES, Order, Shop, improve, list_schedule
+from .listed import listed_schedule
+from .plan import Plan
+from .pricing import Priced
+from .profile import Chain, Machines
+from .search import Answer, Question
+from .simulator import simulate, uniform
+
+#: the name of a searched program in a plan
+SEARCHED = "searched"
+#: plans whose placement and cut are taken up
+_BASES = 4
+#: how often the budget of activations is lowered by what a program holds too much
+_TRIES = 3
+
+
+@dataclass(frozen=True)
+class Program:
+    """An order that was found."""
+
+    time: float
+    rows: tuple[tuple[Action, ...], ...]
+    #: route -> stage -> worker
+    placement: tuple[tuple[int, ...], ...]
+    #: microbatch -> route
+    routes: tuple[int, ...]
+
+    @property
+    def schedule(self) -> type[Spec]:
+        """The schedule that runs it."""
+        return listed_schedule(self.rows, self.placement, self.routes)
+
+
+def best_order(shop: Shop, seeds: Sequence[Order], until: float, goal: float = 0.0) -> tuple[float, Order] | None:
+    """Return the shortest order found from `seeds` and from list scheduling, within the budget; None: none fits it."""
+    # List scheduling takes what it takes, but half of the time is left for the moves.
+    begun = time.monotonic()
+    listed: list[Order | None] = []
+    for rule in RULES:
+        if listed and time.monotonic() - begun > (until - begun) / 2:
+            break
+        listed.append(list_schedule(shop, rule))
+    orders = [order for order in (*seeds, *listed) if order is not None and shop.fits(order)]
+    ran = [(run[0], number) for number, order in enumerate(orders) if (run := shop.run(order)) is not None]
+    ran.sort()
+    best: tuple[float, Order] | None = None
+    starts = ran[:3]
+    for number, (_, at) in enumerate(starts):
+        if best is not None and best[0] <= goal * (1 + 1e-12):
+            break
+        left = until - time.monotonic()
+        end = time.monotonic() + max(0.0, left / (len(starts) - number))
+        found = improve(shop, orders[at], lambda end=end: time.monotonic() < end, goal=goal)  # type: ignore[misc]
+        if best is None or found[0] < best[0]:
+            best = found
+    return best
+
+
+# --- for a question that has been answered
+
+
+def improved(question: Question, answer: Answer, tell: Callable[[float], None], seconds: float) -> Plan | None:
+    """Return a program that is faster than all plans and fits; None: none was found."""
+    bases = _bases(question, answer)
+    until = time.monotonic() + seconds
+    best: Plan | None = None
+    for number, (plan, spec) in enumerate(bases):
+        for part, split in enumerate((True, False)):
+            done = (2 * number + part) / (2 * len(bases))
+            tell(done)
+            left = (until - time.monotonic()) / (2 * len(bases) - 2 * number - part)
+            found = _improved(question, plan, spec, split, time.monotonic() + left)
+            if found is not None and found.predicted_ms < (best or answer.plans[0]).predicted_ms * (1 - 1e-9):
+                best = found
+    return best
+
+
+def _bases(question: Question, answer: Answer) -> list[tuple[Plan, Spec]]:
+    """Return the best plans of different placements, microbatches and cuts."""
+    found: dict[tuple[object, ...], tuple[Plan, Spec]] = {}
+    for plan in answer.plans:
+        spec = Candidate(plan.schedule, plan.parameters, plan.num_microbatches).spec(question.machines.num_workers)
+        if plan.recompute or type(spec).recompute:
+            continue
+        found.setdefault((*_placement(spec), plan.num_microbatches), (plan, spec))
+    return list(found.values())[:_BASES]
+
+
+def _improved(question: Question, plan: Plan, spec: Spec, split: bool, until: float) -> Plan | None:
+    machines, chain = question.machines, question.chain(plan.num_microbatches)
+    ends = chain.ends(plan.cut)
+    priced = Priced(spec, chain, machines)
+    seed = priced.simulate(ends).orders()
+    limits = [machines.limit(worker) for worker in range(machines.num_workers)]
+    resident = _resident(spec, chain, ends)
+    budget = [float("inf") if limit is None else limit - own for limit, own in zip(limits, resident, strict=True)]
+    for _ in range(_TRIES):
+        shop = shop_of(spec, chain, machines, ends, budget, split=split)
+        found = best_order(shop, [shop.from_program(seed)], until)
+        if found is None:
+            return None
+        program = Program(found[0], shop.to_program(found[1]), *_placement(spec))
+        made = planned(program, chain, machines, ends)
+        if made is None:
+            return None
+        over = [0 if limit is None else used - limit for used, limit in zip(made.memory_by_worker, limits, strict=True)]
+        if max(over) <= 0:
+            return made
+        budget = [most - max(0.0, more) for most, more in zip(budget, over, strict=True)]
+        until = max(until, time.monotonic() + 0.3)
+    return None
+
+
+def _placement(spec: Spec) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Return the worker by route and stage, and the route of each microbatch."""
+    stages = range(spec.num_stages)
+    places = tuple(tuple(spec.place(s, r) for s in stages) for r in range(spec.num_routes))
+    return places, tuple(map(spec.route, range(spec.num_microbatches)))
+
+
+def _resident(spec: Spec, chain: Chain, ends: Ends) -> list[float]:
+    """Return what each worker has all the time, with one payload that comes and one that goes for each stage."""
+    found = []
+    for worker in range(spec.num_workers):
+        sizes = [chain.size(ends[s], ends[s + 1]) for s, _ in spec.hosted(worker)]
+        found.append(sum(size.shard + size.inputs + size.outputs for size in sizes))
+    return found
+
+
+def shop_of(spec: Spec, chain: Chain, machines: Machines, ends: Ends, budget: Sequence[float], *, split: bool) -> Shop:
+    """Return what is to be ordered, for a model that is cut."""
+    sizes = [chain.size(a, b) for a, b in pairwise(ends)]
+    table: dict[tuple[int, Kind, int], float] = {}
+
+    def cost(action: Action) -> float:
+        stage, kind, _ = action
+        worker = spec.worker(action)
+        known = table.get((stage, kind, worker))
+        if known is None:
+            known = chain.time(kind, ends[stage], ends[stage + 1]) * machines.slow(worker)
+            table[stage, kind, worker] = known
+        return known
+
+    def lag(action: Action, source: int, target: int) -> float:
+        link = machines.between(source, target)
+        size = sizes[action.stage]
+        return link.latency + (size.outputs if action.kind is F else size.inputs) / link.bandwidth
+
+    kept = [size.activations for size in sizes]
+    return Shop(spec, cost, lag, kept, [size.after_inputs for size in sizes], budget, split)
+
+
+def planned(program: Program, chain: Chain, machines: Machines, ends: Ends) -> Plan | None:
+    """Return a program as a plan, proven by the checker and priced by the simulator; None: it does not pass."""
+    spec = program.schedule(num_workers=machines.num_workers, num_microbatches=len(program.routes))
+    try:
+        check_all(spec)
+    except PipeError:
+        return None
+    priced = Priced(spec, chain, machines)
+    simulation = priced.simulate(ends)
+    memory = priced.memory(simulation, ends)
+    found = CutFound(ends, simulation.makespan, memory)
+    return Plan(
+        SEARCHED,
+        {},
+        chain.counts(ends),
+        len(program.routes),
+        (),
+        found.time,
+        max(memory),
+        simulation.bubble,
+        num_workers=machines.num_workers,
+        memory_by_worker=memory,
+        busy_by_worker=simulation.busy,
+        messages=num_messages(simulation),
+        program=tuple(tuple(map(str, row)) for row in program.rows),
+        placement=program.placement,
+        routes=program.routes,
+    )
+
+
+# --- for equal stages
+
+
+class _Placed(Spec):
+    """Only a placement: `chunks` stages on each worker, in turns of one direction or forth and back."""
+
+    chunks: int = 1
+    zigzag: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return self.chunks * self.num_workers
+
+    def place(self, stage: int, route: int) -> int:
+        turn, at = divmod(stage, self.num_workers)
+        return self.num_workers - 1 - at if self.zigzag and turn % 2 else at
+
+
+#: placements that are tried: a line, forth and back, around, and both with twice the stages
+_PLACEMENTS = ((1, False), (2, True), (2, False), (4, False), (4, True))
+
+
+def searched_program(
+    num_workers: int,
+    num_microbatches: int,
+    costs: Mapping[Kind, float],
+    budget: float,
+    seconds: float,
+    *,
+    comm: float = 0.0,
+) -> Program | None:
+    """Return the shortest program found for workers with equal shares of a model; None: nothing fits the budget.
+
+    Args:
+        costs: time of a microbatch on a worker's share, of F, I and W; stages of 1/v share cost 1/v.
+        budget: most activations of a worker, in microbatches of its share.
+    """
+    until = time.monotonic() + seconds
+    best: Program | None = None
+    whole = costs[F] + costs[I] + costs[W]
+    placed = list(_placed(num_workers, num_microbatches))
+    for number, spec in enumerate(placed):
+        chunks = spec.num_stages / num_workers
+        shop = Shop(
+            spec,
+            lambda action, chunks=chunks: costs[action.kind] / chunks,  # type: ignore[misc]
+            lambda action, source, target: comm,
+            [1.0] * spec.num_stages,
+            [1.0] * spec.num_stages,
+            [budget * chunks] * num_workers,
+        )
+        # Where there is one replica the last worker to begin waits for the forwards of all others.
+        waits = (num_workers - 1) * (costs[F] / chunks + comm) if spec.num_routes == 1 else 0
+        goal = num_microbatches * whole + waits
+        if best is not None and best.time <= goal * (1 + 1e-12):
+            continue
+        seeds = [shop.from_program(rows) for rows in _orders_of_ours(spec, costs, chunks, comm)]
+        end = time.monotonic() + (until - time.monotonic()) / (len(placed) - number)
+        found = best_order(shop, seeds, end, goal)
+        if found is not None and (best is None or found[0] < best.time):
+            best = Program(found[0], shop.to_program(found[1]), *_placement(spec))
+    return best
+
+
+def _placed(num_workers: int, num_microbatches: int) -> Iterator[Spec]:
+    """Yield what gives placements: stages in a line, in turns, and replicas as Chimera and DualPipe have them."""
+    for chunks, zigzag in _PLACEMENTS:
+        yield _Placed(num_workers=num_workers, num_microbatches=num_microbatches, chunks=chunks, zigzag=zigzag)
+    for pairs in range(1, num_workers // 2 + 1):
+        with suppress(PipeError):
+            yield Candidate("chimera", {"pairs": pairs}, num_microbatches).spec(num_workers)
+
+
+def _orders_of_ours(
+    placed: Spec, costs: Mapping[Kind, float], chunks: float, comm: float
+) -> Iterator[list[list[Action]]]:
+    """Yield the orders of schedules of ours with the same placement, as they run with these costs."""
+    times = {F: costs[F] / chunks, B: (costs[I] + costs[W]) / chunks, I: costs[I] / chunks, W: costs[W] / chunks}
+    workers, wanted = placed.num_workers, _placement(placed)
+    found = candidates(workers, [placed.num_microbatches], recompute=False, most_stages=placed.num_stages)
+    for candidate in found:
+        spec = candidate.spec(workers)
+        if not type(spec).recompute and _placement(spec) == wanted:
+            yield simulate(spec, uniform(times), comm=comm).orders()

@@ -1,0 +1,108 @@
+"""Programs that are searched: as good as ours, proven like any other, trained, and written for torch."""
+
+import json
+import random
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe.commands.main import main
+from rpc_pipe.dependency import B, ConfigError, F, I, R, W, check_all
+from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.planning.candidates import Candidate
+from rpc_pipe.planning.footprint import Size
+from rpc_pipe.planning.joblist import RULES, Shop, improve, list_schedule
+from rpc_pipe.planning.listing import improved, searched_program
+from rpc_pipe.planning.plan import read_plan
+from rpc_pipe.planning.profile import LayerCost, Machines, Profile
+from rpc_pipe.planning.search import Question, search
+from rpc_pipe.planning.simulator import Link, simulate, uniform
+from rpc_pipe.planning.specs import make_spec
+
+EQUAL = {F: 1.0, I: 1.0, W: 1.0}
+
+
+def shop(name="zb-v", budget=8.0, seed=0):
+    draw = random.Random(seed)
+    spec = Candidate(name, {}, 6).spec(3)
+    times = {(s, kind): draw.uniform(1, 3) for s in range(spec.num_stages) for kind in (F, I, W)}
+    ones = [1.0] * spec.num_stages
+    return Shop(spec, lambda a: times[a.stage, a.kind], lambda a, x, y: 0.5, ones, ones, [budget] * 3)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_list_scheduling_keeps_within_the_budget_and_ends(rule):
+    for budget in (2.0, 3.0, 6.0):
+        made = shop(budget=budget)
+        order = list_schedule(made, rule)
+        assert order is not None and made.fits(order) and made.run(order) is not None
+        assert sorted(n for row in order for n in row) == list(range(len(made.actions)))
+
+
+def test_moves_make_an_order_shorter_and_never_break_it():
+    made = shop(budget=4.0)
+    order = list_schedule(made, RULES[0])
+    left = iter(range(2000))
+    took, better = improve(made, order, lambda: next(left, None) is not None)
+    assert took == made.run(better)[0] < made.run(order)[0]
+    assert made.fits(better)
+
+
+@pytest.mark.parametrize("budget, name", [(0.5, "v-min"), (0.75, "v-half"), (1.0, "zb-v"), (1.25, "dualpipe")])
+def test_a_program_is_at_least_as_good_as_ours_at_equal_activations(budget, name):
+    program = searched_program(4, 8, EQUAL, budget * 4, 1.0)
+    spec = program.schedule(num_workers=4, num_microbatches=8)
+    check_all(spec)
+    chunks = spec.num_stages / 4
+    found = simulate(spec, lambda a: EQUAL.get(a.kind, 0) / chunks)
+    assert max(found.peak_activations) <= budget * spec.num_stages
+    ours = make_spec(name, 4, 8)
+    share = ours.num_stages / 4
+    times = {kind: 1 / share for kind in (F, I, W, R)} | {B: 2 / share}
+    assert found.bubble <= simulate(ours, uniform(times)).bubble + 1e-9
+
+
+def test_a_program_is_part_of_a_plan_that_is_trained_and_exported(tmp_path, capsys):
+    draw = random.Random(2)
+    blocks = []
+    for i in range(6):
+        unit = draw.uniform(1, 4)
+        size = Size(weights=8, activations=100, after_inputs=100, inputs=10, outputs=10)
+        blocks.append(LayerCost({F: unit, I: unit, W: unit, B: 2 * unit, R: unit}, size, f"{i}"))
+    machines = Machines(2, link=Link(0.2), memory=(1200, 1200))
+    question = Question(Profile({1: blocks}), machines, 4, (4,), recompute=False, schedules=("1f1b",))
+    answer = search(question)
+    plan = improved(question, answer, lambda share: None, 1.5)
+    assert plan is not None and plan.predicted_ms < answer.plans[0].predicted_ms
+    assert max(plan.memory_by_worker) <= 1200 and answer.lower_bound <= plan.predicted_ms
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"plans": [plan.as_json()]}))
+    assert read_plan(path) == plan
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4) for _ in range(6)]
+    batch = torch.randn(4, 4), torch.randn(4, 4)
+    with Pipeline(layers, nn.functional.mse_loss, plan=path) as pipe:
+        loss = pipe.step(batch)
+    whole = nn.functional.mse_loss(nn.Sequential(*layers)(batch[0]), batch[1])
+    assert loss == pytest.approx(whole.item(), rel=1e-6)
+    assert main(["export", "--schedule", str(path), "--workers", "2", "--microbatches", "4"]) == 0
+    assert capsys.readouterr().out.startswith("0F0")
+
+
+def test_a_program_that_cannot_be_is_refused(tmp_path):
+    plan = {"schedule": "searched", "cut": [1], "num_microbatches": 1, "placement": [[0]], "program": ["0F0 0B0"]}
+    assert Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan=plan).spec.num_stages == 1
+    with pytest.raises(ConfigError, match="placement"):
+        Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan={**plan, "placement": [[1]]})
+    with pytest.raises(ConfigError, match="not an action"):
+        Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan={**plan, "program": ["0F0 0Q0"]})
+    with pytest.raises(ConfigError, match="is no plan"):
+        read_plan({"schedule": "1f1b"})
+
+
+def test_time_is_kept():
+    begin = time.monotonic()
+    searched_program(4, 8, {F: 1.0, I: 1.3, W: 0.7}, 3.0, 1.0)
+    assert time.monotonic() - begin < 20
