@@ -12,11 +12,12 @@ schedules are run for a few steps in turn, median of each; `best` is the fastest
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -31,11 +32,12 @@ from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.plan import Plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.search import Question, search
+from rpc_pipe.tracing import run_folders
 
 from . import devices, group
 from .devices import Device, Times
 from .models import bert, resnet
-from .systems import Job, Workload
+from .systems import SYSTEMS, Job, Ours, Workload
 
 #: plans that are run, each of another schedule
 _PLANS = 3
@@ -113,8 +115,42 @@ def real(model: Any, count: int) -> Case:
     return Case(model.name, question, layers, model.loss, lambda _: model.batch(0))
 
 
-def measured(case: Case, plans: Sequence[Plan]) -> list[tuple[float, str]]:
-    """Return the median time of a step of each plan, run in turn by processes, or why there is none."""
+class Weighed(Ours):
+    """rpc-pipe, with the most bytes of tensors that the worker had in its second step, as torch's profiler counts."""
+
+    def step(self) -> None:
+        if self.done != 1:
+            super().step()
+            return
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
+            super().step()
+        kept = [p for actor in self._pipe.actors for shard in actor.shards.values() for p in shard.parameters()]
+        held = sum(p.nbytes + (p.grad.nbytes if p.grad is not None else 0) for p in kept)
+        assert seen.profiler is not None
+        changes = [e for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"]
+        sums = accumulate(e.nbytes() for e in sorted(changes, key=lambda e: e.start_ns()))
+        peak = held + max([0, *sums])
+        path = Path(os.environ[run_folders.FOLDER]) / f"weighed-{self.rank}-{self.job.label}"
+        path.write_text(str(peak))
+
+
+SYSTEMS["weighed"] = Weighed
+
+
+def weighed(case: Case, plans: Sequence[Plan]) -> list[list[float]]:
+    """Return the most bytes that each worker had with each plan."""
+    jobs = [replace(job, system="weighed", label=str(number)) for number, job in enumerate(jobs_of(case, plans))]
+    found = []
+    with TemporaryDirectory() as folder:
+        group.run(jobs, Path(folder), range(max(job.workers for job in jobs)))
+        for number, job in enumerate(jobs):
+            paths = [Path(folder) / f"weighed-{rank}-{number}" for rank in range(job.workers)]
+            found.append([float(path.read_text()) if path.exists() else 0.0 for path in paths])
+    return found
+
+
+def jobs_of(case: Case, plans: Sequence[Plan]) -> list[Job]:
+    """Return what is run."""
     jobs = []
     for plan in plans:
         layers = case.layers(plan)
@@ -128,6 +164,12 @@ def measured(case: Case, plans: Sequence[Plan]) -> list[tuple[float, str]]:
             Job("rpc-pipe", plan.schedule, plan.num_workers, plan.num_microbatches, workload, 1, _STEPS, len(plan.cut),
                 plan.schedule_options)
         )  # fmt: skip
+    return jobs
+
+
+def measured(case: Case, plans: Sequence[Plan]) -> list[tuple[float, str]]:
+    """Return the median time of a step of each plan, run in turn by processes, or why there is none."""
+    jobs = jobs_of(case, plans)
     jobs = jobs * _ROUNDS
     with TemporaryDirectory() as folder:
         group.run(jobs, Path(folder), range(max(job.workers for job in jobs)))
@@ -142,20 +184,31 @@ def measured(case: Case, plans: Sequence[Plan]) -> list[tuple[float, str]]:
     return found
 
 
+def compare_memory(case: Case, plans: Sequence[Plan]) -> None:
+    """Print bytes by worker, predicted and measured."""
+    for plan, held in zip(plans, weighed(case, plans), strict=True):
+        for worker, (predicted, used) in enumerate(zip(plan.memory_by_worker, held, strict=True)):
+            off = f"{predicted / used - 1:+7.1%}" if used else "   none"
+            print(
+                f"{case.name:<9}{plan.name:<22}worker {worker} {predicted / 1e6:9.2f} MB {used / 1e6:9.2f} MB {off}",
+                flush=True,
+            )
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--case", nargs="+", help="names of cases (all)")
     parser.add_argument("--real", action="store_true", help="models whose compute is real")
-    parser.add_argument(
-        "--quiet", action="store_true", help="nothing else runs here: measure by how much sleeps are late"
-    )
+    parser.add_argument("--memory", action="store_true", help="compare bytes instead of times; of models that are real")
+    parser.add_argument("--quiet", action="store_true", help="nothing else runs here: measure how late sleeps are")
     options = parser.parse_args()
     if not options.quiet:
         devices.assume(0.0001)  # what is measured on a busy machine is not true
     chosen: Iterator[Case] = cases()
-    if options.real:
+    if options.real or options.memory:
         chosen = (real(model(8), 8) for model in (bert, resnet))
-    print(f"{'case':<9}{'plan':<22}{'predicted':>10}{'measured':>10}{'off':>7}{'best':>10}  {'proven'}")
+    if not options.memory:
+        print(f"{'case':<9}{'plan':<22}{'predicted':>10}{'measured':>10}{'off':>7}{'best':>10}  {'proven'}")
     for case in chosen:
         if options.case and case.name not in options.case:
             continue
@@ -165,19 +218,27 @@ def main() -> int:
             one_copy = plan.schedule not in ("chimera", "mixpipe", "dualpipe")
             if one_copy and len(plans) < _PLANS:
                 plans.setdefault(plan.schedule, plan)
-        ran = measured(case, list(plans.values()))
-        best = min((took for took, failure in ran if not failure), default=0.0)
-        for plan, (took, failure) in zip(plans.values(), ran, strict=True):
-            if failure:
-                print(f"{case.name:<9}{plan.name:<22}{failure.strip().splitlines()[-1]}")
-                continue
-            off = plan.predicted_ms / took - 1
-            print(
-                f"{case.name:<9}{plan.name:<22}{plan.predicted_ms:10.2f}{took:10.2f}{off:+7.1%}{best:10.2f}  "
-                f"{'yes' if answer.gap < 1e-9 else f'gap {answer.gap:.1%}'}",
-                flush=True,
-            )
+        if options.memory:
+            compare_memory(case, list(plans.values()))
+        else:
+            compare_times(case, list(plans.values()), answer.gap)
     return 0
+
+
+def compare_times(case: Case, plans: Sequence[Plan], gap: float) -> None:
+    """Print milliseconds of a step, predicted and measured."""
+    ran = measured(case, plans)
+    best = min((took for took, failure in ran if not failure), default=0.0)
+    for plan, (took, failure) in zip(plans, ran, strict=True):
+        if failure:
+            print(f"{case.name:<9}{plan.name:<22}{failure.strip().splitlines()[-1]}")
+            continue
+        off = plan.predicted_ms / took - 1
+        sure = "yes" if gap < 1e-9 else f"gap {gap:.1%}"
+        print(
+            f"{case.name:<9}{plan.name:<22}{plan.predicted_ms:10.2f}{took:10.2f}{off:+7.1%}{best:10.2f}  {sure}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -199,6 +199,8 @@ def _show(
         return
     limits = [machines.limit(worker) for worker in range(machines.num_workers)]
     console.print(plans_table(answer.plans, limits))
+    if len(answer.plans) > 1:
+        console.print("why of the others: time and memory beside the first", markup=False)
     if answer.left_out:
         console.print(f"not priced: {left_out_text(answer.left_out)}", markup=False)
     best = answer.plans[0].predicted_ms

@@ -85,7 +85,7 @@ def why(plan: Plan, best: Plan, limits: Sequence[float | None]) -> str:
     if plan is not best:
         time = plan.predicted_ms / best.predicted_ms - 1 if best.predicted_ms else 0
         memory = plan.predicted_memory / best.predicted_memory - 1 if best.predicted_memory else 0
-        return f"{time:+.0%}, memory {memory:+.0%}"
+        return f"{time:+.0%}, {memory:+.0%}"
     share, worker = max((busy, w) for w, busy in enumerate(plan.busy_by_worker)) if plan.busy_by_worker else (0, 0)
     said = [f"worker {worker} computes {share / plan.predicted_ms:.0%} of it"] if plan.predicted_ms else []
     for at, (used, limit) in enumerate(zip(plan.memory_by_worker, limits, strict=False)):

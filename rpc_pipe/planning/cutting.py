@@ -64,11 +64,12 @@ class CutSearch:
         if known is None or (known[1] is None and known[0] < faster_than):
             simulation = self.priced.simulate(ends)
             held: tuple[float, ...] | None = None
+            took = simulation.makespan + self.priced.exchange(ends)
             if not self._with_memory:
                 held = ()
-            elif simulation.makespan < faster_than:
+            elif took < faster_than:
                 held = self.priced.memory(simulation, ends)
-            known = self._known[ends] = simulation.makespan, held
+            known = self._known[ends] = took, held
         if known[0] >= faster_than or known[1] is None:
             return None
         return CutFound(ends, known[0], known[1], self.priced.excess(known[1], cap) if known[1] else 0)

@@ -181,64 +181,77 @@ def list_schedule(shop: Shop, rule: Rule) -> Order | None:
     Returns:
         None if it came to a standstill.
     """
-    spec, count = shop.spec, shop.spec.num_workers
-    later = {
-        (stage, route): sum(
-            shop.kept[s] for s in range(stage + 1, spec.num_stages) if spec.place(s, route) == spec.place(stage, route)
-        )
-        for stage in range(spec.num_stages)
-        for route in range(spec.num_routes)
-    }
-    arrive: list[float] = [0.0] * len(shop.actions)
-    missing = [(need >= 0) + (own >= 0) for need, own in zip(shop.need, shop.before, strict=True)]
-    followers: list[list[int]] = [[] for _ in shop.actions]
-    for n, own in enumerate(shop.before):
-        if own >= 0:
-            followers[own].append(n)
-    ready: list[set[int]] = [set() for _ in range(count)]
-    for n, number in enumerate(missing):
-        if not number:
-            ready[shop.worker[n]].add(n)
-    free, held = [0.0] * count, [0.0] * count
-    inside = [0] * count
-    order: Order = [[] for _ in range(count)]
-    left = len(shop.actions)
+    state = _Listing(shop, rule)
+    for _ in shop.actions:
+        chosen = [(found, worker) for worker in range(len(state.order)) if (found := state.choose(worker)) is not None]
+        if not chosen:
+            return None
+        (start, _, n), worker = min(chosen)
+        state.start(worker, n, start)
+    return state.order
 
-    def choose(worker: int) -> tuple[float, tuple[float, ...], int] | None:
+
+class _Listing:
+    """What has been started, what is ready, and what workers hold."""
+
+    def __init__(self, shop: Shop, rule: Rule) -> None:
+        self._shop, self._rule = shop, rule
+        spec, count = shop.spec, shop.spec.num_workers
+        self._later = {
+            (stage, route): sum(
+                shop.kept[s] for s in range(stage + 1, spec.num_stages) if spec.place(s, route) == worker
+            )
+            for stage in range(spec.num_stages)
+            for route in range(spec.num_routes)
+            for worker in [spec.place(stage, route)]
+        }
+        self._arrive = [0.0] * len(shop.actions)
+        self._missing = [(need >= 0) + (own >= 0) for need, own in zip(shop.need, shop.before, strict=True)]
+        self._followers: list[list[int]] = [[] for _ in shop.actions]
+        for n, own in enumerate(shop.before):
+            if own >= 0:
+                self._followers[own].append(n)
+        self._ready: list[set[int]] = [set() for _ in range(count)]
+        for n, missing in enumerate(self._missing):
+            if not missing:
+                self._ready[shop.worker[n]].add(n)
+        self._free, self._held = [0.0] * count, [0.0] * count
+        self._inside = [0] * count
+        self.order: Order = [[] for _ in range(count)]
+
+    def choose(self, worker: int) -> tuple[float, tuple[float, ...], int] | None:
+        """Return when a worker can start what next: (time, rank, action); None: nothing that fits is ready."""
+        shop, rule, spec = self._shop, self._rule, self._shop.spec
+        room = shop.budget[worker] * (1 + 1e-9) - self._held[worker]
         best: tuple[float, tuple[float, ...], int] | None = None
-        for n in ready[worker]:
+        for n in self._ready[worker]:
             stage, kind, m = shop.actions[n]
-            if kind is F and held[worker] + shop.takes[n] + later[stage, spec.route(m)] > shop.budget[worker] * (
-                1 + 1e-9
-            ):
+            if kind is F and shop.takes[n] + self._later[stage, spec.route(m)] > room:
                 continue
-            start = max(free[worker], arrive[n])
-            ahead = inside[worker] < rule.eager + spec.num_stages - stage
+            ahead = self._inside[worker] < rule.eager + spec.num_stages - stage
             rank = 2.0 if kind is W and rule.lazy else 1.0 if (kind is F) != ahead else 0.0
             depth = -stage if rule.deep_first else stage
-            found = start, (rank, m if kind is not F or not rule.deep_first else depth, m, depth), n
+            beside = depth if kind is F and rule.deep_first else m
+            found = max(self._free[worker], self._arrive[n]), (rank, beside, m, depth), n
             if best is None or found < best:
                 best = found
         return best
 
-    while left:
-        chosen = [(found, worker) for worker in range(count) if (found := choose(worker)) is not None]
-        if not chosen:
-            return None
-        (start, _, n), worker = min(chosen)
-        end = start + shop.duration[n]
-        ready[worker].discard(n)
-        order[worker].append(n)
-        free[worker] = end
-        held[worker] += shop.takes[n] - shop.frees[n]
-        inside[worker] += shop.actions[n].kind.holds
-        left -= 1
-        for user in (*followers[n], *shop.users[n]):
-            arrive[user] = max(arrive[user], end + (shop.wait[user] if shop.need[user] == n else 0))
-            missing[user] -= 1
-            if not missing[user]:
-                ready[shop.worker[user]].add(user)
-    return order
+    def start(self, worker: int, n: int, at: float) -> None:
+        """Start an action."""
+        shop = self._shop
+        end = at + shop.duration[n]
+        self._ready[worker].discard(n)
+        self.order[worker].append(n)
+        self._free[worker] = end
+        self._held[worker] += shop.takes[n] - shop.frees[n]
+        self._inside[worker] += shop.actions[n].kind.holds
+        for user in (*self._followers[n], *shop.users[n]):
+            travel = shop.wait[user] if shop.need[user] == n else 0
+            self._arrive[user] = max(self._arrive[user], end + travel)
+            self._missing[user] -= 1
+            if not self._missing[user]:
+                self._ready[shop.worker[user]].add(user)
 
 
 def improve(

@@ -175,7 +175,7 @@ def planned(program: Program, chain: Chain, machines: Machines, ends: Ends) -> P
     priced = Priced(spec, chain, machines)
     simulation = priced.simulate(ends)
     memory = priced.memory(simulation, ends)
-    found = CutFound(ends, simulation.makespan, memory)
+    found = CutFound(ends, simulation.makespan + priced.exchange(ends), memory)
     return Plan(
         SEARCHED,
         {},

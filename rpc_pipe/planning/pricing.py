@@ -56,6 +56,18 @@ class Priced:
 
         return price_listed(self._relation, listed, links=links, payload=payload)
 
+    def exchange(self, ends: Ends) -> float:
+        """Return what is added to a step's time where parameters are cut apart: gradients go to the other holder.
+
+        The later stage's are there long before the first stage has its last; those of the first come after its end.
+        """
+        machines, spec, longest = self.machines, self.spec, 0.0
+        for first, last, tie in self.chain.apart(ends):
+            link = machines.between(spec.place(first, 0), spec.place(last, 0))
+            if spec.place(first, 0) != spec.place(last, 0):
+                longest = max(longest, link.latency + tie.gradients / link.bandwidth)
+        return longest
+
     def sizes(self, ends: Ends) -> list[Size]:
         """Return the bytes of each stage."""
         return [self.chain.size(a, b) for a, b in pairwise(ends)]

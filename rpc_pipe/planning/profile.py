@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, fields
 from itertools import accumulate, pairwise
 from typing import Any
@@ -196,6 +196,15 @@ class Chain:
         """Return the bytes that a forward of a stage saves."""
         sums = self._bytes["activations"]
         return sums[stop] - sums[start]
+
+    def apart(self, ends: Sequence[int]) -> Iterator[tuple[int, int, Tie]]:
+        """Yield (earlier stage, later stage, tie) of the ties that a cut parts."""
+        if self.ties:
+            starts = [self._places[end] for end in ends[:-1]]
+            for tie in self.ties:
+                first, last = bisect_right(starts, tie.first) - 1, bisect_right(starts, tie.last) - 1
+                if first != last:
+                    yield first, last, tie
 
     def outputs(self, stop: int) -> float:
         """Return the bytes that cross the cut before block `stop`."""

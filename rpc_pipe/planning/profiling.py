@@ -32,6 +32,10 @@ __all__ = ["OPTIMIZERS", "load", "profile_model", "rows_of", "signature"]
 Tell = Callable[[int, int], None]
 
 
+#: what the runtime takes for an action besides computing, milliseconds
+RUNTIME_MS = 0.15
+
+
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     """Make the optimizer that is assumed."""
     return torch.optim.AdamW(parameters, lr=1e-4)
@@ -107,6 +111,7 @@ def profile_model(
             measured[count] = estimated(made, batch, operations_a_ms(device), factory)
     if made.is_layers:
         ties = _ties_of_layers(made)
+    around = {kind: around.get(kind, 0) + RUNTIME_MS for kind in (F, B, I, W, R)}
     return Profile(measured, around, ties, _name(made), signature(made, device, optimizer), device, rows_of(made.batch))
 
 

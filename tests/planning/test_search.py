@@ -150,3 +150,12 @@ def test_every_schedule_can_recompute(name, recompute):
     ends = tuple(range(spec.num_stages + 1))
     more = 8 * (spec.num_stages if recompute == "all" else 1)
     assert sum(priced.simulate(ends).busy) == sum(plain.simulate(ends).busy) + more
+
+
+def test_a_tie_that_is_cut_apart_costs_an_exchange():
+    blocks = [block(1, weights=100), block(1), block(1), block(1, weights=100)]
+    machines = Machines(2, link=Link(2, 10.0))
+    for ties, more in (((), 0), ((Tie(0, 3, gradients=100),), 2 + 10), ((Tie(0, 1, gradients=100),), 0)):
+        cuts = CutSearch(Candidate("1f1b", {}, 4).spec(2), Chain(blocks, ties=ties), machines)
+        found = cuts.look((0, 2, 4))
+        assert found.time == cuts.priced.simulate((0, 2, 4)).makespan + more
