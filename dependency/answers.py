@@ -232,7 +232,10 @@ def own_actions(spec: Spec, worker: int) -> Iterator[Action]:
             if spec.num_routes == 1 or spec.route(microbatch) == route:
                 if mixed:
                     _check_truth(f"splits({stage}, {microbatch})", spec.splits(stage, microbatch))
-                yield from spec.actions(stage, microbatch)
+                actions = spec.actions(stage, microbatch)
+                if not isinstance(actions, Iterable):
+                    raise ScheduleError(f"actions({stage}, {microbatch}) returned {actions!r}, not a list of actions")
+                yield from actions
         if not spec.synchronous:
             yield from updates_of(spec, stage, route)
 

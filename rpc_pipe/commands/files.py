@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -35,6 +36,8 @@ def _try(option: str, path: Path) -> None:
         with tempfile.TemporaryFile(dir=path.parent):  # what is written last may be moved to its place
             pass
         if path.exists():
+            if stat.S_ISFIFO(path.stat().st_mode) or stat.S_ISSOCK(path.stat().st_mode):
+                raise ConfigError(f"{option}: is not a regular file")
             path.open("ab").close()
     except FileExistsError as error:
         raise ConfigError(f"{option}: {error.filename} is a file, not a folder") from error

@@ -6,6 +6,7 @@ planning answers at once. Exit codes: 0 done, 1 the run failed or differed, 2 wr
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,9 @@ from ..dependency import ConfigError, ScheduleError
 from ..launching.report import Reporter
 from . import compare, data, export, key, plan, profile, run, schedules, simulate, verify, watch
 from .options import Parser
+
+#: there is no room, for this user or at all, or the device does not work
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,11 +28,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ConfigError, ScheduleError) as error:
         Reporter().error(str(error))
         return 2
-    except KeyboardInterrupt:  # before there was anything to stop in good order
-        return 130
     except BrokenPipeError:  # whoever read what we print, such as `head`, has enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        Reporter().error(f"{error.filename or 'a file'}: cannot be written: {error.strerror}")
+        return 2
+    except KeyboardInterrupt:  # before there was anything to stop in good order
+        return 130
 
 
 def _dispatch(argv: list[str]) -> int:

@@ -61,6 +61,11 @@ def _watch(typed: dict[str, Any], argv: list[str]) -> int:
     watcher = Watcher(source, filled(Wishes, typed))
     try:
         asyncio.run(watcher.run())
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        if not isinstance(source, Replay) or isinstance(error, ConfigError):
+            raise
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"watch {source.name}: is damaged, or of another version: {what}") from error
     except KeyboardInterrupt:
         watcher.console.print(f"no longer watching {source.name}", markup=False, soft_wrap=True)
     return 0

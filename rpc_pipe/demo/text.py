@@ -46,6 +46,8 @@ def _named(data: str) -> list[Path]:
         raise ConfigError(f"--data {data}: the folder has no files")
     for file in files:
         try:
+            if not file.is_file():  # a pipe or a device, which may never end
+                raise ConfigError(f"--data {file}: is not a regular file")
             with file.open("rb"):
                 pass
         except OSError as error:
@@ -62,9 +64,15 @@ def _joined(files: list[Path]) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpc-pipe"
     joined = cache / f"{name}.txt"
     if not joined.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache, delete=False) as temporary:
-            for file in files:
-                temporary.write(file.read_bytes())
-        Path(temporary.name).replace(joined)  # several workers may do this at once: the last one wins
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(dir=cache, delete=False) as temporary:
+                for file in files:
+                    temporary.write(file.read_bytes())
+            Path(temporary.name).replace(joined)  # several workers may do this at once: the last one wins
+        except OSError as error:
+            raise ConfigError(
+                f"{cache}: {len(files)} files of text cannot be kept there as one: {error.strerror}; set "
+                "XDG_CACHE_HOME to a folder that can be written, or name a single file with --data"
+            ) from error
     return joined

@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import time
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..dependency import Action, ConfigError
+from ..dependency.files import read_file
 from ..tracing.board import Live, State
 from ..tracing.boards import News
 from ..workers.hooks import Arrived, LayerTime, Record, StepRecord
@@ -93,6 +95,12 @@ class Recording:
         self._file.write(json.dumps(content, separators=(",", ":")) + "\n")
 
 
+#: no recording that is looked at is larger
+_MOST_BYTES = 2**28
+#: what is read of a worker's header
+_HEADER = {"worker": int, "num_workers": int, "schedule": str, "microbatches": int, "shards": list}
+
+
 class Replay:
     """A recording, step after step at the pace at which it ran, or as fast as it is read.
 
@@ -106,14 +114,11 @@ class Replay:
     def __init__(self, path: Path, speed: float | None = None) -> None:
         self.name = str(path)
         self.speed = speed
-        try:
-            self._lines = list(_read(path))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"watch {path}: cannot be read: {error}") from error
+        self._lines = list(_read(path))
         steps = [line for line in self._lines if line["kind"] == "step"]
         if not steps or self._lines[0]["kind"] != "run":
             raise ConfigError(f"watch {path}: is no recording with steps in it; rpc-pipe watch --record writes one")
-        self._first_ns = min(record["start_ns"] for record in steps[0]["records"])
+        self._first_ns = min(record.start_ns for record in steps[0]["records"])
         self._began = time.monotonic()
         self._at = 0
         self._news = News()
@@ -128,9 +133,9 @@ class Replay:
                 news.listings = {(found["worker"], found["microbatches"]): found for found in line["listings"]}
                 news.clock_error_ms = line["clock_error_ms"]
             elif line["kind"] == "step":
-                if max(record["end_ns"] for record in line["records"]) > now:
+                if max(record.end_ns for record in line["records"]) > now:
                     break
-                news.records += [_decode(record) for record in line["records"]]
+                news.records += line["records"]
             elif line["kind"] == "event":
                 news.events.append((line["at"], line["text"], line["warning"]))
             self._at += 1
@@ -149,16 +154,40 @@ class Replay:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, 1):
-            try:
-                line = json.loads(text)
-                line["kind"]
-            except (ValueError, KeyError, TypeError):
-                if text.endswith("\n"):
-                    raise ConfigError(f"watch {path}: line {number} is not of a recording") from None
-                return  # the last line of a recording that was cut off
-            yield line
+    for number, text in enumerate(io.StringIO(read_file(path, f"watch {path}", _MOST_BYTES)), 1):
+        try:
+            yield _checked(json.loads(text))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if text.endswith("\n"):
+                what = f"{type(error).__name__}: {error}"
+                raise ConfigError(f"watch {path}: line {number} is not of a recording: {what}") from None
+            return  # the last line of a recording that was cut off
+
+
+def _checked(line: dict[str, Any]) -> dict[str, Any]:
+    """Return a line with its records decoded.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: something is missing, or of another type.
+    """
+    if line["kind"] == "run":
+        float(line["clock_error_ms"])
+        for header in line["workers"]:
+            for name, kind in _HEADER.items():
+                if not isinstance(header[name], kind):
+                    raise TypeError(f"{name} is {header[name]!r}")
+            for stage, route, layers in header["shards"]:
+                if not all(isinstance(number, int) for number in (stage, route, layers)):
+                    raise TypeError(f"shards are {header['shards']!r}")
+        for listing in line["listings"]:
+            int(listing["worker"]), int(listing["microbatches"])
+    elif line["kind"] == "step":
+        line["records"] = [_decode(record) for record in line["records"]]
+        if not line["records"]:
+            raise ValueError("a step without records")
+    elif line["kind"] == "event":
+        float(line["at"]), str(line["text"]), bool(line["warning"])
+    return line
 
 
 def _encode(record: StepRecord) -> dict[str, Any]:
@@ -179,6 +208,9 @@ def _number(value: float) -> float | str:
 
 
 def _decode(line: dict[str, Any]) -> StepRecord:
+    for name in ("worker", "step", "start_ns", "end_ns", "rows", "tokens", "num_microbatches"):
+        if not isinstance(line[name], int):
+            raise TypeError(f"{name} is {line[name]!r}")
     return StepRecord(
         **{
             **line,

@@ -62,7 +62,7 @@ def _load_class(schedule: str, path: Path, name: str) -> type[Spec]:
         sys.path.append(folder)  # what stands beside the file can be imported, as beside a script
     try:
         module_spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"schedule {schedule!r}: {path} raised {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Spec)):
@@ -107,6 +107,8 @@ def make_spec(
         with blaming(cls):
             spec = cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
             num_stages = spec.num_stages
+            if not isinstance(num_stages, int):
+                raise TypeError(f"num_stages is {num_stages!r}; must be a whole number")
     except (TypeError, NotImplementedError) as error:
         raise ConfigError(f"schedule {name}: {error}") from error
     asked = "".join(f" with {key}={value}" for key, value in values.items())

@@ -14,12 +14,16 @@ import io
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from itertools import count
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, Order, R, Spec, local_order
+from ..dependency.files import read_file
 
-_CELL = re.compile(r"(\d+)(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)(\d*)")
+#: no table that can be run is larger
+_MOST_BYTES, _MOST_STAGES = 2**22, 2**16
+_CELL = re.compile(r"([0-9]{1,9})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{0,9})")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -122,10 +126,10 @@ class _Listed(NamedTuple):
 
 @lru_cache(maxsize=16)
 def _read(path: str) -> _Listed:
+    text = read_file(Path(path), f"schedule {path}", _MOST_BYTES, "utf-8-sig")
     try:
-        with Path(path).open(newline="", encoding="utf-8-sig") as file:
-            table = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        table = list(csv.reader(io.StringIO(text, newline="")))
+    except csv.Error as error:
         raise ConfigError(f"schedule {path}: cannot be read: {error}") from error
     while table and not any(table[-1]):
         table.pop()  # blank lines at the end
@@ -138,9 +142,11 @@ def _read(path: str) -> _Listed:
                     f"schedule {path}: stage {action.stage} is in row {placement[action.stage]} and in row {worker}; "
                     "a stage belongs to one worker"
                 )
-    missing = set(range(max(placement, default=0) + 1)) - set(placement)
-    if missing:
-        raise ConfigError(f"schedule {path}: no row has stage {min(missing)}")
+    missing = next(stage for stage in count() if stage not in placement)
+    if missing <= max(placement, default=0):
+        raise ConfigError(f"schedule {path}: no row has stage {missing}")
+    if len(placement) > _MOST_STAGES:
+        raise ConfigError(f"schedule {path}: has {len(placement)} stages; at most {_MOST_STAGES} are read")
     actions = [action for row in rows for action in row]
     split = frozenset(action for action in actions if action.kind is I)
     for action in actions:

@@ -1,0 +1,96 @@
+"""Bad input of all kinds: one clear error, exit code 2, at once, without a traceback and much memory."""
+
+import json
+import os
+
+import pytest
+
+from rpc_pipe.commands.main import main
+
+SPECS = """
+from rpc_pipe.dependency import Spec
+
+class Stages(Spec):
+    number: int = 0
+    @property
+    def num_stages(self):
+        return self.number
+
+class Text(Spec):
+    num_stages = "three"
+
+class Nothing(Spec):
+    def actions(self, stage, index):
+        return None
+"""
+RUN = {"kind": "run", "workers": [], "listings": [], "clock_error_ms": 0}
+FILES = {
+    "huge.csv": "99999999999F0,99999999999B0\n",
+    "far.csv": "999999999F0\n",
+    "digits.csv": "²F0,0B0\n",
+    "zero.csv": "0F0\0,0B0\n",
+    "empty.csv": "",
+    "long.csv": "0F0," * 2**21,
+    "bytes.csv": b"\xff\xfe" * 99,
+    "specs.py": SPECS,
+    "exits.py": "import sys; sys.exit(0)",
+    "nothing.jsonl": "{}\n",
+    "cut.jsonl": json.dumps({"kind": "run"}) + "\n",
+    "none.jsonl": json.dumps(RUN) + "\n" + json.dumps({"kind": "step", "records": []}) + "\n",
+    "fields.jsonl": json.dumps(RUN) + "\n" + json.dumps({"kind": "step", "records": [{"worker": 0}]}) + "\n",
+    "types.jsonl": json.dumps(RUN | {"workers": [{"worker": "0"}]}) + "\n",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("malformed")
+    for name, content in FILES.items():
+        (made / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    os.mkfifo(made / "pipe")
+    os.mkfifo(made / "pipe.csv")
+    return made
+
+
+@pytest.mark.parametrize(
+    "typed, said",
+    [
+        ("simulate --schedule huge.csv --workers 1", "'99999999999F0' is no action"),
+        ("simulate --schedule far.csv --workers 1", "no row has stage 0"),
+        ("simulate --schedule digits.csv --workers 1", "'²F0' is no action"),
+        ("simulate --schedule zero.csv --workers 1", "is no action"),
+        ("simulate --schedule empty.csv --workers 1", "no row has stage 0"),
+        ("simulate --schedule long.csv --workers 1", "at most 4194304 are read"),
+        ("simulate --schedule bytes.csv --workers 1", "is no text"),
+        ("simulate --schedule pipe.csv --workers 1", "is not a regular file"),
+        ("simulate --schedule specs.py:Stages", "has 0 stages; must be at least 1"),
+        ("simulate --schedule specs.py:Stages --set number=-3", "has -3 stages; must be at least 1"),
+        ("simulate --schedule specs.py:Stages --set number=²", "takes int"),
+        ("simulate --schedule specs.py:Text", "num_stages is 'three'; must be a whole number"),
+        ("simulate --schedule specs.py:Nothing", "actions(0, 0) returned None, not a list of actions"),
+        ("simulate --schedule exits.py:Z", "raised SystemExit"),
+        ("simulate --schedule interleaved --set chunks=0", "has 0 stages"),
+        ("simulate --svg pipe", "is not a regular file"),
+        ("simulate --chrome /dev/full", "cannot be written: No space left on device"),
+        ("run --data pipe", "is not a regular file"),
+        ("run --save /proc/x", "cannot be written"),
+        ("run --transport local --port 2000", "has no effect with --transport local"),
+        ("watch nothing.jsonl --once", "line 1 is not of a recording: KeyError: 'kind'"),
+        ("watch cut.jsonl --once", "line 1 is not of a recording: KeyError"),
+        ("watch none.jsonl --once", "line 2 is not of a recording: ValueError: a step without records"),
+        ("watch fields.jsonl --once", "line 2 is not of a recording: KeyError: 'step'"),
+        ("watch types.jsonl --once", "line 1 is not of a recording: TypeError: worker is '0'"),
+    ],
+)
+def test_bad_input_gives_one_error(folder, monkeypatch, capsys, typed, said):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("RPC_PIPE_TRANSPORT", "rpc")  # what is typed is told to workers by their environment
+    assert main(typed.split()) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and said in error and error.count("\n") == 1
+
+
+def test_a_cache_that_cannot_be_written_is_named(folder, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no")
+    assert main(["run", "--data", str(folder)]) == 2
+    assert "set XDG_CACHE_HOME to a folder that can be written" in capsys.readouterr().err
