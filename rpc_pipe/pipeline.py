@@ -9,18 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
-from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
+import torch
 
-from .checkpoints.face import Kept
 from .checkpoints.keeper import Keeper
-from .checkpoints.whole import merged, own_tensors, save_whole
+from .checkpoints.weights import Weights
 from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PipeError, asked_of, check, most_open
 from .launching import launcher_link as link
 from .launching import overrides
-from .launching.job import own_part
+from .launching.job import Job, own_part
 from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
 from .model.lazy_batch import LazyBatch
@@ -33,7 +31,8 @@ from .workers.actor import WorkerActor, chained
 from .workers.compute.device import courier_for
 from .workers.compute.randomness import Randomness, preserved
 from .workers.compute.result import Result
-from .workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory
+from .workers.compute.shard import LossFn
+from .workers.compute.updating import OptimizerFactory, SchedulerFactory, Training
 from .workers.handlers import Batch
 from .workers.hooks import Listener
 from .workers.lending import lending
@@ -46,7 +45,7 @@ from .workers.transport.payload import Tree
 T = TypeVar("T")
 
 
-class Pipeline(Kept):
+class Pipeline(Weights):
     """A model cut into stages on several workers, trained by a schedule.
 
     Args:
@@ -70,6 +69,11 @@ class Pipeline(Kept):
         seed: of everything random: initial weights of layers given as callables, dropout.
         max_grad_norm: norm to which the gradients of the whole model are clipped before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
+        accumulate: after how many steps the weights are updated, by the mean of their losses' gradients.
+        grad_scaler: for float16: what the loss is scaled with at first and how the scale changes, as one decision of
+            all stages; where a gradient overflows, neither weights nor learning rates change. See `loss_scale`.
+        ema_decay: of a moving average of the weights, see `averaged`.
+        deferred_batch_norm: let running statistics be those of whole batches, not of each microbatch in turn.
         transport: between the processes of a job: `rpc` (by default) or `zmq`; `local`: one process has all workers.
         stall_s: how long nothing may arrive while a worker waits, before the run fails.
 
@@ -97,6 +101,10 @@ class Pipeline(Kept):
         device: str = "cpu",
         seed: int = 0,
         max_grad_norm: float | None = None,
+        accumulate: int = 1,
+        grad_scaler: torch.amp.GradScaler | None = None,
+        ema_decay: float | None = None,
+        deferred_batch_norm: bool = False,
         transport: str | None = None,
         stall_s: float = 300.0,
     ) -> None:
@@ -106,30 +114,29 @@ class Pipeline(Kept):
         )
         job, self.num_workers = own_part(transport, num_workers)
         refuse_options(order, max_grad_norm, num_workers=self.num_workers, num_microbatches=num_microbatches, seed=seed)
-        refuse_training(loss_fn, optimizer, lr_scheduler)
+        training = Training(optimizer, lr_scheduler, grad_scaler, ema_decay, accumulate, deferred_batch_norm)
+        refuse_training(loss_fn, training)
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
-        refuse_untrainable(self.spec)
+        refuse_untrainable(self.spec, training)
         workers = [job.worker] if job else list(range(self.num_workers))
         for worker in workers:
             check(self.spec, worker)
-        self.partition = cuttable(model, loss_fn, self.spec.num_stages, split, blocks=blocks, seed=seed)
+        self.partition = cuttable(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
         self._order = order or self.spec.order
         self._programs = Programs(self.spec, workers)
         # Whether the loss is given as sums, so that updates wait for its weight, is known after the first step.
-        self._asked = Asked(weight=True, norms=max_grad_norm is not None)
-        couriers = [courier_for(device) for _ in workers]
-        carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
-        made = zip(carriers, couriers, strict=True)
-        self._actors = [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
+        scaled = grad_scaler is not None and grad_scaler.is_enabled()
+        self._asked = Asked(weight=True, norms=max_grad_norm is not None or scaled)
+        self._actors = _actors(job, workers, device, max_grad_norm, stall_s)
         self._threads = None if job else WorkerThreads(self._actors)
         self._worker = workers[0]
         self._stopped = self._closed = False
         self._grad_norm: float | None = None
-        self._num_cut = 0
+        self._num_cut, self._accumulate = 0, accumulate
         self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s)
-        randomness = Randomness(seed, couriers[0].device)
+        randomness = Randomness(seed, self._actors[0].courier.device)
         #: None when the shards are made
-        self._maker: ShardMaker | None = ShardMaker(self.partition, randomness, optimizer, lr_scheduler)
+        self._maker: ShardMaker | None = ShardMaker(self.partition, randomness, training)
         self._described = self._weights = ""
         if self.partition.ranges:
             self._make(self._maker)
@@ -226,17 +233,6 @@ class Pipeline(Kept):
         """Return the model's output for `inputs`, on every worker, microbatches joined along dimension 0."""
         outputs = self._run(self._cut(inputs, pair=self.partition.only_inputs), what="predict").outputs
         return self.partition.output(join_rows([outputs[m] for m in sorted(outputs)]))
-
-    def state_dict(self) -> dict[str, Tensor] | None:
-        """Return the whole model's tensors on worker 0, named as in the unsplit model; None elsewhere."""
-        parts = self.gather("state", own_tensors)
-        return None if parts is None else merged(parts, self.partition.place_of)
-
-    def save(self, path: str | Path) -> None:
-        """Write the whole model as one safetensors file, from worker 0; complete or not at all."""
-        state = self.state_dict()
-        if state is not None:
-            save_whole(state, path)
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""
@@ -352,9 +348,8 @@ class Pipeline(Kept):
         shape = batch.shares, train, asked_of(part.spec, self._asked), batch.rows, batch.tokens, batch.waited
         lent = batch.lazy is not None and batch.lazy.lent and len(self._actors) < self.num_workers
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
-        return Batch(
-            part, self._order, call, batch.inputs, targets, *shape, scales, lending(part.spec) if lent else None
-        )
+        more = scales, lending(part.spec) if lent else None, self._updates(actor)
+        return Batch(part, self._order, call, batch.inputs, targets, *shape, *more)
 
     def _told(self, result: Result) -> float:
         """Take note of what a training step came to; return its loss."""
@@ -366,8 +361,14 @@ class Pipeline(Kept):
         self._keeper.after(self.steps_done, result.stop)
         return result.loss
 
+    def _updates(self, actor: WorkerActor) -> bool:
+        """Tell whether the step that `actor` begins next ends with an update."""
+        return (actor.next_step + 1) % self._accumulate == 0
+
     def _part(self, num_microbatches: int, actor: WorkerActor, train: bool) -> Part:
         asked = asked_of(self.spec, self._asked) if train else NOTHING
+        if not self._updates(actor):
+            asked = asked._replace(norms=False)
         return self._programs.part(num_microbatches, actor.worker, train, asked, lambda: chained(actor))
 
     def _each(self, call: Callable[[WorkerActor], T]) -> list[T]:
@@ -379,3 +380,13 @@ class Pipeline(Kept):
         # Around all workers of this process at once: they share its generators.
         with preserved(self._actors[0].courier.device):
             return [call(self._actors[0])] if self._threads is None else self._threads.each(call)
+
+
+def _actors(
+    job: Job | None, workers: Sequence[int], device: str, max_grad_norm: float | None, stall_s: float
+) -> list[WorkerActor]:
+    """Return the workers of this process, which have no shards yet."""
+    couriers = [courier_for(device) for _ in workers]
+    carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
+    made = zip(carriers, couriers, strict=True)
+    return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     # the watching node; nobody knows it but the launcher, which shows what it sees, and the command line
     "dispatch": "tracing drawing planning workers dependency",
     "launching": "dispatch tracing workers/transport dependency",
-    "checkpoints": "workers workers/compute dependency",
+    "checkpoints": "model workers workers/compute workers/transport dependency",
     "pipeline": "checkpoints launching model planning workers workers/compute workers/transport dependency",
     # batches of data larger than memory; training does not need it, who makes batches may
     "data": "model workers/transport dependency",

@@ -143,7 +143,7 @@ class WorkerActor(Context):
         """Count from here as after so many training steps and updates."""
         self.step = self.next_step = step
         for shard in self.shards.values():
-            shard.go_on_at(updates)
+            shard.go_on_at(step, updates)
 
     @contextmanager
     def _telling_failures(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..dependency import (
@@ -71,6 +72,8 @@ class Batch:
     scales: list[float] | None = None
     #: who reads the batch, where it is not everybody who uses it
     lending: Lending | None = None
+    #: whether its gradients, with those held from steps before, make an update
+    updates: bool = True
 
     @property
     def spec(self) -> Spec:
@@ -113,6 +116,8 @@ class Step:
     result: Result | None = None
     #: shards whose gradients are those of the whole batch
     completed: set[Shard] = field(default_factory=set)
+    #: of those, whether no gradient has overflowed, if the loss was scaled
+    finite: dict[Shard, Tensor] = field(default_factory=dict)
     marks: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
     arrived: list[Arrived] = field(default_factory=list)
     layer_times: list[LayerTime] = field(default_factory=list)
@@ -265,28 +270,38 @@ def _tell_loss(doing: Doing) -> Payload:
 
 @carries_out(N)
 def _collect_norms(doing: Doing) -> Payload:
-    """Put the norms of this worker's gradients to those from further away, by the parameters' ranks."""
+    """Put the norms of this worker's gradients to those from further away, by the parameters' ranks.
+
+    With them goes, if the loss was scaled, whether the gradients have overflowed.
+    """
     norms: dict[int, Tensor] = {}
+    finite: list[Tensor] = []
     for payload in _taken(doing, N):
-        norms |= unpack(payload)
+        others, flags = unpack(payload)
+        norms, finite = norms | others, finite + flags
     if _is_first_place(doing):
         for (_, route), shard in doing.worker.shards.items():
             if route == 0:
                 _complete_gradients(doing, shard, route)
-                norms |= shard.gradient_norms()
-    return pack(norms)
+                if doing.worker.max_grad_norm is not None:
+                    norms |= shard.gradient_norms()
+                if shard.updating.scale.enabled:
+                    finite.append(doing.step.finite[shard])
+    return pack((norms, finite))
 
 
 @carries_out(T)
 def _tell_norm(doing: Doing) -> Payload:
     """Make the norm of all gradients as `clip_grad_norm_` does of the whole model's, in the order of parameters."""
     (payload,) = _taken(doing, T, N)
-    told = unpack(payload)
-    if isinstance(told, dict):
-        told = total_norm([told[rank] for rank in sorted(told)], doing.worker.courier.device)
+    norm, finite = unpack(payload)
+    device = doing.worker.courier.device
+    if isinstance(norm, dict):
+        norm = total_norm([norm[rank] for rank in sorted(norm)], device) if norm else None
+        finite = torch.stack([flag.to(device) for flag in finite]).all() if finite else None
     assert doing.step.result is not None
-    doing.step.result.norm_tensor = told
-    return pack(told)
+    doing.step.result.norm_tensor, doing.step.result.finite_tensor = norm, finite
+    return pack((norm, finite))
 
 
 @carries_out(U)
@@ -295,10 +310,15 @@ def _update(doing: Doing) -> None:
     if isinstance(shard, StashingShard):
         _update_version(doing, shard)
         return
+    result = step.result
+    if not step.batch.updates:
+        shard.hold(result.divisor if result is not None and result.summed else 0.0)
+        return
     _complete_gradients(doing, shard, doing.task.entry.action.index)
-    if step.result is not None and step.result.norm_tensor is not None and worker.max_grad_norm is not None:
-        shard.clip(worker.max_grad_norm, step.result.norm_tensor)
-    shard.update()
+    if result is not None and result.norm_tensor is not None and worker.max_grad_norm is not None:
+        shard.clip(worker.max_grad_norm, result.norm_tensor)
+    # The one place where a worker waits for its device, and only if the loss is scaled.
+    shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
 
 
 def _update_version(doing: Doing, shard: StashingShard) -> None:
@@ -340,8 +360,10 @@ def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
         # Not taken out: several who hold them may be on this worker.
         parts = [_gradients_of(shard, spec) if g == own else ready(step.payloads[g]) for g in exchanged]
         shard.sum_gradients(parts)
-    if step.result is not None and step.batch.asked.weight:
-        shard.divide(step.result.divisor)
+    if step.result is not None and step.batch.asked.weight and step.result.summed:
+        shard.divide(shard.updating.weight + step.result.divisor)
+    if shard.updating.scale.enabled:
+        step.finite[shard] = shard.updating.unscale()
 
 
 def _is_first_place(doing: Doing) -> bool:

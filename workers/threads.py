@@ -21,6 +21,7 @@ import torch
 
 from ..dependency import PeerLost, PipeError, Stalled
 from .actor import WorkerActor
+from .compute.stash import StashingShard
 from .transport.local import local_carriers
 
 T = TypeVar("T")
@@ -103,8 +104,10 @@ class WorkerThreads:
     def _undo(self) -> None:
         """Let all workers go on from the last step that every stage has completed."""
         shards = [shard for actor in self._actors for shard in actor.shards.values()]
-        done = min(shard.num_updates for shard in shards)
-        ahead = [shard.stage for shard in shards if shard.num_updates > done]
+        # A schedule that is not synchronous may update several times a step, and goes on with what has been updated.
+        several = any(isinstance(shard, StashingShard) for shard in shards)
+        done = min((s.num_updates for s in shards), default=0) if not several else min(a.step for a in self._actors)
+        ahead = [] if several else [shard.stage for shard in shards if shard.num_updates > done]
         if ahead:
             logger.warning(
                 "step %d failed when stages %s had been updated already: they are one step ahead", done, ahead

@@ -15,9 +15,11 @@ from torch.optim import Optimizer
 
 from ..dependency import ConfigError
 from ..workers.compute.shard import Shard
+from ..workers.compute.updating import Updating
 from .plain import decoded, encoded
 
 #: options of a group that say how torch computes, not what
+_AVERAGE, _HELD = "average.", "gradient."
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -34,19 +36,26 @@ def model_tensors(shard: Shard) -> dict[str, Tensor]:
 
 
 def optimizer_tensors(shard: Shard) -> dict[str, Tensor]:
-    """Return the tensors of the optimizer's state themselves."""
-    return {key: value for key, value, _ in _state(shard) if isinstance(value, Tensor)}
+    """Return the tensors of the optimizer's state, the weights' average and gradients kept for later themselves."""
+    updating = shard.updating
+    found = {key: value for key, value, _ in _state(shard) if isinstance(value, Tensor)}
+    averages = {} if updating.average is None else updating.average.tensors
+    found |= {f"{_AVERAGE}{name}": tensor for name, tensor in averages.items()}
+    return found | {f"{_HELD}{name}": tensor for name, tensor in updating.held.items()}
 
 
 def described(shard: Shard) -> dict[str, Any]:
     """Return what else there is to remember, as JSON."""
-    optimizer, scheduler = shard.optimizer, shard.lr_scheduler
+    optimizer, scheduler, updating = shard.optimizer, shard.lr_scheduler, shard.updating
     if optimizer is None:
-        return {"updates": shard.num_updates, "groups": []}
+        return {"updates": 0, "groups": []}
     names = {parameter: name for name, parameter in shard.named_parameters()}
     what = f"optimizer {type(optimizer).__name__}"
     return {
-        "updates": shard.num_updates,
+        "updates": updating.count,
+        "weight": float(updating.weight),
+        "scale": [updating.scale.scale, updating.scale.streak] if updating.scale.enabled else None,
+        "averaged": None if updating.average is None else updating.average.num_updates,
         "optimizer": type(optimizer).__name__,
         "groups": [
             {
@@ -90,13 +99,15 @@ class Stages:
         }
         self._keys: dict[str, list[str]] = {}
         plain = [key for each in stages.values() for key in each.get("plain", {})]
-        for key in (*tensors, *plain):
+        self._beside = {key for key in tensors if not key.startswith("state.")}
+        for key in (*set(tensors) - self._beside, *plain):
             self._keys.setdefault(key.removeprefix("state.").rpartition(".")[0], []).append(key)
 
     def wanted(self, shard: Shard) -> list[str]:
         """Return the names of the tensors that the optimizer of `shard` needs."""
         on_this = [] if shard.optimizer is None else shard.named_parameters()
-        return [key for name, _ in on_this for key in self._keys.get(name, []) if self._plain(name, key) is None]
+        found = [key for name, _ in on_this for key in self._keys.get(name, []) if self._plain(name, key) is None]
+        return found + [what + name for name, _ in on_this for what in (_AVERAGE, _HELD) if what + name in self._beside]
 
     def _plain(self, name: str, key: str) -> dict[str, Any] | None:
         stage, _ = self._groups.get(name, (None, 0))
@@ -129,7 +140,8 @@ class Stages:
             for parameter, name in names.items()
             if name in self._groups
         }
-        return partial(self._apply, shard, options, state, self._scheduler(shard, origins))
+        beside = {key: tensor for key, tensor in tensors.items() if key in self._beside}
+        return partial(self._apply, shard, options, state, self._scheduler(shard, origins), beside)
 
     def _origins(self, optimizer: Optimizer, names: list[str]) -> list[tuple[int, int]]:
         """Return of which groups these parameters, of one group here, were."""
@@ -173,9 +185,15 @@ class Stages:
         return _by_group(states)
 
     def _apply(
-        self, shard: Shard, options: list[dict[str, Any]], state: dict[nn.Parameter, dict[str, Any]], scheduler: Any
+        self,
+        shard: Shard,
+        options: list[dict[str, Any]],
+        state: dict[nn.Parameter, dict[str, Any]],
+        scheduler: Any,
+        beside: Mapping[str, Tensor],
     ) -> None:
         assert shard.optimizer is not None
+        self._apply_beside(shard.updating, beside)
         for group, stored in zip(shard.optimizer.param_groups, options, strict=True):
             for key, each in stored.items():
                 value, own = decoded(each), group.get(key)
@@ -192,6 +210,23 @@ class Stages:
                 if isinstance(each, dict) and isinstance(own_state.get(key), dict):
                     scheduler[key] = type(own_state[key])(each)  # a Counter of milestones
             shard.lr_scheduler.load_state_dict(scheduler)
+
+    def _apply_beside(self, updating: Updating, tensors: Mapping[str, Tensor]) -> None:
+        """Set the scale of the loss, the average of the weights, and the gradients of steps since the last update."""
+        told = next((each for each in self._stages.values() if each["groups"]), {})
+        if updating.scale.enabled and told.get("scale") is not None:
+            scale, streak = told["scale"]
+            updating.scale.scale, updating.scale.streak = float(scale), int(streak)
+        if updating.average is not None:
+            updating.average.num_updates = int(told.get("averaged") or 0)
+            for name, average in updating.average.tensors.items():
+                if _AVERAGE + name in tensors:
+                    average.copy_(tensors[_AVERAGE + name])
+        device = {name: parameter.device for name, parameter in updating.parameters.items()}
+        held = {key.removeprefix(_HELD): tensor for key, tensor in tensors.items() if key.startswith(_HELD)}
+        updating.held = {name: tensor.to(device[name]) for name, tensor in held.items()}
+        updating.weight = float(told.get("weight", 0.0))
+        updating.restore()
 
     @property
     def updates(self) -> int:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..dependency import ConfigError, Spec
+from ..workers.compute.updating import Training
 
 
 def refuse_options(order: object, max_grad_norm: object, **numbers: object) -> None:
@@ -50,8 +51,10 @@ def _refuse_pair(name: str, pair: object) -> None:
         raise ConfigError(f"{name} is a {type(pair).__name__}{length}: must be (inputs, targets), trees of tensors")
 
 
-def refuse_training(loss_fn: object, optimizer: object, lr_scheduler: object) -> None:
-    """Refuse what cannot be called, or has been made already."""
+def refuse_training(loss_fn: object, training: Training) -> None:
+    """Refuse what cannot be called, or has been made already, and numbers that make no sense."""
+    optimizer: object = training.optimizer
+    lr_scheduler: object = training.lr_scheduler
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}()")
     if loss_fn is not None and not callable(loss_fn):
@@ -74,10 +77,22 @@ def refuse_training(loss_fn: object, optimizer: object, lr_scheduler: object) ->
         raise ConfigError(f"lr_scheduler {lr_scheduler!r}: must be callable, such as partial(StepLR, step_size=10)")
     if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: needs an optimizer to schedule; pass optimizer=, too")
+    accumulate, decay, scaler = training.accumulate, training.ema_decay, training.grad_scaler
+    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
+        raise ConfigError(f"accumulate {accumulate!r}: must be a whole number of steps, at least 1")
+    if decay is not None and not (isinstance(decay, (int, float)) and 0 <= decay < 1):
+        raise ConfigError(f"ema_decay {decay!r}: must be a number from 0 to below 1, such as 0.999")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise ConfigError(f"grad_scaler {scaler!r}: must be a torch.amp.GradScaler, which says how the scale begins")
 
 
-def refuse_untrainable(spec: Spec) -> None:
+def refuse_untrainable(spec: Spec, training: Training) -> None:
     """What can be checked and simulated but not trained is refused, not trained wrongly."""
+    for name in ("accumulate", "grad_scaler"):
+        if not spec.synchronous and getattr(training, name) != getattr(Training, name):
+            raise ConfigError(
+                f"{name}: schedule {type(spec).__name__} updates within a step, stage by stage; use a synchronous one"
+            )
     if not spec.synchronous and type(spec).updates is not Spec.updates:
         raise ConfigError(
             f"schedule {type(spec).__name__}: `updates` of its own can be simulated, but not trained; leave it out and "

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..dependency import ConfigError, Spec
+from ..workers.compute.batch_norm import defer
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
-from ..workers.compute.shard import LossFn, OptimizerFactory, SchedulerFactory, Shard
+from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.stash import StashingShard
+from ..workers.compute.updating import Training
 from .partition import Layered, Partition
 from .whole import Whole, WholeLike, is_whole
 
@@ -21,6 +23,7 @@ def cuttable(
     loss_fn: LossFn | None,
     num_stages: int,
     split: Sequence[int] | None,
+    training: Training,
     *,
     blocks: str | Sequence[str] | None,
     seed: int,
@@ -31,7 +34,10 @@ def cuttable(
         ConfigError: it cannot be cut, or lacks a loss.
     """
     if is_whole(model):
-        return Whole(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
+        whole = Whole(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
+        if training.deferred_batch_norm:
+            defer(whole.modules())
+        return whole
     if blocks is not None:
         raise ConfigError(f"blocks {blocks!r}: the model is a list of layers, which are its blocks; leave it out")
     if loss_fn is None:
@@ -46,14 +52,12 @@ class ShardMaker:
         self,
         model: Partition | Whole,
         randomness: Randomness,
-        optimizer: OptimizerFactory | None,
-        lr_scheduler: SchedulerFactory | None,
+        training: Training,
     ) -> None:
         self._model = model
         self._randomness = randomness
         self.seed = randomness.seed
-        self._optimizer = optimizer
-        self._lr_scheduler = lr_scheduler
+        self._training = training
         #: digests of the initial weights that replicas must have alike, as `Call.weights`
         self.weights = ""
 
@@ -63,6 +67,8 @@ class ShardMaker:
 
     def _make(self, spec: Spec, stage: int, route: int) -> Shard:
         slice = self._model.slice(stage, self._randomness, route)
+        if self._training.deferred_batch_norm:
+            defer(slice.own)
         if spec.num_routes > 1:
             self.weights += f"{stage}={digest(slice.state_dict().values()):x} "
         return (Shard if spec.synchronous else StashingShard)(
@@ -70,6 +76,5 @@ class ShardMaker:
             slice,
             self._randomness,
             loss_fn=self._model.loss_fn if stage == spec.last_stage else None,
-            optimizer=self._optimizer,
-            lr_scheduler=self._lr_scheduler,
+            training=self._training,
         )

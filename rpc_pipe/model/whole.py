@@ -94,6 +94,11 @@ class Whole:
         """Return the first stage that holds a parameter."""
         return self._stage_of[parameter]
 
+    def modules(self) -> list[nn.Module]:
+        """Return all modules of the model, while it is whole."""
+        assert self._source is not None, "released"
+        return list((self._source if isinstance(self._source, nn.Module) else self._source.model).modules())
+
     def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
         """Return a stage's slice of the model, on the device of `randomness`.
 

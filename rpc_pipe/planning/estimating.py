@@ -15,8 +15,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ..dependency import B, F, G, I, Kind, R, U, W
 from ..model.made import Made
-from ..workers.compute.shard import OptimizerFactory
 from ..workers.compute.split_backward import Saved
+from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .footprint import Size
 from .measure import num_bytes

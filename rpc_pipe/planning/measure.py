@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import B, F, G, I, Kind, R, U, W
-from ..workers.compute.shard import LossFn, OptimizerFactory
+from ..workers.compute.shard import LossFn
 from ..workers.compute.split_backward import Deferred, Saved, backward_inputs
+from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
 from .profile import LayerCost

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..dependency import B, F, I, Kind, R, W
 from ..model.made import Made, load, resized, rows_of
-from ..workers.compute.shard import OptimizerFactory
+from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
 from .footprint import Size

@@ -10,13 +10,16 @@ from rpc_pipe.dependency import ConfigError
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.compute.slices import Layers
+from rpc_pipe.workers.compute.updating import Training
 from rpc_pipe.workers.transport.payload import pack, unpack
 
 ROWS = {"small": 4, "large": 400}
 
 
 def shard(*layers, stage=1, **options):
-    return Shard(stage, Layers(list(enumerate(layers))), Randomness(0), **options)
+    loss_fn = options.pop("loss_fn", None)
+    training = Training(**options)
+    return Shard(stage, Layers(list(enumerate(layers))), Randomness(0), loss_fn=loss_fn, training=training)
 
 
 class Writing(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,6 @@ class Average:
         self.tensors = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
         self.num_updates = 0
         self._average = get_ema_multi_avg_fn(decay)
-        self._in_use = False
 
     def update(self) -> None:
         """Take in the parameters as they are now."""
@@ -40,3 +39,10 @@ class Average:
                 held: Tensor = self.tensors[name].clone()
                 self.tensors[name].copy_(parameter)
                 parameter.copy_(held)
+
+
+def swap(averages: Iterable[Average]) -> None:
+    """Exchange averages with what they are of."""
+    for average in averages:
+        average.swap()
+    torch.clear_autocast_cache()

@@ -54,9 +54,9 @@ class Deferred(_BatchNorm):
             held.zero_()
 
 
-def defer(model: nn.Module) -> None:
-    """Let all batch normalisations of `model` take over their statistics at updates, by `commit`."""
-    for module in model.modules():
+def defer(modules: Iterable[nn.Module]) -> None:
+    """Let all batch normalisations among `modules` take over their statistics at updates, by `commit`."""
+    for module in modules:
         if isinstance(module, _BatchNorm) and not isinstance(module, Deferred) and module.running_mean is not None:
             module.__class__ = type(type(module).__name__, (Deferred, type(module)), {})
             for name in ("sums", "squares", "count"):
@@ -66,7 +66,14 @@ def defer(model: nn.Module) -> None:
 
 
 def commit(modules: Iterable[nn.Module]) -> None:
-    """Take over the statistics of a step."""
+    """Take over the statistics since the last update."""
     for module in modules:
         if isinstance(module, Deferred):
             module.commit()
+
+
+def forget(modules: Iterable[nn.Module]) -> None:
+    """Forget the statistics since the last update."""
+    for module in modules:
+        if isinstance(module, Deferred):
+            module.forget()

@@ -44,6 +44,8 @@ class Result:
         self.outputs: dict[int, Tree] = {m: tree for part in self._parts for m, tree in part.get("outputs", {}).items()}
         #: norm of all gradients, once it is told, if they are clipped
         self.norm_tensor: Tensor | None = None
+        #: whether no gradient has overflowed, once it is told, if the loss was scaled
+        self.finite_tensor: Tensor | None = None
         self.summed = any(part.get("summed", False) for part in self._parts)
 
     @cached_property

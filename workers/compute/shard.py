@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,20 +12,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, pack, tensors_of, unpack
+from .batch_norm import commit, forget
 from .borders import enter, leaving
 from .randomness import Randomness
 from .recomputation import Noted, Recomputation
 from .result import Losses
 from .slices import Slice, Times
 from .split_backward import Deferred, Saved, backward_inputs
+from .updating import Training, Updating
 
-#: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
-OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
-SchedulerFactory = Callable[[Optimizer], LRScheduler]
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
+
+
+_UNTRAINED = Training()
 
 
 class _Kept(NamedTuple):
@@ -47,6 +47,7 @@ class Shard:
         stage: its position in the model.
         slice: what it computes.
         loss_fn: on the last stage: (output, target) -> mean over the microbatch, or (sum, weight).
+        training: what trains the parameters.
     """
 
     def __init__(
@@ -56,8 +57,7 @@ class Shard:
         randomness: Randomness,
         *,
         loss_fn: LossFn | None = None,
-        optimizer: OptimizerFactory | None = None,
-        lr_scheduler: SchedulerFactory | None = None,
+        training: Training = _UNTRAINED,
     ) -> None:
         self.stage = stage
         self.slice = slice
@@ -78,17 +78,17 @@ class Shard:
         #: microbatch -> step, and what is left of its backward
         self._deferred: dict[int, tuple[int, Deferred]] = {}
         self._recomputation = Recomputation(slice.own)
-        self._updates = 0
-        if lr_scheduler is not None and optimizer is None:
-            raise ConfigError("lr_scheduler: there is no optimizer for it; pass optimizer as well")
-        named = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
-        self.optimizer = optimizer(named) if optimizer and named else None
-        if self.optimizer is not None and _needs_closure(self.optimizer):
-            raise ConfigError(
-                f"optimizer {type(self.optimizer).__name__}: its step runs the model again, by a closure, which a "
-                "pipeline cannot; use one whose step needs no closure, such as AdamW"
-            )
-        self.lr_scheduler = lr_scheduler(self.optimizer) if lr_scheduler and self.optimizer else None
+        self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """Of the shard's parameters, if they are trained."""
+        return self.updating.optimizer
+
+    @property
+    def lr_scheduler(self) -> LRScheduler | None:
+        """Of the optimizer."""
+        return self.updating.lr_scheduler
 
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once, also if several layers share it."""
@@ -130,10 +130,10 @@ class Shard:
         if mode:
             self._modes = {}
 
-    def go_on_at(self, updates: int) -> None:
-        """Count from here as after so many updates, from which optimizers' random numbers follow too."""
-        self.num_updates = updates
-        self._updates = updates if self.optimizer is not None else 0
+    def go_on_at(self, step: int, updates: int) -> None:
+        """Count from here as after so many steps and updates, from which optimizers' random numbers follow too."""
+        self.num_updates = step
+        self.updating.count = updates
 
     def forward(
         self,
@@ -240,7 +240,7 @@ class Shard:
                 "is frozen; to compute a loss without training, use `evaluate`"
             )
         self.losses.parts[microbatch] = root.detach(), weight
-        return root
+        return self.updating.root(root, self.losses.summed)
 
     def backward(self, microbatch: int, grads: Payload | None) -> Payload:
         """Run backward from what the next stage sent; add to the weights' gradients; return the inputs'.
@@ -306,8 +306,8 @@ class Shard:
         """Forget what has been done since the last update."""
         for kept in (self._kept, self._inputs, self._deferred):
             kept.clear()
-        for parameter in self.parameters():
-            parameter.grad = None
+        forget(self.slice.own)
+        self.updating.restore()
 
     def divide(self, divisor: float) -> None:
         """Divide the summed gradients by the step's weight."""
@@ -334,24 +334,22 @@ class Shard:
         """Clip the gradients of this stage by their own norm."""
         torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
-    def update(self) -> None:
-        """Apply one optimizer step to the gradients, and forget them."""
+    def update(self, *, finite: bool = True) -> None:
+        """Apply one optimizer step to the gradients, and forget them.
+
+        Args:
+            finite: whether no gradient of any stage has overflowed; else the weights stay as they are.
+        """
         self._recomputation.check()
-        if self.optimizer is not None:
-            with self._randomness.lock:
-                self._randomness.seed_update(self._updates, self._first)
-                self.optimizer.step()
-            self._updates += 1
-            if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
-            self.optimizer.zero_grad(set_to_none=True)
-            torch.clear_autocast_cache()  # of weights as they were, kept until the caller leaves `autocast`
+        commit(self.slice.own)
+        self.updating.update(finite)
         self.num_updates += 1
 
-
-def _needs_closure(optimizer: Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
+    def hold(self, weight: float) -> None:
+        """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""
+        self._recomputation.check()
+        self.updating.hold(weight)
+        self.num_updates += 1
 
 
 def _begin(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -125,7 +125,7 @@ class StashingShard(Shard):
         for parameter, gradient in zip(self._trained, found, strict=True):
             parameter.grad = gradient
 
-    def update(self) -> None:
+    def update(self, *, finite: bool = True) -> None:
         self._count_uses(self.newest)
         if self._left.get(self.newest):
             self._leaves_of(self.newest)
@@ -138,7 +138,7 @@ class StashingShard(Shard):
         if copies > self.most_copies:
             self.most_copies = copies
         self.most_bytes = max(self.most_bytes, copies * sum(parameter.nbytes for parameter in self._trained))
-        super().update()
+        super().update(finite=finite)
 
     @torch.no_grad()
     def exchange(self, elasticity: float) -> None:
@@ -158,8 +158,8 @@ class StashingShard(Shard):
         numbers = {name: places.get(tensor.data_ptr()) for name, tensor in state.items()}
         return {name: t if (n := numbers[name]) is None else self.reference[n] for name, t in state.items()}
 
-    def go_on_at(self, updates: int) -> None:
-        super().go_on_at(updates)
+    def go_on_at(self, step: int, updates: int) -> None:
+        super().go_on_at(step, updates)
         self.reference = None  # from a checkpoint all routes go on alike
 
     def abandon(self) -> None:

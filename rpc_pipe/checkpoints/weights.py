@@ -1,18 +1,46 @@
-"""What a pipeline offers of checkpoints and pretrained weights."""
+"""What a pipeline offers of its weights: whole, in checkpoints, pretrained, averaged."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from ..dependency import ConfigError
+from ..model.partition import Partition
+from ..model.whole import Whole
+from ..workers.actor import WorkerActor
+from ..workers.compute.average import swap
+from ..workers.transport.payload import Tree
 from .keeper import Keeper, Restored
 from .pretrained import Loaded
+from .whole import merged, own_tensors, save_whole
 
 
-class Kept:
-    """A pipeline whose state can be written and taken up. All workers make these calls alike."""
+class Weights:
+    """A pipeline whose weights can be written and taken up. All workers make these calls alike."""
 
     _keeper: Keeper
+    _actors: list[WorkerActor]
+    partition: Partition | Whole
+
+    def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
+        """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """Return the whole model's tensors on worker 0, named as in the unsplit model; None elsewhere."""
+        parts = self.gather("state", own_tensors)
+        return None if parts is None else merged(parts, self.partition.place_of)
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole model as one safetensors file, from worker 0; complete or not at all."""
+        state = self.state_dict()
+        if state is not None:
+            save_whole(state, path)
 
     def save_checkpoint(
         self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True
@@ -81,3 +109,25 @@ class Kept:
             ConfigError: it cannot be written, or has a file that would be read in its place.
         """
         self._keeper.save_pretrained(Path(folder))
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is scaled with; 1 without `grad_scaler`."""
+        return next(iter(self._actors[0].shards.values())).updating.scale.scale
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Return a context in which the weights are their moving average: to evaluate, or to save them.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        averages = [shard.updating.average for actor in self._actors for shard in actor.shards.values()]
+        found = [average for average in averages if average is not None]
+        if len(found) < len(averages):
+            raise ConfigError("averaged: there is no average of the weights; pass ema_decay=, such as 0.999")
+        swap(found)
+        try:
+            yield
+        finally:
+            swap(found)

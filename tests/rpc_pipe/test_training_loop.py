@@ -1,0 +1,249 @@
+"""What real training loops do, compared with the same loop in one process of plain PyTorch."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from rpc_pipe import Pipeline
+from rpc_pipe.dependency import ConfigError
+
+MICROBATCHES = 4
+torch.manual_seed(0)
+BATCHES = [(torch.randn(8, 8), torch.randn(8, 4)) for _ in range(7)]
+
+
+class Overflowing(nn.Module):
+    """Its backward overflows in some calls of it, as float16 does with too large a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+        self.calls = 0
+
+    def forward(self, x):
+        y = self.linear(x)
+        if y.requires_grad:
+            self.calls += 1
+            if self.calls in (6, 7, 22):
+                y.register_hook(lambda grad: grad * float("inf"))
+        return y.tanh()
+
+
+def layers(overflowing=False):
+    torch.manual_seed(1)
+    middle = Overflowing() if overflowing else nn.Linear(16, 16)
+    return [nn.Linear(8, 16), nn.Tanh(), middle, nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 4)]
+
+
+def mse_sum(output, target):
+    """A sum and a weight that differ between microbatches, as those of padded tokens do."""
+    rows = target[:, 0] > -0.5
+    return nn.functional.mse_loss(output[rows], target[rows], reduction="sum"), rows.sum()
+
+
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+SCHEDULES = pytest.mark.parametrize("schedule, num_workers", [("1f1b", 3), ("zb-h1", 2), ("interleaved", 3)])
+
+
+def pipeline(schedule, num_workers, *, loss_fn=nn.functional.mse_loss, **options):
+    options = {"optimizer": ADAM, "lr_scheduler": partial(StepLR, step_size=2, gamma=0.5)} | options
+    return Pipeline(
+        layers("grad_scaler" in options),
+        loss_fn,
+        num_workers=num_workers,
+        schedule=schedule,
+        num_microbatches=MICROBATCHES,
+        **options,
+    )
+
+
+def plainly(*, accumulate=1, loss_fn=nn.functional.mse_loss, scaler=None, max_grad_norm=None, decay=None, dtype=None):
+    """Train in one process as the documentation of torch does; return losses, model, average and the scales."""
+    model = nn.Sequential(*layers(scaler is not None))
+    optimizer = ADAM(model.parameters())
+    scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay)) if decay else None
+    losses, scales, weight = [], [], 0
+    for step, (x, target) in enumerate(BATCHES):
+        total, of_step = 0.0, 0
+        for a, b in zip(x.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True):
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = loss_fn(model(a), b)
+            summed = isinstance(loss, tuple)
+            loss, count = loss if summed else (loss * (len(a) / len(x)), 0)
+            total += loss.item()
+            of_step += count
+            scaler.scale(loss / accumulate if accumulate > 1 and not summed else loss).backward()
+        weight += of_step
+        losses.append(total / float(of_step) if of_step else total)
+        if (step + 1) % accumulate == 0:
+            scaler.unscale_(optimizer)
+            if weight:
+                for parameter in model.parameters():
+                    parameter.grad.div_(float(weight))
+            if max_grad_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+            before = scaler.get_scale()
+            scaler.step(optimizer)
+            scaler.update()
+            if scaler.get_scale() >= before:
+                scheduler.step()
+                if average is not None:
+                    average.update_parameters(model)
+            optimizer.zero_grad()
+            weight = 0
+        scales.append(scaler.get_scale())
+    return losses, model, average, scales
+
+
+def equal(found, model):
+    return all(found[name].equal(tensor) for name, tensor in model.state_dict().items())
+
+
+@SCHEDULES
+@pytest.mark.parametrize("loss_fn", [nn.functional.mse_loss, mse_sum])
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+def test_several_steps_make_one_update(schedule, num_workers, loss_fn, max_grad_norm):
+    expected, model, _, _ = plainly(accumulate=2, loss_fn=loss_fn, max_grad_norm=max_grad_norm)
+    options = {"accumulate": 2, "loss_fn": loss_fn, "max_grad_norm": max_grad_norm}
+    pipe = pipeline(schedule, num_workers, **options)
+    assert [pipe.step(batch) for batch in BATCHES] == expected
+    assert equal(pipe.state_dict(), model)
+    pipe = pipeline(schedule, num_workers, **options)
+    assert list(pipe.train(BATCHES)) == expected
+    assert equal(pipe.state_dict(), model)
+
+
+def test_what_a_failed_or_abandoned_step_has_added_is_taken_back():
+    expected, model, _, _ = plainly(accumulate=3)
+    pipe = pipeline("1f1b", 3, accumulate=3)
+    found = [pipe.step(BATCHES[0])]
+    with pytest.raises(Exception, match=r"shapes cannot be multiplied"):
+        pipe.step((torch.randn(8, 5), BATCHES[0][1]))
+    for loss in pipe.train(BATCHES[1:]):  # left when the next step has begun
+        found.append(loss)
+        if len(found) == 4:
+            break
+    found += [pipe.step(batch) for batch in BATCHES[4:]]
+    assert found == expected
+    assert equal(pipe.state_dict(), model)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("max_grad_norm", [None, 0.05])
+def test_one_decision_of_all_stages_scales_the_loss(schedule, num_workers, max_grad_norm):
+    def scaler():
+        return torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+
+    expected, model, _, scales = plainly(scaler=scaler(), max_grad_norm=max_grad_norm)
+    assert min(scales) < max(scales)
+    pipe = pipeline(schedule, num_workers, grad_scaler=scaler(), max_grad_norm=max_grad_norm)
+    found = [(pipe.step(batch), pipe.loss_scale) for batch in BATCHES]
+    assert found == list(zip(expected, scales, strict=True))
+    assert equal(pipe.state_dict(), model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_as_in_one_process(dtype):
+    """Autocast keeps its casts of weights for as long as the context is open: as here, for each microbatch."""
+    expected, model, _, _ = plainly(dtype=dtype)
+    pipe = pipeline("1f1b", 3)
+    found = []
+    for batch in BATCHES:
+        with torch.autocast("cpu", dtype):
+            found.append(pipe.step(batch))
+    assert found == pytest.approx(expected, rel=1e-2)
+    assert all(
+        torch.allclose(pipe.state_dict()[name], tensor, atol=2e-2) for name, tensor in model.state_dict().items()
+    )
+
+
+@SCHEDULES
+def test_an_average_of_the_weights_evaluates_and_is_saved(schedule, num_workers):
+    _, model, average, _ = plainly(decay=0.7)
+    pipe = pipeline(schedule, num_workers, ema_decay=0.7)
+    for _ in pipe.train(BATCHES):
+        pass
+    with pipe.averaged():
+        assert equal(pipe.state_dict(), average.module)
+        averaged = pipe.evaluate(BATCHES[0])
+    assert equal(pipe.state_dict(), model)
+    assert pipe.evaluate(BATCHES[0]) != averaged
+    with pytest.raises(ConfigError, match="no average of the weights; pass ema_decay="), pipeline("1f1b", 1).averaged():
+        pass
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_running_statistics_of_whole_batches(whole):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(2)
+            self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(3)])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    reference = Model()
+    model = Model() if whole else [part for block in Model().blocks for part in block]
+    pipe = Pipeline(
+        model, lambda output, batch: output.square().mean(), num_workers=3, num_microbatches=4,
+        deferred_batch_norm=True, schedule="1f1b",
+    )  # fmt: skip
+    for x, _ in BATCHES[:3]:
+        pipe.step((x, x))
+        with torch.no_grad():
+            first = reference.blocks[0](x)
+    found = [name for name in pipe.state_dict() if name.endswith("running_mean")]
+    assert len(found) == 3 and not [name for name in pipe.state_dict() if "sums" in name or "count" in name]
+    state = pipe.state_dict()
+    norm = reference.blocks[0][1]
+    torch.testing.assert_close(state[found[0]], norm.running_mean)
+    torch.testing.assert_close(state[found[0].replace("mean", "var")], norm.running_var)
+    assert int(state[found[0].replace("running_mean", "num_batches_tracked")]) == 3
+    assert first is not None
+
+
+def test_everything_of_a_loop_is_in_its_checkpoint(tmp_path):
+    options = {
+        "accumulate": 2, "ema_decay": 0.7, "max_grad_norm": 0.05, "loss_fn": mse_sum,
+        "grad_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2),
+    }  # fmt: skip
+    pipe = pipeline("1f1b", 3, **options)
+    for batch in BATCHES[:3]:  # one step after an update
+        pipe.step(batch)
+    pipe.save_checkpoint(tmp_path)
+    other = pipeline("zb-h1", 2, **options)
+    other.load_checkpoint(tmp_path)
+    for shard in (shard for actor in other.actors for shard in actor.shards.values()):
+        for module in shard.slice.own:
+            if isinstance(module, Overflowing):  # an attribute, which no checkpoint has
+                module.calls = 3 * MICROBATCHES
+    assert other.loss_scale == pipe.loss_scale
+    assert [other.step(batch) for batch in BATCHES[3:]] == [pipe.step(batch) for batch in BATCHES[3:]]
+    for found, expected in zip(other.state_dict().values(), pipe.state_dict().values(), strict=True):
+        assert found.equal(expected)
+    with other.averaged(), pipe.averaged():
+        for found, expected in zip(other.state_dict().values(), pipe.state_dict().values(), strict=True):
+            assert found.equal(expected)
+
+
+@pytest.mark.parametrize(
+    "options, says",
+    [
+        ({"accumulate": 0}, "accumulate 0: must be a whole number of steps, at least 1"),
+        ({"ema_decay": 1.0}, "ema_decay 1.0: must be a number from 0 to below 1"),
+        ({"grad_scaler": 1024}, "grad_scaler 1024: must be a torch.amp.GradScaler"),
+        ({"accumulate": 2, "schedule": "pipedream"}, "accumulate: schedule PipeDream updates within a step"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, says):
+    with pytest.raises(ConfigError, match=says):
+        pipeline(**{"schedule": "1f1b", "num_workers": 2, **options})

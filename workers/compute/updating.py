@@ -1,0 +1,119 @@
+"""What happens to the weights of a shard when its gradients are those of a whole batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ...dependency import ConfigError
+from .average import Average
+from .loss_scale import LossScale
+from .randomness import Randomness
+
+#: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
+OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What trains a model, alike on every stage.
+
+    Args:
+        grad_scaler: for float16: what the loss scale begins with.
+        ema_decay: of a moving average of the weights, if one is wanted.
+        accumulate: steps whose gradients make one update.
+        deferred_batch_norm: whether running statistics are those of whole batches.
+    """
+
+    optimizer: OptimizerFactory | None = None
+    lr_scheduler: SchedulerFactory | None = None
+    grad_scaler: torch.amp.GradScaler | None = None
+    ema_decay: float | None = None
+    accumulate: int = 1
+    deferred_batch_norm: bool = False
+
+
+class Updating:
+    """The optimizer of a shard, and what goes with it.
+
+    Args:
+        named: the shard's parameters by their names in the unsplit model.
+        first: the shard's first unit, by which its random numbers are known.
+    """
+
+    def __init__(
+        self, named: Sequence[tuple[str, nn.Parameter]], training: Training, randomness: Randomness, first: int
+    ) -> None:
+        if training.lr_scheduler is not None and training.optimizer is None:
+            raise ConfigError("lr_scheduler: there is no optimizer for it; pass optimizer as well")
+        self.training = training
+        self.parameters = dict(named)
+        self._randomness, self._first = randomness, first
+        trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.optimizer = training.optimizer(trained) if training.optimizer and trained else None
+        if self.optimizer is not None and _needs_closure(self.optimizer):
+            raise ConfigError(
+                f"optimizer {type(self.optimizer).__name__}: its step runs the model again, by a closure, which a "
+                "pipeline cannot; use one whose step needs no closure, such as AdamW"
+            )
+        self.lr_scheduler = training.lr_scheduler(self.optimizer) if training.lr_scheduler and self.optimizer else None
+        self.scale = LossScale(training.grad_scaler)
+        self.average = None if training.ema_decay is None else Average(dict(trained), training.ema_decay)
+        #: how often the optimizer has been asked
+        self.count = 0
+        #: of steps since then: gradients by parameter, as they were after the last of them, and the loss's weight
+        self.held: dict[str, Tensor] = {}
+        self.weight = 0.0
+
+    def root(self, loss: Tensor, summed: bool) -> Tensor:
+        """Return what backward starts from: the loss's part in the update, scaled; of sums the weight comes later."""
+        if self.training.accumulate > 1 and not summed:
+            loss = loss / self.training.accumulate
+        return loss * self.scale.scale if self.scale.enabled else loss
+
+    def unscale(self) -> Tensor:
+        """Divide the gradients by the scale; return whether all were finite, on the device."""
+        grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
+        return self.scale.unscale(grads, self._randomness.device)
+
+    def hold(self, weight: float) -> None:
+        """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""
+        self.held = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
+        self.weight += weight
+
+    def restore(self) -> None:
+        """Set the gradients to those of complete steps."""
+        for name, parameter in self.parameters.items():
+            held = self.held.get(name)
+            parameter.grad = None if held is None else held.clone()
+
+    def update(self, finite: bool) -> None:
+        """Let the optimizer make one step, unless gradients have overflowed, and forget them."""
+        self.held, self.weight = {}, 0.0
+        if self.optimizer is None:
+            return
+        if finite:
+            with self._randomness.lock:
+                self._randomness.seed_update(self.count, self._first)
+                self.optimizer.step()
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+            if self.average is not None:
+                self.average.update()
+        self.count += 1
+        if self.scale.enabled:
+            self.scale.update(finite)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.clear_autocast_cache()  # of weights as they were, kept until the caller leaves `autocast`
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
