@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
@@ -40,6 +41,8 @@ class WorkerThreads:
         self._actors = actors
         self._pool = [_Thread(actor.worker) for actor in actors] if len(actors) > 1 else None
         self._stuck = False
+        # A pipeline that nobody closes must not leave its threads when it is gone.
+        self._ended = weakref.finalize(self, _end, self._pool or ())
 
     def each(self, call: Callable[[WorkerActor], T]) -> list[T]:
         """Return `call(worker)` for every worker. If one fails, raise the first cause and undo what was under way."""
@@ -116,9 +119,11 @@ class WorkerThreads:
             actor.resume(carrier, done)
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and wait for them, unless one hangs."""
+        self._ended()
         for thread in self._pool or ():
-            thread.end()
+            if not self._stuck:
+                thread.join()
 
 
 class _Thread:
@@ -143,6 +148,10 @@ class _Thread:
         """End when what has been submitted is done."""
         self._calls.put(None)
 
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join()
+
     def _run(self) -> None:
         while (submitted := self._calls.get()) is not None:
             future, call = submitted
@@ -151,6 +160,11 @@ class _Thread:
             except BaseException as error:
                 future.set_exception(error)
             del future, call, submitted  # they may keep a model alive
+
+
+def _end(threads: Iterable[_Thread]) -> None:
+    for thread in threads:
+        thread.end()
 
 
 def _who_hangs(working: Sequence[tuple[_Thread, WorkerActor]], patience_s: float) -> str:
