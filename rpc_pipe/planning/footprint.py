@@ -29,6 +29,8 @@ class Size:
     inputs: float = 0
     #: what goes to the next stage, and the gradient that comes back
     outputs: float = 0
+    #: what an action needs while it runs, besides all that: of the action that needs most
+    working: float = 0
 
     @property
     def shard(self) -> float:
@@ -38,14 +40,16 @@ class Size:
     def __add__(self, other: Size) -> Size:
         """Put another stage behind this one: the same microbatch passes both."""
         summed = Size(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-        return replace(summed, inputs=self.inputs, outputs=other.outputs)
+        most = max(self.working, other.working)
+        return replace(summed, inputs=self.inputs, outputs=other.outputs, working=most)
 
 
 def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ...]:
     """Return, by worker, the most bytes that it holds in a step.
 
     Counted are shards, activations (kept inputs where they are recomputed), outboxes until the consumer has the
-    payload, and what has arrived and is not used yet; not what a kernel needs while it runs.
+    payload, and what has arrived and is not used yet; and what the action needs while it runs that needs most, as if
+    it ran at the fullest moment.
 
     Args:
         simulation: of one step.
@@ -84,6 +88,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
         resident = sum(sizes[stage].shard - sizes[stage].weights for stage, _ in spec.hosted(worker)) + weights[worker]
+        resident += max((sizes[stage].working for stage, _ in spec.hosted(worker)), default=0)
         peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)
 

@@ -138,7 +138,8 @@ def _resident(spec: Spec, chain: Chain, ends: Ends) -> list[float]:
     found = []
     for worker in range(spec.num_workers):
         sizes = [chain.size(ends[s], ends[s + 1]) for s, _ in spec.hosted(worker)]
-        found.append(sum(size.shard + size.inputs + size.outputs for size in sizes))
+        working = max((size.working for size in sizes), default=0)
+        found.append(working + sum(size.shard + size.inputs + size.outputs for size in sizes))
     return found
 
 

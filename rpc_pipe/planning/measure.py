@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from statistics import median
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,29 +57,47 @@ def measure(
             return _forward(module, inputs, loss, first)
 
         parameters = list(module.named_parameters())
-        times, held, after, outputs = time_block(forward, [p for _, p in parameters], repeats, finish)
-        size = Size(
-            activations=held, after_inputs=after, inputs=num_bytes(inputs), outputs=0 if loss else num_bytes(outputs)
-        )
+        own = [p for _, p in parameters]
+        times, kept, outputs = time_block(forward, own, repeats, finish)
+        crossing = 0 if loss else num_bytes(outputs)
+        size = kept.size(own, num_bytes(inputs), crossing, with_loss=loss is not None)
         costs.append(with_shard(LayerCost(times, size), parameters, list(module.buffers()), optimizer, repeats))
         inputs = outputs
     return costs
 
 
+class Kept(NamedTuple):
+    """Bytes that a forward keeps: all, those after I, and the largest tensor that is no input."""
+
+    activations: float
+    after_inputs: float
+    largest: float
+
+    def size(self, parameters: Sequence[nn.Parameter], inputs: float, outputs: float, *, with_loss: bool) -> Size:
+        """Return the size of a block, less what its parameters are all the time.
+
+        While a backward runs there are the gradient of its largest tensor and that of its largest weight, which is
+        added then; of a loss there are the gradients of two such tensors, since nothing has been freed yet.
+        """
+        weight = max((p.nbytes for p in parameters if p.requires_grad), default=0)
+        working = max(self.largest + weight, 2 * self.largest * with_loss)
+        return Size(0, 0, 0, self.activations, self.after_inputs, inputs, outputs, working)
+
+
 def time_block(
     forward: Forward, parameters: Sequence[nn.Parameter], repeats: int, finish: Finish
-) -> tuple[dict[Kind, float], float, float, Tree]:
-    """Return a block's milliseconds by kind, bytes kept by its forward and after I, and its output."""
+) -> tuple[dict[Kind, float], Kept, Tree]:
+    """Return a block's milliseconds by kind, what it keeps, and its output."""
     times: dict[Kind, list[float]] = {kind: [] for kind in (F, B, I, W)}
     for _ in range(repeats + 1):  # the first warms up
-        held, after, output = _once(forward, parameters, times, finish)
+        kept, output = _once(forward, parameters, times, finish)
     found = {kind: 1e3 * median(ts[1:]) for kind, ts in times.items()}
-    return {**found, R: found[F]}, held, after, output
+    return {**found, R: found[F]}, kept, output
 
 
 def _once(
     forward: Forward, parameters: Sequence[nn.Parameter], times: dict[Kind, list[float]], finish: Finish
-) -> tuple[float, float, Tree]:
+) -> tuple[Kept, Tree]:
     """Run backward in one piece and then in two; return the bytes kept, and the output for the next block."""
 
     def timed(kind: Kind, run: Callable[[], object]) -> None:
@@ -101,6 +120,7 @@ def _once(
         owing, output, roots = forward()
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     held = saved.num_bytes(weights)
+    largest = saved.largest(weights | {leaf.untyped_storage().data_ptr() for leaf in owing})
     deferred: list[Deferred] = []
     output = unpack(pack(output))
     timed(I, lambda: deferred.append(backward_inputs(roots, [None] * len(roots), owing, saved)[1]))
@@ -108,7 +128,7 @@ def _once(
     timed(W, deferred[0].run)
     for parameter in parameters:
         parameter.grad = None
-    return held, after, output
+    return Kept(held, after, largest), output
 
 
 def _forward(

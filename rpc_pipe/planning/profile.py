@@ -156,6 +156,7 @@ class Chain:
         self.per_stage = {kind: (per_stage or {}).get(kind, 0) for kind in TIMED}
         self._times = {kind: self._sums(block.times.get(kind, 0) for block in blocks) for kind in TIMED}
         self._bytes = {name: self._sums(getattr(block.size, name) for block in blocks) for name in _SUMMED}
+        self._working = [max(b.size.working for b in blocks[a:b_]) for a, b_ in pairwise(self._places)]
         self._inputs = [blocks[i].size.inputs for i in self._places[:-1]]
         self._outputs = [blocks[i - 1].size.outputs for i in self._places[1:]]
 
@@ -185,7 +186,8 @@ class Chain:
         for tie in self._inside(start, stop):
             for name in RESIDENT:
                 summed[name] -= getattr(tie, name)
-        return Size(**summed, inputs=self._inputs[start], outputs=self._outputs[stop - 1])
+        ends = {"inputs": self._inputs[start], "outputs": self._outputs[stop - 1]}
+        return Size(**summed, **ends, working=max(self._working[start:stop], default=0))
 
     def resident(self, start: int, stop: int) -> float:
         """Return the bytes that a stage has all the time."""

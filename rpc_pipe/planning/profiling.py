@@ -22,7 +22,6 @@ from ..model.made import Made, load, resized, rows_of
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
-from .footprint import Size
 from .measure import Finish, Forward, measure, num_bytes, time_block, with_shard
 from .profile import LayerCost, Profile, Tie
 
@@ -167,9 +166,10 @@ def _measure_whole(
         stage = observed.build(i, cut, device)
         run = _stage_forward(made, stage, payload, args, kwargs, batch, last=i == len(cut) - 1)
         named = list(stage.named_parameters())
-        times, held, after, outputs = time_block(run, [p for _, p in named], repeats, _finish(device))
+        own = [p for _, p in named]
+        times, kept, outputs = time_block(run, own, repeats, _finish(device))
         crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
-        size = Size(activations=held, after_inputs=after, inputs=num_bytes(payload), outputs=crossing)
+        size = kept.size(own, num_bytes(payload), crossing, with_loss=i == len(cut) - 1)
         costs.append(with_shard(LayerCost(times, size, block.name), named, [], optimizer, repeats))
         for name, parameter in named:
             holders.setdefault(name, ([], parameter))[0].append(i)

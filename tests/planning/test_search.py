@@ -152,6 +152,15 @@ def test_every_schedule_can_recompute(name, recompute):
     assert sum(priced.simulate(ends).busy) == sum(plain.simulate(ends).busy) + more
 
 
+def test_what_runs_needs_memory_too():
+    blocks = [block(1, weights=10, working=5), block(1, weights=10, working=50), block(1, weights=10, working=7)]
+    chain = Chain(blocks)
+    assert [chain.size(0, 1).working, chain.size(0, 3).working, chain.size(2, 3).working] == [5, 50, 7]
+    assert (blocks[0].size + blocks[1].size).working == 50
+    cuts = CutSearch(Candidate("1f1b", {}, 2).spec(2), chain, Machines(2, memory=(25, 1000)))
+    assert cuts.look((0, 1, 3)).memory == (15, 70)
+
+
 def test_a_tie_that_is_cut_apart_costs_an_exchange():
     blocks = [block(1, weights=100), block(1), block(1), block(1, weights=100)]
     machines = Machines(2, link=Link(2, 10.0))

@@ -83,6 +83,11 @@ class Saved:
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return sum(size for address, size in sizes.items() if address not in without)
 
+    def largest(self, without: Iterable[int] = ()) -> int:
+        """Return the bytes of the largest storage that is held, but for storages at the addresses `without`."""
+        storages = [handle.tensor.untyped_storage() for handle in self._handles if handle.tensor is not None]
+        return max((each.nbytes() for each in storages if each.data_ptr() not in without), default=0)
+
     def replace(self, change: Callable[[Tensor], Tensor]) -> None:
         """Hold `change(tensor)` instead of each tensor, such as a copy in another memory, for backward to read."""
         for handle in self._handles:
