@@ -83,6 +83,9 @@ class Images(Source):
         self.identity = f"{len(shards)} images, {len(self.classes)} classes, digest {fingerprint(shards, size)}"
         self._pool = ThreadPoolExecutor(threads, "images")
 
+    def shard_of(self, chunk: int) -> str:
+        return self.shards[int(self._starts[chunk])]
+
     def upcoming(self, chunks: Sequence[int]) -> None:
         files = [shard for c in chunks for shard in self._files[self._starts[c] : self._starts[c + 1]]]
         self._storage.upcoming(files)

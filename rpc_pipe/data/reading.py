@@ -85,10 +85,10 @@ class Reader:
         if start != self._next or not wanted == self._wanted or self._thread is None:
             self._restart(start, wanted)
         with self._changed:
-            if not self._changed.wait_for(lambda: self._ready, self._timeout_s):
-                raise Stalled(
-                    f"data {self._source.name}: no batch for {self._timeout_s:g} s, busy with {self.busy.worst(before)}"
-                )
+            # A shard that does not come is told by its name before.
+            if not self._changed.wait_for(lambda: self._ready, 2 * self._timeout_s):
+                waited, cause = 2 * self._timeout_s, self.busy.worst(before)
+                raise Stalled(f"data {self._source.name}: no batch for {waited:g} s, busy with {cause}")
             _, made, _ = self._ready.popleft()
             self._changed.notify_all()
         if isinstance(made, BaseException):

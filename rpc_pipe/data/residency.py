@@ -105,7 +105,8 @@ class Residency:
         except TimeoutError as error:
             if self._held[number].done():  # a timeout of the storage's own
                 raise
-            raise Stalled(f"data {self._source.name}: a chunk has not come for {self._timeout_s:g} s") from error
+            shard = self._source.shard_of(number)
+            raise Stalled(f"shard {shard}: has not been loaded for {self._timeout_s:g} s; raise timeout_s") from error
 
     def _most_ahead(self) -> int:
         smallest = max(1, int(self._source.num_bytes.min()))

@@ -73,6 +73,10 @@ class Source:
         """
         raise NotImplementedError
 
+    def shard_of(self, chunk: int) -> str:
+        """Return what errors call the place that a chunk comes from."""
+        return self.name
+
     def upcoming(self, chunks: Sequence[int]) -> None:
         """Hear which chunks will be needed next, in this order."""
 

@@ -152,6 +152,9 @@ class Table(Source):
         digest = fingerprint(shards, inputs, targets, self.sizes.tolist())
         self.identity = f"{len(shards)} shards, {samples} rows, digest {digest}"
 
+    def shard_of(self, chunk: int) -> str:
+        return self._groups[chunk].shard.name
+
     def upcoming(self, chunks: Sequence[int]) -> None:
         self._storage.upcoming(list(dict.fromkeys(self._groups[chunk].shard for chunk in chunks)))
 

@@ -147,6 +147,9 @@ class Tokens(Source):
         self.identity = f"{len(shards)} shards, {int(self.sizes.sum())} samples of {context} tokens, digest {digest}"
         self._verified: set[str] = set()
 
+    def shard_of(self, chunk: int) -> str:
+        return self._spans[chunk].shard.name
+
     def upcoming(self, chunks: Sequence[int]) -> None:
         self._storage.upcoming(list(dict.fromkeys(self._spans[chunk].shard for chunk in chunks)))
 

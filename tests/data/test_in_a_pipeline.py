@@ -1,5 +1,6 @@
 """A loader in a pipeline: who reads what, and where it is after which step."""
 
+import time
 from functools import partial
 
 import numpy as np
@@ -8,8 +9,10 @@ import torch
 from torch import nn
 
 from rpc_pipe import Pipeline
-from rpc_pipe.data import Loader, tokens
+from rpc_pipe.data import Loader, dataset, tokens
 from rpc_pipe.model.microbatches import Microbatches
+from rpc_pipe.tracing.outcome import figures
+from rpc_pipe.tracing.own_boards import collect, record
 
 
 class Last(nn.Module):
@@ -82,6 +85,30 @@ def test_what_a_worker_does_not_use_is_not_read(loader, used):
     assert cut.shares == [3 / 8, 3 / 8, 2 / 8]
     if used == (False, False):
         assert batches.loads == 0
+
+
+class Slow:
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return torch.zeros(8), index % 3
+
+
+@pytest.mark.parametrize("how", ["step", "train"])
+def test_waiting_for_samples_is_told_with_its_cause(how):
+    layers = [partial(nn.Linear, 8, 4), nn.Tanh, partial(nn.Linear, 4, 3)]
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with Pipeline(layers, nn.functional.cross_entropy, optimizer=optimizer, num_microbatches=2, num_workers=2) as pipe:
+        record(pipe)
+        batches = Loader(dataset(Slow()), rows=16)
+        losses = pipe.train(batches) if how == "train" else map(pipe.step, batches)
+        for _ in zip(range(8), losses, strict=False):
+            pass
+        lost = figures(collect())["lost"]
+    assert lost["data_cause"] == "decode" and lost["data_ms"] > 10
+    assert "for samples to be decoded" in lost["sentence"]
 
 
 def test_workers_compare_where_their_loaders_are(loader):

@@ -1,9 +1,11 @@
+import threading
+
 import numpy as np
 import pytest
 import torch
 
 from rpc_pipe.data import Loader, tokens
-from rpc_pipe.dependency import ConfigError, DataError
+from rpc_pipe.dependency import ConfigError, DataError, Stalled
 
 CONTEXT = 4
 
@@ -130,6 +132,47 @@ def test_a_shard_that_changes_while_it_is_in_use(shards):
     with pytest.raises(DataError, match=r"shard \d\.npy: .*(truncated|but had)"):
         for batch in batches:
             batch[0]
+
+
+def test_a_shard_that_does_not_come_is_named(shards, monkeypatch):
+    slow, release = tokens(shards, CONTEXT), threading.Event()
+    load = slow.load
+    monkeypatch.setattr(slow, "load", lambda chunk, busy: (release.wait(20), load(chunk, busy))[1])
+    with pytest.raises(Stalled, match=r"shard \d\.npy: has not been loaded for 0\.1 s"):
+        next(iter(Loader(slow, rows=6, timeout_s=0.1)))[0]
+    release.set()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"readers": "last"}, "readers 'last': must be users or first"),
+        ({"readers": "first", "epochs": 1}, "epochs 1: with readers='first' other workers cannot know"),
+    ],
+)
+def test_readers(shards, options, message):
+    with pytest.raises(ConfigError, match=message):
+        loader(shards, **options)
+
+
+def test_where_only_the_reader_opens_the_data(shards):
+    def make(folder=shards):
+        return tokens(folder, CONTEXT)
+
+    state = loader(shards, window=2).state_dict() | {"position": 17}
+    first = Loader(make, rows=6, memory=20_000, readers="first")
+    first.load_state_dict(state)
+    assert first.state_dict() == state, "on a worker that has not opened them"
+    assert (
+        read([batch for batch, _ in zip(first, range(3), strict=False)])
+        == loader(shards, window=2).samples(17, 35).tolist()
+    )
+    assert first.window == 2
+    np.save(shards / "8.npy", np.zeros(41, np.uint16))
+    changed = Loader(make, rows=6, readers="first")
+    changed.load_state_dict(state)
+    with pytest.raises(ConfigError, match="were 8 shards"):
+        next(iter(changed))[0]
 
 
 def test_two_shards_of_one_name(shards, tmp_path):
