@@ -132,6 +132,17 @@ def test_gradients_are_clipped_by_what_belongs_to_one_version(schedule):
         assert (pipe.grad_norm is None) == (schedule != "pipedream-2bw"), "of the whole model, or of each stage"
 
 
+def test_norms_of_a_step_may_be_collected_before_the_step_before_has_updated():
+    """They were of the gradients that the earlier update had still to take, which then took those of the later one."""
+    layers = [partial(nn.Linear, 8, 8)] * 4
+    for seed in range(6):
+        pipe = pipeline("pipedream-2bw", layers, P=4, M=1, max_grad_norm=0.05)
+        pipe.listen(lambda worker, seed=seed: Late(seed, worker, 0.002))
+        replay = replay_of(pipe, layers, max_grad_norm=0.05)
+        assert list(pipe.train((x, x) for x in X)) == list(replay.train((x, x) for x in X))
+        assert same(pipe.state_dict(), replay.state_dict())
+
+
 def test_the_loop_sees_one_version_on_all_workers():
     """Weights, buffers and a held-out loss after each step, with later steps under way; what is begun is undone."""
     for schedule, layers in (("pipedream", NORMED), ("pipedream-2bw", NORMED), ("avgpipe", LAYERS)):

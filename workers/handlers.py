@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -282,11 +283,13 @@ def _collect_norms(doing: Doing) -> Payload:
     if _is_first_place(doing):
         for (_, route), shard in doing.worker.shards.items():
             if route == 0:
-                _complete_gradients(doing, shard, route)
-                if doing.worker.max_grad_norm is not None:
-                    norms |= shard.gradient_norms()
-                if shard.updating.scale.enabled:
-                    finite.append(doing.step.finite[shard])
+                update = doing.step.first_update + route
+                with shard.showing(update) if isinstance(shard, StashingShard) else nullcontext():
+                    _complete_gradients(doing, shard, route)
+                    if doing.worker.max_grad_norm is not None:
+                        norms |= shard.gradient_norms()
+                    if shard.updating.scale.enabled:
+                        finite.append(doing.step.finite[shard])
     return pack((norms, finite))
 
 
@@ -324,8 +327,9 @@ def _update(doing: Doing) -> None:
 def _update_version(doing: Doing, shard: StashingShard) -> None:
     """Make the next version of a shard's weights, from the gradients that belong to it alone."""
     worker, step, index = doing.worker, doing.step, doing.task.entry.action.index
-    if shard not in step.completed:  # by norms
-        _take_gradients(doing, shard, index)
+    shard.take_gradients(step.first_update + index)
+    if step.batch.asked.weight and shard not in step.completed and step.result is not None:
+        shard.divide(step.result.divisor)
     if worker.max_grad_norm is not None:
         if step.result is not None and step.result.norm_tensor is not None:
             shard.clip(worker.max_grad_norm, step.result.norm_tensor)
@@ -336,14 +340,6 @@ def _update_version(doing: Doing, shard: StashingShard) -> None:
         shard.exchange(step.batch.spec.elasticity)
 
 
-def _take_gradients(doing: Doing, shard: StashingShard, index: int) -> None:
-    """Give a shard the gradients of an update of the step; divide those of sums by what they weigh."""
-    step = doing.step
-    shard.take_gradients(step.first_update + index)
-    if step.result is not None and step.batch.asked.weight:
-        shard.divide(step.result.divisor)
-
-
 def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
     """Sum the gradients of all who hold the parameters, in the order of stages and routes, and divide those of sums by
     the weight; once a step."""
@@ -351,10 +347,7 @@ def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
     if shard in step.completed:
         return
     step.completed.add(shard)
-    if isinstance(shard, StashingShard):
-        _take_gradients(doing, shard, route)
-        return
-    exchanged = end_tree(spec).exchanged(shard.stage, step.batch.asked)
+    exchanged = end_tree(spec).exchanged(shard.stage, step.batch.asked) if spec.synchronous else []
     if exchanged:
         ready, own = doing.worker.courier.ready, G(shard.stage, route)
         # Not taken out: several who hold them may be on this worker.

@@ -18,6 +18,7 @@ from ..launching import launcher_link as link
 from ..launching import overrides
 from ..launching.job import Job
 from ..pipeline import Pipeline
+from ..planning.compare import tell_versions
 from ..tracing.outcome import FILES, figures, last_steps, sentence, write_timelines
 from ..tracing.own_boards import collect, record
 from .options import typed_checkpoints
@@ -113,13 +114,13 @@ class _Ending:
             pipe.save(typed["save"])
         if pipe.worker == 0:
             if self._wants_steps:
-                self._tell(str(pipe.actors[0].courier.device))
+                self._tell(str(pipe.actors[0].courier.device), tell_versions(pipe.spec))
             elif "save" in typed:
                 link.tell(kind="text", text=f"{FILES['save']} written to {typed['save']}")
         if "save" in typed or self._wants_steps:
             pipe.barrier()
 
-    def _tell(self, device: str) -> None:
+    def _tell(self, device: str, versions: list[str]) -> None:
         history, typed = collect(), self._typed
         trace, found = last_steps(history), figures(history)
         if trace is None or found is None:
@@ -129,6 +130,6 @@ class _Ending:
         link.tell(
             kind="summary",
             title=sentence(found),
-            lines=[f"{FILES[name]} written to {path}" for name, path in files.items()],
+            lines=[*versions, *(f"{FILES[name]} written to {path}" for name, path in files.items())],
             json={**found, **files},
         )

@@ -12,6 +12,7 @@ from ..drawing.page import Picture, draw_page
 from ..drawing.svg import draw_svg
 from ..drawing.timeline import draw
 from ..launching.report import Reporter
+from ..planning.compare import tell_versions
 from ..planning.simulator import Cost, Link, Simulation, simulate
 from ..planning.specs import MOST_FORWARDS
 from ..planning.waits import waits
@@ -90,11 +91,8 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
         f"{name}: makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}, "
         f"peak activations {', '.join(map(str, result.peak_activations))}"
     )
-    if not spec.synchronous:
-        reporter.console.print(
-            f"asynchronous: gradients are {', '.join(map(str, _staleness(spec)))} updates late on workers 0 to "
-            f"{spec.num_workers - 1}, weight copies {', '.join(map(str, _copies(spec)))}"
-        )
+    for line in tell_versions(spec):
+        reporter.console.print(line)
     return 0
 
 
@@ -150,19 +148,11 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
         "busy": list(result.busy),
         "peak_activations": list(result.peak_activations),
         "synchronous": spec.synchronous,
-        "staleness": _staleness(spec),
-        "weight_copies": _copies(spec),
+        "staleness": [stale_on(spec, worker) for worker in range(spec.num_workers)],
+        "weight_copies": [copies_on(spec, worker) for worker in range(spec.num_workers)],
         "actions": sum(map(len, orders)),
         "orders": [[str(action) for action in order] for order in orders],
     }
-
-
-def _staleness(spec: Spec) -> list[int]:
-    return [stale_on(spec, worker) for worker in range(spec.num_workers)]
-
-
-def _copies(spec: Spec) -> list[int]:
-    return [copies_on(spec, worker) for worker in range(spec.num_workers)]
 
 
 def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> None:

@@ -6,6 +6,7 @@ import math
 import time
 from dataclasses import asdict
 from functools import partial
+from itertools import islice
 
 import torch
 from torch.optim import AdamW, Optimizer
@@ -17,7 +18,7 @@ from ..dependency import ConfigError
 from ..drawing.timeline import draw
 from ..launching import launcher_link as link
 from ..pipeline import Pipeline
-from ..tracing.history import History
+from ..planning.compare import tell_versions
 from ..tracing.outcome import FILES, figures, last_steps, write_timelines
 from ..tracing.own_boards import collect, record
 from .corpus import Corpus
@@ -50,7 +51,7 @@ def train(options: TrainOptions) -> None:
     if options.save:
         pipe.save(options.save)
     if pipe.worker == 0:
-        _tell_summary(options, corpus, collect(), times, held_out)
+        _tell_summary(options, corpus, pipe, times, held_out)
     pipe.barrier()
     if pipe.stopped:
         raise SystemExit(130)
@@ -72,9 +73,11 @@ def _loop(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> list[float]:
     times: list[float] = []
     loader = Loader(corpus.samples(), rows=options.batch, seed=options.seed)
     loader.seek(pipe.steps_done * options.batch)
-    for step, batch in zip(range(pipe.steps_done, options.steps), loader, strict=False):
-        begin = time.perf_counter()
-        loss = pipe.step(batch)
+    steps = range(pipe.steps_done, options.steps)
+    batches = islice(loader, len(steps))
+    losses = map(pipe.step, batches) if pipe.spec.synchronous else pipe.train(batches)
+    begin = time.perf_counter()
+    for step, loss in zip(steps, losses, strict=False):
         times.append(time.perf_counter() - begin)
         if pipe.worker == 0:
             link.tell(
@@ -87,6 +90,7 @@ def _loop(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> list[float]:
             )
         if pipe.stopped:
             break
+        begin = time.perf_counter()
     return times
 
 
@@ -108,7 +112,8 @@ def _tell_plan(options: TrainOptions, corpus: Corpus, pipe: Pipeline, resumed: s
     )
 
 
-def _tell_summary(options: TrainOptions, corpus: Corpus, history: History, times: list[float], held_out: float) -> None:
+def _tell_summary(options: TrainOptions, corpus: Corpus, pipe: Pipeline, times: list[float], held_out: float) -> None:
+    history = collect()
     trace, found = last_steps(history), figures(history)
     assert trace is not None and found is not None
     middle = sorted(times)[len(times) // 2]
@@ -122,6 +127,7 @@ def _tell_summary(options: TrainOptions, corpus: Corpus, history: History, times
         lines=[
             f"idle {100 * found['bubble_actual']:.1f} %; {100 * found['bubble_planned']:.1f} % when simulated with the "
             f"measured times and free transfers; step {found['step_ms']:.0f} ms, {found['tokens_per_s']:,.0f} tokens/s",
+            *tell_versions(pipe.spec),
             f"held-out loss {held_out:.4f} nats a byte; a byte bigram model has {bigram:.4f} on the same bytes",
             *(f"{what} written to {path}" for name, what in FILES.items() if (path := getattr(options, name))),
         ],

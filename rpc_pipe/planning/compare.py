@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, W, check_all, copies_on, stale_on
+from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, Spec, W, check_all, copies_on, stale_on
 from ..model.cut import cut
 from .candidates import VARIANTS
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
@@ -187,6 +187,15 @@ def verdict(rows: Sequence[Row], limit: float | None) -> str:
     if left_out := [f"{row.name} ({row.refused})" for row in rows if row.refused]:
         lines.append(f"left out: {', '.join(left_out)}")
     return "\n".join(lines)
+
+
+def tell_versions(spec: Spec) -> list[str]:
+    """Say of a schedule that is not synchronous, in a line, what that costs; of others there is nothing to say."""
+    if spec.synchronous:
+        return []
+    workers = range(spec.num_workers)
+    late, copies = (", ".join(str(of(spec, worker)) for worker in workers) for of in (stale_on, copies_on))
+    return [f"asynchronous: gradients are up to {late} updates late by worker; copies of the weights {copies}"]
 
 
 def tell_bytes(amount: float) -> str:

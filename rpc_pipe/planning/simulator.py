@@ -9,6 +9,7 @@ of `workers.state.WorkerState`, evaluated for all workers at once on the same co
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +17,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import NamedTuple
 
-from ..dependency import RESOURCES, Action, Kind, Order, Spec, U, updates_a_step
+from ..dependency import RESOURCES, Action, Kind, Order, Spec, U
 from .relation import Relation, no_collection
 from .span import Span
 
@@ -222,10 +223,11 @@ def _ends_in_stream(relation: Relation, ran: _Ran) -> tuple[float, ...]:
     """Return when each step of a stream ends, in which steps overlap."""
     spec = relation.spec
     ends: list[float] = [0] * spec.num_steps
+    updates = Counter(action.stage for action in relation.actions if action.kind is U)
     for number, _, end in ran:
-        _, kind, index = relation.actions[number]
+        stage, kind, index = relation.actions[number]
         if kind.per_microbatch or kind is U:
-            step = index // (spec.num_microbatches if kind.per_microbatch else updates_a_step(spec))
+            step = index // (spec.num_microbatches if kind.per_microbatch else updates[stage] // spec.num_steps)
             ends[step] = max(ends[step], end)
     return tuple(ends)
 

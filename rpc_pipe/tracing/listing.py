@@ -6,11 +6,12 @@ relation that it derived; together they are the whole relation again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ..dependency import Action, ConfigError, Entry, I, Order, R, Spec
+from ..dependency import Action, ConfigError, Entry, I, Order, R, Spec, U, period, reaches
 from ..schedules import SCHEDULES
 
 _NAMES = {cls: name for name, cls in SCHEDULES.items()}
@@ -23,8 +24,17 @@ def name_of(spec: Spec) -> str:
 
 def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]) -> dict[str, Any]:
     """Return the listing of what `worker` runs in a step, in its order, and what each action needs, for JSON."""
-    entries = [entry for entry in program if entry.action.kind.per_microbatch]
+    entries = [entry for entry in program if spec.orders(entry.action)]
+    overlaps = not spec.synchronous
+    stream = {
+        "period": period(spec),
+        "slots": [spec.slot(entry.action) for entry in entries],
+        "earlier": [
+            [[back, str(need)] for back, need in reaches(spec, entry.action, spec.needs)] for entry in entries
+        ],
+    } if overlaps else {}  # fmt: skip
     return {
+        **stream,
         "schedule": name_of(spec),
         "worker": worker,
         "microbatches": spec.num_microbatches,
@@ -51,7 +61,8 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
         relation = _Relation(listings, num_microbatches)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"listing: cannot be read: {error}") from error
-    cls: type[Listed] = type(listings[0]["schedule"], (Listed,), {"relation": relation})
+    own = {"relation": relation, "synchronous": relation.period is None}
+    cls: type[Listed] = type(listings[0]["schedule"], (Listed,), own)
     return cls(num_workers=len(listings), num_microbatches=relation.num_microbatches)
 
 
@@ -63,17 +74,28 @@ class _Relation:
         self.place: dict[tuple[int, int], int] = {
             (stage, route): worker for worker, own in enumerate(listings) for stage, route in own["shards"]
         }
-        self.needs: dict[Action, list[Action]] = {}
+        #: (of how many steps before, what)
+        self.needs: dict[Action, list[tuple[int, Action]]] = {}
         self.slots: dict[Action, int] = {}
         for listing in listings:
-            for slot, (name, *needs) in enumerate(listing["program"]):
+            slots = listing.get("slots") or range(len(listing["program"]))
+            earlier = listing.get("earlier") or [()] * len(listing["program"])
+            for slot, (name, *needs), before in zip(slots, listing["program"], earlier, strict=True):
                 action = Action.parse(name)
-                if action.microbatch < self.num_microbatches:
+                if action.index < self.num_microbatches:
                     self.slots[action] = slot
-                    parsed = map(Action.parse, needs)
-                    self.needs[action] = [need for need in parsed if need.microbatch < self.num_microbatches]
+                    parsed = [(0, Action.parse(need)) for need in needs]
+                    parsed += [(back, Action.parse(need)) for back, need in before]
+                    self.needs[action] = [(back, need) for back, need in parsed if need.index < self.num_microbatches]
+        #: of a stream whose steps overlap: by how much slots grow from step to step
+        self.period: int | None = listings[0].get("period")
         self.num_stages: int = 1 + max(stage for stage, _ in self.place)
         self.num_routes: int = 1 + max(route for _, route in self.place)
+
+    @cached_property
+    def num_updates(self) -> Counter[int]:
+        """How many updates a stage has in a step."""
+        return Counter(action.stage for action in self.slots if action.kind is U)
 
     @cached_property
     def recomputed(self) -> set[int]:
@@ -101,16 +123,41 @@ class Listed(Spec):
         return self.relation.place[stage, route]
 
     def route(self, microbatch: int) -> int:
-        return self.relation.routes[microbatch] if self.relation.routes else 0
+        return self.relation.routes[microbatch % self.num_microbatches] if self.relation.routes else 0
 
     def splits(self, stage: int, microbatch: int) -> bool:
-        return I(stage, microbatch) in self.relation.slots
+        return I(stage, microbatch % self.num_microbatches) in self.relation.slots
 
     def recomputes(self, stage: int) -> bool:
         return stage in self.relation.recomputed
 
     def after(self, action: Action) -> Iterable[Action]:
-        return [need for need in self.relation.needs.get(action, ()) if need.kind.per_microbatch]
+        step, own = self._within(action)
+        found = self.relation.needs.get(own, ())
+        return [self._of(step - back, need) for back, need in found if self.orders(need) and step >= back]
 
     def slot(self, action: Action) -> int:
-        return self.relation.slots[action]
+        step, own = self._within(action)
+        return self.relation.slots[own] + step * (self.relation.period or 0)
+
+    def version(self, stage: int, microbatch: int) -> int:
+        return 0  # which update makes it is written down
+
+    def updates(self, stage: int, route: int) -> Iterable[Action]:
+        if self.synchronous:
+            return super().updates(stage, route)
+        own = [
+            a for a in self.relation.slots if a.kind is U and a.stage == stage and a.index % self.num_routes == route
+        ]
+        return [self._of(step, action) for step in range(self.num_steps) for action in own]
+
+    def _within(self, action: Action) -> tuple[int, Action]:
+        """Return the step of an action of a stream, and its name there."""
+        step, index = divmod(action.index, self._per_step(action))
+        return step, action._replace(index=index)
+
+    def _of(self, step: int, action: Action) -> Action:
+        return action._replace(index=action.index + step * self._per_step(action))
+
+    def _per_step(self, action: Action) -> int:
+        return self.num_microbatches if action.kind.per_microbatch else self.relation.num_updates[action.stage]

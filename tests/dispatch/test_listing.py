@@ -18,7 +18,7 @@ def written(spec):
     return json.loads(json.dumps(programs))
 
 
-@pytest.mark.parametrize("name", [name for name, cls in SCHEDULES.items() if cls.synchronous])
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_runs_alike_from_what_its_workers_wrote(name):
     spec = make_spec(name, 4, 8, {})
     read = spec_of_listings(written(spec))

@@ -125,6 +125,20 @@ class StashingShard(Shard):
         for parameter, gradient in zip(self._trained, found, strict=True):
             parameter.grad = gradient
 
+    @contextmanager
+    def showing(self, update: int) -> Iterator[None]:
+        """Return a context in which the parameters have the gradients that an update will take: later ones may be made
+        before it takes them."""
+        kept = self._gradients.get(update)
+        self.take_gradients(update)
+        try:
+            yield
+        finally:
+            if kept is not None:
+                self._gradients[update] = kept
+            for parameter in self._trained:
+                parameter.grad = None
+
     def update(self, *, finite: bool = True) -> None:
         self._count_uses(self.newest)
         if self._left.get(self.newest):
