@@ -191,9 +191,10 @@ if pipe.worker == 0:
 """
 
 
-def test_a_stream_over_rpc_is_that_of_threads(tmp_path):
+@pytest.mark.parametrize("schedule", ["zb-h1", "pipedream"])
+def test_a_stream_over_rpc_is_that_of_threads(tmp_path, schedule):
     script = tmp_path / "stream.py"
-    script.write_text(STREAM)
+    script.write_text(STREAM.replace("zb-h1", schedule))
     found = []
     for command in ([str(script)], ["-m", "rpc_pipe", "run", str(script), "--workers", "2"]):
         done = subprocess.run(
