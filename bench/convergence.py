@@ -234,7 +234,7 @@ def _panel(found: dict[Case, list[dict[str, Any]]], rows: int, panel: int, title
         yield f'<text x="{left - 6}" y="{top + height * (1 - tick / 4) + 4:.1f}" text-anchor="end">{loss:.2f}</text>'
         yield f'<text x="{left + width * tick / 4:.1f}" y="{top + height + 16}" text-anchor="middle">{x:.0f}</text>'
     yield f'<text x="{left + width / 2}" y="{top + height + 34}" text-anchor="middle">{title}</text>'
-    yield f'<text x="{left + 6}" y="{top + 14}">training loss, nats a byte</text>'
+    yield f'<text x="{left + width - 6}" y="{top + 16}" text-anchor="end">training loss, nats a byte</text>'
     for case, points in curves.items():
         band = [place(x, least) for x, least, _, _ in points] + [place(x, most) for x, _, _, most in reversed(points)]
         dash = ' stroke-dasharray="6 3"' if case.dashed else ""

@@ -13,7 +13,19 @@ from torch import nn
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.demo.replay import Replay
-from rpc_pipe.dependency import B, ConfigError, F, Part, ScheduleError, U, check_all, entries, most_open, updates_a_step
+from rpc_pipe.dependency import (
+    B,
+    ConfigError,
+    F,
+    Part,
+    ScheduleError,
+    U,
+    check_all,
+    entries,
+    most_open,
+    staleness,
+    updates_a_step,
+)
 from rpc_pipe.model.partition import Partition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.compare import ModelCosts, compare
@@ -317,6 +329,45 @@ def test_hooks_of_gradients_are_refused():
     pipe.actors[0].shards[0, 0].parameters()[0].register_hook(lambda grad: grad)
     with pytest.raises(Exception, match="hooks of parameters' gradients do not run"):
         list(pipe.train([(X[0], X[0])]))
+
+
+def test_after_an_error_the_pipeline_goes_on():
+    class Fails(nn.Module):
+        def forward(self, x):
+            if fails:
+                raise ArithmeticError("no")
+            return x
+
+    fails = False
+    pipe = pipeline("pipedream-2bw", [*LAYERS, Fails])
+    stream = pipe.train((x, x) for x in X)
+    assert next(stream) > 0
+    fails = True
+    with pytest.raises(Exception, match="ArithmeticError: no"):
+        list(stream)
+    fails = False
+    assert len(list(pipe.train((x, x) for x in X[:3]))) == 3
+
+
+class TwoLate(OneFOneB):
+    """Of docs/asynchronous.md."""
+
+    synchronous = False
+
+    def version(self, stage, microbatch):
+        return max(0, microbatch // self.num_microbatches - 2)
+
+    def slot(self, a):
+        last = B(a.stage, (a.index + 1) * self.num_microbatches - 1)
+        return 2 * super().slot(last) + 1 if a.kind is U else 2 * super().slot(a)
+
+
+def test_a_schedule_of_ones_own():
+    pipe = pipeline(TwoLate, P=3)
+    replay = replay_of(pipe)
+    assert list(pipe.train((x, x) for x in X)) == list(replay.train((x, x) for x in X))
+    assert [shard.most_copies for actor in pipe.actors for shard in actor.shards.values()] == [3, 3, 3]
+    assert [staleness(pipe.spec, stage) for stage in range(3)] == [2, 2, 2]
 
 
 def test_avgpipe_says_what_pull_it_takes():

@@ -180,7 +180,8 @@ def verdict(rows: Sequence[Row], limit: float | None) -> str:
         lines.append(f"none fits into {tell_bytes(limit)}")
     if overtaken:
         named = ", ".join(
-            f"{row.name} ({row.step_time:.6g} a step, gradients up to {max(row.staleness)} late)"
+            f"{row.name} ({row.step_time:.6g} a step, "
+            + (f"gradients up to {max(row.staleness)} late)" if max(row.staleness) else "no gradient late)")
             for row in sorted(overtaken, key=lambda row: row.step_time)
         )
         lines.append(f"asynchronous, so they train something else, and stand last: {named}")
