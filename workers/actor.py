@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -54,6 +54,8 @@ class WorkerActor(Context):
         super().__init__(carrier.worker, courier, Mailbox(carrier, courier, stall_s), shards, max_grad_norm)
         self.carrier = carrier
         self.stall_s = stall_s
+        #: says who hangs, where nobody else does
+        self.roll_call: Callable[[], str] | None = None
         self._tasks: dict[Part, dict[Action, Task]] = {}
         #: those that have not ended
         self._streams: list[Stream] = []
@@ -152,6 +154,8 @@ class WorkerActor(Context):
         try:
             yield
         except BaseException as error:
+            if isinstance(error, Stalled) and self.roll_call is not None:
+                error.args = ("\n".join(filter(None, [str(error), self.roll_call()])),)
             known = error.cause if isinstance(error, PeerLost) else error
             failure = known if isinstance(known, (Disagreement, NotFinite, WorkerFailure)) else self._describe(error)
             self.carrier.fail(failure)

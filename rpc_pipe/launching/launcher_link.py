@@ -24,7 +24,7 @@ from weakref import WeakSet
 from ..tracing import run_folders
 from ..tracing.mirror import RemoteBoards
 from ..tracing.outcome import figures, lost_lines, sentence
-from ..tracing.own_boards import collect, keep_boards, release, stay
+from ..tracing.own_boards import collect, keep_boards, release, roll_call_here, stay
 from ..tracing.training import Training
 
 logger = logging.getLogger(__name__)
@@ -127,7 +127,11 @@ def attach(pipeline: Attachable) -> None:
         pipeline.request_stop()
     try:
         of_a_job = present() or any(isinstance(actor.carrier, RemoteBoards) for actor in pipeline.actors)
-        if keep_boards(pipeline) and of_a_job:
+        kept = keep_boards(pipeline)
+        if kept and not present():
+            for actor in pipeline.actors:
+                actor.roll_call = roll_call_here
+        if kept and of_a_job:
             _end_with_a_sentence(pipeline.actors[0].worker)
     except Exception as error:  # nothing depends on being watched
         logger.warning("this run cannot be watched: %s: %s", type(error).__name__, error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from .mirror import WATCHED
 _STACKS_S = 2.0
 #: what the newest frame of our own helper threads is
 _HELPERS = ("in _send_all", "in _follow")
+#: what is somewhere in the stacks of those of ZeroMQ
+_ZMQ = re.compile(r'transport/(zeromq\.py", line \d+ in (_hear|_watch)|keys\.py)|zmq/.*garbage\.py')
 
 
 @dataclass
@@ -148,4 +151,6 @@ class Boards:
 def _tells(stack: str) -> bool:
     """Tell whether a thread's stack says what a worker is doing: not our own helpers', nor those without Python."""
     lines = stack.strip().splitlines()[1:2]
+    if _ZMQ.search(stack):
+        return False
     return bool(lines) and "File" in lines[0] and not any(name in lines[0] for name in _HELPERS)

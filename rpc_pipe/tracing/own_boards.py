@@ -27,6 +27,7 @@ from .boards import News
 from .history import History
 from .listing import list_program, name_of
 from .mirror import NO_MORE, WATCHED, Mirror, RemoteBoards, ask_everything, pack_answer, tell_no_more
+from .stall import describe_stall
 from .training import Training
 
 #: on this signal a worker writes the stacks of its threads to `stacks-<process>`; users have others for their own
@@ -128,6 +129,15 @@ def keep_boards(training: Training) -> bool:
     _files.add(folder / WATCHED)
     _keep(training, folder)
     return True
+
+
+def roll_call_here() -> str:
+    """Return what the workers of this host do, and where the one is that hangs."""
+    folder = _folder()
+    try:
+        return "" if folder is None else describe_stall(folder)
+    except (OSError, ValueError):  # the others have removed what they showed
+        return ""
 
 
 def record(training: Training) -> None:

@@ -1,0 +1,176 @@
+"""Random faults, one after the other: whether the first cause is named, how soon, and whether anything is left.
+
+    python bench/faults.py [--count 10] [--seed 0] [--transport zmq]
+
+Each fault hits a training of three workers: something in a worker's own forward or backward, or a signal from outside.
+A fault counts as right if the block on the console names the worker and what happened, the exit code is not 0, and no
+process and no file is left in TMPDIR and in the folder of runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+if __package__ is None or __package__ == "":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import psutil
+
+from rpc_pipe.tracing import run_folders
+
+_ROOT = Path(__file__).parents[1]
+_STALL_S = 6
+_SCRIPT = """
+import os, signal, sys, time
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+what, rank, call = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+
+def fault(x):
+    if what == "exception": raise ArithmeticError("the model's own fault")
+    if what == "out of memory": torch.empty(2**60)
+    if what == "sys.exit": sys.exit(3)
+    if what == "os._exit": os._exit(0)
+    if what == "StopIteration": raise StopIteration
+    if what == "KeyboardInterrupt": raise KeyboardInterrupt
+    if what == "nan": return x * float("nan")
+    if what == "hang": time.sleep(1000)
+    if what == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if what == "abort": os.abort()
+    if what == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stop": os.kill(os.getpid(), signal.SIGSTOP)
+    if what == "forked, killed":
+        if os.fork() == 0: time.sleep(30); os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+class Faulty(nn.Module):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        return fault(x) if self.calls == call and os.environ["RANK"] == str(rank) else x
+
+if what == "exit in start-up" and os.environ["RANK"] == str(rank): sys.exit(0)
+layers = [m for _ in range(3) for m in (partial(nn.Linear, 8, 8), Faulty)]
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1),
+                stall_s=float(sys.argv[4]))
+x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+for step in range(100):
+    pipe.step((x, x))
+    if pipe.worker == 0:
+        print("step", step, flush=True)
+    time.sleep(0.02)
+"""
+#: by fault, what the block must say of it; @: the worker
+_SAID = {
+    "exception": r"worker @ failed \(running @F\d, step \d+\): ArithmeticError",
+    "out of memory": r"worker @ failed \(running @F\d, step \d+\): RuntimeError.*(memory|size)",
+    "sys.exit": r"worker @ failed \(running @F\d, step \d+\): SystemExit",
+    "os._exit": r"worker @ ended with exit code 0 while running @F\d",
+    "StopIteration": r"worker @ failed \(running @F\d, step \d+\): StopIteration",
+    "KeyboardInterrupt": r"worker @ failed \(running @F\d, step \d+\): KeyboardInterrupt",
+    "nan": r"the loss is nan",
+    "hang": r"worker @ hangs: running @F\d",
+    "segfault": r"worker @ was killed by signal 11 \(SIGSEGV\) while running @F\d",
+    "abort": r"worker @ was killed by signal 6 \(SIGABRT\) while running @F\d",
+    "kill": r"worker @ was killed by signal 9 \(SIGKILL\) while running @F\d",
+    "stop": r"worker @ was stopped by a signal",
+    "forked, killed": r"worker @ was killed by signal 9 \(SIGKILL\) while running @F\d",
+    "exit in start-up": r"worker @ has ended without a Pipeline",
+    "killed from outside": r"worker @ was killed by signal 9 \(SIGKILL\) while ",
+    "terminated from outside": r"worker @ was killed by signal 15 \(SIGTERM\) while ",
+}
+_FROM_OUTSIDE = {"killed from outside": signal.SIGKILL, "terminated from outside": signal.SIGTERM}
+
+
+class Outcome(NamedTuple):
+    """What became of a fault."""
+
+    wrong: str
+    seconds: float
+
+
+def inflict(what: str, draw: random.Random, transport: str) -> Outcome:
+    """Train, let a fault happen, and judge what is said and left."""
+    rank, call = draw.randrange(3), draw.randrange(5, 40)
+    with tempfile.TemporaryDirectory() as folder:
+        script, temporary = Path(folder, "train.py"), Path(folder, "tmp")
+        script.write_text(_SCRIPT)
+        temporary.mkdir()
+        command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "3", "--transport", transport]
+        command += ["--", what, str(rank), str(call), str(_STALL_S)]
+        environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TMPDIR": str(temporary), "RPC_PIPE_LOGS": "off"}
+        launcher = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=_ROOT
+        )
+        assert launcher.stdout is not None
+        lines: list[str] = []
+        workers: list[psutil.Process] = []
+        last = time.monotonic()
+        for line in launcher.stdout:
+            lines.append(line)
+            if re.search(r"\| step \d+$", line):
+                last, workers = time.monotonic(), workers or psutil.Process(launcher.pid).children(recursive=True)
+                if what in _FROM_OUTSIDE and "step 5" in line:
+                    victim = next(w for w in workers if w.environ().get("RANK") == str(rank))
+                    victim.send_signal(_FROM_OUTSIDE[what])
+        code = launcher.wait()
+        seconds = time.monotonic() - last
+        wrong = _wrong(what, rank, code, "".join(lines))
+        _, alive = psutil.wait_procs(workers, timeout=2)
+        if not wrong and alive:
+            wrong = f"{len(alive)} processes are left"
+        left = [*temporary.glob("rpc-pipe*"), *run_folders.root().glob(f"run-{launcher.pid}*")]
+        if not wrong and left:
+            wrong = f"files are left: {left}"
+        if wrong:
+            print("".join(lines[-12:]))
+    return Outcome(wrong, seconds)
+
+
+def _wrong(what: str, rank: int, code: int, said: str) -> str:
+    if code == 0:
+        return "exit code 0"
+    if not re.search(_SAID[what].replace("@", str(rank)), said, re.DOTALL):
+        return "the cause is not named"
+    return "a traceback of the launcher" if "launching/launcher.py" in said else ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="random faults: are they named, and is anything left")
+    parser.add_argument("--count", type=int, default=10, help="(10)")
+    parser.add_argument("--seed", type=int, default=0, help="(0)")
+    parser.add_argument("--transport", choices=("rpc", "zmq"), default="zmq")
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    kinds = list(_SAID)
+    draw.shuffle(kinds)
+    outcomes = []
+    for number in range(options.count):
+        what = kinds[number % len(kinds)]
+        found = inflict(what, draw, options.transport)
+        outcomes.append(found)
+        print(f"{what:24} {found.seconds:6.1f} s  {found.wrong or 'right'}", flush=True)
+    right = sum(not outcome.wrong for outcome in outcomes)
+    times = sorted(outcome.seconds for outcome in outcomes)
+    print(f"{right} of {len(outcomes)} right; from the last step to the end {statistics.median(times):.1f} s in the "
+          f"middle, {times[-1]:.1f} at most (a hang is known after {_STALL_S} s)")  # fmt: skip
+    sys.exit(right < len(outcomes))
+
+
+if __name__ == "__main__":
+    main()

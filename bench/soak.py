@@ -1,0 +1,138 @@
+"""Train for long and see what grows: memory, descriptors and threads of every worker; faults happen meanwhile.
+
+    python bench/soak.py [--seconds 60] [--fault-every 20] [--transport zmq]
+
+A worker is killed every so often, and the launcher starts the job again from its last checkpoint. Figures are taken
+from each attempt's second half against its first, so that what a start costs does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+_ROOT = Path(__file__).parents[1]
+_LOOK_EVERY_S = 0.5
+_SCRIPT = """
+import sys, time
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+layers = [partial(nn.Linear, 64, 64), nn.Tanh, partial(nn.Linear, 64, 64), nn.Tanh, partial(nn.Linear, 64, 64)]
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=8, optimizer=partial(torch.optim.SGD, lr=0.1))
+draw, step = torch.Generator().manual_seed(0), 0
+while not pipe.stopped:
+    rows = 32 + step % 7  # shapes change
+    pipe.step((torch.randn(rows, 64, generator=draw), torch.randn(rows, 64, generator=draw)))
+    step += 1
+    if pipe.worker == 0 and step % 20 == 0:
+        print("step", step, flush=True)
+"""
+
+
+class Sample(NamedTuple):
+    """A worker at one moment."""
+
+    rss_mb: float
+    descriptors: int
+    threads: int
+
+
+class Watch(threading.Thread):
+    """Looks at the workers, and kills one now and then."""
+
+    def __init__(self, launcher: int, fault_every_s: float) -> None:
+        super().__init__(daemon=True)
+        self._launcher, self._every_s = psutil.Process(launcher), fault_every_s
+        self.samples: dict[int, list[Sample]] = {}
+        self.faults = 0
+
+    def run(self) -> None:
+        draw, next_fault = random.Random(0), time.monotonic() + self._every_s
+        while self._launcher.is_running() and self._launcher.status() != psutil.STATUS_ZOMBIE:
+            try:
+                workers = self._launcher.children()
+                for worker in workers:
+                    with worker.oneshot():
+                        sample = Sample(worker.memory_info().rss / 1e6, worker.num_fds(), worker.num_threads())
+                    self.samples.setdefault(worker.pid, []).append(sample)
+                if self._every_s and workers and time.monotonic() > next_fault:
+                    next_fault = time.monotonic() + self._every_s
+                    self.faults += 1
+                    draw.choice(workers).send_signal(signal.SIGKILL)
+            except psutil.Error:
+                pass
+            time.sleep(_LOOK_EVERY_S)
+
+    def growth(self) -> Sample | None:
+        """Return by how much the second half of the longest lives was above the first, in the median."""
+        longest = max(map(len, self.samples.values()), default=0)
+        lives = [life for life in self.samples.values() if len(life) >= max(8, longest // 2)]
+        if not lives:
+            return None
+        grown = []
+        for life in lives:
+            late = life[len(life) // 4 :]  # it is still starting before
+            first, second = late[: len(late) // 2], late[len(late) // 2 :]
+            grown.append([_median(second, field) - _median(first, field) for field in range(3)])
+        mb, descriptors, threads = (max(found[field] for found in grown) for field in range(3))
+        return Sample(mb, int(descriptors), int(threads))
+
+
+def _median(life: list[Sample], field: int) -> float:
+    return statistics.median(sample[field] for sample in life)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="train for long, with faults, and see what grows")
+    parser.add_argument("--seconds", type=float, default=60, help="(60)")
+    parser.add_argument("--fault-every", type=float, default=20, help="seconds; 0: none (20)")
+    parser.add_argument("--transport", choices=("rpc", "zmq"), default="zmq")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "train.py")
+        script.write_text(_SCRIPT)
+        command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "2"]
+        command += ["--transport", options.transport, "--max-restarts", "100000", "--checkpoint-every", "50"]
+        command += ["--checkpoint-folder", f"{folder}/checkpoints", "--checkpoint-keep", "2"]
+        environment = {**os.environ, "PYTHONPATH": str(_ROOT), "RPC_PIPE_LOGS": "off"}
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+        ) as launcher:
+            watch = Watch(launcher.pid, options.fault_every)
+            watch.start()
+            threading.Timer(options.seconds, launcher.send_signal, (signal.SIGTERM,)).start()
+            assert launcher.stdout is not None
+            lines = list(launcher.stdout)
+            code = launcher.wait()
+    said = "".join(lines)
+    steps = [int(step) for step in re.findall(r"step (\d+)$", said, re.MULTILINE)]
+    restarts, grown = said.count("starting again"), watch.growth()
+    print(f"{options.seconds:g} s, {max(steps, default=0)} steps, {watch.faults} kills, {restarts} restarts, "
+          f"exit code {code}")  # fmt: skip
+    if grown is not None:
+        print(f"growth from a life's first half to its second, the worst worker: {grown.rss_mb:+.1f} MB, "
+              f"{grown.descriptors:+d} descriptors, {grown.threads:+d} threads")  # fmt: skip
+    failed = code != 128 + signal.SIGTERM or restarts < watch.faults
+    if failed:
+        print(said[-3000:])
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
