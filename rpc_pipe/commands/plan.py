@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..dependency import ConfigError
-from ..drawing.plans import front_svg, front_text, left_out_text, plans_table
+from ..drawing.plans import front_svg, front_text, left_out_text, plans_table, why
 from ..launching.report import Reporter
 from ..planning.advice import Advice, what_binds, what_would_fit
 from ..planning.candidates import refuse_unknown
@@ -113,7 +113,8 @@ def _question(typed: dict[str, Any], machines: Machines, seconds: float, reporte
         raise ConfigError(f"--microbatches {max(counts)}: a batch has {batch} rows; at most {batch}")
     rows = sorted({max(1, round(batch / count)) for count in counts})
     # On a line through the ends and the middle lies what is between.
-    profile, _ = find_profile(typed, sorted({rows[0], rows[len(rows) // 2], rows[-1]}), reporter)
+    wanted = sorted({rows[0], rows[len(rows) // 2], rows[-1]})
+    profile, _ = find_profile(typed, wanted, reporter, at_least=machines.num_workers)
     refuse_too_few(profile, machines.num_workers)
     return Question(
         profile,
@@ -198,9 +199,9 @@ def _show(
             console.print(f"  would fit: {each.sentence}", markup=False)
         return
     limits = [machines.limit(worker) for worker in range(machines.num_workers)]
-    console.print(plans_table(answer.plans, limits))
-    if len(answer.plans) > 1:
-        console.print("why of the others: time and memory beside the first", markup=False)
+    console.print(plans_table(answer.plans))
+    others = "; of the others time and memory beside it" if len(answer.plans) > 1 else ""
+    console.print(f"why: {why(answer.plans[0], limits)}{others}", markup=False)
     if answer.left_out:
         console.print(f"not priced: {left_out_text(answer.left_out)}", markup=False)
     best = answer.plans[0].predicted_ms

@@ -58,11 +58,14 @@ def _profile(typed: dict[str, Any], argv: list[str]) -> int:
     return 0
 
 
-def find_profile(typed: dict[str, Any], rows: Sequence[int] | None, reporter: Reporter) -> tuple[Profile, Path]:
+def find_profile(
+    typed: dict[str, Any], rows: Sequence[int] | None, reporter: Reporter, *, at_least: int = 1
+) -> tuple[Profile, Path]:
     """Return the profile that was asked for, from its file or measured, and its file.
 
     Args:
         rows: of microbatches; None: those of the batch.
+        at_least: how many blocks are wanted; with fewer, the parts of blocks are looked at.
 
     Raises:
         ConfigError: there is neither a model nor a profile.
@@ -90,7 +93,7 @@ def find_profile(typed: dict[str, Any], rows: Sequence[int] | None, reporter: Re
     path = given or Path(typed["model"].rpartition(":")[0]).resolve().parent / _FOLDER / f"profile-{name}.json"
     if path.exists() and path.stat().st_size and "again" not in typed:
         known = read_profile(path)
-        if known.signature == name and set(wanted) <= set(known.measured):
+        if known.signature == name and set(wanted) <= set(known.measured) and known.num_blocks >= at_least:
             return known, path
         wanted = sorted({*wanted, *known.measured}) if known.signature == name else wanted
     with progress(reporter) as bar:
@@ -99,7 +102,7 @@ def find_profile(typed: dict[str, Any], rows: Sequence[int] | None, reporter: Re
         def tell(done: int, total: int) -> None:
             bar.update(task, completed=done / total)
 
-        profile = profile_model(made, wanted, repeats=typed.get("repeats", 5), tell=tell, **settings)
+        profile = profile_model(made, wanted, repeats=typed.get("repeats", 5), at_least=at_least, tell=tell, **settings)
     profile = Profile(
         profile.measured, profile.per_stage, profile.ties, profile.model, name, profile.device, profile.batch_rows
     )

@@ -74,7 +74,7 @@ def read_topology(path: str) -> Machines:
     return Machines(
         count,
         tuple(1 / speed for speed in speeds) if set(speeds) != {1.0} else (),
-        tuple(memory) if any(memory) else (),
+        tuple(memory) if any(limit is not None for limit in memory) else (),
         read_link(where, told["link"]) if "link" in told else HERE,
         links,
     )

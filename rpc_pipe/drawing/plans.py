@@ -21,14 +21,14 @@ _WIDTH, _HEIGHT, _MARGIN = 640, 400, 56
 _MOST_STAGES = 7
 
 
-def plans_table(plans: Sequence[Plan], limits: Sequence[float | None], most: int = 10) -> Table:
+def plans_table(plans: Sequence[Plan], most: int = 10) -> Table:
     """Draw the best plans, one a schedule and its parameters."""
     drawn = Table(box=None, pad_edge=False)
-    drawn.add_column("schedule", no_wrap=True)
-    drawn.add_column("cut", no_wrap=True)
+    drawn.add_column("schedule", no_wrap=True, max_width=20)
+    drawn.add_column("cut", no_wrap=True, max_width=12)
     for heading in ("M", "ms", "memory", "bubble", "msgs"):
         drawn.add_column(heading, justify="right", no_wrap=True)
-    drawn.add_column("why")
+    drawn.add_column("why", no_wrap=True)
     shown: dict[str, Plan] = {}
     for plan in plans:
         shown.setdefault(f"{plan.schedule} {sorted(plan.parameters.items())}", plan)
@@ -41,7 +41,7 @@ def plans_table(plans: Sequence[Plan], limits: Sequence[float | None], most: int
             tell_bytes(plan.predicted_memory),
             f"{plan.bubble:.0%}",
             str(plan.messages),
-            why(plan, plans[0], limits),
+            beside(plan, plans[0]),
         )
     return drawn
 
@@ -80,14 +80,19 @@ def cut_text(cut: Sequence[int]) -> str:
     return text if len(text) < 24 else f"{len(cut)} stages of {min(cut)} to {max(cut)}"
 
 
-def why(plan: Plan, best: Plan, limits: Sequence[float | None]) -> str:
-    """Say in a few words what a plan's time is made of, or how it differs from the best."""
-    if plan is not best:
-        time = plan.predicted_ms / best.predicted_ms - 1 if best.predicted_ms else 0
-        memory = plan.predicted_memory / best.predicted_memory - 1 if best.predicted_memory else 0
-        return f"{time:+.0%}, {memory:+.0%}"
+def beside(plan: Plan, best: Plan) -> str:
+    """Say what a plan costs beside the best: time and memory, relatively."""
+    if plan is best:
+        return "best"
+    time = plan.predicted_ms / best.predicted_ms - 1 if best.predicted_ms else 0
+    memory = plan.predicted_memory / best.predicted_memory - 1 if best.predicted_memory else 0
+    return f"{time:+.0%}, {memory:+.0%}"
+
+
+def why(plan: Plan, limits: Sequence[float | None]) -> str:
+    """Say in a few words what a plan's time is made of, and what it fills."""
     share, worker = max((busy, w) for w, busy in enumerate(plan.busy_by_worker)) if plan.busy_by_worker else (0, 0)
-    said = [f"worker {worker} computes {share / plan.predicted_ms:.0%} of it"] if plan.predicted_ms else []
+    said = [f"worker {worker} computes {share / plan.predicted_ms:.0%} of the time"] if plan.predicted_ms else []
     for at, (used, limit) in enumerate(zip(plan.memory_by_worker, limits, strict=False)):
         if limit and used > 0.9 * limit:
             said.append(f"worker {at} fills {used / limit:.0%} of its memory")

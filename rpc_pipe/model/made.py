@@ -69,9 +69,9 @@ class Made:
         model = self.model
         return CallForm(model if isinstance(model, nn.Module) else Deferred(model, 0).model, self.loss_fn)  # type: ignore[arg-type]
 
-    def observe(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observed:
-        """Find the blocks of a model that is no list of layers."""
-        return observe(self.model, args, kwargs)  # type: ignore[arg-type]
+    def observe(self, args: Sequence[Any], kwargs: Mapping[str, Any], at_least: int = 1) -> Observed:
+        """Find the blocks of a model that is no list of layers, so many if it can be."""
+        return observe(self.model, args, kwargs, at_least=at_least)  # type: ignore[arg-type]
 
     def loss(self, output: Any, batch: Tree) -> Tensor:
         """Return the loss that the model's output is, or that the loss function makes of it.

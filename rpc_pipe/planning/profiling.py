@@ -80,6 +80,7 @@ def profile_model(
     optimizer: str = "adamw",
     repeats: int = 5,
     estimate: bool = False,
+    at_least: int = 1,
     tell: Tell = lambda done, total: None,
 ) -> Profile:
     """Measure a model for microbatches of each number of rows.
@@ -87,6 +88,7 @@ def profile_model(
     Args:
         estimate: count operations on the meta device instead, and take the device's speed for them from a product of
             matrices; also where the device's memory does not suffice.
+        at_least: how many blocks are wanted; with fewer, the parts of blocks are looked at.
 
     Raises:
         ConfigError: the model cannot be cut, or its loss cannot be computed.
@@ -104,7 +106,7 @@ def profile_model(
             if made.is_layers:
                 measured[count] = _measure_layers(made, batch, device, factory, repeats)
             else:
-                measured[count], around, ties = _measure_whole(made, batch, device, factory, repeats, of)
+                measured[count], around, ties = _measure_whole(made, batch, device, factory, repeats, of, at_least)
         except torch.OutOfMemoryError:
             estimated = estimate_layers if made.is_layers else estimate_whole
             measured[count] = estimated(made, batch, operations_a_ms(device), factory)
@@ -154,10 +156,10 @@ def _ties_of_layers(made: Made) -> tuple[Tie, ...]:
 
 
 def _measure_whole(
-    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Tell
+    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Tell, at_least: int
 ) -> tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]:
     args, kwargs = made.call(_to(batch, device))
-    observed = made.observe(args, kwargs)
+    observed = made.observe(args, kwargs, at_least)
     cut = [range(i, i + 1) for i in range(observed.num_blocks)]
     payload: Sequence[Tensor] = ()
     costs: list[LayerCost] = []
