@@ -147,7 +147,8 @@ def _wrong(what: str, rank: int, code: int, said: str) -> str:
         return "exit code 0"
     if not re.search(_SAID[what].replace("@", str(rank)), said, re.DOTALL):
         return "the cause is not named"
-    return "a traceback of the launcher" if "launching/launcher.py" in said else ""
+    own = re.search(r'launching/(launcher|attempt)\.py", line \d+, in (run|watch|_)', said)  # not a worker's
+    return "a traceback of the launcher" if own else ""
 
 
 def main() -> None:

@@ -124,6 +124,14 @@ class OursByRpc(Ours):
         super().__init__(job, rank)
 
 
+class OursByZmq(OursByRpc):
+    """The same over ZeroMQ."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        os.environ["RPC_PIPE_TRANSPORT"] = "zmq"
+        super().__init__(job, rank)
+
+
 class TorchPipelining(System):
     """torch.distributed.pipelining, PiPPy's heir, on gloo."""
 
@@ -259,6 +267,7 @@ def _meeting(number: int) -> str:
 SYSTEMS: dict[str, type[System]] = {
     "rpc-pipe": Ours,
     "rpc-pipe by RPC": OursByRpc,
+    "rpc-pipe by ZeroMQ": OursByZmq,
     "torch": TorchPipelining,
     "pippy": Pippy,
 }
