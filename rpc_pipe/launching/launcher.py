@@ -248,6 +248,9 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
         link.tell(kind="wrong input", text=str(error))
         return WRONG_INPUT
     except PipeError as error:
+        if isinstance(error.__cause__, ConfigError):  # found out only when the workers computed
+            link.tell(kind="wrong input", text=str(error.__cause__))
+            return WRONG_INPUT
         lost, stalled = isinstance(error, PeerLost), isinstance(error, Stalled)
         link.tell(kind="failure", consequence=lost, stalled=stalled, text=str(error))
         return FAILED

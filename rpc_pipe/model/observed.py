@@ -250,7 +250,8 @@ def _find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, A
     """Choose the members of the outermost lists that are called, or of lists inside them where those are few.
 
     Where there are no lists, the children that are called. Where that gives fewer calls than wanted, what is beside
-    the lists and inside their members, as long as it can be cut.
+    the lists and inside their members, as long as it can be cut. What is beside the lists also where the forward does
+    something around the blocks that stages could not do alike.
     """
     chosen: list[nn.Module] = []
     observation: Observation | None = None
@@ -262,9 +263,13 @@ def _find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, A
         try:
             finer = observe_forward(skeleton, args, kwargs)
         except ConfigError:
-            if observation is None:
+            if observation is not None:
+                break  # what is inside these blocks cannot be cut
+            wider = _beside(skeleton.module, set(candidates))
+            if set(wider) == set(candidates):
                 raise
-            break  # what is inside these blocks cannot be cut
+            candidates = wider  # what cannot be seen, or be decided, around blocks may be inside of one
+            continue
         observation = finer
         chosen = list(dict.fromkeys(event.module for event in observation.calls if event.module is not None))
         candidates = _finer(skeleton.module, chosen, len(observation.calls), at_least)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..dependency import ConfigError
 from ..workers.compute.randomness import preserved
@@ -147,7 +147,14 @@ class Observer(TorchFunctionMode):
         handles = [inner.register_forward_hook(note, prepend=True, with_kwargs=True) for inner in hooked]
         self._current = event
         try:
-            result = forward(*args, **kwargs)
+            try:
+                result = forward(*args, **kwargs)
+            except ConfigError:
+                raise
+            except Exception:
+                # What it does by its numbers is its own business; any numbers show the shape of what it returns.
+                parts.clear()
+                result = self._on_numbers(event, forward, args, kwargs)
         finally:
             self._current = None
             for handle in handles:
@@ -161,6 +168,16 @@ class Observer(TorchFunctionMode):
         self.calls.append(event)
         self._randoms = 0
         return event.parts[0].tree
+
+    def _on_numbers(self, event: Event, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a block's forward once more with numbers, where it cannot do without."""
+        fakes = {name: self._skeleton.parameters[name] for name in event.params}
+        self._skeleton.put({name: nn.Parameter(_numbers(p), p.requires_grad) for name, p in fakes.items()})
+        try:
+            args, kwargs = mapped((args, kwargs), lambda t: _numbers(t) if isinstance(t, Absent) else t)
+            return forward(*args, **kwargs)
+        finally:
+            self._skeleton.put(fakes)
 
     def _is_of(self, event: Event, tensor: Tensor) -> bool:
         return self._made_by.get(id(tensor)) is event and id(tensor) not in self.values
@@ -290,6 +307,15 @@ class _Operators(TorchDispatchMode):
             if sum(tensor.numel() for tensor in tensors(result)) > _LARGE:
                 return result
         return on_shapes(func, args, kwargs)
+
+
+def _numbers(tensor: Tensor) -> Tensor:
+    """Return some numbers of the form of a tensor that has none."""
+    with _disable_current_modes(), torch.no_grad():
+        made = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if made.is_floating_point():
+            made.normal_(0, 0.02)
+    return made.requires_grad_(tensor.requires_grad)
 
 
 def _on_ones(func: Any, args: Any, kwargs: Any, shapes: Shapes) -> Any:

@@ -24,6 +24,8 @@ from .trees import Path, at, leaves, mapped, replaced, tensors
 Seed = Callable[[int, int], None]
 #: ways through the forward that are remembered for inputs of one form
 _MOST_SCRIPTS = 8
+#: observations of one forward before it counts as one that goes another way each time
+_MOST_TRIES = 3
 
 
 class Stage:
@@ -89,14 +91,17 @@ class Stage:
         modes = torch.is_grad_enabled(), tuple(module.training for module in self.module.modules()), autocast
         scripts = self._scripts.setdefault((_signature((args, kwargs)), modes), [])
         departures: list[Departed] = []
-        fresh: Script | None = None
+        observed: list[Script] = []
         while True:
             script = next((each for each in scripts if all(map(each.admits, departures))), None)
             if script is None:
-                if fresh is not None:
-                    raise _wayward(fresh, departures[-1])
+                if len(observed) == _MOST_TRIES:
+                    raise _wayward(observed[-1], departures[-1])
+                if observed:
+                    departures.clear()  # a first forward may have changed the model for good
                 observation = observe_forward(self._skeleton, args, kwargs)
-                script = fresh = Script(observation, self._skeleton, self.index, self._cut, self._owners)
+                script = Script(observation, self._skeleton, self.index, self._cut, self._owners)
+                observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             try:
                 return _Forward(self._skeleton, script, payload, seed or _no_seed).run(args, kwargs)

@@ -386,3 +386,82 @@ def test_the_generators_of_whoever_observes_are_left_as_they_were():
     torch.manual_seed(1)
     observe(model, [ids(2, 5)])
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_a_block_that_needs_numbers_to_be_observed_gets_some():
+    """JetMoE sizes what its experts get by a list of numbers."""
+
+    class Sizes(models.Block):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            count = (x.sum(1) > 0).long().bincount(minlength=2).tolist()
+            first, second = x.split(count)
+            return super().forward(torch.cat([first, second]))
+
+    model = models.Nested()
+    model.stages[1] = nn.ModuleList([Sizes() for _ in range(3)])
+    x = floats(3, 6)
+    observed = observe(model, [x])
+    assert observed.num_blocks == 6
+    assert_same(in_turn(stages_of(observed, 3), x), uncut(model, x), ["between.weight", "between.bias"])
+
+
+def test_a_decision_beside_the_blocks_may_stay_in_a_block_of_its_own():
+    """I-BERT quantizes its embeddings by their numbers."""
+
+    class Decides(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = super().forward(x)
+            return x * 2 if x.min() < -100 else x
+
+    model = models.Nested()
+    model.stem = Decides(6, 8)
+    x = floats(3, 6)
+    observed = observe(model, [x])
+    assert observed.blocks[0].name == "stem"
+    assert_same(in_turn(stages_of(observed, 3), x), uncut(model, x), ["between.weight", "between.bias"])
+
+
+def test_a_first_forward_may_change_the_model_for_good():
+    """BigBird takes another attention for good when it has seen that its input is short."""
+
+    class Settles(models.Nested):
+        settled = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.settled:
+                self.settled = True
+                x = x + torch.zeros(1)
+            return super().forward(x)
+
+    model, x = Settles(), floats(3, 6)
+    stages = stages_of(observe(model, [x]), 2)
+    assert_same(in_turn(stages, x), uncut(model, x), ["between.weight", "between.bias"])
+
+
+def test_more_blocks_are_looked_for_where_more_are_wanted():
+    model = models.NoList()
+    x, y = floats(2, 8), floats(8)
+    few = observe(model, [x], {"y": y}).num_blocks
+    more = observe(model, [x], {"y": y}, at_least=few + 2)
+    assert more.num_blocks >= few + 2
+    assert_same(in_turn(stages_of(more, few + 2), x, y=y), uncut(model, x, y=y))
+
+
+def test_tensors_that_a_block_makes_of_nothing_may_leave_it():
+    """T5's cross-attention makes its bias of zeros and hands it to the other blocks."""
+
+    class Zeros(models.Block):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x), torch.zeros(1, 8)
+
+    class Hands(models.Nested):
+        def forward(self, x: Tensor) -> Tensor:
+            x, zeros = self.stages[0][0](self.stem(x))
+            for block in self.stages[1]:
+                x = block(x + zeros)
+            return x
+
+    model = Hands()
+    model.stages[0][0] = Zeros()
+    x = floats(3, 6)
+    assert_same(in_turn(stages_of(observe(model, [x]), 3), x), uncut(model, x))
