@@ -41,6 +41,7 @@ setup(
         "dispatch": ["aiohttp>=3.9", "prometheus_client>=0.20"],
         "tensorboard": ["tensorboard"],
         "zmq": ["pyzmq>=26"],
+        "hf": ["transformers>=5", "peft>=0.18"],
         "bench": ["torchpippy==0.1.1", "transformers"],
     },
     entry_points={"console_scripts": ["rpc-pipe = rpc_pipe.commands.main:main"]},

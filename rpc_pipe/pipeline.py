@@ -24,7 +24,7 @@ from .model.arguments import describe, refuse_options, refuse_shared, refuse_tra
 from .model.lazy_batch import LazyBatch
 from .model.microbatches import Ahead, Microbatches, Pair, join_rows, update_shares
 from .model.programs import Programs
-from .model.shards import Model, ShardMaker, cuttable
+from .model.shards import Model, ShardMaker, cuttable, measuring
 from .planning.follow import PlanLike, followed
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor, chained
@@ -219,12 +219,19 @@ class Pipeline(Weights):
         """Complete what `train` has begun by a schedule that is not synchronous; the losses are yielded next."""
         self._each(WorkerActor.flush)
 
-    def evaluate(self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None) -> float:
-        """Return the loss of a batch without training on it, on every worker."""
-        cut = self._cut(batch, microbatches)
+    def evaluate(
+        self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None, metric: LossFn | None = None
+    ) -> float:
+        """Return the loss of a batch without training on it, on every worker; or what `metric` gives instead.
+
+        Args:
+            metric: as a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
+        """
+        cut = self._cut(batch, microbatches, None if metric is None else self.partition.measured)
         if self._keeper.results.behind:
             return self._keeper.results.answer("evaluate")
-        result = self._run(cut, what="evaluate")
+        with measuring((shard for actor in self._actors for shard in actor.shards.values()), metric):
+            result = self._run(cut, what="evaluate")
         assert result.loss is not None
         self._keeper.results.note("evaluate", result.loss)
         return result.loss

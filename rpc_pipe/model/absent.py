@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .trees import tensors
+from .trees import leaves, replaced, tensors
 
 #: what an operator raises whose result, or its shape, depends on numbers
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -122,3 +122,32 @@ def written(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
     arguments = operator._schema.arguments
     given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
     return [t for a, tree in given if a.alias_info is not None and a.alias_info.is_write for t in tensors(tree)]
+
+
+def numbers(tensor: Tensor) -> Tensor:
+    """Return some numbers of the form of a tensor that has none."""
+    with _disable_current_modes(), torch.no_grad():
+        made = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        if made.is_floating_point():
+            made.normal_(0, 0.02)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def on_ones(func: Any, args: Any, kwargs: Any, shapes: Shapes) -> Any:
+    """Run an operator on ones, where it does not know shapes alone."""
+    absent = {path: t for path, t in leaves((args, kwargs)) if isinstance(t, Absent)}
+    ones = {path: torch.ones(t.shape, dtype=t.dtype, device=t.device) for path, t in absent.items()}
+    args, kwargs = replaced((args, kwargs), ones)
+    result = func(*args, **kwargs)
+    return replaced(result, {path: shapes.like(tensor) for path, tensor in leaves(result)})
+
+
+def without_masks(indices: Any) -> list[Any]:
+    """Return indices with masks whose numbers are known replaced by the places they choose."""
+    known: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype is torch.bool and not isinstance(index, Absent):
+            known += index.nonzero(as_tuple=True)
+        else:
+            known.append(index)
+    return known

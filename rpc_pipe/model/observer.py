@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dependency import ConfigError
 from ..workers.compute.randomness import preserved
-from .absent import NEEDS_NUMBERS, Absent, Shapes, on_shapes, storage_of, written
+from .absent import NEEDS_NUMBERS, Absent, numbers, on_ones, on_shapes, storage_of, without_masks, written
 from .observation import Event, Kind, Observation, Part, Value
 from .skeleton import Skeleton
 from .trees import leaves, mapped, replaced, tensors
@@ -172,9 +172,9 @@ class Observer(TorchFunctionMode):
     def _on_numbers(self, event: Event, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's forward once more with numbers, where it cannot do without."""
         fakes = {name: self._skeleton.parameters[name] for name in event.params}
-        self._skeleton.put({name: nn.Parameter(_numbers(p), p.requires_grad) for name, p in fakes.items()})
+        self._skeleton.put({name: nn.Parameter(numbers(p), p.requires_grad) for name, p in fakes.items()})
         try:
-            args, kwargs = mapped((args, kwargs), lambda t: _numbers(t) if isinstance(t, Absent) else t)
+            args, kwargs = mapped((args, kwargs), lambda t: numbers(t) if isinstance(t, Absent) else t)
             return forward(*args, **kwargs)
         finally:
             self._skeleton.put(fakes)
@@ -294,47 +294,19 @@ class _Operators(TorchDispatchMode):
                 raise
             # What a block does by its numbers is its own business, and not every operator knows shapes alone:
             # any numbers show the shape of its output.
-            result = _on_ones(func, args, kwargs, observer._skeleton.shapes)
+            result = on_ones(func, args, kwargs, observer._skeleton.shapes)
         observer.ran(func, args, kwargs, result)
         return result
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         observer = self._observer
         if func is torch.ops.aten.index.Tensor and isinstance(args[0], Absent):
-            args = (args[0], _without_masks(args[1]))
+            args = (args[0], without_masks(args[1]))
         if observer.in_block() and not any(True for _ in leaves((args, kwargs))):
             result = observer._skeleton.shapes.without_numbers(func, args, kwargs)
             if sum(tensor.numel() for tensor in tensors(result)) > _LARGE:
                 return result
         return on_shapes(func, args, kwargs)
-
-
-def _numbers(tensor: Tensor) -> Tensor:
-    """Return some numbers of the form of a tensor that has none."""
-    with _disable_current_modes(), torch.no_grad():
-        made = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        if made.is_floating_point():
-            made.normal_(0, 0.02)
-    return made.requires_grad_(tensor.requires_grad)
-
-
-def _on_ones(func: Any, args: Any, kwargs: Any, shapes: Shapes) -> Any:
-    absent = {path: t for path, t in leaves((args, kwargs)) if isinstance(t, Absent)}
-    ones = {path: torch.ones(t.shape, dtype=t.dtype, device=t.device) for path, t in absent.items()}
-    args, kwargs = replaced((args, kwargs), ones)
-    result = func(*args, **kwargs)
-    return replaced(result, {path: shapes.like(tensor) for path, tensor in leaves(result)})
-
-
-def _without_masks(indices: Any) -> list[Any]:
-    """Return indices with masks whose numbers are known replaced by the places they choose."""
-    known: list[Any] = []
-    for index in indices:
-        if index is not None and index.dtype is torch.bool and not isinstance(index, Absent):
-            known += index.nonzero(as_tuple=True)
-        else:
-            known.append(index)
-    return known
 
 
 def name_of(func: Any) -> str:

@@ -138,6 +138,8 @@ class Partition:
         self._model = None
         self._made.clear()
 
+    measured: Callable[[Tree], tuple[Tree, Tree]] | None = None
+
     def observe(self, inputs: Tree, *, trained: bool) -> None:
         """Layers are cut without a batch."""
 

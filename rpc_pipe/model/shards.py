@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from ..dependency import ConfigError, Spec
 from ..workers.compute.batch_norm import defer
@@ -43,6 +47,25 @@ def cuttable(
     if loss_fn is None:
         raise ConfigError("loss_fn is None: layers compute no loss; pass one, such as nn.functional.cross_entropy")
     return Partition(model, num_stages, split, loss_fn)  # type: ignore[arg-type]
+
+
+@contextmanager
+def measuring(shards: Iterable[Shard], metric: LossFn | None) -> Iterator[None]:
+    """Return a context in which the last stage computes `metric` instead of the loss; None: the loss."""
+    last = [] if metric is None else [(shard, shard.loss_fn) for shard in shards if shard.loss_fn is not None]
+
+    def measured(output: Any, target: Any) -> Any:
+        assert metric is not None
+        found = metric(output, target)
+        return (torch.as_tensor(found[0]), *found[1:]) if isinstance(found, tuple) else torch.as_tensor(found)
+
+    try:
+        for shard, _ in last:
+            shard.loss_fn = measured
+        yield
+    finally:
+        for shard, loss_fn in last:
+            shard.loss_fn = loss_fn
 
 
 class ShardMaker:

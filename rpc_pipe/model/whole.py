@@ -50,7 +50,7 @@ class Whole:
         self._observed: Observed | None = None
         whole = self._source if isinstance(self._source, nn.Module) else self._source.model
         self._call = CallForm(whole, loss_fn)
-        self.pair = self._call.pair
+        self.pair, self.measured = self._call.pair, self._call.measured
         self.loss_fn: LossFn = loss_of_output if loss_fn is None else loss_fn
         self._names = {name: place for place, name in enumerate(whole.state_dict())}
         #: of the model, if it has one that can write itself
@@ -161,6 +161,11 @@ class CallForm:
             if self._num_required <= 1 or isinstance(inputs, (Mapping, tuple, list)):
                 return self.inputs(inputs), batch if self._wants_batch else targets
         return self.inputs(batch), dict(batch) if isinstance(batch, Mapping) else batch
+
+    def measured(self, batch: Tree) -> tuple[Tree, Tree]:
+        """Return the same for a metric in place of the loss function, which is given the batch, or the targets."""
+        inputs, target = self.pair(batch)
+        return inputs, dict(batch) if isinstance(batch, Mapping) else batch if self.loss_is_inside else target
 
     def inputs(self, batch: Tree) -> tuple[Tree, Tree]:
         """Return what of a batch the model takes, as (args, kwargs)."""

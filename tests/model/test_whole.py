@@ -174,3 +174,20 @@ def test_batches_that_cannot_be_trained_on_are_refused_in_a_sentence(batch, says
     pipe = Pipeline(made(models.Tied), optimizer=SGD, num_workers=2, num_microbatches=2)
     with pytest.raises(ConfigError, match=says):
         pipe.step(batch)
+
+
+def test_a_metric_takes_the_place_of_the_loss_where_the_output_is():
+    model, batch = made(models.Tied), lm_batch()
+    pipe = Pipeline(model, optimizer=SGD, num_workers=3, num_microbatches=2)
+
+    def right(output: Any, batch: Any) -> tuple[Tensor, int]:
+        return (output["logits"].argmax(-1) == batch["labels"]).sum(), batch["labels"].numel()
+
+    expected = right(model(**batch), batch)
+    assert pipe.evaluate(batch, metric=right) == expected[0].item() / expected[1]
+    assert pipe.evaluate(batch, metric=lambda output, batch: 3.0) == 3.0
+    assert pipe.evaluate(batch) == pytest.approx(model(**batch)["loss"].item(), rel=1e-5)
+    plain = Pipeline(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), nn.MSELoss(), num_microbatches=2, num_workers=2)
+    assert plain.evaluate((floats(4, 2), floats(4, 3)), metric=lambda output, target: target.mean()) == pytest.approx(
+        floats(4, 3).mean().item(), rel=1e-5
+    )
