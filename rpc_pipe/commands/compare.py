@@ -43,6 +43,10 @@ def add(commands: Any) -> None:
         help="bytes of a worker's share: weights, gradients, optimizer, activations (a microbatch's), after_inputs "
         "(of these, from I to W), inputs (between stages); limit=BYTES leaves out what does not fit",
     )  # fmt: skip
+    parser.add_argument(
+        "--model", metavar="FILE.py:make",
+        help="time and weigh the blocks of a model of yours here: a function that returns model, batch (and loss_fn)",
+    )  # fmt: skip
     parser.add_argument("--measure", action="store_true", help="time and weigh the built-in GPT's layers here instead")
     for name in _SIZES:
         help = f"of the GPT to measure ({getattr(TrainOptions, name)})"
@@ -55,6 +59,8 @@ def _compare(typed: dict[str, Any], argv: list[str]) -> int:
     for name in _SIZES:
         if name in typed and not measured:
             raise ConfigError(f"--{name} {typed[name]}: is of the GPT that --measure measures; add --measure")
+    if "model" in typed:
+        return _compare_own(typed)
     if measured and "cost" in typed:
         raise ConfigError(f"--cost {typed['cost']}: --measure measures what actions cost; leave one out")
     options = filled(TrainOptions, typed)
@@ -64,6 +70,28 @@ def _compare(typed: dict[str, Any], argv: list[str]) -> int:
         model = _measured(options)
     else:
         model = ModelCosts(options.workers, [parse_costs(typed.get("cost", ""))], sizes)
+    return _show(typed, model, options, comm, limit)
+
+
+def _compare_own(typed: dict[str, Any]) -> int:
+    for name in ("measure", "cost"):
+        if name in typed:
+            raise ConfigError(f"--{name}: --model {typed['model']} is measured; leave one of the two out")
+    limit, _ = _memory({**typed, "measure": True})
+    options = filled(TrainOptions, typed)
+    import torch
+
+    from ..planning.profiling import load, profile_model, rows_of
+
+    torch.set_num_threads(options.threads)
+    made = load(typed["model"])
+    rows = max(1, rows_of(made.batch) // options.microbatches)
+    blocks = profile_model(made, [rows]).at(rows)
+    model = ModelCosts(options.workers, [b.times for b in blocks], [b.size for b in blocks], by_layer=True)
+    return _show(typed, model, options, parse_number("--comm", typed.get("comm", "0")), limit)
+
+
+def _show(typed: Mapping[str, Any], model: ModelCosts, options: TrainOptions, comm: float, limit: float | None) -> int:
     rows = compare(model, options.microbatches, comm=comm, limit=limit, order=options.order)
     if "json" in typed:
         print(json.dumps([_as_json(row) for row in rows]))

@@ -58,6 +58,10 @@ def add(commands: Any) -> None:
         "script", nargs="?", help="your training script, its own arguments behind --; by default a GPT is trained"
     )
     add_pipeline(parser)
+    parser.add_argument(
+        "--model", metavar="FILE.py:make",
+        help="train a model of yours on a batch: a function that returns model, batch or model, batch, loss_fn",
+    )  # fmt: skip
     parser.add_argument("--plan", metavar="FILE", help="what rpc-pipe plan wrote: schedule, workers, cut and so on")
     parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
     parser.add_argument(
@@ -105,7 +109,7 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     """Train or run the script; return the exit code."""
     set_transport(typed)
     job = current_job()
-    typed = follow_plan(typed)
+    typed = _with_model(follow_plan(typed))
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and "checkpoint_every" in typed:
         typed["resume"] = "auto"  # torchrun has started this job before, with the same arguments
     refuse_idle(typed, job)
@@ -113,6 +117,20 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
         try_files(typed, FILES)
         try_checkpoints(*typed_checkpoints(typed))
     return _run_script(typed, argv, job) if "script" in typed else _train(typed, argv, job)
+
+
+def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
+    """Return what was typed with the script that trains the --model in its place."""
+    if "model" not in typed:
+        return typed
+    model = typed["model"]
+    if "script" in typed:
+        raise ConfigError(f"--model {model}: {typed['script']} says what is trained; leave one of the two out")
+    if ".py:" not in model:
+        raise ConfigError(f"--model {model}: must be path/to/file.py:make, a function that returns model, batch")
+    arguments = [model, *(f"--{name}={typed[name]}" for name in ("steps", "lr") if name in typed)]
+    rest = {name: value for name, value in typed.items() if name not in ("model", "steps", "lr")}
+    return {**rest, "script": str(Path(__file__).parent.parent / "demo" / "own_train.py"), "arguments": arguments}
 
 
 def how(typed: Mapping[str, Any]) -> How:
@@ -215,6 +233,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         from .script import run_script
 
         rest = argv[argv.index("--") + 1 :] if "--" in argv else []
+        rest = typed.get("arguments", rest)
         run_script(script, rest, typed, options, job)
 
     return as_worker(work, reporter)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from rpc_pipe.commands.main import main
+from rpc_pipe.commands.run import run
+from rpc_pipe.dependency import ConfigError
 
 MODELS = """
 import sys
@@ -109,3 +113,20 @@ def test_blocks_and_every_cut_are_listed(file, capsys):
     assert names == ["downs.0", "downs.1", "downs.2", "ups.0", "ups.1", "ups.2"]
     assert [len(block["payload"]) for block in found["blocks"][:-1]] == [1, 2, 3, 3, 2]
     assert found["blocks"][0]["payload_bytes"] == 4 * 4 * 8 * 8 * 4
+
+
+def test_run_and_compare_take_the_same_model(file, capsys):
+    assert main(["compare", "--model", f"{file}:pair", "--workers", "2", "--microbatches", "2", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert {row["schedule"] for row in rows} >= {"1f1b", "zb-h1"} and all(row["makespan"] > 0 for row in rows)
+    with pytest.raises(ConfigError, match="must be path/to/file.py:make"):
+        run({"model": "gpt"}, [])
+    with pytest.raises(ConfigError, match="--model m.py:make: mine.py says what is trained"):
+        run({"model": "m.py:make", "script": "mine.py"}, [])
+
+
+def test_a_model_of_the_users_is_trained_by_run(file):
+    typed = ["run", "--model", f"{file}:tied", "--steps", "2", "--microbatches", "2", "--transport", "local", "--json"]
+    done = subprocess.run([sys.executable, "-m", "rpc_pipe", *typed], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["steps"] == 2 and "step 2 of 2: loss" in done.stderr

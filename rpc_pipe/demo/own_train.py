@@ -1,0 +1,33 @@
+"""The script that `rpc-pipe run --model my_model.py:make` runs: train a model of the user's on its batch."""
+
+import argparse
+from functools import partial
+
+import torch
+
+from rpc_pipe.launching import launcher_link as link
+from rpc_pipe.model.made import load
+from rpc_pipe.pipeline import Pipeline
+
+
+def main() -> None:
+    """Train and tell the loss of every step."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    options = parser.parse_args()
+    made = load(options.model)
+    optimizer = partial(torch.optim.AdamW, lr=options.lr)
+    pipe = Pipeline(made.model, made.loss_fn, optimizer=optimizer, num_microbatches=8, example=made.batch)
+    for step in range(options.steps):
+        loss = pipe.step(made.batch)
+        if pipe.worker == 0:
+            link.tell(kind="text", text=f"step {step + 1} of {options.steps}: loss {loss:.4f}")
+        if pipe.stopped:
+            break
+    pipe.barrier()
+
+
+if __name__ == "__main__":
+    main()
