@@ -193,10 +193,10 @@ class Observed:
         return Stage(skeleton, stage, cut, owners, foreign)
 
     def own_buffers(self, stage: int, cut: Sequence[range]) -> set[str]:
-        """Return the buffers that `stage` may write as no other does; the first one has those that nobody writes."""
+        """Return the buffers that `stage` alone writes; the last, which runs to the end, has what all write."""
         owners = Assignment(self._observation, cut).buffers
         names = [name for name, _ in self._skeleton.module.named_buffers(remove_duplicate=False)]
-        return {name for name in names if owners.get(name, 0) == stage}
+        return {name for name in names if owners.get(name, len(cut) - 1) == stage}
 
     def _real(
         self, name: str, parameter: nn.Parameter, device: torch.device, *, copied: bool, initialise: bool

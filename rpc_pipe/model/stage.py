@@ -53,6 +53,9 @@ class Stage:
         self._cut = list(cut)
         self._owners = owners
         self._scripts: dict[Any, list[Script]] = {}
+        self._own = self.own_modules()
+        #: modes -> buffers (their ids) that a forward has been seen to write
+        self._written: dict[Any, set[int]] = {}
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -103,10 +106,31 @@ class Stage:
                 script = Script(observation, self._skeleton, self.index, self._cut, self._owners)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
+            buffers = self._kept_buffers(modes)
             try:
-                return _Forward(self._skeleton, script, payload, seed or _no_seed).run(args, kwargs)
+                output = _Forward(self._skeleton, script, payload, seed or _no_seed).run(args, kwargs)
             except Departed as departed:
                 departures.append(departed)
+                for buffer, before in _changed(buffers):
+                    buffer.copy_(before)
+                continue
+            if modes not in self._written:
+                self._written[modes] = {id(buffer) for buffer, _ in _changed(buffers)}
+            return output
+
+    def _kept_buffers(self, modes: Any) -> list[tuple[Tensor, Tensor]]:
+        """Return the buffers that a forward in these modes may write, with copies: it may have to be run again."""
+        written = self._written.get(modes)
+        if written is not None and not written:
+            return []
+        buffers = {id(b): b for module in self._own for b in module._buffers.values() if b is not None}
+        return [(b, b.clone()) for key, b in buffers.items() if written is None or key in written]
+
+
+def _changed(buffers: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """Return the buffers that are not as their copies."""
+    with torch.no_grad():
+        return [(b, before) for b, before in buffers if not torch.equal(b, before)]
 
 
 def _wayward(script: Script, departed: Departed) -> ConfigError:
