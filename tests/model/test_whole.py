@@ -191,3 +191,93 @@ def test_a_metric_takes_the_place_of_the_loss_where_the_output_is():
     assert plain.evaluate((floats(4, 2), floats(4, 3)), metric=lambda output, target: target.mean()) == pytest.approx(
         floats(4, 3).mean().item(), rel=1e-5
     )
+
+
+class BareParameters(nn.Module):
+    """Parameters and a buffer used around its only modules, one of them twice, and a skip past all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Parameter(0.3 * torch.randn(6, 6)) for _ in range(2))
+        self.register_buffer("constant", torch.randn(6))
+        self.lin0, self.lin1, self.lin2 = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = x @ self.first
+        x = self.lin0(x.relu() + self.constant)
+        x = self.lin1((x @ self.second).relu())
+        x = self.lin2((x @ self.first).relu() + skip)
+        return x @ self.second
+
+
+class WithKeywords(nn.Module):
+    """Arguments by keyword, with a default, and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
+
+    def forward(self, x: Tensor, y: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = layer(x).relu() + (y if i == 2 and y is not None else 0)
+        return x * scale
+
+
+class SeveralOfEach(nn.Module):
+    """Blocks that take and return several values, None and numbers among them."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, y: Tensor, nothing: None, count: int) -> tuple[Tensor, Tensor, None, int]:
+            return self.a(y).tanh(), self.b(x).tanh() + count, nothing, count + 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Both() for _ in range(4)])
+
+    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        nothing, count = None, 0
+        for block in self.blocks:
+            x, y, nothing, count = block(x, y, nothing, count)
+        return {"sum": x + y, "product": x * y * count}
+
+
+class Unequal(nn.Module):
+    """Layers of different widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = [6, 3, 12, 5, 9, 6]
+        self.layers = nn.ModuleList(map(nn.Linear, sizes, sizes[1:]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+#: (model, batch, split, whether sums have the same order)
+SCENARIOS = {
+    "bare parameters": (BareParameters, (floats(2, 6),), None, False),
+    "keywords": (WithKeywords, {"x": floats(2, 6), "y": floats(3, 6)[:2], "scale": 0.5}, None, True),
+    "a default": (WithKeywords, {"x": floats(2, 6)}, None, True),
+    "None by keyword": (WithKeywords, {"x": floats(2, 6), "y": None}, None, True),
+    "several of each": (SeveralOfEach, (floats(2, 6), floats(3, 6)[:2]), None, True),
+    "unequal layers": (Unequal, (floats(2, 6),), [1, 3, 1], True),
+}
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenarios_of_torchs_own_pipelining(scenario):
+    make, batch, split, exactly = SCENARIOS[scenario]
+    model = made(make)
+    expected = copy.deepcopy(model)
+    pipe = Pipeline(model, whole_loss, optimizer=SGD, num_workers=3, num_microbatches=2, split=split)
+    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
+    losses = [pipe.step(microbatches=[batch] * 2) for _ in range(2)]
+    expected_losses = plain(expected, [[(args, kwargs)] * 2] * 2)
+    assert losses == expected_losses if exactly else losses == pytest.approx(expected_losses, rel=1e-6)
+    assert_same_state(pipe, expected, exactly=exactly)
