@@ -23,6 +23,8 @@ from ..tracing.outcome import FILES, figures, last_steps, sentence, write_timeli
 from ..tracing.own_boards import collect, record
 from .options import typed_checkpoints
 
+#: trains a model of the user's
+OWN_TRAIN = Path(__file__).parent.parent / "demo" / "own_train.py"
 #: what needs the last steps
 _OF_STEPS = ("trace", "html", "json")
 #: what has no effect without a pipeline
@@ -62,7 +64,7 @@ def run_script(
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(script, run_name="rpc_pipe.demo.__main__" if Path(script) == OWN_TRAIN else "__main__")
     except KeyboardInterrupt:  # the script trained on after a stop: all workers end here
         ending.leave()
         raise

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
-from rpc_pipe.launching import launcher_link as link
-from rpc_pipe.model.made import load
-from rpc_pipe.pipeline import Pipeline
+from ..launching import launcher_link as link
+from ..model.made import load
+from ..pipeline import Pipeline
 
 
 def main() -> None:
@@ -29,5 +29,5 @@ def main() -> None:
     pipe.barrier()
 
 
-if __name__ == "__main__":
+if __name__.endswith("__main__"):  # with the name of its package before it, so that it may import relatively
     main()
