@@ -4,6 +4,7 @@ from .action import RESOURCES, Action, Kind, Resource
 from .answers import blaming
 from .check import check, check_all
 from .ending import NOTHING, Asked, end_tree
+from .entry import Entry, Pulled
 from .errors import (
     ConfigError,
     DataError,
@@ -18,7 +19,7 @@ from .errors import (
 from .kinds import B, C, D, F, G, I, N, R, T, U, W
 from .order import local_order
 from .part import Part
-from .program import Entry, Pulled, entries, order_limit
+from .program import entries, order_limit
 from .recomputing import recomputing
 from .spec import ENDLESS, Order, Spec
 from .versions import (

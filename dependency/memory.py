@@ -15,15 +15,12 @@ import heapq
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 from .action import Action
 from .answers import looked_at
+from .entry import Entry
 from .errors import ScheduleError
 from .spec import Spec
-
-if TYPE_CHECKING:
-    from .program import Entry
 
 #: how many actions a relation may have to be looked at as a whole
 _WHOLE = 200_000

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable
 
 from .action import RESOURCES, Action, Kind, Resource
 from .ending import end_tree
+from .entry import Entry, Pulled
 from .errors import ScheduleError
 from .kinds import D, U
-from .program import Entry, Pulled
 from .spec import Spec
 from .versions import Reach, reaches
 
