@@ -193,10 +193,13 @@ class Observed:
         return Stage(skeleton, stage, cut, owners, foreign)
 
     def own_buffers(self, stage: int, cut: Sequence[range]) -> set[str]:
-        """Return the buffers that `stage` alone writes; the last, which runs to the end, has what all write."""
+        """Return the buffers of modules that `stage` alone writes; the last, which runs to the end, has all others."""
         owners = Assignment(self._observation, cut).buffers
         names = [name for name, _ in self._skeleton.module.named_buffers(remove_duplicate=False)]
-        return {name for name in names if owners.get(name, len(cut) - 1) == stage}
+        # A module may write some in its forward, and make others of them later.
+        of_module = {name.rpartition(".")[0]: owner for name, owner in owners.items()}
+        last = len(cut) - 1
+        return {name for name in names if owners.get(name, of_module.get(name.rpartition(".")[0], last)) == stage}
 
     def _real(
         self, name: str, parameter: nn.Parameter, device: torch.device, *, copied: bool, initialise: bool

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 from processes import ROOT, SMALL, TEXT, environment
 
@@ -186,7 +187,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
         folder.mkdir()
         variables = {
             "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port, run_folders.FOLDER: folder,
+            "MASTER_PORT": port, run_folders.FOLDER: folder, "RPC_PIPE_TRUST_NETWORK": "on",
         }  # fmt: skip
         command = [sys.executable, tmp_path / "train.py", "300"]
         runs.append(subprocess.Popen(command, env=environment(**{k: str(v) for k, v in variables.items()}), cwd=ROOT))
@@ -209,7 +210,12 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
 def test_what_a_killed_run_left_is_swept(tmp_path):
     with training(*TRAIN, "--steps", 100000) as (run, folder):
         workers = [board.header["process"] for board in run_folders.boards(folder).values()]
+        killed = psutil.Process(run.pid).children(recursive=True)
+        for worker in killed:  # or they would remove it
+            worker.suspend()
         run.kill()
+        for worker in killed:
+            worker.kill()
         deadline = time.monotonic() + 20
         while any(map(run_folders.alive, workers)) and time.monotonic() < deadline:
             time.sleep(0.05)
