@@ -115,14 +115,15 @@ def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None
 
 def _place(environ: Mapping[str, str], num_workers: int) -> tuple[str, bool]:
     """Return the interface that the others reach this worker by, and whether all workers are on this host."""
-    interface = environ.get("RPC_PIPE_INTERFACE") or interface_towards(environ["MASTER_ADDR"])
+    said = environ.get("RPC_PIPE_INTERFACE")
+    interface = said or interface_towards(environ["MASTER_ADDR"])
     here = environ.get("LOCAL_WORLD_SIZE")
     if here is None:
         return interface, interface == LOOPBACK
     if here == str(num_workers):
         return environ.get("RPC_PIPE_INTERFACE", LOOPBACK), True
     # On the first host its own name may lead to the loopback interface, as on Debian; the others cannot reach that.
-    return "" if interface == LOOPBACK else interface, False
+    return said or ("" if interface == LOOPBACK else interface), False
 
 
 def refuse_transport(transport: str, said: str) -> str:

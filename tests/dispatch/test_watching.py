@@ -187,7 +187,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
         folder.mkdir()
         variables = {
             "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port, run_folders.FOLDER: folder, "RPC_PIPE_TRUST_NETWORK": "on",
+            "MASTER_PORT": port, run_folders.FOLDER: folder, "RPC_PIPE_INTERFACE": "lo",
         }  # fmt: skip
         command = [sys.executable, tmp_path / "train.py", "300"]
         runs.append(subprocess.Popen(command, env=environment(**{k: str(v) for k, v in variables.items()}), cwd=ROOT))
