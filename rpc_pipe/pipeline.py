@@ -133,7 +133,7 @@ class Pipeline(Weights):
         self._stopped = self._closed = False
         self._grad_norm: float | None = None
         self._num_cut, self._accumulate = 0, accumulate
-        self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s)
+        self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, self.spec.elasticity > 0)
         randomness = Randomness(seed, self._actors[0].courier.device)
         #: None when the shards are made
         self._maker: ShardMaker | None = ShardMaker(self.partition, randomness, training)
@@ -355,7 +355,7 @@ class Pipeline(Weights):
         shape = batch.shares, train, asked_of(part.spec, self._asked), batch.rows, batch.tokens, batch.waited
         lent = batch.lazy is not None and batch.lazy.lent and len(self._actors) < self.num_workers
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
-        more = scales, lending(part.spec) if lent else None, self._updates(actor)
+        more = scales, lending(part.spec) if lent else None, self._updates(actor), self._keeper.due(actor.next_step + 1)
         return Batch(part, self._order, call, batch.inputs, targets, *shape, *more)
 
     def _told(self, result: Result) -> float:

@@ -391,3 +391,48 @@ def test_a_stop_ends_the_stream_after_the_same_step_everywhere():
 def test_relation_of_several_steps_is_one_stream():
     relation = Relation(PipeDream2BW(num_workers=2, num_microbatches=3), steps=4)
     assert relation.steps == 1 and sum(action.kind is U for action in relation.actions) == 8
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_was_never_stopped(schedule, tmp_path):
+    """No step is under way where a checkpoint is written, so both begin another stream there."""
+    batches = [(x, x) for x in X[:9]]
+    pipe, replay = pipeline(schedule, P=3, lr_scheduler=decaying), None
+    pipe.checkpoint_every(3, tmp_path)
+    losses, state = list(pipe.train(batches)), pipe.state_dict()
+    replay = replay_of(pipe, lr_scheduler=decaying)
+    pipe.close()
+    assert losses == [loss for at in (0, 3, 6) for loss in replay.train(batches[at : at + 3])]
+    assert same(state, replay.state_dict())
+    for step in (3, 6):
+        workers = 2 if schedule == "pipedream-2bw" else 3  # the others' versions depend on it
+        again = pipeline(schedule, P=workers, lr_scheduler=decaying)
+        again.load_checkpoint(tmp_path / f"step-{step:08}")
+        again.checkpoint_every(3, tmp_path / "again")
+        assert list(again.train(batches[step:])) == losses[step:]
+        assert same(again.state_dict(), state)
+        again.close()
+
+
+def test_a_checkpoint_keeps_every_pipeline_and_what_they_are_pulled_to(tmp_path):
+    """It kept the first one's weights, under the names of those that are evaluated, and the others began as it was."""
+    pipe = pipeline("avgpipe", P=2)
+    list(pipe.train((x, x) for x in X[:4]))
+    pipe.save_checkpoint(tmp_path)
+    state, held_out = pipe.state_dict(), pipe.evaluate((X[-1], X[-1]))
+    own = [shard.state_dict() for actor in pipe.actors for shard in actor.shards.values()]
+    assert not same(own[0], {name: state[name] for name in own[0]}), "the first one is not the reference"
+    again, three, other = (
+        pipeline("avgpipe", P=2),
+        pipeline("avgpipe", schedule_options={"pipelines": 3}),
+        pipeline("1f1b"),
+    )
+    for each in (again, three, other):
+        each.load_checkpoint(tmp_path)
+        assert same(each.state_dict(), state) and each.evaluate((X[-1], X[-1])) == held_out
+    found = [shard.state_dict() for actor in again.actors for shard in actor.shards.values()]
+    assert all(same(first, second) for first, second in zip(own, found, strict=True))
+    for actor in three.actors:
+        for shard in actor.shards.values():
+            assert same(shard.state_dict(), state), "another number of them begins at the reference"
+    assert len(list(three.train((x, x) for x in X[:2]))) == len(list(other.train((x, x) for x in X[:2]))) == 2

@@ -75,6 +75,8 @@ class Batch:
     lending: Lending | None = None
     #: whether its gradients, with those held from steps before, make an update
     updates: bool = True
+    #: whether no later step begins before it is complete, though steps overlap: a checkpoint is written behind it
+    last: bool = False
 
     @property
     def spec(self) -> Spec:

@@ -40,7 +40,8 @@ class OverlappingStream(Stream):
         #: of the schedule's stream, how many steps it has had
         self._num_begun = 0
         self._next_batch: Batch | None = None
-        self._holds = False
+        #: whether no more steps are opened until the open ones are complete: at all, and behind the newest
+        self._holds = self._drains = False
         self._flushed: deque[Result] = deque()
         #: shard -> the step whose forward it has run last
         self._forwarded: dict[Shard, Step] = {}
@@ -72,7 +73,8 @@ class OverlappingStream(Stream):
             shard.abandon()  # and of the versions that only microbatches would use which do not come
 
     def _open_next(self) -> None:
-        while not (self._ended or self._holds or len(self._steps) == self._most_open):
+        self._drains &= bool(self._steps)
+        while not (self._ended or self._holds or self._drains or len(self._steps) == self._most_open):
             if self._next_batch is None:
                 self._next_batch = next(self._batches, None)
             batch = self._next_batch
@@ -83,7 +85,7 @@ class OverlappingStream(Stream):
                 self._begin(batch.spec)
             if batch.spec != self._spec:
                 return
-            self._next_batch = None
+            self._next_batch, self._drains = None, batch.last
             step = self._open(batch, [step.state for step in reversed(self._steps.values())], self._most_open)
             step.first = self._num_begun * batch.spec.num_microbatches
             step.first_update = self._num_begun * updates_a_step(batch.spec)

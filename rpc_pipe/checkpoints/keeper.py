@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,6 +13,7 @@ import torch
 from ..dependency import ConfigError, Stalled
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
+from ..workers.compute.stash import StashingShard
 from . import folder
 from .plain import decoded, encoded
 from .pretrained import Loaded, Pretrained, begin_export
@@ -44,6 +46,7 @@ class Keeper:
         each: calls a function for every worker of this process, at the same time.
         about: what of the pipeline a reader of the checkpoint may want to know.
         deadline_s: how long a worker's files may take.
+        elastic: whether routes have weights of their own, which are pulled to a reference.
     """
 
     def __init__(
@@ -52,8 +55,10 @@ class Keeper:
         num_workers: int,
         about: Mapping[str, Any],
         deadline_s: float,
+        elastic: bool = False,
     ) -> None:
         self._each, self._num_workers, self.about, self._deadline_s = each, num_workers, dict(about), deadline_s
+        self._elastic = elastic
         self._writing: Writing | None = None
         self.results = Resumption()
         #: after how many steps a checkpoint is written, where, and how many are kept
@@ -61,9 +66,13 @@ class Keeper:
         #: of the model, if it has one that can write itself
         self.config: Any = None
 
+    def due(self, step: int) -> bool:
+        """Tell whether a checkpoint is written after so many steps."""
+        return self.every is not None and step % self.every[0] == 0
+
     def after(self, step: int, stop: bool) -> None:
         """Write a checkpoint if one is due after so many steps, or the run will stop."""
-        if self.every is not None and (stop or step % self.every[0] == 0):
+        if self.every is not None and (stop or self.due(step)):
             self.save(*self.every[1:], extra=None, wait=stop)
 
     def save(self, where: Path, keep: int | None, extra: Any, wait: bool) -> Path | None:
@@ -76,8 +85,8 @@ class Keeper:
             place = Path(_agreed(actor, "checkpoint", lambda: str(folder.begin(where, actor.step)), of=0))
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
-            first = _first_route(actor)
-            return Snapshot(actor.worker, self._num_workers, first, also if actor.worker == 0 else {}), place
+            first, routes = _first_route(actor), _own_routes(actor) if self._elastic else []
+            return Snapshot(actor.worker, self._num_workers, first, also if actor.worker == 0 else {}, routes), place
 
         made = self._each(lambda actor: (*snapshot(actor), actor.step))
         about["step"] = made[0][2]
@@ -114,7 +123,7 @@ class Keeper:
         self.settle()
 
         def load(actor: WorkerActor) -> Restored:
-            checkpoint, steps = _prepared(actor, where)
+            checkpoint, steps = _prepared(actor, where, self._elastic)
             for step in steps:
                 step()
             return Restored(checkpoint.path, checkpoint.step, decoded(checkpoint.about.get("extra")))
@@ -193,6 +202,12 @@ def _first_route(actor: WorkerActor) -> list[Shard]:
     return [shard for (_, route), shard in actor.shards.items() if route == 0]
 
 
+def _own_routes(actor: WorkerActor) -> list[list[Shard]]:
+    """Return a worker's shards by route, where each route has weights of its own."""
+    routes = sorted({route for _, route in actor.shards})
+    return [[shard for (_, route), shard in actor.shards.items() if route == each] for each in routes]
+
+
 def _unmet(where: str | Path, loaded: Loaded) -> str:
     def few(names: list[str]) -> str:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -202,20 +217,29 @@ def _unmet(where: str | Path, loaded: Loaded) -> str:
     return f"{where}: {'; '.join(filter(None, (lacks, more)))}; strict=False leaves out what does not meet"
 
 
-def _prepared(actor: WorkerActor, where: str | Path) -> tuple[Checkpoint, list[Callable[[], None]]]:
+def _prepared(actor: WorkerActor, where: str | Path, elastic: bool) -> tuple[Checkpoint, list[Callable[[], None]]]:
     """Read all that `actor` needs, see with the others that everything fits, and return what puts it in place."""
     steps: list[Callable[[], None]] = []
     names: set[str] = set()
+    references: list[tuple[Shard, dict[str, torch.Tensor]]] = []
 
     def prepare() -> Checkpoint:
         checkpoint = Checkpoint(where)
-        for shard in actor.shards.values():
+        # Another number of routes goes on from their reference, with the state of the first one's optimizer.
+        apart = elastic and checkpoint.num_routes == len(_own_routes(actor))
+        for (_, route), shard in actor.shards.items():
             own = model_tensors(shard)
             names.update(own)
-            steps.append(_putting(shard, checkpoint.model(own)))
-            steps.append(checkpoint.stages.prepare(shard, checkpoint.rest(checkpoint.stages.wanted(shard))))
+            weights, stages, rest = checkpoint.model(own), checkpoint.stages, checkpoint.rest
+            if apart:
+                references.append((shard, weights))
+                weights, stages = checkpoint.of_route(route, own), checkpoint.routes[route]
+                rest = partial(checkpoint.of_route, route)
+            steps.append(_putting(shard, weights))
+            steps.append(stages.prepare(shard, rest(stages.wanted(shard))))
         updates = checkpoint.stages.updates
         steps.append(lambda: actor.go_on_at(checkpoint.step, updates))
+        steps.extend(partial(_refer, *each) for each in references)
         return checkpoint
 
     failed, checkpoint = "", None
@@ -240,6 +264,11 @@ def _prepared(actor: WorkerActor, where: str | Path) -> tuple[Checkpoint, list[C
 
 def _putting(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
     return lambda: put(shard, tensors)
+
+
+def _refer(shard: Shard, weights: Mapping[str, torch.Tensor]) -> None:
+    assert isinstance(shard, StashingShard)
+    shard.refer_to(weights)
 
 
 def _agreed(actor: WorkerActor, name: str, value: Callable[[], str], of: int) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..dependency import ConfigError
 from . import folder
-from .shard_state import Stages
+from .shard_state import Stages, of_route
 from .writing import FORMAT
 
 
@@ -44,8 +44,18 @@ class Checkpoint:
                 for key, form in each["tensors"].items():
                     self._tensors[each["what"]].setdefault(key, (name, form))
             rest = list(self._tensors["optimizer"])
-            self.stages = Stages({int(stage): each for stage, each in manifest["stages"].items()}, rest)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            told = {int(stage): each for stage, each in manifest["stages"].items()}
+            self.stages = Stages(told, rest)
+            #: where each has weights of its own: how many
+            self.num_routes = max((len(each.get("routes", ())) for each in told.values()), default=0)
+            self.routes = [
+                Stages(
+                    {stage: each["routes"][number] for stage, each in told.items()},
+                    [name.removeprefix(of_route(number, "")) for name in rest if name.startswith(of_route(number, ""))],
+                )
+                for number in range(self.num_routes)
+            ]
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{found / folder.MANIFEST}: is damaged: {type(error).__name__} {error}") from error
         for name, size in sizes.items():
             self._see(name, size)
@@ -83,6 +93,11 @@ class Checkpoint:
     def rest(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors of optimizers, or others that were saved with them."""
         return self.tensors("optimizer", names)
+
+    def of_route(self, number: int, names: Iterable[str]) -> dict[str, Tensor]:
+        """Return tensors that a route had of its own."""
+        found = self.rest([of_route(number, name) for name in names])
+        return {name.removeprefix(of_route(number, "")): tensor for name, tensor in found.items()}
 
     def has(self, name: str) -> bool:
         """Whether such a tensor was saved with the optimizers'."""

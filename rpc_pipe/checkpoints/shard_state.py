@@ -23,10 +23,24 @@ _AVERAGE, _HELD = "average.", "gradient."
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
+def of_route(number: int, name: str) -> str:
+    """Return how a tensor is called that each route has of its own."""
+    return f"route{number}.{name}"
+
+
 def model_tensors(shard: Shard) -> dict[str, Tensor]:
     """Return the shard's parameters and buffers themselves."""
+    return _checked(shard.state_dict())
+
+
+def evaluated_tensors(shard: Shard) -> dict[str, Tensor]:
+    """Return the tensors by which the shard evaluates."""
+    return _checked(shard.evaluated_state_dict())
+
+
+def _checked(state: Mapping[str, Any]) -> dict[str, Tensor]:
     found = {}
-    for name, tensor in shard.state_dict().items():
+    for name, tensor in state.items():
         if not isinstance(tensor, Tensor):
             raise ConfigError(
                 f"{name}: a checkpoint takes tensors, and get_extra_state gives a {type(tensor).__name__}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..dependency import ConfigError, Stalled
 from ..workers.compute.shard import Shard
 from . import folder
-from .shard_state import described, model_tensors, optimizer_tensors
+from .shard_state import described, evaluated_tensors, model_tensors, of_route, optimizer_tensors
 
 FORMAT = 1
 
@@ -30,16 +30,27 @@ class Snapshot:
     Args:
         shards: one of each stage that this worker is the first to have.
         also: more tensors, by name, for the file of the optimizer; None: weights alone.
+        routes: where each has weights of its own, which are pulled to a reference, all shards of each.
     """
 
     def __init__(
-        self, worker: int, num_workers: int, shards: Sequence[Shard], also: Mapping[str, Tensor] | None
+        self,
+        worker: int,
+        num_workers: int,
+        shards: Sequence[Shard],
+        also: Mapping[str, Tensor] | None,
+        routes: Sequence[Sequence[Shard]] = (),
     ) -> None:
         self.worker, self.num_workers = worker, num_workers
-        model = {name: _copied(tensor) for shard in shards for name, tensor in model_tensors(shard).items()}
+        model = {name: _copied(tensor) for shard in shards for name, tensor in evaluated_tensors(shard).items()}
         shards, also = ([], {}) if also is None else (shards, also)
         self._stages = {shard.stage: described(shard) for shard in shards}
         rest = {name: _copied(tensor) for shard in shards for name, tensor in optimizer_tensors(shard).items()}
+        for number, route in enumerate(routes):
+            for shard in route:
+                self._stages[shard.stage].setdefault("routes", []).append(described(shard))
+                own = model_tensors(shard) | optimizer_tensors(shard)
+                rest |= {of_route(number, name): _copied(tensor) for name, tensor in own.items()}
         self._files = {"model": model, "optimizer": rest | {name: _copied(tensor) for name, tensor in also.items()}}
 
     def write(self, place: Path) -> None:

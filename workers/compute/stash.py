@@ -8,7 +8,7 @@ backward that needs it is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -58,6 +58,15 @@ class StashingShard(Shard):
         self._microbatches = microbatches_on(spec, route)
         self._uncounted = next(self._microbatches, None)
         self._forget()
+        self._look()
+        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained):
+            raise ConfigError(
+                f"stage {self.stage}: hooks of parameters' gradients do not run where several versions of the weights "
+                "are in use; remove them, or use a synchronous schedule"
+            )
+
+    def _look(self) -> None:
+        """Note which parameters are trained, and where modules hold them."""
         self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         number = {parameter: n for n, parameter in enumerate(self._trained)}
         self._places = [
@@ -66,11 +75,12 @@ class StashingShard(Shard):
             for name, parameter in module._parameters.items()
             if parameter is not None and parameter in number
         ]
-        if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained):
-            raise ConfigError(
-                f"stage {self.stage}: hooks of parameters' gradients do not run where several versions of the weights "
-                "are in use; remove them, or use a synchronous schedule"
-            )
+
+    def refer_to(self, weights: Mapping[str, Tensor]) -> None:
+        """Go on with these, by name, as the weights that all routes are pulled to."""
+        self._look()
+        named = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
+        self.reference = [weights[name].to(parameter.device, copy=True) for name, parameter in named]
 
     @property
     def num_copies(self) -> int:
