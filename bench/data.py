@@ -1,16 +1,18 @@
 """Data larger than memory: loads, memory, speed, resumption and mixing, measured.
 
-    python bench/data.py [terabyte] [index] [throughput] [resume] [sorted]
+    python bench/data.py [terabyte] [index] [throughput] [resume] [kills] [sorted]
 
 Each prints a JSON line. `terabyte` reads sparse files, which take no room on the disk; `--blocks` says how much of the
 epoch is really read, the loads of all of it are counted without reading. `throughput` reads the same files with torch's
-DataLoader, and with grain where it is installed.
+DataLoader, and with grain where it is installed. `kills` kills real processes with SIGKILL and resumes them with other
+numbers of workers.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import resource
 import statistics
@@ -32,6 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from bench import killed
 from rpc_pipe import Pipeline
 from rpc_pipe.data import Loader, Order, dataset, tokens
 from rpc_pipe.data.survey import survey
@@ -122,9 +125,16 @@ def throughput(seconds: float) -> Iterator[dict[str, Any]]:
         paths = sorted(folder.iterdir())
         systems: dict[str, Callable[[], Iterator[Any]]] = {
             "rpc-pipe": lambda: iter(map(tuple, Loader(tokens(folder, _CONTEXT), rows=_ROWS, memory="1GB"))),
-            "torch DataLoader": lambda: iter(DataLoader(_Rows(paths), _ROWS, shuffle=True)),
-            "torch DataLoader, 2 processes": lambda: iter(
-                DataLoader(_Rows(paths), _ROWS, shuffle=True, num_workers=2, multiprocessing_context="fork")
+            "torch DataLoader": lambda: _epochs(DataLoader(_Rows(paths), _ROWS, shuffle=True)),
+            "torch DataLoader, 2 processes": lambda: _epochs(
+                DataLoader(
+                    _Rows(paths),
+                    _ROWS,
+                    shuffle=True,
+                    num_workers=2,
+                    multiprocessing_context="fork",
+                    persistent_workers=True,
+                )
             ),
         }
         try:
@@ -141,6 +151,11 @@ def throughput(seconds: float) -> Iterator[dict[str, Any]]:
             tokens(folder, 128), rows=16, memory="1GB"), 20 * 12_000, seconds)}  # fmt: skip
 
 
+def _epochs(loader: DataLoader[Any]) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
 def _rate(batches: Iterator[Any], seconds: float) -> dict[str, Any]:
     begin = time.perf_counter()
     next(batches)
@@ -154,20 +169,21 @@ def _rate(batches: Iterator[Any], seconds: float) -> dict[str, Any]:
 
 def _paced(loader: Loader, tokens_per_s: float, seconds: float) -> dict[str, Any]:
     """Take batches at a rate; return how long they were waited for, behind the first ones."""
-    pause, waited = 16 * 128 / tokens_per_s, []
+    pause, waited, missed = 16 * 128 / tokens_per_s, [], 0
     begin = time.perf_counter()
     for batch in loader:
         asked = time.perf_counter()
         batch[0]
         waited.append(time.perf_counter() - asked)
+        missed += len(waited) > 10 and batch.waited_ns > 0
         time.sleep(max(0.0, pause - waited[-1]))
         if time.perf_counter() - begin > seconds:
             break
     steady = waited[10:]
     return {
-        "tokens_per_s": round(tokens_per_s), "batches": len(steady),
-        "share_waited": sum(steady) / (pause * len(steady)),
-        "median_wait_us": 1e6 * statistics.median(steady), "longest_wait_ms": 1e3 * max(steady),
+        "tokens_per_s": round(tokens_per_s), "batches": len(steady), "batches_that_were_not_ready": missed,
+        "share_taking": sum(steady) / (pause * len(steady)),
+        "median_taking_us": 1e6 * statistics.median(steady), "longest_taking_ms": 1e3 * max(steady),
     }  # fmt: skip
 
 
@@ -225,16 +241,87 @@ def _loss(logits: Tensor, targets: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def sorted_labels(chunks: int) -> dict[str, Any]:
+def kills(count: int) -> dict[str, Any]:
+    """Kill a run `count` times at random steps, with workers in turn 4, 2 and 3; compare with one that was not."""
+    steps, draw = 8 * count, random.Random(0)
+    at = sorted(draw.sample(range(1, steps), count))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "shards").mkdir()
+        for number in range(6):
+            first = number * 160
+            np.arange(first, first + 161, dtype=np.uint16).tofile(folder / f"shards/{number}.u16")
+        begin = time.perf_counter()
+        for number, stop in enumerate([*at, None]):
+            _until_killed(folder, "killed", (4, 2, 3)[number % 3], steps, stop)
+        seconds = time.perf_counter() - begin
+        _until_killed(folder, "undisturbed", 1, steps, None)
+        noted, undisturbed = _notes(folder, "killed"), _notes(folder, "undisturbed")
+        order = killed.loader(f"{name}/shards").samples(0, steps * killed.ROWS).tolist()
+    last = {note["step"]: note for note in noted}
+    again = [note for note in noted if note is not last[note["step"]]]
+    losses = [(last[note["step"]]["loss"], note["loss"]) for note in undisturbed]
+    return {
+        "bar": "kills", "kills": count, "workers": [4, 2, 3], "steps": steps, "seconds": seconds,
+        "same_sequence": [n for step in range(steps) for n in last[step]["samples"]] == order,
+        "undisturbed_too": [n for note in undisturbed for n in note["samples"]] == order,
+        "steps_done_again": len(again),
+        "of_these_alike": sum(note["samples"] == last[note["step"]]["samples"] for note in again),
+        "losses_with_the_same_bits": sum(a == b for a, b in losses),
+        "largest_difference_of_a_loss": max(abs(a - b) for a, b in losses),
+    }  # fmt: skip
+
+
+def _until_killed(folder: Path, run: str, workers: int, steps: int, stop: int | None) -> None:
+    """Let a run begin or go on, and kill its launcher when step `stop` is behind; None: let it end."""
+    command = [sys.executable, "-m", "rpc_pipe", "run", killed.__file__, "--workers", str(workers)]
+    command += ["--checkpoint-every", "3", "--checkpoint-keep", "2", "--checkpoint-folder", f"{folder}/{run}"]
+    command += ["--resume", "auto", "--", f"{folder}/shards", f"{folder}/{run}.jsonl", str(steps)]
+    root = Path(__file__).parents[1]
+    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    with open(folder / f"{run}.log", "a") as log:
+        process = subprocess.Popen(command, cwd=root, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + 300
+    while process.poll() is None and (stop is None or _last_step(folder, run) < stop):
+        if time.monotonic() > deadline:
+            process.kill()
+            raise SystemExit(f"{run}: no end after 300 s; {(folder / f'{run}.log').read_text()[-2000:]}")
+        time.sleep(0.005)
+    if stop is None:
+        if process.returncode:
+            raise SystemExit(f"{run}: {(folder / f'{run}.log').read_text()[-2000:]}")
+    else:
+        process.kill()  # workers end when their launcher is gone
+        process.wait()
+
+
+def _notes(folder: Path, run: str) -> list[dict[str, Any]]:
+    path = folder / f"{run}.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n") and line.startswith("{")]
+
+
+def _last_step(folder: Path, run: str) -> int:
+    noted = _notes(folder, run)
+    return noted[-1]["step"] + 1 if noted else 0
+
+
+#: chunks, epochs and step size of the classifier, and how many seeds: the first is the one of the bar
+_SORTED = ((100, 2, 3e-3, 3), (400, 2, 3e-3, 3), (100, 2, 3e-3, 10), (100, 2, 1e-3, 10), (100, 5, 3e-3, 10))
+
+
+def sorted_labels(chunks: int, epochs: int, lr: float, seeds: int) -> dict[str, Any]:
     """Train a small classifier on data sorted by label: full shuffle against 5 % of the chunks."""
-    found: dict[str, Any] = {"bar": "sorted", "chunks": chunks, "window": chunks // 20}
+    found: dict[str, Any] = {"bar": "sorted", "chunks": chunks, "window": chunks // 20, "epochs": epochs}
+    found |= {"lr": lr, "seeds": seeds}
     for name, window in (("full", None), ("window", chunks // 20), ("chunks only", 1)):
-        losses = [_classifier(chunks, window, seed) for seed in range(3)]
+        losses = [_classifier(chunks, window, seed, epochs, lr) for seed in range(seeds)]
         found[name] = {"mean": statistics.mean(losses), "deviation": statistics.stdev(losses)}
     return found
 
 
-def _classifier(chunks: int, window: int | None, seed: int) -> float:
+def _classifier(chunks: int, window: int | None, seed: int, epochs: int, lr: float) -> float:
     made = torch.Generator().manual_seed(1)
     centres = torch.randn(10, 32, generator=made)
     labels = torch.arange(8_000) * 10 // 8_000
@@ -242,10 +329,10 @@ def _classifier(chunks: int, window: int | None, seed: int) -> float:
     held = torch.randint(10, (2_000,), generator=made)
     inputs = centres[held] + 1.5 * torch.randn(2_000, 32, generator=made)
     source = dataset(pairs, chunk=8_000 // chunks)
-    loader = Loader(source, rows=64, seed=seed, window=window, memory="1GB", epochs=2)
+    loader = Loader(source, rows=64, seed=seed, window=window, memory="1GB", epochs=epochs)
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.Adam(model.parameters(), lr=lr)
     for x, y in loader:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x), y).backward()
@@ -256,11 +343,11 @@ def _classifier(chunks: int, window: int | None, seed: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    every = ["terabyte", "index", "throughput", "resume", "sorted"]
+    every = ["terabyte", "index", "throughput", "resume", "kills", "sorted"]
     parser.add_argument("bars", nargs="*", metavar="BAR", help=" ".join(every))
     parser.add_argument("--blocks", type=int, default=100, help="of the terabyte that are read (100)")
     parser.add_argument("--seconds", type=float, default=3.0, help="for each reader (3)")
-    parser.add_argument("--kills", type=int, default=25, help="runs that are killed twice each (25)")
+    parser.add_argument("--kills", type=int, default=50, help="how often runs are killed (50)")
     parser.add_argument("--inside", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -274,9 +361,11 @@ def main() -> None:
         elif bar == "throughput":
             found = list(throughput(options.seconds))
         elif bar == "sorted":
-            found = [sorted_labels(100), sorted_labels(400)]
+            found = [sorted_labels(*setting) for setting in _SORTED]
+        elif bar == "kills":
+            found = [kills(options.kills)]
         else:
-            found = [index() if bar == "index" else resume(options.kills)]
+            found = [index() if bar == "index" else resume(options.kills // 2)]
         for line in found:
             print(json.dumps(line), flush=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..dependency import ConfigError, DataError
 from .shards import Shard
@@ -40,12 +40,15 @@ def documents(files: Sequence[Shard], storage: Storage, field: str, file: int, a
         shard = files[number]
         path = storage.local(shard, Busy())
         start = at if number == file else 0
-        if shard.name.endswith(".jsonl"):
-            yield from _lines(path, shard, field, number, start)
-        elif shard.name.endswith(".parquet"):
-            yield from _rows(path, shard, field, number, start)
-        else:
-            yield from _pieces(path, number, start)
+        try:
+            if shard.name.lower().endswith(".jsonl"):
+                yield from _lines(path, shard, field, number, start)
+            elif shard.name.lower().endswith(".parquet"):
+                yield from _rows(path, shard, field, number, start)
+            else:
+                yield from _pieces(path, number, start)
+        except OSError as error:
+            raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror or error}") from error
 
 
 def _lines(path: Path, shard: Shard, field: str, number: int, at: int) -> Iterator[Document]:
@@ -58,7 +61,7 @@ def _lines(path: Path, shard: Shard, field: str, number: int, at: int) -> Iterat
             try:
                 text = json.loads(line)[field]
                 encoded = text.encode()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 raise DataError(
                     f"shard {shard.name}: the line at byte {begin} is no JSON object with a text {field!r}"
                 ) from error
@@ -78,7 +81,16 @@ def _pieces(path: Path, number: int, at: int) -> Iterator[Document]:
 
 
 def _rows(path: Path, shard: Shard, field: str, number: int, at: int) -> Iterator[Document]:
-    table = need("pyarrow.parquet", f"shard {shard.name}").ParquetFile(path)
+    arrow = need("pyarrow", f"shard {shard.name}")
+    try:
+        table = need("pyarrow.parquet", f"shard {shard.name}").ParquetFile(path)
+        yield from _texts(table, shard, field, number, at)
+    except arrow.ArrowException as error:
+        told = str(error).split("\n")[0]
+        raise DataError(f"shard {shard.name}: cannot be read, it may be truncated: {told}") from error
+
+
+def _texts(table: Any, shard: Shard, field: str, number: int, at: int) -> Iterator[Document]:
     if field not in table.schema_arrow.names:
         raise ConfigError(f"shard {shard.name}: has no column {field!r}; it has {', '.join(table.schema_arrow.names)}")
     row = 0
@@ -86,6 +98,8 @@ def _rows(path: Path, shard: Shard, field: str, number: int, at: int) -> Iterato
         rows = table.metadata.row_group(group).num_rows
         if row + rows > at:
             for inside, text in enumerate(table.read_row_group(group, columns=[field])[field].to_pylist()):
+                if text is not None and not isinstance(text, str):
+                    raise ConfigError(f"shard {shard.name}: column {field!r} has a {type(text).__name__}; must be text")
                 if row + inside >= at and text is not None:
                     behind = shard.num_bytes * (row + inside + 1) // max(1, table.metadata.num_rows)
                     yield Document(number, row + inside, text.encode(), True, behind)

@@ -48,8 +48,9 @@ def images(
     need("PIL.Image", "a folder of images")
     if (size is None) == (transform is None):
         raise ConfigError(f"images {source}: pass size=, pixels of a side, or else transform=, PIL image to tensor")
-    shards, _ = find_shards(source, ENDINGS)
-    return Images(os.fspath(source), shards, transform or _scaled(size or 0), size, threads, storage or Storage())
+    storage = storage or Storage()
+    shards, _ = find_shards(source, ENDINGS, storage.options)
+    return Images(os.fspath(source), shards, transform or _scaled(size or 0), size, threads, storage)
 
 
 def _scaled(size: int) -> Transform:
@@ -107,7 +108,7 @@ class Images(Source):
         try:
             with pillow.open(io.BytesIO(stored)) as image:
                 return self._transform(image)
-        except (OSError, SyntaxError, ValueError) as error:
+        except Exception as error:  # decoders raise what they like, and so may a user's transform
             raise DataError(f"image {self.shards[number]}: cannot be decoded: {error}") from error
 
     def rows(self, first: int, stored: Sequence[bytes], numbers: Numbers, wanted: Wanted) -> tuple[Any, Any]:

@@ -229,7 +229,11 @@ class Loader:
             sizes = self.room, self.ahead_bytes
             self._reader = Reader(self.source, self.order, self._shares, *sizes, self.timeout_s)
             weakref.finalize(self, self._reader.close)
-        return self._reader.take(share.start, wanted)
+        try:
+            return self._reader.take(share.start, wanted)
+        except BaseException:
+            self.close()  # what is under way for batches that nobody will take
+            raise
 
     @property
     def loads(self) -> int:

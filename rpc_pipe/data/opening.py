@@ -33,18 +33,19 @@ def open_source(
         context, dtype, tokenizer: of tokens and text.
         inputs, targets: columns of a table; by default its last column of numbers is the target.
     """
-    kind = _kind(source)
+    storage = storage or Storage()
+    kind = _kind(source, storage)
     if kind == "tokens":
         return tokens(source, context, dtype=dtype, storage=storage)
     if kind == "images":
         (root,) = roots_of(source)
         return images(root, size=_SIZE, storage=storage)
-    if kind == "tables" and (found := _columns(source, storage or Storage(), inputs, targets)) is not None:
+    if kind == "tables" and (found := _columns(source, storage, inputs, targets)) is not None:
         return table(source, *found, storage=storage)
     return text(source, context, tokenizer=tokenizer, storage=storage)
 
 
-def _kind(source: Roots) -> str:
+def _kind(source: Roots, storage: Storage) -> str:
     if any((Path(root) / INDEX).is_file() for root in roots_of(source)):
         return "tokens"
     kinds = {
@@ -53,13 +54,18 @@ def _kind(source: Roots) -> str:
         "images": image_files.ENDINGS,
         "text": documents.ENDINGS,
     }
-    shards, index = find_shards(source, [ending for endings in kinds.values() for ending in endings])
+    known = tuple(dict.fromkeys(ending for endings in kinds.values() for ending in endings))
+    shards, index = find_shards(source, known, storage.options)
     if index:
         return "tokens"
-    sizes = {
-        kind: sum(shard.num_bytes for shard in shards if shard.name.endswith(endings))
-        for kind, endings in kinds.items()
-    }
+    sizes = dict.fromkeys(kinds, (0, 0))
+    for shard in shards:
+        kind = next((kind for kind, endings in kinds.items() if shard.name.lower().endswith(endings)), None)
+        if kind is not None:
+            size, count = sizes[kind]
+            sizes[kind] = size + shard.num_bytes, count + 1
+    if not any(count for _, count in sizes.values()):
+        raise ConfigError(f"data {shards[0].name}: must end in one of {', '.join(known)}, which say what it holds")
     return max(sizes, key=lambda kind: sizes[kind])
 
 
@@ -68,7 +74,7 @@ def _columns(source: Roots, storage: Storage, inputs: str | None, targets: str |
     if inputs is not None and targets is not None:
         return inputs, targets
     arrow = need("pyarrow", "a table")
-    shards, _ = find_shards(source, tables.ENDINGS)
+    shards, _ = find_shards(source, tables.ENDINGS, storage.options)
     schema = tables.schema_of(shards[0], storage)
     found = []
     for column in schema:

@@ -80,20 +80,27 @@ class Order:
             self._epochs[number] = Epoch(self, number)
         return self._epochs[number]
 
-    def locate(self, begin: int, end: int) -> Iterator[Segment]:
-        """Yield the samples at positions `begin` … `end`-1, which may lie in several blocks and epochs."""
-        at = int(begin)
-        while at < end:
-            number, inside = divmod(at, self.num_samples)
-            epoch = self.epoch(number)
+    def locate(self, positions: Numbers) -> Iterator[Segment]:
+        """Yield the samples at positions that ascend, which may lie in several blocks and epochs.
+
+        Thousands at once cost hardly more than ten.
+        """
+        at = 0
+        while at < len(positions):
+            number, inside = divmod(int(positions[at]), self.num_samples)
+            epoch, before = self.epoch(number), number * self.num_samples
             block = epoch.block_at(inside)
-            stop = min(end - number * self.num_samples, block.end)
-            yield Segment(number, block.number, *epoch.within(block, np.arange(inside, stop)))
-            at = number * self.num_samples + stop
+            stop = int(np.searchsorted(positions, before + block.end))
+            yield Segment(number, block.number, *epoch.within(block, positions[at:stop] - before))
+            at = stop
 
     def samples(self, begin: int, end: int) -> Numbers:
         """Return the samples at positions `begin` … `end`-1, numbered as they are stored."""
-        found = [self._starts[segment.chunks] + segment.numbers for segment in self.locate(begin, end)]
+        return self.at(np.arange(begin, end))
+
+    def at(self, positions: Numbers) -> Numbers:
+        """Return the samples at positions that ascend, numbered as they are stored."""
+        found = [self._starts[each.chunks] + each.numbers for each in self.locate(positions)]
         return np.concatenate(found) if found else np.zeros(0, np.int64)
 
 

@@ -68,7 +68,7 @@ def pack(
         ConfigError, DataError: there is no text, or the folder holds something else.
     """
     storage = storage or Storage()
-    files, _ = find_shards(source, ENDINGS)
+    files, _ = find_shards(source, ENDINGS, storage.options)
     makes = Tokenizer(tokenizer)
     folder = Path(out)
     identity = fingerprint(files, _told(makes), text_field, shard_bytes)

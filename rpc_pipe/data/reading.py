@@ -5,18 +5,25 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from ..dependency import ConfigError, Stalled
-from ..workers.transport.payload import Tree, map_tensors, tensors_of
-from .bijection import Numbers
-from .order import Order
+from ..dependency import Stalled
+from ..workers.transport.payload import Tree, tensors_of
+from .joining import Joined
+from .order import Order, Segment
 from .residency import Residency
 from .source import Busy, Cause, Source, Wanted
+
+#: so many samples are located together, which takes hardly longer than for one batch
+_LOCATED = 4096
+
+
+#: what a batch was waited for that was ready
+_NOTHING: Cause = "decode"
 
 
 class Share(NamedTuple):
@@ -48,6 +55,40 @@ class Shares(NamedTuple):
         return Share(begin, end, start, start + rows)
 
 
+class _Located:
+    """The samples of one batch after the other: where each is found.
+
+    Args:
+        start: where the first batch begins.
+    """
+
+    def __init__(self, order: Order, shares: Shares, start: int) -> None:
+        self._segments = self._all(order, shares, start)
+        #: of a segment, what is behind
+        self._segment: Segment | None = None
+        self._behind = 0
+
+    def take(self, count: int) -> Iterator[Segment]:
+        """Yield where the next `count` samples are found."""
+        while count:
+            if self._segment is None or self._behind == len(self._segment.numbers):
+                self._segment, self._behind = next(self._segments), 0
+            begin, segment = self._behind, self._segment
+            end = self._behind = min(begin + count, len(segment.numbers))
+            count -= end - begin
+            yield segment._replace(chunks=segment.chunks[begin:end], numbers=segment.numbers[begin:end])
+
+    @staticmethod
+    def _all(order: Order, shares: Shares, start: int) -> Iterator[Segment]:
+        share = shares.at(start)
+        while share is not None:
+            positions: list[np.typing.NDArray[np.int64]] = []
+            while share is not None and sum(map(len, positions)) < _LOCATED:
+                positions.append(np.arange(share.begin, share.end))
+                share = shares.at(share.after)
+            yield from order.locate(np.concatenate(positions))
+
+
 class Reader:
     """Makes batches in a thread of its own.
 
@@ -68,8 +109,9 @@ class Reader:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._wanted = Wanted(False, False)
-        #: batches that are ready, by the position at which they begin, and their bytes
-        self._ready: deque[tuple[int, Tree | BaseException, int]] = deque()
+        #: batches that are ready, the next one first, each with its bytes; and the bytes of all
+        self._ready: deque[tuple[Tree | BaseException, int]] = deque()
+        self._ready_bytes = 0
         #: where the next batch that is taken begins, and whether the thread has been told to end
         self._next = -1
         self._stop = False
@@ -81,22 +123,29 @@ class Reader:
             DataError: a shard cannot be read.
             Stalled: it takes too long.
         """
-        begun, before = time.perf_counter_ns(), self.busy.spent()
         if start != self._next or not wanted == self._wanted or self._thread is None:
             self._restart(start, wanted)
+        waited_ns, cause = 0, _NOTHING
         with self._changed:
-            # A shard that does not come is told by its name before.
-            if not self._changed.wait_for(lambda: self._ready, 2 * self._timeout_s):
-                waited, cause = 2 * self._timeout_s, self.busy.worst(before)
-                raise Stalled(f"data {self._source.name}: no batch for {waited:g} s, busy with {cause}")
-            _, made, _ = self._ready.popleft()
+            if not self._ready:
+                waited_ns, cause = self._wait()
+            made, size = self._ready.popleft()
+            self._ready_bytes -= size
             self._changed.notify_all()
         if isinstance(made, BaseException):
             self._end()
             raise made
         share = self._shares.at(start)
         self._next = -1 if share is None else share.after
-        return made, time.perf_counter_ns() - begun, self.busy.worst(before)
+        return made, waited_ns, cause
+
+    def _wait(self) -> tuple[int, Cause]:
+        """Wait for a batch; return how many ns, and what for mostly."""
+        begun, before = time.perf_counter_ns(), self.busy.spent()
+        most_s = 2 * self._timeout_s  # a shard that does not come is told by its name before
+        if not self._changed.wait_for(lambda: self._ready, most_s):
+            raise Stalled(f"data {self._source.name}: no batch for {most_s:g} s, busy with {self.busy.worst(before)}")
+        return time.perf_counter_ns() - begun, self.busy.worst(before)
 
     def _restart(self, start: int, wanted: Wanted) -> None:
         self._end()
@@ -112,18 +161,19 @@ class Reader:
             self._thread.join(self._timeout_s)
             self._thread = None
         self._ready.clear()
-        self._next = -1
+        self._ready_bytes, self._next = 0, -1
 
     def _work(self, start: int) -> None:
-        share = self._shares.at(start)
+        located, share = _Located(self._order, self._shares, start), self._shares.at(start)
         while share is not None:
             try:
-                made: Tree | BaseException = self._batch(share)
+                made: Tree | BaseException = self._batch(located, share.end - share.begin)
                 size = sum(tensor.nbytes for tensor in tensors_of(made))
             except BaseException as error:
                 made, size = error, 0
             with self._changed:
-                self._ready.append((share.start, made, size))
+                self._ready.append((made, size))
+                self._ready_bytes += size
                 self._changed.notify_all()
                 if isinstance(made, BaseException):
                     return
@@ -133,55 +183,27 @@ class Reader:
             share = self._shares.at(share.after)
 
     def _is_full(self) -> bool:
-        return bool(self._ready) and sum(size for _, _, size in self._ready) >= self._ahead_bytes
+        return bool(self._ready) and self._ready_bytes >= self._ahead_bytes
 
-    def _batch(self, share: Share) -> tuple[Tree, Tree]:
-        """Put the samples of a batch together, block by block, as chunks come and go."""
-        parts: list[tuple[Tree, Tree]] = []
-        where = []
+    def _batch(self, located: _Located, rows: int) -> tuple[Tree, Tree]:
+        """Put the next rows together, block by block, as chunks come and go."""
+        filling = self._source.filling(rows, self._wanted) or Joined(self._wanted)
         at = 0
-        for segment in self._order.locate(share.begin, share.end):
-            self.residency.enter(segment.epoch, segment.block)
+        for segment in located.take(rows):
+            self.residency.enter(segment.epoch, segment.block, segment.chunks)
             by_chunk = np.argsort(segment.chunks, kind="stable")
-            borders = np.flatnonzero(np.diff(segment.chunks[by_chunk])) + 1
-            for places in np.split(by_chunk, borders):
-                chunk = self.residency.chunk(int(segment.chunks[places[0]]))
+            chunks, numbers = segment.chunks[by_chunk], segment.numbers[by_chunk]
+            borders = np.flatnonzero(np.diff(chunks)) + 1
+            for begin, end in pairwise([0, *borders.tolist(), len(chunks)]):
+                chunk = self.residency.chunk(int(chunks[begin]))
                 with self.busy.on(chunk.cause):
-                    parts.append(chunk.read(segment.numbers[places], self._wanted))
-                where.append(places + at)
-            at += len(segment.numbers)
+                    filling.put(chunk, numbers[begin:end], by_chunk[begin:end] + at)
+            at += len(chunks)
         with self.busy.on("decode"):
-            return _joined(parts, where)
+            return filling.made()
 
     def close(self) -> None:
         """End the thread and let go of all chunks."""
         self._end()
         self.residency.close()
         self._source.close()
-
-
-def _joined(parts: list[tuple[Tree, Tree]], where: list[Numbers]) -> tuple[Tree, Tree]:
-    """Put rows of several chunks to their places in a batch.
-
-    Raises:
-        ConfigError: rows of different chunks have different forms.
-    """
-    columns = [list(tensors_of(part)) for part in parts]
-    rows = [torch.from_numpy(places) for places in where]
-    # By the first part's tensors: one may be an input and a target.
-    joined = {id(column[0]): _column(list(column), rows) for column in zip(*columns, strict=True)}
-    whole: tuple[Tree, Tree] = map_tensors(parts[0], lambda tensor: joined[id(tensor)])
-    return whole
-
-
-def _column(pieces: list[Tensor], rows: list[Tensor]) -> Tensor:
-    first = pieces[0]
-    column = first.new_empty((sum(map(len, rows)), *first.shape[1:]))
-    for piece, places in zip(pieces, rows, strict=True):
-        if piece.shape[1:] != first.shape[1:] or piece.dtype != first.dtype:
-            raise ConfigError(
-                f"data: samples differ in form: {first.dtype} {list(first.shape[1:])} and "
-                f"{piece.dtype} {list(piece.shape[1:])}; rows of a batch must be alike"
-            )
-        column[places] = piece
-    return column

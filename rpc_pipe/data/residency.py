@@ -19,6 +19,9 @@ from .source import Busy, Chunk, Source
 
 #: chunks that are loaded at once
 _LOADERS = 2
+#: and those that are brought into memory beside
+_WARMERS = 1
+_FEW = 64
 #: of the memory for chunks, this share is for those that come next
 _AHEAD = 8
 #: of the user's limit, this share is for chunks and batches; the rest is left to the allocator and the interpreter
@@ -65,21 +68,29 @@ class Residency:
         self._source, self._order, self._room, self._busy, self._timeout_s = source, order, room, busy, timeout_s
         self._epochs = epochs
         self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
+        # Apart, as a batch that waits for chunks to be loaded does not wait for others to be warm.
+        self._warmers = ThreadPoolExecutor(_WARMERS, "warm")
         self._held: dict[int, Future[Chunk]] = {}
-        self._bytes = 0
+        self._bytes, self._smallest = 0, int(source.num_bytes.min())
         self._at: tuple[int, int] | None = None
         self._places: dict[int, Numbers] = {}
         #: chunks that were loaded so far, and the most bytes ever held
         self.loads = 0
         self.peak_bytes = 0
 
-    def enter(self, epoch: int, block: int) -> None:
-        """Load what the block needs, and ahead of it as many of the next chunks as fit."""
+    def enter(self, epoch: int, block: int, soon: Numbers | None = None) -> None:
+        """Load what the block needs, and ahead of it as many of the next chunks as fit.
+
+        Args:
+            soon: the chunks of its next samples, which come first.
+        """
         if self._at == (epoch, block):
             return
         self._at = epoch, block
         window = self._order.epoch(epoch).resident(block).tolist()
         needed = set(window)
+        if soon is not None and not needed <= self._held.keys():
+            window = list(dict.fromkeys([*soon.tolist(), *window]))
         for chunk in window:
             if chunk not in self._held:
                 self._free(int(self._source.num_bytes[chunk]), needed)
@@ -109,14 +120,16 @@ class Residency:
             raise Stalled(f"shard {shard}: has not been loaded for {self._timeout_s:g} s; raise timeout_s") from error
 
     def _most_ahead(self) -> int:
-        smallest = max(1, int(self._source.num_bytes.min()))
+        smallest = max(1, self._smallest)
         return min(len(self._source.num_bytes), max(1, self._room // smallest))
 
     def _next(self, epoch: int, block: int) -> Iterator[int]:
         """Yield the chunks that come after the block."""
         place = block + self._order.epoch(epoch).window
         while self._epochs is None or epoch < self._epochs:
-            yield from self._order.epoch(epoch).chunks[place:].tolist()
+            chunks = self._order.epoch(epoch).chunks
+            for begin in range(place, len(chunks), _FEW):  # there may be very many, of which few are asked for
+                yield from chunks[begin : begin + _FEW].tolist()
             epoch, place = epoch + 1, 0
 
     def _load(self, chunk: int) -> None:
@@ -129,7 +142,7 @@ class Residency:
     def _warm(self, loaded: Future[Chunk]) -> None:
         if not loaded.cancelled() and loaded.exception() is None:
             with suppress(RuntimeError):  # the pool has been shut down
-                self._pool.submit(_warmed, loaded.result(), self._busy)
+                self._warmers.submit(_warmed, loaded.result(), self._busy)
 
     def _free(self, size: int, needed: set[int]) -> bool:
         """Drop what is needed last until there is room for `size` bytes; tell whether there is."""
@@ -166,7 +179,8 @@ class Residency:
         for chunk in list(self._held):
             self._held[chunk].cancel()
             self._drop(chunk)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._warmers):
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _warmed(chunk: Chunk, busy: Busy) -> None:

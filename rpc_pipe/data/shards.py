@@ -10,13 +10,14 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from stat import S_ISREG
+from typing import Any, NamedTuple
 
 from ..dependency import ConfigError, DataError
-from .source import need
+from .elsewhere import file_system, patiently
 
 INDEX = "index.json"
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
@@ -26,8 +27,7 @@ _ENDS, _LOOKED_AT = 4096, 32
 Roots = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-@dataclass(frozen=True)
-class Shard:
+class Shard(NamedTuple):
     """A file."""
 
     #: as errors show it: relative to what the user named
@@ -56,12 +56,15 @@ def roots_of(source: Roots) -> list[str]:
     return [os.fspath(root).removeprefix("file://") for root in several]
 
 
-def find_shards(source: Roots, endings: Sequence[str]) -> tuple[list[Shard], dict[str, Any]]:
+def find_shards(
+    source: Roots, endings: Sequence[str], options: Mapping[str, Any] | None = None
+) -> tuple[list[Shard], dict[str, Any]]:
     """Return the shards of `source`, sorted by name, and what its index says besides.
 
     Args:
         source: files, folders, patterns with `*`, or URLs of such; several as a list.
         endings: of the files of a folder that count.
+        options: for fsspec, such as credentials.
 
     Raises:
         ConfigError: there is none, or two have the same name.
@@ -70,7 +73,7 @@ def find_shards(source: Roots, endings: Sequence[str]) -> tuple[list[Shard], dic
     found: list[Shard] = []
     index: dict[str, Any] = {}
     for root in roots_of(source):
-        shards, said = (_remote if is_remote(root) else _local)(root, endings)
+        shards, said = _remote(root, endings, options or {}) if is_remote(root) else _local(root, endings)
         found += shards
         index |= said
     if not found:
@@ -102,25 +105,46 @@ def _local(root: str, endings: Sequence[str]) -> tuple[list[Shard], dict[str, An
         raise ConfigError(f"data {root}: there is no such file or folder")
     if path.is_file():
         return [_shard(path, path.parent)], {}
+    if not path.is_dir():
+        raise ConfigError(f"data {root}: is {_kind_of(path)}; must be a file or a folder")
     if (path / INDEX).is_file():
         return _indexed(root, (path / INDEX).read_text(), lambda name: _size(path / name))
     return sorted(_walked(root, root, tuple(endings)), key=lambda shard: shard.name), {}
 
 
-def _walked(root: str, folder: str, endings: tuple[str, ...]) -> Iterator[Shard]:
+def _walked(root: str, folder: str, endings: tuple[str, ...], within: frozenset[str] = frozenset()) -> Iterator[Shard]:
     """Yield the files below a folder; a set may have a million, so no `Path` is made of them."""
+    name = folder
     try:
         with os.scandir(folder) as entries:
             for entry in entries:
                 if entry.name.startswith("."):
                     continue
+                name = entry.path
                 if entry.is_dir():
-                    yield from _walked(root, entry.path, endings)
-                elif entry.name.endswith(endings):
-                    name = entry.path[len(root) :].lstrip("/")
-                    yield Shard(name, entry.path, entry.stat().st_size)
+                    inside = within
+                    if entry.is_symlink():  # which may lead back to a folder around it
+                        inside = within | {os.path.realpath(folder)}
+                        if any(_lies_in(around, os.path.realpath(entry.path)) for around in inside):
+                            continue
+                    yield from _walked(root, entry.path, endings, inside)
+                elif entry.name.lower().endswith(endings):
+                    stat = entry.stat()
+                    if not S_ISREG(stat.st_mode):
+                        raise DataError(f"shard {name}: is {_kind_of(Path(name))}; must be a file")
+                    yield Shard(name[len(root) :].lstrip("/"), name, stat.st_size)
     except OSError as error:
-        raise DataError(f"data {folder}: cannot be read: {error.strerror}") from error
+        raise DataError(f"data {name}: cannot be read: {error.strerror}") from error
+
+
+def _lies_in(path: str, folder: str) -> bool:
+    return os.path.commonpath((path, folder)) == folder
+
+
+def _kind_of(path: Path) -> str:
+    if path.is_fifo():
+        return "a FIFO"
+    return "a socket" if path.is_socket() else "a device"
 
 
 def _shard(path: Path, base: Path) -> Shard:
@@ -134,33 +158,45 @@ def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
 
 
-def _remote(root: str, endings: Sequence[str]) -> tuple[list[Shard], dict[str, Any]]:
-    fsspec = need("fsspec", f"data {root}")
+def _remote(root: str, endings: Sequence[str], options: Mapping[str, Any]) -> tuple[list[Shard], dict[str, Any]]:
+    files, path = file_system(root, f"data {root}", options)
     try:
-        files, path = fsspec.core.url_to_fs(root)
-    except (ImportError, ValueError) as error:
-        raise ConfigError(f"data {root}: {error}") from error
-    scheme = root.partition("://")[0]
+        return patiently(lambda: _listed(files, path, root, endings), f"data {root}: cannot be listed")
+    except OSError as error:
+        raise DataError(f"data {root}: cannot be listed: {error.strerror}") from error
+
+
+def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[list[Shard], dict[str, Any]]:
+    scheme, pattern = root.partition("://")[0], "*" in root
 
     def url(found: str) -> str:
         return found if is_remote(found) else f"{scheme}://{found.lstrip('/') if scheme != 'memory' else found}"
 
-    try:
-        if path.endswith(tuple(endings)) and "*" not in root:
-            return [Shard(path.rsplit("/", 1)[-1], root, int(files.info(path)["size"]))], {}
-        if "*" not in root and files.exists(f"{path.rstrip('/')}/{INDEX}"):
+    if pattern:
+        found, base = files.glob(path, detail=True), path.split("*")[0].rsplit("/", 1)[0]
+    elif path.lower().endswith(tuple(endings)):
+        found, base = {path: files.info(path)}, path.rpartition("/")[0]
+    else:
+        with suppress(FileNotFoundError):
             text = files.cat_file(f"{path.rstrip('/')}/{INDEX}").decode()
             return _indexed(root.rstrip("/"), text, lambda name: None, remote=True)
-        entries = files.glob(path, detail=True) if "*" in root else files.find(path, detail=True)
-    except (OSError, TimeoutError) as error:
-        raise DataError(f"data {root}: cannot be listed: {error or type(error).__name__}") from error
-    base = path.split("*")[0].rsplit("/", 1)[0] if "*" in root else path.rstrip("/")
-    found = [
-        Shard(name.removeprefix(base).lstrip("/"), url(name), int(entry["size"] or 0))
-        for name, entry in sorted(entries.items())
-        if entry.get("type") != "directory" and ("*" in root or name.endswith(tuple(endings)))
+        # By itself it leaves out what cannot be listed.
+        thoroughly = {"on_error": "raise"} if scheme.startswith("http") else {}
+        found, base = files.find(path, detail=True, **thoroughly), path.rstrip("/")
+    places = [
+        name
+        for name, entry in sorted(found.items())
+        if entry.get("type") != "directory" and (pattern or name.lower().endswith(tuple(endings)))
     ]
-    return found, {}
+    unknown = [place for place in places if found[place].get("size") is None]  # an HTTP server's list has none
+    sizes = dict(zip(unknown, files.sizes(unknown), strict=True)) if unknown else {}
+    shards = []
+    for place in places:
+        name, size = place.removeprefix(base).lstrip("/"), found[place].get("size") or sizes.get(place)
+        if size is None and place in sizes:
+            raise DataError(f"shard {name}: {url(place)} does not tell its size, by which a whole copy is known")
+        shards.append(Shard(name, url(place), int(size or 0)))
+    return shards, {}
 
 
 def _indexed(
@@ -176,7 +212,7 @@ def _indexed(
             for entry in index.pop("shards")
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"data {root}: its {INDEX} cannot be read: {error!r}; pack it again") from error
+        raise DataError(f"data {root}: its {INDEX} cannot be read: {error!r}; pack it again, or remove it") from error
     _refuse_twins(listed)
     for shard in () if remote else listed:
         size = size_of(shard.name)

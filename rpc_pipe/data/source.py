@@ -47,6 +47,22 @@ class Chunk:
         """Let go of the memory."""
 
 
+class Filling:
+    """A batch that is made of rows of several chunks."""
+
+    def put(self, chunk: Chunk, numbers: Numbers, places: Numbers) -> None:
+        """Put these samples of a chunk to their places in the batch.
+
+        Raises:
+            DataError: the shard has changed since the chunk was loaded.
+        """
+        raise NotImplementedError
+
+    def made(self) -> tuple[Tree, Tree]:
+        """Return the batch, of which all places have been filled: (inputs, targets), None for what is not wanted."""
+        raise NotImplementedError
+
+
 class Source:
     """Samples in chunks; what a chunk is depends on the format."""
 
@@ -72,6 +88,9 @@ class Source:
             DataError: a shard is missing, truncated or unreadable.
         """
         raise NotImplementedError
+
+    def filling(self, rows: int, wanted: Wanted) -> Filling | None:
+        """Begin a batch of so many rows, where that is faster than to join what chunks read; None: it is not."""
 
     def shard_of(self, chunk: int) -> str:
         """Return what errors call the place that a chunk comes from."""

@@ -6,7 +6,6 @@ in the cache is always complete. Several processes may share a cache: whoever co
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import hashlib
 import logging
@@ -18,22 +17,22 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TextIO, TypeVar
 
 from ..dependency import DataError
+from .elsewhere import copy, file_system, has_no_room, patiently
 from .shards import Shard
-from .source import Busy, need
+from .source import Busy
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+#: how often a shard is fetched that others take out of the cache
 _ATTEMPTS = 4
-#: how long the second attempt waits; each further one twice as long
-_FIRST_WAIT_S = 0.5
 _BLOCK = 2**20
 _RESERVED, _FORGOTTEN_S = ".reserved", 3600.0
-#: how long an HTTP server may be silent
-_SILENT_S = 30.0
+#: how long another process is waited for that fetches or makes the same, and after how long that is told
+_OTHERS_S, _TOLD_S = 6 * 3600.0, 10.0
 
 
 class Storage:
@@ -54,7 +53,7 @@ class Storage:
         usual = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpc-pipe" / "shards"
         self.folder = Path(cache) if cache is not None else usual
         self._limit = cache_bytes
-        self._options = options or {}
+        self.options = options or {}
         self._lock = threading.Lock()
         #: cached files by how soon they are needed
         self._rank: dict[str, int] = {}
@@ -105,7 +104,10 @@ class Storage:
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
         """Be the only process that does in the body what `name` says."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise DataError(f"the cache {self.folder}: cannot be made: {error.strerror}") from error
         with _locked(self.folder / f".{name}.lock"):
             yield
 
@@ -128,7 +130,7 @@ class Storage:
         return path
 
     def _no_room(self, shard: Shard, error: OSError) -> DataError:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if has_no_room(error):
             return DataError(
                 f"shard {shard.name}: {shard.num_bytes} bytes do not fit into the cache {self.folder}: "
                 f"{error.strerror}; free some, or name another folder with cache="
@@ -186,78 +188,88 @@ class Storage:
         return found, reserved
 
     def _fetch(self, shard: Shard, path: Path) -> None:
-        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-        wait = _FIRST_WAIT_S
-        for attempt in range(1, _ATTEMPTS + 1):
+        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+
+        def copied() -> None:
             try:
                 self._copy(shard, partial)
                 partial.replace(path)
-                self.fetched += 1
-                return
-            except Exception as error:  # what a file system raises is its own affair
-                if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                if attempt == _ATTEMPTS or isinstance(error, FileNotFoundError):
-                    tried = "" if attempt == 1 else f" after {attempt} attempts"
-                    text = str(error) or type(error).__name__
-                    raise DataError(
-                        f"shard {shard.name}: cannot be fetched from {shard.place}{tried}: {text}"
-                    ) from error
-                logger.warning("shard %s: attempt %d failed: %s", shard.name, attempt, error)
-                time.sleep(wait)
-                wait *= 2
             finally:
                 partial.unlink(missing_ok=True)
 
+        patiently(copied, f"shard {shard.name}: cannot be fetched from {shard.place}")
+        self.fetched += 1
+
     def _copy(self, shard: Shard, partial: Path) -> None:
-        files, path = self._files(shard)
-        files.get_file(path, str(partial))
+        copy(*self._files(shard), str(partial), shard.num_bytes)
         size = partial.stat().st_size
         if size != shard.num_bytes:
             raise OSError(f"{size} bytes came of {shard.num_bytes}")
         if shard.checksum is not None and checksum(partial) != shard.checksum:
             raise OSError("its checksum differs from the index")
 
-    @contextmanager
-    def opened(self, shard: Shard) -> Iterator[BinaryIO]:
-        """Have a shard open for reading here and there; one from elsewhere is not copied as a whole.
+    def look(self, shard: Shard, read: Callable[[BinaryIO], T]) -> T:
+        """Return what `read` makes of a shard that is open for reading here and there.
+
+        One from elsewhere is not copied as a whole.
 
         Raises:
-            DataError: it cannot be opened.
+            DataError: it cannot be read, or as `read`.
         """
-        try:
+
+        def looked() -> T:
             if shard.remote:
                 files, path = self._files(shard)
-                file = files.open(path, "rb")
-            else:
-                file = self.local(shard, Busy()).open("rb")
-        except (OSError, TimeoutError) as error:
-            raise DataError(
-                f"shard {shard.name}: {shard.place} cannot be opened: {error or type(error).__name__}"
-            ) from error
-        with file:
-            yield file
+                with files.open(path, "rb") as file:
+                    return read(file)
+            with self.local(shard, Busy()).open("rb") as file:
+                return read(file)
+
+        told = f"shard {shard.name}: {shard.place} cannot be read"
+        try:
+            return patiently(looked, told) if shard.remote else looked()
+        except OSError as error:
+            raise DataError(f"{told}: {error.strerror or error}") from error
 
     def _files(self, shard: Shard) -> tuple[Any, str]:
-        fsspec = need("fsspec", f"shard {shard.name}")
-        options = dict(self._options)
-        if shard.place.startswith("http") and "client_kwargs" not in options:
-            aiohttp = need("aiohttp", f"shard {shard.name}")
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
-            options["client_kwargs"] = {"timeout": timeout}
-        files, path = fsspec.core.url_to_fs(shard.place, **options)
-        return files, path
+        return file_system(shard.place, f"shard {shard.name}", self.options)
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Be the only process in the body; a process that ends lets go."""
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+    """Be the only process in the body; a process that ends lets go.
+
+    Raises:
+        DataError: another holds on to it.
+    """
+    begin, told = time.monotonic(), False
+    while True:
+        with path.open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waited = time.monotonic() - begin
+                if waited > _OTHERS_S:
+                    raise DataError(f"{path}: another process has held this for {waited:.0f} s; end it") from None
+                if waited > _TOLD_S and not told:
+                    told = True
+                    logger.warning("waiting for another process that holds %s", path)
+                time.sleep(min(0.1, 0.002 + waited / 10))
+                continue
+            if not _is_still(path, file):  # whoever had it has removed it
+                continue
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
+            return
+
+
+def _is_still(path: Path, file: TextIO) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def checksum(path: Path) -> int:

@@ -52,7 +52,7 @@ def survey(loader: Loader) -> Survey:
     dry.close()
     count = order.num_samples
     places = np.unique(np.linspace(0, count - 1, _LOOKED_AT, dtype=np.int64))
-    moved = [abs(int(order.samples(place, place + 1)[0]) - place) for place in places.tolist()]
+    moved = np.abs(order.at(places) - places)
     return Survey(
         shards=len(source.shards),
         samples=count,
@@ -61,7 +61,7 @@ def survey(loader: Loader) -> Survey:
         window=order.window,
         loads_per_epoch=dry.loads / order.num_chunks,
         peak_mb=(dry.peak_bytes + min(loader.ahead_bytes, count * source.sample_bytes)) / 1e6,
-        mean_displacement=float(np.mean(moved)),
+        mean_displacement=float(moved.mean()),
         mb_per_s=_speed(source, epoch.chunks),
     )
 

@@ -46,8 +46,8 @@ def table(source: Roots, inputs: Columns, targets: Columns, *, storage: Storage 
         ConfigError, DataError: there is no such file or column.
     """
     need("pyarrow", "a table")
-    shards, _ = find_shards(source, ENDINGS)
     storage = storage or Storage()
+    shards, _ = find_shards(source, ENDINGS, storage.options)
     columns = list(dict.fromkeys([*_listed(inputs), *_listed(targets)]))
     opened = [_groups(shard, storage, columns) for shard in shards]
     groups = [group for found in opened for group in found]
@@ -64,7 +64,7 @@ def _opened(place: Path | BinaryIO, shard: Shard) -> Any:
     """Return a Parquet file, or the record batches of an Arrow file, which are mapped."""
     arrow = need("pyarrow", f"shard {shard.name}")
     try:
-        if shard.name.endswith(".parquet"):
+        if shard.name.lower().endswith(".parquet"):
             return need("pyarrow.parquet", f"shard {shard.name}").ParquetFile(place)
         file = arrow.memory_map(str(place)) if isinstance(place, Path) else arrow.PythonFile(place)
         try:
@@ -83,8 +83,7 @@ def _first(error: BaseException) -> str:
 
 def schema_of(shard: Shard, storage: Storage) -> Any:
     """Return the Arrow schema of a file."""
-    with storage.opened(shard) as file:
-        return _schema(_opened(_place(file), shard), shard)
+    return storage.look(shard, lambda file: _schema(_opened(_place(file), shard), shard))
 
 
 def _place(file: BinaryIO) -> Path | BinaryIO:
@@ -99,8 +98,7 @@ def _schema(file: Any, shard: Shard) -> Any:
 
 
 def _groups(shard: Shard, storage: Storage, columns: Sequence[str]) -> list[Group]:
-    with storage.opened(shard) as opened:
-        return _listed_groups(_opened(_place(opened), shard), shard, columns)
+    return storage.look(shard, lambda file: _listed_groups(_opened(_place(file), shard), shard, columns))
 
 
 def _listed_groups(file: Any, shard: Shard, columns: Sequence[str]) -> list[Group]:

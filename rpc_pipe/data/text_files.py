@@ -35,7 +35,7 @@ def text(
         ConfigError, DataError: there is no text or no such tokenizer.
     """
     storage = storage or Storage()
-    files, _ = find_shards(source, ENDINGS)
+    files, _ = find_shards(source, ENDINGS, storage.options)
     name = fingerprint(files, os.fspath(tokenizer), text_field)
     folder = storage.folder.parent / "packed" / name
     with storage.alone(name):

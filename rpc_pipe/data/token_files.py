@@ -10,19 +10,20 @@ import os
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 from numpy.lib import format as npy
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..dependency import ConfigError, DataError
 from .bijection import Numbers
 from .shards import Roots, Shard, find_shards, fingerprint, roots_of
-from .source import Busy, Cause, Chunk, Source, Wanted
+from .source import Busy, Cause, Chunk, Filling, Source, Wanted
 from .storage import Storage
 
 ENDINGS = (".npy", ".bin", ".u8", ".u16", ".u32")
@@ -32,8 +33,7 @@ _DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 CHUNK_BYTES = 64 * 10**6
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Tokens in a row of a shard: a chunk."""
 
     shard: Shard
@@ -69,8 +69,8 @@ def tokens(
         raise ConfigError(f"context {context!r}: must be a whole number of tokens, at least 1")
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r}: must be one of {', '.join(_DTYPES)}")
-    shards, index = find_shards(source, ENDINGS)
     storage = storage or Storage()
+    shards, index = find_shards(source, ENDINGS, storage.options)
     whole = [_span(shard, dtype, index, storage) for shard in shards]
     spans = [piece for span in whole for piece in cut(span, context, chunk_bytes)]
     if not spans:
@@ -94,9 +94,9 @@ def cut(span: Span, context: int, chunk_bytes: int) -> list[Span]:
 
 
 def _span(shard: Shard, dtype: str | None, index: dict[str, Any], storage: Storage) -> Span:
-    if not shard.name.endswith(".npy"):
-        named = dtype or index.get("dtype") or _RAW.get(os.path.splitext(shard.name)[1], "uint16")
-        kind = np.dtype(named).newbyteorder("<")
+    if not shard.name.lower().endswith(".npy"):
+        named = dtype or index.get("dtype") or _RAW.get(os.path.splitext(shard.name)[1].lower(), "uint16")
+        kind = _little_endian(named)
         if shard.num_bytes % kind.itemsize:
             raise DataError(
                 f"shard {shard.name}: {shard.num_bytes} bytes are no whole number of {named}: "
@@ -104,16 +104,9 @@ def _span(shard: Shard, dtype: str | None, index: dict[str, Any], storage: Stora
             )
         return Span(shard, kind, 0, shard.num_bytes // kind.itemsize)
     if shard.num_tokens is not None:
-        kind = np.dtype(index["dtype"]).newbyteorder("<")
+        kind = _little_endian(index["dtype"])
         return Span(shard, kind, shard.num_bytes - shard.num_tokens * kind.itemsize, shard.num_tokens)
-    try:
-        with storage.opened(shard) as file:
-            shape, _, kind = _npy_header(file)
-            offset = file.tell()
-    except (ValueError, OSError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"shard {shard.name}: is no .npy file, or a truncated one: {error}") from error
+    shape, kind, offset = storage.look(shard, lambda file: _npy_header(file, shard))
     if len(shape) != 1 or kind.kind not in "ui":
         raise ConfigError(f"shard {shard.name}: is {kind} of shape {shape}; tokens are whole numbers of one dimension")
     span = Span(shard, kind, offset, shape[0])
@@ -124,11 +117,20 @@ def _span(shard: Shard, dtype: str | None, index: dict[str, Any], storage: Stora
     return span
 
 
-def _npy_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    version = npy.read_magic(file)
-    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    found: tuple[tuple[int, ...], bool, np.dtype[Any]] = read(file)
-    return found
+@cache
+def _little_endian(named: str) -> np.dtype[Any]:
+    return np.dtype(named).newbyteorder("<")
+
+
+def _npy_header(file: BinaryIO, shard: Shard) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+    """Return shape, type and where the numbers begin."""
+    try:
+        version = npy.read_magic(file)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, kind = read(file)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"shard {shard.name}: is no .npy file, or a truncated one: {error}") from error
+    return shape, kind, file.tell()
 
 
 class Tokens(Source):
@@ -146,6 +148,12 @@ class Tokens(Source):
         digest = fingerprint(shards, context, [(s.dtype.str, s.offset, s.num_tokens) for s in spans])
         self.identity = f"{len(shards)} shards, {int(self.sizes.sum())} samples of {context} tokens, digest {digest}"
         self._verified: set[str] = set()
+        kinds = {span.dtype for span in spans}
+        #: what tokens of all spans fit into
+        self._dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
+
+    def filling(self, rows: int, wanted: Wanted) -> Filling:
+        return TokenRows(np.empty((rows, self.context + 1), self._dtype), wanted)
 
     def shard_of(self, chunk: int) -> str:
         return self._spans[chunk].shard.name
@@ -161,6 +169,23 @@ class Tokens(Source):
                 loaded.verify()
             self._verified.add(span.shard.name)
         return loaded
+
+
+class TokenRows(Filling):
+    """A batch of tokens: copied as they are stored, and made into wider numbers at once."""
+
+    def __init__(self, rows: NDArray[Any], wanted: Wanted) -> None:
+        self._rows, self._wanted = rows, wanted
+
+    def put(self, chunk: Chunk, numbers: Numbers, places: Numbers) -> None:
+        assert isinstance(chunk, TokenChunk)
+        self._rows[places] = chunk.rows(numbers)
+
+    def made(self) -> tuple[Tensor | None, Tensor | None]:
+        return (
+            torch.from_numpy(self._rows[:, :-1].astype(np.int64)) if self._wanted.inputs else None,
+            torch.from_numpy(self._rows[:, 1:].astype(np.int64)) if self._wanted.targets else None,
+        )
 
 
 class TokenChunk(Chunk):
@@ -222,14 +247,19 @@ class TokenChunk(Chunk):
                 f"{self._span.shard.checksum:08x}: the file is damaged; bring it back, or pack it again"
             )
 
-    def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
+    def rows(self, numbers: Numbers) -> NDArray[Any]:
+        """Return the tokens of these samples, each with the one behind it, as they are stored.
+
+        Raises:
+            DataError: the shard has changed since the chunk was loaded.
+        """
         if self._stat() != self._seen:
             raise DataError(f"shard {self._span.shard.name}: {self._path} was written to while it is in use")
-        rows = torch.from_numpy(self._rows[numbers].astype(np.int64))
-        return (
-            rows[:, :-1] if wanted.inputs else None,
-            rows[:, 1:] if wanted.targets else None,
-        )
+        found: NDArray[Any] = self._rows[numbers]
+        return found
+
+    def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
+        return TokenRows(self.rows(numbers), wanted).made()
 
     def close(self) -> None:
         del self._rows, self._tokens

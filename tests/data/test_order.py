@@ -46,7 +46,7 @@ def test_every_epoch_has_every_sample_once_wherever_it_is_entered(case):
 def test_a_block_needs_its_window_and_moves_on_by_one_chunk():
     order = Order([10] * 20, 1, 4)
     epoch = order.epoch(0)
-    for segment in order.locate(0, 200):
+    for segment in order.locate(np.arange(200)):
         assert set(segment.chunks.tolist()) <= set(epoch.resident(segment.block).tolist())
     assert epoch.num_blocks == 17
 

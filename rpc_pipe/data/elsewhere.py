@@ -1,0 +1,115 @@
+"""File systems elsewhere, by fsspec: asked again where that may help, and never waited for without an end."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from ..dependency import ConfigError, DataError
+from .source import need
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+_ATTEMPTS = 4
+#: of which so many may end without an answer: each takes long
+_SILENT_ATTEMPTS = 2
+#: how long the second attempt waits; each further one twice as long
+_FIRST_WAIT_S = 0.5
+#: how long an HTTP server may be silent
+_SILENT_S = 20.0
+#: how long a shard may take, whatever its size, and how fast it must come at least
+_LONGEST_S, _SLOWEST = 60.0, 10**5
+#: of HTTP, what another attempt may change though the fault is the client's: too slow, too early, too often
+_PASSING = (408, 425, 429)
+
+
+def file_system(place: str, what: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the file system that has `place`, and the path there.
+
+    Args:
+        what: needs it, as errors say.
+        options: for fsspec, such as credentials.
+
+    Raises:
+        ConfigError: there is none for such a place.
+    """
+    fsspec = need("fsspec", what)
+    options = dict(options)
+    if place.startswith("http") and "client_kwargs" not in options:
+        aiohttp = need("aiohttp", what)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
+        options["client_kwargs"] = {"timeout": timeout}
+    try:
+        files, path = fsspec.core.url_to_fs(place, **options)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{what}: {error}") from error
+    return files, path
+
+
+def patiently(do: Callable[[], T], told: str) -> T:
+    """Return what `do` returns; if it fails, in one of some more attempts.
+
+    Raises:
+        DataError: none succeeded; begins with `told`.
+        OSError: there is no room here.
+    """
+    wait, silent = _FIRST_WAIT_S, 0
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return do()
+        except Exception as error:  # what a file system raises is its own affair
+            if isinstance(error, (ConfigError, MemoryError)) or has_no_room(error):
+                raise
+            silent += isinstance(error, TimeoutError)
+            if attempt == _ATTEMPTS or silent == _SILENT_ATTEMPTS or _is_final(error):
+                tried = "" if attempt == 1 else f" after {attempt} attempts"
+                raise DataError(f"{told}{tried}: {_said(error)}") from error
+            logger.warning("%s: attempt %d failed: %s", told, attempt, _said(error))
+        time.sleep(wait)
+        wait *= 2
+    raise AssertionError("the last attempt returns or raises")
+
+
+def has_no_room(error: BaseException) -> bool:
+    """Tell whether a file could not be written because the disk, or the user's part of it, is full."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _is_final(error: Exception) -> bool:
+    """Tell whether another attempt would have the same end."""
+    status = getattr(error, "status", None)  # of HTTP
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in _PASSING
+    return refused or isinstance(error, (FileNotFoundError, PermissionError, NotImplementedError))
+
+
+def _said(error: Exception) -> str:
+    status = getattr(error, "status", None)
+    if isinstance(status, int):
+        return f"{status} {getattr(error, 'message', '')}".strip()
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    return (str(error) or ("nothing came in time" if isinstance(error, TimeoutError) else type(error).__name__)).split(
+        "\n"
+    )[0]
+
+
+def copy(files: Any, path: str, target: str, num_bytes: int) -> None:
+    """Copy a file of `num_bytes` here.
+
+    Raises:
+        TimeoutError: it comes too slowly.
+    """
+    most_s = _LONGEST_S + num_bytes / _SLOWEST
+    end = time.monotonic() + most_s
+    callback = need("fsspec.callbacks", path).Callback()
+
+    def progressed(size: int, value: int, **more: Any) -> None:
+        if time.monotonic() > end:
+            raise TimeoutError(f"{value} of {num_bytes} bytes came in {most_s:.0f} s")
+
+    callback.hooks["deadline"] = progressed
+    files.get_file(path, target, callback=callback)

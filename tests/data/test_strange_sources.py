@@ -1,0 +1,221 @@
+"""What a stranger may name as data: one sentence that says what is wrong, and never a wait without end."""
+
+import http.server
+import json
+import os
+import socket
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from rpc_pipe.commands.main import main
+from rpc_pipe.data import Loader, elsewhere, images, storage, text, tokens
+from rpc_pipe.data.storage import Storage
+from rpc_pipe.dependency import ConfigError, DataError
+
+
+@pytest.fixture
+def shards(tmp_path):
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for i in range(3):
+        np.save(folder / f"{i}.npy", np.arange(i * 40, i * 40 + 41, dtype=np.uint16))
+    return folder
+
+
+def read(source, **options):
+    return [n // 4 for inputs, _ in Loader(source, rows=6, epochs=1, **options) for n in inputs[:, 0].tolist()]
+
+
+@pytest.mark.parametrize("name", ["shards", "shards/pipe.u16"])
+def test_a_pipe_is_no_shard(shards, name, capsys):
+    """Opening one waits for who writes into it."""
+    os.mkfifo(shards / "pipe.u16")
+    assert main(["data", str(shards.parent / name), "--context", "4"]) == 2
+    assert "is a FIFO; must be a file" in capsys.readouterr().err.replace("\n", " ")
+
+
+def test_a_folder_that_leads_back_to_itself_is_read_once(shards):
+    (shards / "again").symlink_to(shards)
+    (shards / "inner").mkdir()
+    (shards / "inner" / "up").symlink_to(shards)
+    assert tokens(shards, 4).shards == ["0.npy", "1.npy", "2.npy"]
+    (shards / "lost.npy").symlink_to(shards / "nowhere")
+    with pytest.raises(DataError, match=r"lost\.npy: cannot be read: No such file"):
+        tokens(shards, 4)
+
+
+def test_an_ending_says_what_a_file_holds(shards, tmp_path, capsys):
+    (tmp_path / "README").write_text("text, not tokens")
+    assert main(["data", str(tmp_path / "README"), "--json"]) == 2
+    assert "data README: must end in one of .npy, .bin" in capsys.readouterr().err.replace("\n", " ")
+    (shards / "0.npy").rename(shards / "0.NPY")
+    assert len(tokens(shards, 4).shards) == 3, "cameras and other systems write capitals"
+
+
+def test_text_that_cannot_be_read(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    here = Storage(tmp_path / "cache" / "shards")
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\xff{"text": "no"}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl: the line at byte 17 is no JSON object with a text 'text'"):
+        text(tmp_path / "a.jsonl", 4, storage=here)
+    (tmp_path / "b.jsonl").write_text("[" * 100_000 + "\n")
+    with pytest.raises(DataError, match=r"b\.jsonl: the line at byte 0"):
+        text(tmp_path / "b.jsonl", 4, storage=here)
+    for name in ("c", "d"):
+        parquet.write_table(arrow.table({"text": ["some words"] * 50}), tmp_path / f"{name}.parquet")
+    path = tmp_path / "d.parquet"
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"d\.parquet: cannot be read, it may be truncated"):
+        text([tmp_path / "c.parquet", path], 4, storage=here)
+
+
+def test_an_image_that_cannot_be_decoded(tmp_path):
+    pillow = pytest.importorskip("PIL.Image")
+    (tmp_path / "cat").mkdir()
+    for number in range(3):
+        pillow.new("RGB", (8, 8)).save(tmp_path / "cat" / f"{number}.PNG")
+    assert len(images(tmp_path, size=4).shards) == 3
+    (tmp_path / "cat" / "1.PNG").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"image cat/1\.PNG: cannot be decoded"):
+        for batch in Loader(images(tmp_path, size=4), rows=1, epochs=1):
+            batch[0]
+
+
+class Plain(http.server.SimpleHTTPRequestHandler):
+    """A server of files that misbehaves as it is told: by ending, what it does with a GET, and how often."""
+
+    def do_GET(self):
+        for ending, (what, times) in list(self.does.items()):
+            if self.path.endswith(ending) and times:
+                self.does[ending] = what, times - 1
+                return what(self)
+        return super().do_GET()
+
+    def log_message(self, *arguments):
+        pass
+
+
+def drops(handler):
+    handler.connection.shutdown(socket.SHUT_RDWR)
+
+
+def is_silent(handler):
+    time.sleep(2)
+
+
+def drips(handler):
+    handler.send_response(200)
+    handler.send_header("Content-Length", "210")
+    handler.end_headers()
+    for _ in range(210):
+        handler.wfile.write(b"x")
+        handler.wfile.flush()
+        time.sleep(0.02)
+
+
+def refuses(handler):
+    handler.send_error(403)
+
+
+@pytest.fixture
+def served(shards, monkeypatch):
+    pytest.importorskip("fsspec")
+    pytest.importorskip("aiohttp")
+    monkeypatch.setattr(elsewhere, "_FIRST_WAIT_S", 0.01)
+    handler = type("Handler", (Plain,), {"does": {}})
+    made = http.server.ThreadingHTTPServer(
+        ("127.0.0.1", 0), lambda *arguments: handler(*arguments, directory=str(shards))
+    )
+    made.daemon_threads = True
+    threading.Thread(target=made.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{made.server_port}/", handler.does
+    made.shutdown()
+    made.server_close()
+
+
+def test_a_folder_of_a_server_without_an_index(served, shards, tmp_path):
+    """Its list has no sizes, which were taken to be 0."""
+    url, does = served
+    assert read(tokens(url, 4, storage=Storage(tmp_path / "c"))) == read(tokens(shards, 4))
+    does[".npy"] = drops, 2
+    assert read(tokens(url, 4, storage=Storage(tmp_path / "d"))) == read(tokens(shards, 4)), "asked again"
+
+
+def test_servers_that_do_not_give_what_they_list(served, shards, tmp_path, monkeypatch):
+    url, does = served
+    here = Storage(tmp_path / "cache")
+    with pytest.raises(DataError, match=r"cannot be listed: there is no such file"):
+        tokens(url + "9.npy", 4, storage=here)
+    does["1.npy"] = refuses, 10**6
+    with pytest.raises(DataError, match=r"shard 1\.npy: http.* cannot be read: 403 Forbidden"):
+        tokens(url, 4, storage=here)
+    does.clear()
+    source = tokens(url, 4, storage=here)
+    does["1.npy"] = drops, 10**6
+    with pytest.raises(DataError, match=r"shard 1\.npy: cannot be fetched from http.* after 4 attempts: "):
+        read(source)
+    (shards / "1.npy").unlink()
+    does.clear()
+    with pytest.raises(DataError, match=r"shard 1\.npy: cannot be fetched from http\S*: there is no such file"):
+        read(source)
+    with pytest.raises(DataError, match="cannot be listed after 4 attempts: "):
+        tokens("http://127.0.0.1:9/", 4, storage=here)
+
+
+@pytest.mark.parametrize("slow", [is_silent, drips])
+def test_a_server_that_is_too_slow(served, tmp_path, monkeypatch, slow):
+    url, does = served
+    monkeypatch.setattr(elsewhere, "_SILENT_S", 0.3)
+    monkeypatch.setattr(elsewhere, "_LONGEST_S", 0.3)
+    source = tokens(url, 4, storage=Storage(tmp_path / "cache"))
+    does["1.npy"] = slow, 10**6
+    begin = time.monotonic()
+    with pytest.raises(DataError, match=r"shard 1\.npy: cannot be fetched from http.* after 2 attempts: "):
+        read(source)
+    assert time.monotonic() - begin < 10
+
+
+def test_what_one_makes_alone_others_do_not(tmp_path, monkeypatch):
+    """Whoever had the lock removed its file, and two of those that waited had one each."""
+    monkeypatch.setattr(storage, "_TOLD_S", 0.0)
+    inside, most = [], []
+
+    def works():
+        for _ in range(20):
+            with Storage(tmp_path / "cache").alone("it"):
+                inside.append(1)
+                most.append(len(inside))
+                time.sleep(0.001)
+                inside.pop()
+
+    threads = [threading.Thread(target=works) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(most) == 80 and max(most) == 1
+
+
+def test_a_cache_that_cannot_be_made(tmp_path, served):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"the cache .*file/cache.* cannot be"):
+        read(tokens(served[0], 4, storage=Storage(tmp_path / "file" / "cache")))
+    (tmp_path / "a.txt").write_text("some words")
+    with pytest.raises(DataError, match=r"the cache .*: cannot be made: "):
+        text(tmp_path / "a.txt", 4, storage=Storage(tmp_path / "file" / "cache"))
+
+
+def test_figures_of_odd_sources_are_json_or_one_sentence(shards, tmp_path, capsys):
+    assert main(["data", str(shards), "--json", "--context", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["shards"] == 3 and found["samples"] == 30 and found["loads_per_epoch"] == 1
+    (tmp_path / "empty").mkdir()
+    for source in ("empty", "nowhere", "shards/nothing*.npy"):
+        assert main(["data", str(tmp_path / source), "--json"]) == 2
+        told = capsys.readouterr()
+        assert not told.out and "rpc-pipe" in told.err + "rpc-pipe" and "Traceback" not in told.err
+    with pytest.raises(ConfigError, match="no file has the 1025 tokens of a sample"):
+        tokens(shards, 1024)
