@@ -61,7 +61,8 @@ def patiently(do: Callable[[], T], told: str) -> T:
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             return do()
-        except Exception as error:  # what a file system raises is its own affair
+        except Exception as raised:  # what a file system raises is its own affair
+            error = _cause(raised)
             if isinstance(error, (ConfigError, MemoryError)) or has_no_room(error):
                 raise
             silent += isinstance(error, TimeoutError)
@@ -77,6 +78,13 @@ def patiently(do: Callable[[], T], told: str) -> T:
 def has_no_room(error: BaseException) -> bool:
     """Tell whether a file could not be written because the disk, or the user's part of it, is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _cause(error: Exception) -> Exception:
+    """Return why it failed: HTTP's file system calls everything that keeps it from a file a missing file."""
+    while isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
 
 
 def _is_final(error: Exception) -> bool:

@@ -147,7 +147,7 @@ def test_a_folder_of_a_server_without_an_index(served, shards, tmp_path):
 def test_servers_that_do_not_give_what_they_list(served, shards, tmp_path, monkeypatch):
     url, does = served
     here = Storage(tmp_path / "cache")
-    with pytest.raises(DataError, match=r"cannot be listed: there is no such file"):
+    with pytest.raises(DataError, match=r"cannot be listed: 404 File not found"):
         tokens(url + "9.npy", 4, storage=here)
     does["1.npy"] = refuses, 10**6
     with pytest.raises(DataError, match=r"shard 1\.npy: http.* cannot be read: 403 Forbidden"):
@@ -163,6 +163,8 @@ def test_servers_that_do_not_give_what_they_list(served, shards, tmp_path, monke
         read(source)
     with pytest.raises(DataError, match="cannot be listed after 4 attempts: "):
         tokens("http://127.0.0.1:9/", 4, storage=here)
+    with pytest.raises(DataError, match=r"cannot be listed after 4 attempts: .*onnect"):
+        tokens("http://127.0.0.1:9/1.npy", 4, storage=here)
 
 
 @pytest.mark.parametrize("slow", [is_silent, drips])
