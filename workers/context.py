@@ -26,6 +26,8 @@ class Context:
     #: what is done about a loss that is not finite: stop, warn or ignore
     nan: str = "stop"
     listeners: Listeners = field(default_factory=Listeners)
+    #: whether it goes on after a failure, as where all workers are in one process
+    goes_on: bool = False
     #: training steps done, and begun
     step: int = 0
     next_step: int = 0

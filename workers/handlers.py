@@ -36,6 +36,7 @@ from ..dependency import (
     takes_steps,
 )
 from .compute.device import Mark
+from .compute.recomputation import World
 from .compute.result import Losses, Result, total_norm
 from .compute.shard import Shard
 from .compute.stash import StashingShard
@@ -128,7 +129,9 @@ class Step:
     first: int = 0
     first_update: int = 0
     before_slots: int = 0
-    #: (buffer, copy of it after this step), where the next step has been opened and writes it
+    #: what modules held before it, where it may have to be undone
+    before: list[tuple[Shard, World]] = field(default_factory=list)
+    #: of a stream whose steps overlap: (buffer, copy of it after this step), where forwards of the next have run
     buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from torch import Tensor
 
 from ..dependency import Entry, Spec, most_open, period, updates_a_step
+from .compute.recomputation import World
 from .compute.result import Result
 from .compute.shard import Shard
 from .compute.stash import StashingShard
@@ -45,6 +46,8 @@ class OverlappingStream(Stream):
         self._flushed: deque[Result] = deque()
         #: shard -> the step whose forward it has run last
         self._forwarded: dict[Shard, Step] = {}
+        #: buffers as they were after the last complete step
+        self._last_buffers: _Buffers = []
         #: buffers as the forwards of steps under way have left them, while the caller sees those of a complete step
         self._set_aside: _Buffers = []
 
@@ -68,7 +71,10 @@ class OverlappingStream(Stream):
 
     def abandon(self) -> None:
         self._set_aside = []
+        last = self._last_buffers if self._steps else []
         super().abandon()
+        for buffer, kept in last:
+            buffer.copy_(kept)
         for shard in self._worker.shards.values():
             shard.abandon()  # and of the versions that only microbatches would use which do not come
 
@@ -91,6 +97,9 @@ class OverlappingStream(Stream):
             step.first_update = self._num_begun * updates_a_step(batch.spec)
             step.before_slots = self._num_begun * self._period
             self._num_begun += 1
+
+    def _worlds(self, batch: Batch) -> list[tuple[Shard, World]]:
+        return [] if self._steps else super()._worlds(batch)
 
     def _begin(self, spec: Spec) -> None:
         """Begin a stream of `spec`: what the parameters hold is version 0."""
@@ -124,6 +133,7 @@ class OverlappingStream(Stream):
     def _close(self, step: Step) -> Result:
         self._collect_layer_times(step, True)
         result = super()._close(step)
+        self._last_buffers = step.buffers
         self._set_aside = [(buffer, buffer.clone()) for buffer, _ in step.buffers]
         for buffer, kept in step.buffers:
             buffer.data.copy_(kept)  # by `data`: graphs of microbatches under way have noted its version

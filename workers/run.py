@@ -14,10 +14,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 import torch
-from torch import Tensor
 
 from ..dependency import Action, Entry, NotFinite, Part
+from .compute.recomputation import World
 from .compute.result import Result
+from .compute.shard import Shard
 from .context import Context
 from .handlers import Batch, Doing, Step, Task
 from .hooks import Arrived, Blocked, LayerTime, Record, StepRecord
@@ -47,8 +48,6 @@ class Stream:
         self._ended = False
         #: open steps, the oldest first, by their number among runs
         self._steps: dict[int, Step] = {}
-        #: buffers as they were after the last complete step
-        self._last_buffers: list[tuple[Tensor, Tensor]] = []
 
     def next(self) -> Result | None:
         """Run until the oldest step is complete on this worker; None: there are no more.
@@ -77,19 +76,17 @@ class Stream:
         if batch is None:
             self._ended = True
             return
-        if newest is not None and batch.train:
-            self._keep_buffers(newest)
         self._collect_layer_times(newest, batch.train)
         self._open(batch, [] if newest is None else [newest.state])
 
     def _open(self, batch: Batch, before: Sequence[WorkerState], most_open: int = _MOST_OPEN) -> Step:
         """Begin a step, and ask other workers for what it needs of them."""
         state = WorkerState(batch.part, batch.order, before)
-        number = self._worker.next_step
+        number, before_it = self._worker.next_step, self._worlds(batch)
         run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch.part)
         self._worker.next_step += batch.train
         step = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
-        step.forwards_left = batch.part.num_forwards
+        step.forwards_left, step.before = batch.part.num_forwards, before_it
         wanted: dict[int, list[tuple[Action | str, bool]]] = {}
         for need in state.start():
             wanted.setdefault(need.worker, []).append((need.action, need.carries))
@@ -110,14 +107,11 @@ class Stream:
                 # It has been read into memory: no device is waited for.
                 self._mailbox.outbox.offer((step.run, what), pack(parts), takers)
 
-    def _keep_buffers(self, before: Step) -> None:
-        """Note what buffers that forwards write are after the step `before`: the next may be abandoned."""
-        before.buffers = [
-            (buffer, buffer.clone())
-            for shard in self._worker.shards.values()
-            if shard.stateful
-            for buffer in shard.buffers()
-        ]
+    def _worlds(self, batch: Batch) -> list[tuple[Shard, World]]:
+        """Return what modules hold before a step that may have to be undone, as all forwards before it have run."""
+        if not self._worker.goes_on and not (self._steps and batch.train):
+            return []
+        return [(shard, shard.recomputation.world()) for shard in self._worker.shards.values()]
 
     def flush(self) -> None:
         """Complete what has been begun; of synchronous steps nothing waits for what comes later."""
@@ -127,9 +121,10 @@ class Stream:
         if not self._steps:
             return
         for shard in self._worker.shards.values():
+            shard.train(True)  # back to the modes that their owner gave them
             shard.abandon()
-        for buffer, kept in self._last_buffers:
-            buffer.copy_(kept)
+        for _, world in next(iter(self._steps.values())).before:
+            world.put_back()
         for run in self._steps:
             self._mailbox.abandon(run)
         self._steps.clear()
@@ -249,6 +244,8 @@ class Stream:
             self._collect_layer_times(step, False)
         self._mailbox.end(step.run)
         if step.batch.train:
+            for shard, world in step.before:
+                shard.recomputation.trained(world)
             self._report(step)
             worker.step += 1
         else:
@@ -257,7 +254,6 @@ class Stream:
         # The count goes up only after a training step, which this may not have been.
         worker.listeners.idle(worker.step - 1)
         assert step.result is not None
-        self._last_buffers = step.buffers
         self._ended |= step.result.stop
         if step.batch.train and step.result.loss is not None and not math.isfinite(step.result.loss):
             self._not_finite(step.number, step.result.loss)

@@ -39,6 +39,8 @@ class WorkerThreads:
 
     def __init__(self, actors: Sequence[WorkerActor]) -> None:
         self._actors = actors
+        for actor in actors:
+            actor.goes_on = True
         self._pool = [_Thread(actor.worker) for actor in actors] if len(actors) > 1 else None
         self._stuck = False
         # A pipeline that nobody closes must not leave its threads when it is gone.

@@ -19,6 +19,7 @@ from ..dependency import ConfigError, Spec
 from ..model.made import Made, load
 from ..model.microbatches import Microbatches
 from ..model.partition import Partition
+from ..model.skeleton import attributes, put_back
 from ..model.whole import Whole
 from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor
@@ -120,11 +121,12 @@ class Alone:
     def _settle(self) -> None:
         """Run a forward that counts for nothing: some models change themselves for good in their first one."""
         buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
-        kept = [(*where, where[-1].clone()) for where in buffers]
+        kept, before = [(*where, where[-1].clone()) for where in buffers], attributes(self.model.modules())
         with torch.no_grad(), preserved(self._randomness.device):
             self._loss(0, self.pieces.inputs[0], self.pieces.targets[0])
-        for module, name, buffer, before in kept:
-            module._buffers[name] = buffer.copy_(before)
+        put_back(before)
+        for module, name, buffer, was in kept:
+            module._buffers[name] = buffer.copy_(was)
 
     def momenta(self) -> dict[str, Tensor]:
         """Return the momentum of all parameters that had gradients, by name."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..dependency import ConfigError
+from ..workers.compute.recomputation import set_attributes
 from .absent import Absent, Shapes
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -73,6 +74,8 @@ class Skeleton:
         self._forwards: list[Callable[..., Any]] = []
         #: who runs a forward now; None: blocks run as they are
         self.run: Run | None = None
+        #: modules that have been seen to change attributes of theirs in a forward
+        self.counting: set[nn.Module] = set()
 
     def all_tensors(self) -> list[Tensor]:
         """Return the parameters and buffers that stand there now."""
@@ -91,18 +94,23 @@ class Skeleton:
 
     @contextmanager
     def without_numbers(self) -> Iterator[None]:
-        """Put placeholders back for a while, and copies of all buffers, which a forward may write."""
+        """Put placeholders back for a while, and copies of all buffers, which a forward may write.
+
+        Attributes that change meanwhile, such as counters, are put back too.
+        """
         real = {name: p for name, p in self.parameters.items() if not isinstance(p, Absent)}
         for name, parameter in real.items():
             self._fakes[name].requires_grad_(parameter.requires_grad)
         buffers = [(m, n, b) for m in self.module.modules() for n, b in m._buffers.items() if b is not None]
         self.put({name: self._fakes[name] for name in real})
+        before = attributes(self.module.modules())
         copies = {id(buffer): buffer.clone() for _, _, buffer in buffers}
         for module, name, buffer in buffers:
             module._buffers[name] = copies[id(buffer)]
         try:
             yield
         finally:
+            self.counting |= put_back(before)
             self.put(real)
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
@@ -138,6 +146,22 @@ class Skeleton:
         finally:
             TorchFunctionMode.__enter__(mode)
             self.run = run
+
+
+def attributes(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
+    """Return the attributes that modules have now."""
+    return [(module, dict(vars(module))) for module in modules]
+
+
+def put_back(before: Iterable[tuple[nn.Module, dict[str, Any]]]) -> set[nn.Module]:
+    """Give modules the attributes that they had; return those that have changed them."""
+    changed = set()
+    for module, held in before:
+        now = vars(module)
+        if len(now) != len(held) or any(name not in now or now[name] is not value for name, value in held.items()):
+            set_attributes(module, held)
+            changed.add(module)
+    return changed
 
 
 def members(module: nn.Module) -> list[nn.Module]:

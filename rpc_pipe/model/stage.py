@@ -17,7 +17,7 @@ from .assignment import Owners
 from .observation import Part
 from .observer import name_of, observe_forward
 from .script import Departed, Script, Step, agrees
-from .skeleton import Skeleton
+from .skeleton import Skeleton, attributes, put_back
 from .trees import Path, at, leaves, mapped, replaced, tensors
 
 #: (call of a block that comes next, number of the operation around the blocks; 0: the block): what is drawn next
@@ -106,13 +106,14 @@ class Stage:
                 script = Script(observation, self._skeleton, self.index, self._cut, self._owners)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
-            buffers = self._kept_buffers(modes)
+            buffers, counters = self._kept_buffers(modes), attributes(self._skeleton.counting)
             try:
                 output = _Forward(self._skeleton, script, payload, seed or _no_seed).run(args, kwargs)
             except Departed as departed:
                 departures.append(departed)
                 for buffer, before in _changed(buffers):
                     buffer.copy_(before)
+                put_back(counters)
                 continue
             if modes not in self._written:
                 self._written[modes] = {id(buffer) for buffer, _ in _changed(buffers)}

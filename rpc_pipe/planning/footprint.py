@@ -23,7 +23,7 @@ class Size:
     optimizer: float = 0
     #: what forward saves for backward, the inputs included
     activations: float = 0
-    #: the part of it that is kept from I to W
+    #: what is kept from I to W: of products their inputs and the gradients of their outputs, in all often as much
     after_inputs: float = 0
     #: what arrives from the stage before, and the gradient that goes back
     inputs: float = 0

@@ -28,7 +28,7 @@ class Shop:
         time: of an action, on its worker.
         lag: from one worker to another, of the payload of an action.
         kept: bytes (or any unit) that a forward of a stage keeps.
-        after: the part of it that is kept from I to W.
+        after: what is kept from I to W.
         budget: by worker, of what is kept at once.
         split: all backwards are I and W, whatever the spec says.
     """

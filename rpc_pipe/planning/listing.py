@@ -162,7 +162,7 @@ def shop_of(spec: Spec, chain: Chain, machines: Machines, ends: Ends, budget: Se
         size = sizes[action.stage]
         return link.latency + (size.outputs if action.kind is F else size.inputs) / link.bandwidth
 
-    kept = [size.activations for size in sizes]
+    kept = [max(size.activations, size.after_inputs) for size in sizes]
     return Shop(spec, cost, lag, kept, [size.after_inputs for size in sizes], budget, split)
 
 

@@ -67,7 +67,11 @@ def measure(
 
 
 class Kept(NamedTuple):
-    """Bytes that a forward keeps: all, those after I, and the largest tensor that is no input."""
+    """Bytes that are kept for backward: by forward, by I for W, and the largest tensor of forward that is no input.
+
+    For W of a matrix product I keeps its input and the gradient of its output. So a stage of products, norms and
+    activation functions keeps about as much after I as before; less where much is saved for what I does alone.
+    """
 
     activations: float
     after_inputs: float
@@ -124,7 +128,7 @@ def _once(
     deferred: list[Deferred] = []
     output = unpack(pack(output))
     timed(I, lambda: deferred.append(backward_inputs(roots, [None] * len(roots), owing, saved)[1]))
-    after = saved.num_bytes(weights)
+    after = saved.num_bytes(weights) + deferred[0].num_bytes()
     timed(W, deferred[0].run)
     for parameter in parameters:
         parameter.grad = None

@@ -34,10 +34,13 @@ def made(make: Any) -> nn.Module:
 
 
 def plain(
-    model: nn.Module, batches: list[list[tuple[tuple[Any, ...], dict[str, Any]]]], loss: Any = loss_of
+    model: nn.Module,
+    batches: list[list[tuple[tuple[Any, ...], dict[str, Any]]]],
+    loss: Any = loss_of,
+    parameters: Any = None,
 ) -> list[float]:
     """Train by plain accumulation over equal microbatches; return the losses."""
-    optimizer = SGD(model.parameters())
+    optimizer = SGD(parameters or model.parameters())
     losses = []
     for pieces in batches:
         total = 0.0
@@ -281,3 +284,43 @@ def test_scenarios_of_torchs_own_pipelining(scenario):
     expected_losses = plain(expected, [[(args, kwargs)] * 2] * 2)
     assert losses == expected_losses if exactly else losses == pytest.approx(expected_losses, rel=1e-6)
     assert_same_state(pipe, expected, exactly=exactly)
+
+
+class Counting(nn.Module):
+    """Blocks that count their calls in attributes, and remember an output."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.linear(x) * (1 + self.calls % 3) - getattr(self, "last", 0)
+            self.calls, self.last = self.calls + 1, y.detach()[0] / 2
+            return y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "varuna", "zb-h1"])
+def test_what_blocks_count_is_counted_once(schedule):
+    """Forwards on shapes, by which the model is cut, were counted too: other numbers from the first step on."""
+    model = made(Counting)
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(2, 4, 3, 4)
+    pipe = Pipeline(model, nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=2, schedule=schedule)
+    losses = [pipe.step((x, y)) for _ in range(3)]
+    pieces = [((inputs, target), {}) for inputs, target in zip(x.chunk(2), y.chunk(2), strict=True)]
+
+    def loss(model: nn.Module, inputs: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.mse_loss(model(inputs), target)
+
+    assert losses == plain(lambda *args: loss(alone, *args), [pieces] * 3, lambda loss: loss, list(alone.parameters()))
+    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in pipe.state_dict().items())

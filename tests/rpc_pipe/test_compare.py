@@ -103,7 +103,8 @@ def test_layers_are_measured_and_cut():
     linear = costs[0].size
     assert linear.weights == linear.gradients == 4 * 64 * 65
     assert linear.optimizer >= 2 * linear.gradients
-    assert (linear.activations, linear.after_inputs) == (4 * 32 * 64, 4 * 32 * 64), "the input, which W reads too"
+    assert linear.activations == 4 * 32 * 64, "the input, which W reads too, with the gradient of the output"
+    assert linear.after_inputs == 2 * linear.activations
     assert costs[1].size.after_inputs == 0 < costs[1].size.activations, "a ReLU has no weights"
     assert costs[-1].size.outputs == 0, "the loss goes nowhere"
     assert all(cost.times[kind] >= 0 for cost in costs for kind in (F, B, I, W, R))

@@ -66,26 +66,27 @@ class World:
                 )
         now = [(module, dict(vars(module))) for module, _ in self._attributes]
         for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
-            _set(module, self._copied(attributes) | {"_buffers": self._copied(buffers)})
+            set_attributes(module, self._copied(attributes) | {"_buffers": self._copied(buffers)})
         try:
             yield
         finally:
             for module, attributes in now:
-                _set(module, attributes)
+                set_attributes(module, attributes)
 
     def put_back(self) -> None:
         """Make the modules hold what they held then."""
         for tensor, copy in self._copies.items():
             tensor.data = copy  # not written in place: other microbatches may have saved it
         for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
-            _set(module, attributes)
+            set_attributes(module, attributes)
             module._buffers.update(buffers)
 
     def _copied(self, held: Mapping[str, Any]) -> dict[str, Any]:
         return {k: self._copies.get(v, v) if isinstance(v, Tensor) else v for k, v in held.items()}
 
 
-def _set(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
+    """Give a module these attributes, and no others."""
     for name in vars(module).keys() - attributes.keys():
         del vars(module)[name]
     vars(module).update(attributes)
@@ -114,9 +115,18 @@ class Recomputation:
         #: whether an output was another one when it was made again
         self._differ: list[Tensor] = []
 
+    def world(self) -> World:
+        """Return what the modules hold now."""
+        return World(self._modules, self._constant or {})
+
+    def trained(self, world: World) -> None:
+        """Take note of what forwards in training have left as it was in `world`."""
+        if self._constant is None:
+            self._constant = world.constant()
+
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, Noted]:
         """Run `forward`; return its output, which has a graph, but nothing in it to go backward with."""
-        world = World(self._modules, self._constant or {})
+        world = self.world()
         try:
             with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
                 tree = forward()
@@ -124,8 +134,7 @@ class Recomputation:
             self._drops = False
             world.put_back()
             tree = forward()
-        if self._constant is None:
-            self._constant = world.constant()
+        self.trained(world)
         return tree, Noted(world, _sample(tree))
 
     def again(self, noted: Noted, forward: Callable[[], Tree]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, pack, tensors_of, unpack
 from .batch_norm import commit, forget
 from .borders import enter, leaving
@@ -77,7 +78,7 @@ class Shard:
         self._inputs: dict[int, tuple[Callable[[], Tree], Noted]] = {}
         #: microbatch -> step, and what is left of its backward
         self._deferred: dict[int, tuple[int, Deferred]] = {}
-        self._recomputation = Recomputation(slice.own)
+        self.recomputation = Recomputation(slice.own)
         self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
 
     @property
@@ -161,7 +162,7 @@ class Shard:
             forward = partial(self._forward, step, microbatch, inputs, fields, target, share, split)
             with self._randomness.lock:  # modules may be those of other threads too
                 # With the graph, not without: the outputs say what owes a gradient.
-                tree, noted = self._recomputation.first(partial(forward, again=True))
+                tree, noted = self.recomputation.first(partial(forward, again=True))
             del self._kept[microbatch]
             self._inputs[microbatch] = forward, noted
         else:
@@ -172,7 +173,7 @@ class Shard:
         """Compute the activations of a microbatch again, with the same random numbers and no other effect."""
         forward, noted = self._inputs.pop(microbatch)
         with self._randomness.lock:
-            self._recomputation.again(noted, forward)
+            self.recomputation.again(noted, forward)
 
     def _forward(
         self,
@@ -323,6 +324,7 @@ class Shard:
         """
         first = {name for name, stages in self.slice.shared.items() if min(stages) < self.stage}
         named = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None and name not in first]
+        _refuse_sparse(named)
         ranks, norms = self.slice.ranks(), torch._foreach_norm([grad for _, grad in named]) if named else ()
         return {ranks[name]: norm for (name, _), norm in zip(named, norms, strict=True)}
 
@@ -332,6 +334,7 @@ class Shard:
 
     def clip_by_own_norm(self, max_norm: float) -> None:
         """Clip the gradients of this stage by their own norm."""
+        _refuse_sparse((name, p.grad) for name, p in self.named_parameters())
         torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def update(self, *, finite: bool = True) -> None:
@@ -340,16 +343,26 @@ class Shard:
         Args:
             finite: whether no gradient of any stage has overflowed; else the weights stay as they are.
         """
-        self._recomputation.check()
+        self.recomputation.check()
         commit(self.slice.own)
         self.updating.update(finite)
         self.num_updates += 1
 
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""
-        self._recomputation.check()
+        self.recomputation.check()
         self.updating.hold(weight)
         self.num_updates += 1
+
+
+def _refuse_sparse(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuse gradients that `clip_grad_norm_` cannot take either, before any weight is changed."""
+    for name, grad in named:
+        if grad is not None and grad.layout is not torch.strided:
+            raise ConfigError(
+                f"max_grad_norm: the gradient of parameter {name} is sparse, and torch cannot clip it; make its layer "
+                "with sparse=False, or leave max_grad_norm out"
+            )
 
 
 def _begin(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:

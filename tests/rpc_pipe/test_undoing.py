@@ -1,0 +1,92 @@
+"""What is left after a step that failed in threads mode: what was there before it."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe.dependency import WorkerFailure
+from rpc_pipe.pipeline import Pipeline
+
+
+class Counting(nn.Module):
+    """Counts its forwards in a buffer and in an attribute, whatever the mode; fails when it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.tensor(0))
+        self.calls = 0
+        self.norm = nn.BatchNorm1d(4)
+        self.fails = False
+
+    def forward(self, x):
+        self.count += 1
+        self.calls += 1
+        if self.fails and self.calls % 4 == 3:
+            raise ArithmeticError("no")
+        return self.norm(x)
+
+
+def held(modules):
+    return [(m.training, m.calls, *(b.clone() for b in m.buffers())) for m in modules if isinstance(m, Counting)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe-recompute", "zb-h1", "chimera", "pipedream-2bw"])
+@pytest.mark.parametrize("call", ["step", "train", "evaluate", "predict"])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_modules_hold_is_undone_with_the_step(schedule, call, num_workers):
+    """The weights were those of before a step that failed, running statistics and counters were not."""
+    modules = [nn.Linear(4, 4), Counting(), nn.Linear(4, 4), Counting()]
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    options = {"num_microbatches": 4, "num_workers": num_workers, "schedule": schedule}
+    pipe = Pipeline(modules, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), **options)
+    calls = {"train": lambda: list(pipe.train([batch, batch])), "predict": lambda: pipe.predict(batch[0])}
+    calls |= {"step": lambda: pipe.step(batch), "evaluate": lambda: pipe.evaluate(batch)}
+    pipe.step(batch)
+    mine = [m for a in pipe.actors for s in a.shards.values() for m in s.slice.modules]
+    before = held(mine)
+    for module in mine:
+        module.fails = isinstance(module, Counting)
+    with pytest.raises(WorkerFailure, match="ArithmeticError: no"):
+        calls[call]()
+    assert len(before) == len(held(mine)) >= 2
+    for old, new in zip(before, held(mine), strict=True):
+        assert old[:2] == new[:2] and all(map(torch.equal, old[2:], new[2:]))
+    for module in mine:
+        module.fails = False
+    pipe.step(batch)
+    pipe.close()
+
+
+def test_what_a_loop_that_is_left_has_begun_counts_nowhere():
+    """Buffers were put back, counters in attributes were not."""
+    modules = [nn.Linear(4, 4), Counting(), nn.Linear(4, 4), Counting()]
+    batch = torch.randn(8, 4), torch.randn(8, 4)
+    pipe = Pipeline(modules, nn.functional.mse_loss, num_microbatches=4, num_workers=2)
+    for _ in pipe.train([batch] * 3):
+        break
+    assert [module.calls for module in modules[1::2]] == [4, 4]
+    assert [int(module.count) for module in modules[1::2]] == [4, 4]
+    pipe.close()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_sparse_gradients_that_torch_cannot_clip_are_refused_by_name(schedule):
+    """It was a bare NotImplementedError about `aten::_foreach_norm`."""
+    layers = [partial(nn.Embedding, 4, 4, sparse=True), partial(nn.Linear, 4, 2)]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    pipe = Pipeline(
+        layers, nn.functional.cross_entropy, num_microbatches=2, optimizer=sgd, max_grad_norm=1.0, schedule=schedule
+    )
+    before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    with pytest.raises(
+        WorkerFailure, match=r"ConfigError: max_grad_norm: the gradient of parameter 0\.weight is sparse"
+    ):
+        pipe.step((torch.arange(4), torch.arange(4) % 2))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
+    embedding = nn.Embedding(4, 4, sparse=True)
+    embedding(torch.arange(4)).sum().backward()
+    with pytest.raises(NotImplementedError):  # when torch can, so shall we
+        torch.nn.utils.clip_grad_norm_(embedding.parameters(), 1.0)
+    pipe.close()
