@@ -24,6 +24,8 @@ from .trees import Path, at, leaves, mapped, replaced, tensors
 Seed = Callable[[int, int], None]
 #: ways through the forward that are remembered for inputs of one form
 _MOST_SCRIPTS = 8
+#: forms of inputs whose ways are remembered: those that were used last
+_MOST_FORMS = 512
 #: observations of one forward before it counts as one that goes another way each time
 _MOST_TRIES = 3
 
@@ -52,6 +54,7 @@ class Stage:
         self._foreign = foreign
         self._cut = list(cut)
         self._owners = owners
+        #: form of the inputs, and modes -> ways through the forward; the form that was used last is the last
         self._scripts: dict[Any, list[Script]] = {}
         self._own = self.own_modules()
         #: modes -> buffers (their ids) that a forward has been seen to write
@@ -92,7 +95,7 @@ class Stage:
         device = self._skeleton.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         modes = torch.is_grad_enabled(), tuple(module.training for module in self.module.modules()), autocast
-        scripts = self._scripts.setdefault((_signature((args, kwargs)), modes), [])
+        scripts = self._scripts_of((_signature((args, kwargs)), modes))
         departures: list[Departed] = []
         observed: list[Script] = []
         while True:
@@ -118,6 +121,13 @@ class Stage:
             if modes not in self._written:
                 self._written[modes] = {id(buffer) for buffer, _ in _changed(buffers)}
             return output
+
+    def _scripts_of(self, form: Any) -> list[Script]:
+        """Return the ways that are known for inputs of a form; forget what has not been used for long."""
+        scripts = self._scripts[form] = self._scripts.pop(form, [])
+        while len(self._scripts) > _MOST_FORMS:
+            del self._scripts[next(iter(self._scripts))]
+        return scripts
 
     def _kept_buffers(self, modes: Any) -> list[tuple[Tensor, Tensor]]:
         """Return the buffers that a forward in these modes may write, with copies: it may have to be run again."""

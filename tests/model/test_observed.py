@@ -492,3 +492,12 @@ def test_a_forward_that_is_run_again_has_written_its_buffers_once():
         state |= {name: named[name] for name in observed.own_buffers(stage.index, ranges)}
     for name, buffer in model.named_buffers():
         assert torch.equal(state[name], buffer), name
+
+
+def test_forms_that_have_not_come_for_long_are_forgotten(monkeypatch):
+    monkeypatch.setattr("rpc_pipe.model.stage._MOST_FORMS", 2)
+    (stage,) = stages_of(observe(models.Nested(), [floats(1, 6)]), 1)
+    for rows in (1, 2, 1, 3, 1):
+        stage.forward((), [floats(rows, 6)], {})
+    shapes = [form[0][1][1][0] for form, _ in stage._scripts]
+    assert shapes == [torch.Size([3, 6]), torch.Size([1, 6])], "the one that was used last is kept longest"
