@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
 from .cut import cut
+from .ties import Ties, groups
 
 #: one layer: a module, or a callable that builds it
 LayerLike = nn.Module | Callable[[], nn.Module]
@@ -52,10 +53,7 @@ class Partition:
         loss_fn: what the last stage computes after its layers.
     """
 
-    sharing: tuple[tuple[int, ...], ...] = ()
     config = None
-    #: parameters that several stages hold: they are refused
-    shared: Mapping[str, list[int]] = {}
     #: batches are pairs already
     pair: Callable[[Tree], tuple[Tree, Tree]] | None = None
 
@@ -74,31 +72,18 @@ class Partition:
             self.num_layers = getattr(model, "num_layers", num_stages)
         self._counted = self._is_list or hasattr(model, "num_layers")
         self.ranges = cut(self.num_layers, num_stages, split)
-        self._refuse_cut_ties()
+        self._ties = Ties(list(model), self.ranges) if isinstance(model, (nn.Sequential, Sequence)) else Ties((), ())
+        #: parameters that several stages hold -> those stages
+        self.shared = self._ties.shared
+        self.sharing = groups(self.shared, num_stages)
         self.block_names = [str(layer) for layer in range(self.num_layers)]
-
-    def _refuse_cut_ties(self) -> None:
-        """Two stages with one parameter would train two: an error, not a silent divergence."""
-        if not isinstance(self._model, (nn.Sequential, Sequence)):
-            return
-        seen: dict[nn.Parameter, tuple[int, int]] = {}
-        for stage, layers in enumerate(self.ranges):
-            for i in layers:
-                layer = self._model[i]
-                for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-                    other, other_stage = seen.setdefault(parameter, (i, stage))
-                    if other_stage != stage:
-                        raise ConfigError(
-                            f"model: layers {other} and {i} share a parameter but are cut apart into stages "
-                            f"{other_stage} and {stage}; choose a split that keeps them together"
-                        )
 
     def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
         """Return a stage's slice of the model, on the device of `randomness`. Arguments as of `build`."""
         layers = self.build(stage, randomness, route)
         for _, module in layers:
             module.to(randomness.device)
-        return Layers(layers)
+        return Layers(layers, self._ties.names, {name: held for name, held in self.shared.items() if stage in held})
 
     def build(self, stage: int, randomness: Randomness, route: int = 0) -> list[tuple[int, nn.Module]]:
         """Build the layers of `stage`, and only those; return them with their index in the whole model.
@@ -113,6 +98,9 @@ class Partition:
         taken = [module for layer, module in pairs if (route > 0 if layer is module else module in self._made)]
         self._made.update(made)
         copies = dict(zip(taken, replicas(taken), strict=True))
+        if route == 0:
+            tied, parameters = self._ties.copied(stage, zip(layers, made, strict=True))
+            copies |= zip(tied, replicas(tied, parameters), strict=True)
         return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
 
     def _layers(self, stage: int, randomness: Randomness) -> tuple[Sequence[int], list[LayerLike]]:
@@ -163,8 +151,12 @@ class Partition:
         return tree
 
 
-def replicas(layers: Sequence[nn.Module]) -> list[nn.Module]:
+def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = None) -> list[nn.Module]:
     """Return copies of layers with all that they have, the hooks of their parameters included.
+
+    Args:
+        parameters: ids of those that are copied; the copies of layers have all others, and buffers, in common with the
+            layers. None: all.
 
     Raises:
         ConfigError: one cannot be copied.
@@ -173,6 +165,9 @@ def replicas(layers: Sequence[nn.Module]) -> list[nn.Module]:
     values = [value for layer in layers for module in layer.modules() for value in vars(module).values()]
     computed = [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
+    if parameters is not None:
+        common = (tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers()))
+        memo |= {id(tensor): tensor for tensor in common if id(tensor) not in parameters}
     copies = []
     for layer in layers:
         try:
@@ -185,6 +180,8 @@ def replicas(layers: Sequence[nn.Module]) -> list[nn.Module]:
     # A deep copy leaves out what hangs on parameters: hooks, and attributes such as `no_weight_decay`.
     for parameter in dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()):
         copied = memo[id(parameter)]
+        if copied is parameter:
+            continue
         vars(copied).update(copy.deepcopy(vars(parameter), memo))
         for hook in (parameter._backward_hooks or {}).values():
             copied.register_hook(copy.deepcopy(hook, memo))

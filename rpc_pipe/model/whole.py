@@ -18,6 +18,7 @@ from .cut import cut
 from .deferred import Deferred
 from .observed import Observed, observe
 from .stage import Stage
+from .ties import groups
 
 #: a model as it is, or what makes one
 WholeLike = nn.Module | Callable[[], nn.Module]
@@ -86,9 +87,7 @@ class Whole:
         self.block_names = [block.name for block in observed.blocks]
         for stage, told in reversed(list(enumerate(observed.stages(self.ranges)))):
             self._stage_of |= dict.fromkeys(told.parameters, stage)
-        if holders := self.shared.values():
-            groups = [{s for stages in holders if stage in stages for s in stages} for stage in range(len(self.ranges))]
-            self.sharing = tuple(tuple(sorted(group)) for group in groups)
+        self.sharing = groups(self.shared, len(self.ranges))
 
     def first_stage_of(self, parameter: str) -> int:
         """Return the first stage that holds a parameter."""

@@ -61,13 +61,20 @@ class Layers:
 
     Args:
         layers: (index in the whole model, module), in order.
+        names: of parameters that the unsplit model calls by another layer, which has them too.
+        shared: as in `Slice`.
     """
 
     takes_fields = False
-    shared: Mapping[str, Sequence[int]] = {}
 
-    def __init__(self, layers: Sequence[tuple[int, nn.Module]]) -> None:
+    def __init__(
+        self,
+        layers: Sequence[tuple[int, nn.Module]],
+        names: Mapping[str, str] = {},
+        shared: Mapping[str, Sequence[int]] = {},
+    ) -> None:
         self.layers = list(layers)
+        self._names, self.shared = names, shared
         self.first = self.layers[0][0]
         self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
         self.own = self.modules
@@ -77,7 +84,7 @@ class Layers:
         found: dict[nn.Parameter, str] = {}
         for index, module in self.layers:
             for name, parameter in module.named_parameters():
-                found.setdefault(parameter, f"{index}.{name}")
+                found.setdefault(parameter, self._names.get(f"{index}.{name}", f"{index}.{name}"))
         return [(name, parameter) for parameter, name in found.items()]
 
     def ranks(self) -> Mapping[str, int]:

@@ -1,0 +1,76 @@
+"""Parameters that layers of a list share, and what becomes of them where the layers are cut apart.
+
+Each stage holds a parameter of its own by the first of the names that it has in the unsplit model; their gradients are
+summed before every update, so they stay alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+
+from ..dependency import ConfigError
+
+
+class Ties:
+    """What the layers of a list share across a cut.
+
+    Args:
+        layers: those that are modules are looked into; what others build is theirs alone.
+        ranges: the layers of each stage.
+
+    Attributes:
+        names: `<layer>.<name>` of a parameter -> what the unsplit model calls it first, where that is something else.
+        shared: parameters that several stages hold -> those stages.
+
+    Raises:
+        ConfigError: a module that has buffers is in several stages.
+    """
+
+    def __init__(self, layers: Sequence[object], ranges: Sequence[range]) -> None:
+        self.names: dict[str, str] = {}
+        self.shared: dict[str, list[int]] = {}
+        first: dict[int, str] = {}
+        held: dict[str, set[int]] = {}
+        buffers: dict[int, tuple[int, int]] = {}
+        for stage, i in ((stage, i) for stage, own in enumerate(ranges) for i in own):
+            layer = layers[i]
+            if not isinstance(layer, nn.Module):
+                continue
+            for name, parameter in layer.named_parameters(f"{i}", remove_duplicate=False):
+                known = first.setdefault(id(parameter), name)
+                held.setdefault(known, set()).add(stage)
+                if known != name:
+                    self.names[name] = known
+            for name, buffer in layer.named_buffers():
+                other, other_stage = buffers.setdefault(id(buffer), (i, stage))
+                if other_stage != stage:
+                    raise ConfigError(
+                        f"model: layers {other} and {i} share the buffer {name}, which both write, but are cut apart "
+                        f"into stages {other_stage} and {stage}; choose a split that keeps them together"
+                    )
+        self.shared = {name: sorted(stages) for name, stages in held.items() if len(stages) > 1}
+
+    def copied(self, stage: int, layers: Iterable[tuple[int, nn.Module]]) -> tuple[list[nn.Module], set[int]]:
+        """Return the layers of a stage that hold what an earlier one trains too, and the ids of those parameters.
+
+        Args:
+            layers: with their indices in the whole model.
+        """
+        earlier = {name for name, stages in self.shared.items() if min(stages) < stage}
+        found: list[nn.Module] = []
+        parameters: set[int] = set()
+        for i, layer in layers:
+            for name, parameter in layer.named_parameters(f"{i}", remove_duplicate=False):
+                if self.names.get(name) in earlier:
+                    parameters.add(id(parameter))
+                    found.append(layer)
+        return list(dict.fromkeys(found)), parameters
+
+
+def groups(shared: Mapping[str, Sequence[int]], num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Return for each stage those that it shares parameters with, and itself; none if no parameter is shared."""
+    holders = shared.values()
+    found = [{s for stages in holders if stage in stages for s in stages} for stage in range(num_stages)]
+    return tuple(tuple(sorted(group)) for group in found) if holders else ()
