@@ -6,7 +6,7 @@ workers that `rpc-pipe run` or torchrun started, over RPC. All workers make the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from typing import Any, TypeVar
@@ -22,7 +22,8 @@ from .launching.job import Job, own_part
 from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
 from .model.lazy_batch import LazyBatch
-from .model.microbatches import Ahead, Microbatches, Pair, join_rows, update_shares
+from .model.microbatches import Ahead, Microbatches, Pair, update_shares
+from .model.outputs import Outputs
 from .model.programs import Programs
 from .model.shards import Model, ShardMaker, cuttable, measuring
 from .planning.follow import PlanLike, followed
@@ -122,14 +123,16 @@ class Pipeline(Weights):
         for worker in workers:
             check(self.spec, worker)
         self.partition = cuttable(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
-        self._order = order or self.spec.order
+        #: in what order workers run what is ready
+        self.order: Order = order or self.spec.order
         self._programs = Programs(self.spec, workers)
         # Whether the loss is given as sums, so that updates wait for its weight, is known after the first step.
         scaled = grad_scaler is not None and grad_scaler.is_enabled()
         self._asked = Asked(weight=True, norms=max_grad_norm is not None or scaled)
         self._actors = _actors(job, workers, device, max_grad_norm, stall_s)
         self._threads = None if job else WorkerThreads(self._actors)
-        self._worker = workers[0]
+        #: this process's worker; 0 if all workers are in it
+        self.worker = workers[0]
         self._stopped = self._closed = False
         self._grad_norm: float | None = None
         self._num_cut, self._accumulate = 0, accumulate
@@ -236,10 +239,21 @@ class Pipeline(Weights):
         self._keeper.results.note("evaluate", result.loss)
         return result.loss
 
-    def predict(self, inputs: Tree) -> Tree:
-        """Return the model's output for `inputs`, on every worker, microbatches joined along dimension 0."""
-        outputs = self._run(self._cut(inputs, pair=self.partition.only_inputs), what="predict").outputs
-        return self.partition.output(join_rows([outputs[m] for m in sorted(outputs)]))
+    def predict(self, inputs: Tree, *, to: int | Collection[int] | None = None) -> Tree:
+        """Return the model's output for `inputs`, microbatches joined along dimension 0.
+
+        Args:
+            to: the worker, or workers, that it is handed to; in other processes this returns None. None: to all.
+        """
+        outputs, cut = Outputs(self.spec, to), self._cut(inputs, pair=self.partition.only_inputs)
+
+        def predicted(actor: WorkerActor) -> list[Tree] | None:
+            own = actor.run(self._batch(actor, cut, False, "predict")).outputs
+            return actor.hand(outputs.name, own, outputs.senders, outputs.takers)
+
+        found = outputs.joined(self._each(predicted))
+        cut.finished()
+        return self.partition.output(found)
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""
@@ -266,11 +280,6 @@ class Pipeline(Weights):
     # --- what one process has of its own
 
     @property
-    def worker(self) -> int:
-        """This process's worker; 0 if all workers are in it."""
-        return self._worker
-
-    @property
     def stopped(self) -> bool:
         """True once the user has asked to stop (Ctrl-C): end the loop. All workers see it after the same step."""
         return self._stopped
@@ -289,11 +298,6 @@ class Pipeline(Weights):
     def actors(self) -> list[WorkerActor]:
         """The workers of this process."""
         return self._actors
-
-    @property
-    def order(self) -> Order:
-        """In what order workers run what is ready."""
-        return self._order
 
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
         """Return what `worker` runs in a training step of so many microbatches."""
@@ -323,18 +327,14 @@ class Pipeline(Weights):
         stages = {stage for actor in self._actors for stage, _ in actor.shards}
         used = 0 in stages, self.spec.last_stage in stages  # inputs and targets, by workers of this process
         if isinstance(batch, LazyBatch) and batch.lent:
-            used = (self._reads, self._reads)
+            reads = any(actor.worker == self.spec.place(0, 0) for actor in self._actors)  # what only one can read
+            used = reads, reads
         how = self.spec.num_microbatches, self._num_cut, used, pair or self.partition.pair
         found = Microbatches.of(batch, microbatches, *how)
         if self._maker is not None:
             self.partition.observe(found.inputs[0], trained=pair is None)
             self._make(self._maker)
         return found
-
-    @property
-    def _reads(self) -> bool:
-        """Whether this process has the worker that reads what only one can."""
-        return any(actor.worker == self.spec.place(0, 0) for actor in self._actors)
 
     def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
         result = self._each(lambda actor: actor.run(self._batch(actor, batch, train, what)))[0]
@@ -356,7 +356,7 @@ class Pipeline(Weights):
         lent = batch.lazy is not None and batch.lazy.lent and len(self._actors) < self.num_workers
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
         more = scales, lending(part.spec) if lent else None, self._updates(actor), self._keeper.due(actor.next_step + 1)
-        return Batch(part, self._order, call, batch.inputs, targets, *shape, *more)
+        return Batch(part, self.order, call, batch.inputs, targets, *shape, *more)
 
     def _told(self, result: Result) -> float:
         """Take note of what a training step came to; return its loss."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import signal
 import traceback
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -111,29 +111,30 @@ class WorkerActor(Context):
 
     def gather(self, name: str, value: Tree) -> list[Tree] | None:
         """Return every worker's `value`, in order of workers, on worker 0; None on the others."""
-        with self._telling_failures():
-            run = self.mailbox.begin(Call(self.worker, f"gather {name}"))
-            values = None
-            if self.worker != 0:
-                self.mailbox.publish(run, name, pack(value), [0])
-            else:
-                arrived = self.mailbox.collect(run, name, range(1, self.carrier.num_workers))
-                values = [value, *(unpack(arrived[worker]) for worker in sorted(arrived))]
-            self.mailbox.end(run)
-            return values
+        return self.hand(f"gather {name}", value, range(self.carrier.num_workers), [0])
 
     def exchange(self, name: str, value: Tree) -> list[Tree]:
         """Return every worker's `value`, in order of workers, on every worker."""
+        values = self.hand(name, value, range(self.carrier.num_workers), range(self.carrier.num_workers))
+        assert values is not None
+        return values
+
+    def hand(self, name: str, value: Tree, senders: Collection[int], takers: Collection[int]) -> list[Tree] | None:
+        """Return the `value`s of the workers `senders`, in order, on the workers `takers`; None on the others.
+
+        They go straight from worker to worker. All workers call this alike.
+        """
         with self._telling_failures():
             run = self.mailbox.begin(Call(self.worker, name))
-            others = set(range(self.carrier.num_workers)) - {self.worker}
-            if others:
-                self.mailbox.publish(run, name, pack(value), list(others))
-            values = {self.worker: value}
-            for worker, arrived in self.mailbox.collect(run, name, others).items():
-                values[worker] = unpack(arrived)
+            values: dict[int, Tree] = {self.worker: value} if self.worker in senders else {}
+            others = [worker for worker in takers if worker != self.worker]
+            if values and others:
+                self.mailbox.publish(run, name, pack(value), others)
+            if self.worker in takers:
+                arrived = self.mailbox.collect(run, name, set(senders) - {self.worker})
+                values |= {worker: unpack(payload) for worker, payload in arrived.items()}
             self.mailbox.end(run)
-            return [values[worker] for worker in sorted(values)]
+        return [values[worker] for worker in sorted(senders)] if self.worker in takers else None
 
     def barrier(self) -> None:
         """Return when every worker has called this and nobody needs anything of this one."""

@@ -255,9 +255,7 @@ def _collect_loss(doing: Doing) -> Payload:
     parts = [part for payload in _taken(doing, C) for part in unpack(payload)]
     if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_place(doing):
         part: dict[str, Tree] = {"stop": worker.stop_requested}
-        if step.batch.targets is None:
-            part["outputs"] = step.outputs
-        else:
+        if step.batch.targets is not None:
             part |= step.losses.tree()
         parts.append(part)
     return pack(parts)
@@ -267,7 +265,7 @@ def _collect_loss(doing: Doing) -> Payload:
 def _tell_loss(doing: Doing) -> Payload:
     (payload,) = _taken(doing, D, C)
     step = doing.step
-    step.result = Result(unpack(payload))
+    step.result = Result(unpack(payload), step.outputs)
     must_know = step.batch.spec.synchronous or takes_steps(step.batch.spec)
     if step.result.summed and step.batch.train and must_know and not step.batch.asked.weight:
         raise ConfigError("loss_fn: gave a mean before and gives (sum, weight) now; it must always give the same")

@@ -456,8 +456,19 @@ def test_a_state_is_a_snapshot_and_shared_layers_can_be_saved(tmp_path):
     pipe.step((X, Y))
     assert not torch.equal(before["0.weight"], pipe.state_dict()["0.weight"])
     pipe.save(tmp_path / "shared.safetensors")
-    with pytest.raises(ConfigError, match="layers 0 and 2 share a parameter but are cut apart into stages 0 and 1"):
-        pipeline([shared, nn.Tanh(), shared, nn.Linear(4, 3)], num_workers=2)
+
+
+def test_a_prediction_goes_to_who_wants_it():
+    pipe = pipeline(num_workers=3)
+    logits = pipe.predict(X)
+    for to in (1, [0, 2], range(3)):
+        assert torch.equal(pipe.predict(X, to=to), logits)
+    assert pipe.predict(X, to=[]) is None
+    handed = pipe._each(lambda actor: actor.hand("outputs to 1", actor.worker, [2], [1]))
+    assert handed == [None, [2], None], "to no other worker"
+    for to in (3, -1, True, [0, "1"], "0"):
+        with pytest.raises(ConfigError, match="must be a worker, 0 to 2, or a list of such"):
+            pipe.predict(X, to=to)
 
 
 def test_save_writes_the_unsplit_models_names(tmp_path):

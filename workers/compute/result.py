@@ -1,4 +1,4 @@
-"""What all workers know after a step: the loss or the outputs, put together from what the last stage's hosts tell."""
+"""What workers know after a step: the loss, put together from what the last stage's hosts tell; and own outputs."""
 
 from __future__ import annotations
 
@@ -33,15 +33,16 @@ class Result:
     """What a step, an evaluation or a prediction came to.
 
     Args:
-        parts: what each host of the last stage tells: whether it was asked to stop, and the tree of its losses or its
-            outputs by microbatch. All workers have the same parts, so all come to the same end.
+        parts: what each host of the last stage tells: whether it was asked to stop, and the tree of its losses. All
+            workers have the same parts, so all come to the same end.
+        outputs: of a prediction by microbatch, those of this worker.
     """
 
-    def __init__(self, parts: Iterable[Mapping[str, Any]]) -> None:
+    def __init__(self, parts: Iterable[Mapping[str, Any]], outputs: Mapping[int, Tree]) -> None:
         self._parts = list(parts)
         #: True if a host was asked to stop: all workers stop after the same step
         self.stop = any(part["stop"] for part in self._parts)
-        self.outputs: dict[int, Tree] = {m: tree for part in self._parts for m, tree in part.get("outputs", {}).items()}
+        self.outputs = outputs
         #: norm of all gradients, once it is told, if they are clipped
         self.norm_tensor: Tensor | None = None
         #: whether no gradient has overflowed, once it is told, if the loss was scaled
@@ -68,7 +69,7 @@ class Result:
         """What summed gradients are divided by: the weight of the whole batch, or 1 if shares did it."""
         return sum(weight for _, weight in self._numbers) if self.summed else 1.0
 
-    @cached_property
+    @property
     def loss(self) -> float | None:
         """Loss of the whole batch: sum over microbatches in their order, by weight; None without targets."""
         if not self._numbers:

@@ -1,0 +1,44 @@
+"""What a prediction gives, and to which workers it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from ..dependency import ConfigError, Spec
+from ..workers.transport.payload import Tree
+from .microbatches import join_rows
+
+
+class Outputs:
+    """The way of outputs from where they are computed straight to who wants them.
+
+    Args:
+        to: a worker, or several; None: all.
+
+    Attributes:
+        name: told to other workers, who must want the same.
+        senders, takers: the workers that have outputs, and those that want them.
+
+    Raises:
+        ConfigError: there is no such worker.
+    """
+
+    def __init__(self, spec: Spec, to: int | Collection[int] | None) -> None:
+        everybody = range(spec.num_workers)
+        takers = everybody if to is None else to if isinstance(to, Collection) else [to]
+        for worker in takers:
+            if not isinstance(worker, int) or isinstance(worker, bool) or worker not in everybody:
+                raise ConfigError(f"to {worker!r}: must be a worker, 0 to {spec.num_workers - 1}, or a list of such")
+        taken = sorted(set(takers))
+        name = "outputs" if to is None else f"outputs to {', '.join(map(str, taken)) or 'nobody'}"
+        self.name, self.takers = name, taken
+        self.senders = {spec.place(spec.last_stage, route) for route in range(spec.num_routes)}
+
+    @staticmethod
+    def joined(found: Iterable[list[Tree] | None]) -> Tree:
+        """Return what the workers of a process were given, in the order of microbatches; None: nothing."""
+        parts = next((each for each in found if each is not None), None)
+        if parts is None:
+            return None
+        outputs = {microbatch: output for part in parts for microbatch, output in part.items()}
+        return join_rows([outputs[microbatch] for microbatch in sorted(outputs)])
