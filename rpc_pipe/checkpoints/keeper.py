@@ -167,20 +167,22 @@ class Keeper:
         """
 
         def load(actor: WorkerActor) -> Loaded:
-            own = {name: t for shard in actor.shards.values() for name, t in model_tensors(shard).items()}
-            names = {name for told in actor.exchange("names", sorted(own)) for name in told}
-            tensors: dict[Shard, dict[str, torch.Tensor]] = {}
-            failed, used = "", set()
+            # A parameter may have another name too, that of the stage which has it first.
+            own = {shard: {**dict(shard.named_parameters()), **model_tensors(shard)} for shard in actor.shards.values()}
+            told = actor.exchange("names", sorted(name for tensors in own.values() for name in tensors))
+            names = {name for each in told for name in each}
+            found: dict[Shard, dict[str, str]] = {}
+            failed, lacking = "", set()
             try:
                 pretrained = Pretrained(where)
                 change = pretrained.prefix(names)
-                for shard in actor.shards.values():
-                    tensors[shard], here = pretrained.tensors(model_tensors(shard), change)
-                    used |= here
+                for shard, tensors in own.items():
+                    found[shard], lacks = pretrained.find(tensors, change)
+                    lacking |= lacks
             except ConfigError as error:
                 failed = str(error)
-            missing = sorted(own.keys() - {name for found in tensors.values() for name in found})
-            told = actor.exchange("pretrained read", [failed, missing, sorted(used)])
+            used = {other for each in found.values() for other in each.values()}
+            told = actor.exchange("pretrained read", [failed, sorted(lacking), sorted(used)])
             for cause, *_ in told:
                 if cause:
                     raise ConfigError(cause)
@@ -190,8 +192,8 @@ class Keeper:
             )
             if strict and (loaded.missing or loaded.unexpected):
                 raise ConfigError(_unmet(where, loaded))
-            for shard, found in tensors.items():
-                put(shard, found)
+            for shard, here in found.items():
+                pretrained.fill(own[shard], here)
             return loaded
 
         return self._each(load)[0]  # type: ignore[no-any-return]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..dependency import ConfigError
 from . import folder
-from .reading import read
 
 _SINGLE = "model.safetensors"
+#: so many bytes are read before they are let go of
+_AT_ONCE = 2**24
 
 
 class Loaded(NamedTuple):
@@ -51,11 +54,8 @@ class Pretrained:
             )
 
     def _names(self, file: str) -> list[str]:
-        try:
-            with safe_open(self.path / file, framework="pt") as opened:
-                return list(opened.keys())
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{self.path / file}: cannot be read: {error}") from error
+        with self._opened(file) as opened:
+            return list(opened.keys())
 
     def prefix(self, names: set[str]) -> tuple[str, str]:
         """Return what to take from the front of a model's name, and what to put there, to have the folder's name.
@@ -73,33 +73,50 @@ class Pretrained:
                     return "", f"{first}."
         return "", ""
 
-    def tensors(self, own: Mapping[str, Tensor], change: tuple[str, str]) -> tuple[dict[str, Tensor], set[str]]:
-        """Return the numbers for a shard's tensors, and the names in the folder that they have.
+    def find(self, own: Mapping[str, Tensor], change: tuple[str, str]) -> tuple[dict[str, str], set[str]]:
+        """Return the folder's names for a shard's tensors, and the shard's names for which there are none.
 
-        Names for which there are none are left out, unless they are another name of a tensor that has some.
+        Another name of a tensor that has numbers needs none.
 
         Raises:
-            ConfigError: a tensor has another shape.
+            ConfigError: a tensor has another shape, or a file is damaged.
         """
         take, put = change
-        stored = {name: put + name.removeprefix(take) for name in own}
-        stored = {name: other for name, other in stored.items() if other in self._files}
+        found = {name: put + name.removeprefix(take) for name in own}
+        found = {name: other for name, other in found.items() if other in self._files}
+        for file, names in self._by_file(found).items():
+            with self._opened(file) as opened:
+                for name in names:
+                    shape = tuple(opened.get_slice(found[name]).get_shape())
+                    if shape != own[name].shape:
+                        raise ConfigError(
+                            f"{self.path / file}: tensor {found[name]} has shape {shape}, "
+                            f"and {tuple(own[name].shape)} in this model"
+                        )
+        filled = {_place(own[name]) for name in found}
+        return found, {name for name, tensor in own.items() if _place(tensor) not in filled}
+
+    def fill(self, own: Mapping[str, Tensor], found: Mapping[str, str]) -> None:
+        """Copy the numbers of a shard's tensors into them, few at a time: what is mapped of a file counts as memory."""
+        for file, names in self._by_file(found).items():
+            for some in _few(names, own):
+                with self._opened(file) as opened, torch.no_grad():
+                    for name in some:
+                        own[name].copy_(opened.get_tensor(found[name]))
+
+    def _by_file(self, found: Mapping[str, str]) -> dict[str, list[str]]:
         by_file: dict[str, list[str]] = {}
-        for other in stored.values():
-            by_file.setdefault(self._files[other], []).append(other)
-        numbers: dict[str, Tensor] = {}
-        for file, others in by_file.items():
-            numbers |= read(self.path / file, others)
-        found = {name: numbers[other] for name, other in stored.items()}
-        for name, tensor in found.items():
-            if tensor.shape != own[name].shape:
-                raise ConfigError(
-                    f"{self.path / self._files[stored[name]]}: tensor {stored[name]} has shape {tuple(tensor.shape)}, "
-                    f"and {tuple(own[name].shape)} in this model"
-                )
-        given = {_place(own[name]): tensor for name, tensor in found.items()}
-        tied = {name: given[_place(tensor)] for name, tensor in own.items() if _place(tensor) in given}
-        return tied | found, set(stored.values())
+        for name, other in found.items():
+            by_file.setdefault(self._files[other], []).append(name)
+        return by_file
+
+    @contextmanager
+    def _opened(self, file: str) -> Iterator[Any]:
+        try:
+            with safe_open(self.path / file, framework="pt", device="cpu") as opened:
+                yield opened
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"{self.path / file}: cannot be read: {error}") from error
 
     @property
     def names(self) -> set[str]:
@@ -117,6 +134,18 @@ def begin_export(where: Path) -> Path:
         if (where / name).exists():
             raise ConfigError(f"{where}: has a {name}, which may be read instead; choose another folder")
     return folder.begin(where, 0)
+
+
+def _few(names: Sequence[str], own: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    """Yield the names of tensors that together are not large."""
+    some: list[str] = []
+    size = 0
+    for name in names:
+        some, size = [*some, name], size + own[name].nbytes
+        if size >= _AT_ONCE:
+            yield some
+            some, size = [], 0
+    yield some
 
 
 def _place(tensor: Tensor) -> tuple[int, object, object]:
