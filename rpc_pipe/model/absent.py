@@ -1,11 +1,14 @@
 """Tensors that have a shape, a type and a device, and no numbers.
 
-Around torch's fake tensors, which do the arithmetic of shapes; models recognise those and then take another way.
+Meta tensors do the arithmetic of shapes where they know it; else torch's fake tensors do, which know devices and refuse
+what needs numbers. Models recognise fake tensors and then take another way.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,33 +20,83 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from .of_shapes import CONSTRUCTORS, OPERATORS
 from .trees import leaves, replaced, tensors
 
 #: what an operator raises whose result, or its shape, depends on numbers
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+_CONVOLUTION = torch.ops.aten.convolution.default
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode that sees operators, and imports no compiler for it: compiled functions run as they were written."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 class Absent(Tensor):
-    """A tensor whose numbers are elsewhere, or do not matter."""
+    """A tensor whose numbers are elsewhere, or do not matter.
 
-    fake: FakeTensor
+    Args:
+        form: a meta tensor, or a fake one, which has its form and the storage that it shares with its views.
+        device: of a meta tensor.
+        shapes: what it may be used together with.
+    """
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, fake: FakeTensor) -> Absent:
+    def __new__(cls, form: Tensor, device: torch.device, shapes: Shapes) -> Absent:
         return Tensor._make_wrapper_subclass(
-            cls, fake.shape, strides=fake.stride(), storage_offset=fake.storage_offset(),
-            dtype=fake.dtype, layout=fake.layout, device=fake.device,
+            cls, form.shape, strides=form.stride(), storage_offset=form.storage_offset(),
+            dtype=form.dtype, layout=form.layout, device=device,
         )  # fmt: skip
 
-    def __init__(self, fake: FakeTensor) -> None:
-        self.fake = fake
+    def __init__(self, form: Tensor, device: torch.device, shapes: Shapes) -> None:
+        self.shapes = shapes
+        self._forms: tuple[Tensor | None, FakeTensor | None] = (
+            (None, form) if isinstance(form, FakeTensor) else (form, None)
+        )
+
+    @property
+    def form(self) -> Tensor:
+        """Some tensor of the same shape, whose storage is the same for all views."""
+        meta, fake = self._forms
+        return meta if fake is None else fake  # type: ignore[return-value]
+
+    @property
+    def fake(self) -> FakeTensor:
+        """The same as torch's fake tensor, always the same one."""
+        meta, fake = self._forms
+        if fake is None:
+            assert meta is not None
+            with _unobserved():
+                fake = FakeTensor(self.shapes.fake_mode, meta, self.device)
+            self._forms = meta, fake
+        return fake
+
+    @property
+    def meta(self) -> Tensor:
+        """The same as a meta tensor, always the same one."""
+        meta, fake = self._forms
+        if meta is None:
+            assert fake is not None
+            with _unobserved():
+                meta = torch.empty(0, dtype=fake.dtype, device="meta")
+                meta.set_(fake.untyped_storage(), fake.storage_offset(), fake.shape, fake.stride())
+            self._forms = meta, fake
+        return meta
 
     def _exchange(self, value: Absent) -> None:
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
-        self.fake = value.fake
+        self._forms = value._forms
 
     data = property(lambda self: self.detach(), _exchange)
 
@@ -62,6 +115,10 @@ class Absent(Tensor):
 
 def on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Run an operator; what it makes of absent tensors is absent."""
+    if func in OPERATORS:
+        made = _on_meta(func, args, kwargs)
+        if made is not NotImplemented:
+            return made
     wrapped: dict[int, Absent] = {}
 
     def inner(value: Any) -> Any:
@@ -77,7 +134,7 @@ def on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             same = wrapped.get(id(value))
             if same is not None and same.shape != value.shape:
                 raise NotImplementedError(f"{func} changes the shape of a tensor in place")
-            return same if same is not None else Absent(value)
+            return same if same is not None else Absent(value, value.device, next(iter(wrapped.values())).shapes)
         if isinstance(value, (tuple, list)):
             return type(value)(map(outer, value))
         return value
@@ -85,32 +142,101 @@ def on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return outer(func(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()}))
 
 
+class _OtherKindError(Exception):
+    pass
+
+
+def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
+    """Run one of `OPERATORS` on meta tensors; NotImplemented if that would not show what happens."""
+    how = OPERATORS[func]
+    known: dict[int, Absent] = {}
+    others: list[Tensor] = []
+
+    def inner(value: Any) -> Any:
+        if isinstance(value, Absent):
+            meta = value.meta
+            known[id(meta)] = value
+            return meta
+        if isinstance(value, Tensor):
+            if not how.takes_numbers or type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+                raise _OtherKindError
+            others.append(value)
+            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(inner, value))
+        return value
+
+    def outer(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            same = known.get(id(value))
+            return Absent(value, like.device, like.shapes) if same is None else same
+        if isinstance(value, (tuple, list)):
+            return type(value)(map(outer, value))
+        return value
+
+    if kwargs.get("device") is not None or kwargs.get("pin_memory"):
+        return NotImplemented
+    try:
+        args, kwargs = [inner(value) for value in args], {name: inner(value) for name, value in kwargs.items()}
+        if not known:
+            return NotImplemented
+        like = next(iter(known.values()))
+        if any(tensor.device != like.device for tensor in (*known.values(), *others)):
+            return NotImplemented
+        if func is _CONVOLUTION and not all(tensor.is_contiguous() for tensor in args[:2]):
+            return NotImplemented  # its memory format depends on the device
+        made = NotImplemented if how.formula is None else how.formula(*args, **kwargs)
+        return outer(func(*args, **kwargs) if made is NotImplemented else made)
+    except (_OtherKindError, NotImplementedError):
+        return NotImplemented
+
+
 class Shapes:
     """Makes absent tensors that may be used together."""
 
-    def __init__(self) -> None:
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+    @cached_property
+    def fake_mode(self) -> FakeTensorMode:
+        """What fake tensors belong to; made when one is needed, since it imports the compiler."""
+        return FakeTensorMode(allow_non_fake_inputs=True)
 
     def like(self, tensor: Tensor, device: torch.device | None = None) -> Absent:
         """Return an absent tensor that looks like `tensor`."""
-        with _disable_current_modes(), torch.no_grad(), self.mode:  # nobody observes this
-            made = torch.empty_strided(
-                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device or tensor.device
-            )
-        assert isinstance(made, FakeTensor)
-        return Absent(made)
+        device = device or tensor.device
+        with _unobserved(), torch.no_grad():
+            if device.type == "cpu":
+                meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                return Absent(meta, device, self)
+            with self.fake_mode:  # which knows a device that was not numbered
+                made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return Absent(made, made.device, self)
+
+    def parameter_like(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+        """Return an absent parameter that looks like `parameter`."""
+        made = self.like(parameter, device)
+        if parameter.requires_grad:
+            made.requires_grad_()
+        made._is_param = True  # as nn.Parameter does, without another view
+        return made  # type: ignore[return-value]
 
     def without_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator that makes tensors from nothing."""
-        with self.mode:
+        device = kwargs.get("device")
+        if func in CONSTRUCTORS and (device is None or device.type == "cpu"):
+            return Absent(func(*args, **{**kwargs, "device": "meta"}), device or torch.device("cpu"), self)
+        with self.fake_mode:
             made = func(*args, **kwargs)
-        return Absent(made) if isinstance(made, FakeTensor) else made
+        return Absent(made, made.device, self) if isinstance(made, FakeTensor) else made
+
+
+def _unobserved() -> AbstractContextManager[None]:
+    """Return a context in which no mode sees what is done."""
+    return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
 
 
 def storage_of(tensor: Tensor) -> int:
     """Return what tensors share if one is a view of the other."""
     try:
-        return int((tensor.fake if isinstance(tensor, Absent) else tensor).untyped_storage()._cdata)
+        return int((tensor.form if isinstance(tensor, Absent) else tensor).untyped_storage()._cdata)
     except (NotImplementedError, RuntimeError):  # sparse and other layouts have none
         return id(tensor)
 
@@ -126,7 +252,7 @@ def written(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 def numbers(tensor: Tensor) -> Tensor:
     """Return some numbers of the form of a tensor that has none."""
-    with _disable_current_modes(), torch.no_grad():
+    with _unobserved(), torch.no_grad():
         made = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         if made.is_floating_point():
             made.normal_(0, 0.02)

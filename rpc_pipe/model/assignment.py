@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from ..dependency import ConfigError
 from .absent import storage_of
@@ -139,8 +140,9 @@ class Assignment:
 
     # --- what crosses
 
+    @cached_property
     def crossing(self) -> list[list[Version]]:
-        """Return what stage s hands to stage s + 1, for every s but the last."""
+        """What stage s hands to stage s + 1, for every s but the last."""
         crossing: list[list[Version]] = [[] for _ in range(self._num_stages - 1)]
         found: dict[Version, tuple[int, int]] = {}
         for value, readers in self._readers.items():
@@ -163,7 +165,7 @@ class Assignment:
 
     def role(self, stage: int) -> Role:
         """Return what `stage` does."""
-        crossing = self.crossing()
+        crossing = self.crossing
         last = stage == self._num_stages - 1
         role = Role(
             crossing[stage - 1] if stage else [],

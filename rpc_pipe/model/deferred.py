@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dependency import ConfigError
 from ..workers.compute.randomness import Randomness
-from .absent import NEEDS_NUMBERS, Absent, Shapes, on_shapes, storage_of, written
+from .absent import NEEDS_NUMBERS, Absent, OperatorMode, Shapes, on_shapes, storage_of, written
 from .trees import Path, leaves, replaced, tensors
 
 #: tensors up to this many elements are made at once: tables of positions, rates of dropout, biases
@@ -67,9 +66,9 @@ class Deferred:
         return self._recorder.filled(tensor)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(OperatorMode):
     def __init__(self, randomness: Randomness) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._shapes = Shapes()
         self._randomness = randomness
         self._count = 0

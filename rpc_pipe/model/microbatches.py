@@ -77,12 +77,11 @@ class Microbatches:
         if 0 in rows:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
             raise ConfigError(f"{which} has no rows: needs at least 1")
-        total = sum(rows)
         return cls(
             [inputs for inputs, _ in pieces],
             [targets for _, targets in pieces],
-            [number / total for number in rows],
-            total,
+            [number / sum(rows) for number in rows],
+            sum(rows),
             sum(num_tokens(inputs) for inputs, _ in pieces),
             (describe(batch[0], number), describe(batch[1], number)),
         )

@@ -20,6 +20,7 @@ from ..dependency import ConfigError
 from .absent import Absent
 from .assignment import Assignment, Owners
 from .deferred import Deferred
+from .garbage import uncollected
 from .observation import Observation
 from .observer import observe_forward
 from .skeleton import Skeleton, members, num_bytes
@@ -60,6 +61,7 @@ class StageSpec:
     hands_on: list[Crossing]
 
 
+@uncollected()
 def observe(
     model: nn.Module | Deferred | Callable[[], nn.Module],
     args: Sequence[Any] = (),
@@ -107,6 +109,7 @@ class Observed:
         self._source = source
         self._skeleton = skeleton
         self._observation = observation
+        self._assignment: tuple[list[range], Assignment] | None = None
         self._block_names = [skeleton.name_of(block) for block in skeleton.blocks]
         #: what was changed in the copies of the model, in words for the user
         self.notes = notes
@@ -125,15 +128,15 @@ class Observed:
         Raises:
             ConfigError: something would have to cross the cut that cannot.
         """
-        assignment = Assignment(self._observation, cut)
+        assignment = self._assigned(cut)
         for stage in range(len(cut)):
             assignment.role(stage)
 
     def stages(self, cut: Sequence[range]) -> list[StageSpec]:
         """Return what the stages of a cut would be."""
-        assignment = Assignment(self._observation, cut)
+        assignment = self._assigned(cut)
         owners = self._owners(assignment, len(cut))
-        crossing = [*assignment.crossing(), []]
+        crossing = [*assignment.crossing, []]
         return [
             StageSpec(
                 self.blocks[calls.start : calls.stop],
@@ -151,7 +154,7 @@ class Observed:
 
     def shared(self, cut: Sequence[range]) -> dict[str, list[int]]:
         """Return the parameters that several stages hold, whose gradients are to be summed, with those stages."""
-        owners = self._owners(Assignment(self._observation, cut), len(cut))
+        owners = self._owners(self._assigned(cut), len(cut))
         return {name: sorted(owners[name]) for name in self._skeleton.parameters if len(owners[name]) > 1}
 
     def build(
@@ -176,9 +179,10 @@ class Observed:
             ConfigError: the model's parameters have no numbers.
         """
         device = torch.device(device)
-        owners = self._owners(Assignment(self._observation, cut), len(cut))
+        owners = self._owners(self._assigned(cut), len(cut))
         model = self._source if isinstance(self._source, nn.Module) else self._source.model
-        skeleton = Skeleton(model, device)
+        with uncollected():
+            skeleton = Skeleton(model, device)
         _without_caches(skeleton.module)
         skeleton.choose([skeleton.module.get_submodule(name) for name in self._block_names])
         own = {}
@@ -192,9 +196,15 @@ class Observed:
         foreign = [block for block, name in zip(skeleton.blocks, self._block_names, strict=True) if name not in running]
         return Stage(skeleton, stage, cut, owners, foreign)
 
+    def _assigned(self, cut: Sequence[range]) -> Assignment:
+        """Return what a cut means; that of the last one asked about is kept."""
+        if self._assignment is None or self._assignment[0] != list(cut):
+            self._assignment = list(cut), Assignment(self._observation, cut)
+        return self._assignment[1]
+
     def own_buffers(self, stage: int, cut: Sequence[range]) -> set[str]:
         """Return the buffers of modules that `stage` alone writes; the last, which runs to the end, has all others."""
-        owners = Assignment(self._observation, cut).buffers
+        owners = self._assigned(cut).buffers
         names = [name for name, _ in self._skeleton.module.named_buffers(remove_duplicate=False)]
         # A module may write some in its forward, and make others of them later.
         of_module = {name.rpartition(".")[0]: owner for name, owner in owners.items()}

@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dependency import ConfigError
 from ..workers.compute.randomness import preserved
-from .absent import NEEDS_NUMBERS, Absent, numbers, on_ones, on_shapes, storage_of, without_masks, written
+from .absent import NEEDS_NUMBERS, Absent, OperatorMode, numbers, on_ones, on_shapes, storage_of, without_masks, written
+from .garbage import uncollected
 from .observation import Event, Kind, Observation, Part, Value
 from .skeleton import Skeleton
 from .trees import leaves, mapped, replaced, tensors
@@ -195,6 +195,8 @@ class Observer(TorchFunctionMode):
     def read(self, event: Event | None, tensor: Tensor) -> None:
         """Note that `event` takes `tensor`."""
         key = id(tensor)
+        if event is not None and self._made_by.get(key) is event and key not in self.values:
+            return
         if event is not None and key in self._params:
             event.params.add(self._params[key])
         elif event is not None and key in self._buffers:
@@ -204,8 +206,6 @@ class Observer(TorchFunctionMode):
         value = self.values.get(key)
         if value is None:
             if key in self._made_by:
-                if event is not None and self._made_by[key] is event:
-                    return
                 raise self._lost(tensor, self._made_by[key])
             if isinstance(tensor, Absent):
                 raise self._lost(tensor, None)
@@ -272,24 +272,24 @@ class Observer(TorchFunctionMode):
         )
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(OperatorMode):
     """Sees every operator below the torch functions, also inside blocks."""
 
     def __init__(self, observer: Observer) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._observer = observer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace == "prim":
             return func(*args, **kwargs)
-        observer = self._observer
-        for tensor in tensors((args, kwargs)):
+        observer, given = self._observer, tensors((args, kwargs))
+        for tensor in given:
             observer.read(observer._current, tensor)
         try:
-            result = self._run(func, args, kwargs)
+            result = self._run(func, args, kwargs, from_nothing=not given)
         except Exception as error:
-            absent = any(isinstance(tensor, Absent) for tensor in tensors((args, kwargs)))
+            absent = any(isinstance(tensor, Absent) for tensor in given)
             if not absent or (isinstance(error, NEEDS_NUMBERS) and not observer.in_block()):
                 raise
             # What a block does by its numbers is its own business, and not every operator knows shapes alone:
@@ -298,11 +298,11 @@ class _Operators(TorchDispatchMode):
         observer.ran(func, args, kwargs, result)
         return result
 
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, *, from_nothing: bool) -> Any:
         observer = self._observer
         if func is torch.ops.aten.index.Tensor and isinstance(args[0], Absent):
             args = (args[0], without_masks(args[1]))
-        if observer.in_block() and not any(True for _ in leaves((args, kwargs))):
+        if from_nothing and observer.in_block():
             result = observer._skeleton.shapes.without_numbers(func, args, kwargs)
             if sum(tensor.numel() for tensor in tensors(result)) > _LARGE:
                 return result
@@ -328,6 +328,7 @@ def _caller() -> str:
     return f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
+@uncollected()
 def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
     """Run the model once on shapes and return what it did; generators, buffers and inputs are left as they were.
 

@@ -4,6 +4,7 @@ who runs the forward that they are called."""
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -49,7 +50,11 @@ class Skeleton:
                 )
         memo: dict[int, Any] = {}
         for parameter in model.parameters():
-            memo[id(parameter)] = nn.Parameter(self.shapes.like(parameter, device), parameter.requires_grad)
+            memo[id(parameter)] = self.shapes.parameter_like(parameter, device)
+        for module in model.modules():
+            for value in vars(module).values():
+                if isinstance(value, OrderedDict) and not value:  # of hooks; most of a deep copy's time went into these
+                    memo[id(value)] = OrderedDict()
         try:
             self.module: nn.Module = copy.deepcopy(model, memo)
         except (TypeError, RuntimeError) as error:

@@ -27,9 +27,22 @@ def leaves(tree: Any) -> Iterator[tuple[Path, Tensor]]:
     return _leaves(tree, (), set())
 
 
-def tensors(tree: Any) -> Iterator[Tensor]:
-    """Yield every tensor of `tree`."""
-    return (tensor for _, tensor in leaves(tree))
+def tensors(tree: Any) -> list[Tensor]:
+    """Return every tensor of `tree`."""
+    found: list[Tensor] = []
+    _collect(tree, found, set())
+    return found
+
+
+def _collect(tree: Any, found: list[Tensor], above: set[int]) -> None:
+    # As `_leaves`, without paths: every operator's arguments go through here.
+    if isinstance(tree, Tensor):
+        found.append(tree)
+    elif not isinstance(tree, _PLAIN) and id(tree) not in above:
+        above.add(id(tree))
+        for child in tree if isinstance(tree, (tuple, list)) else [child for _, child in _children(tree)]:
+            _collect(child, found, above)
+        above.discard(id(tree))
 
 
 def _leaves(tree: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Tensor]]:
