@@ -100,7 +100,7 @@ def _all_cuts(question: Question, candidate: Candidate, num_blocks: int) -> Iter
         limits = [machines.limit(worker) for worker in workers]
         held = peak_bytes(run, sizes) if any(limit is not None for limit in limits) else ()
         if all(limit is None or used <= limit for used, limit in zip(held, limits, strict=False)):
-            yield run.makespan
+            yield run.span
 
 
 def _sum(sizes: list[Size]) -> Size:

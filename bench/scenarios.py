@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -172,38 +177,72 @@ def with_split_backward(quick: bool) -> Iterator[Contest]:
         yield emulated(8, 16, {"F": t, "I": t, "W": t}, 8, schedules, scenario=f"split backward {t} ms")
 
 
-def real(model: Model, microbatches: int, steps: int, rows: int, quick: bool) -> Contest:
-    """Two workers, one thread each. Same cut, from measured layers, for all; and PiPPy with its own."""
+def real(model: Model, make: str, microbatches: int, steps: int, rows: int, quick: bool) -> Contest:
+    """Two workers, one thread each. Same cut, from measured layers, for all; each with its own; and what `plan` says.
+
+    Args:
+        make: of `bench.plan_models`, the same model as a user would hand it to `rpc-pipe plan`; none: no plan.
+    """
     costs, padded = model.costs(), model.costs(padded=True)
     times = [cost[F] + cost[B] for cost in padded[0]]
-    by_time = model.workload(lambda count: balanced(times, count))
-    by_parameters = model.workload(lambda count: balanced(model.num_parameters(), count))
     schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B"), ("pippy", "1F1B"), ("rpc-pipe", "zb-h1")]
     if not quick:
         schedules += [("rpc-pipe", "zb-h2"), ("rpc-pipe", "zb-v"), ("torch", "ZBVZeroBubble"), ("pippy", "FillDrain")]
-    jobs = [make_job(system, schedule, 2, microbatches, by_time, steps) for system, schedule in schedules]
-    jobs.append(replace(make_job("pippy", "1F1B", 2, microbatches, by_parameters, steps), label="1F1B, its own cut"))
+    cuts: list[tuple[Job, Callable[[int], Sequence[int]]]] = []
+
+    def add(system: str, schedule: str, label: str, cut: Callable[[int], Sequence[int]], **options: Any) -> None:
+        job = make_job(system, schedule, 2, microbatches, model.workload(cut), steps, **options)
+        cuts.append((replace(job, label=label), cut))
+
+    for system, schedule in schedules:
+        add(system, schedule, "", lambda count: balanced(times, count))
+    add("pippy", "1F1B", "1F1B, its own cut", lambda count: balanced(model.num_parameters(), count))
+    add("torch", "1F1B", "1F1B, even cut", lambda count: _even(len(model.layers), count))
+    if make:
+        plan = best_plan(make, 2, microbatches)
+        cut = plan["cut"]
+        add("rpc-pipe", plan["schedule"], f"plan: {plan['schedule']}", lambda count: cut, **options_of(plan))
 
     def cost(job: Job) -> Cost:
-        weights = times if job.workload is by_time else list(map(float, model.num_parameters()))
-        return stage_cost(costs if job.system == "rpc-pipe" else padded, balanced(weights, job.num_stages))
+        sizes = next(cut for other, cut in cuts if other is job)(job.num_stages)
+        return stage_cost(costs if job.system == "rpc-pipe" else padded, sizes)
 
-    return Contest(model.name, jobs, cost, rows=rows)
+    return Contest(model.name, [job for job, _ in cuts], cost, rows=rows)
+
+
+def _even(num_layers: int, count: int) -> list[int]:
+    return [num_layers * (i + 1) // count - num_layers * i // count for i in range(count)]
+
+
+def best_plan(make: str, workers: int, microbatches: int) -> dict[str, Any]:
+    """Return the best schedule by name that `rpc-pipe plan` finds, as a user would ask for it."""
+    model = f"{Path(__file__).parent / 'plan_models.py'}:{make}"
+    command = [sys.executable, "-m", "rpc_pipe", "plan", model, "--workers", str(workers), "--again", "--no-searched"]
+    command += ["--microbatches", str(microbatches), "--no-recompute", "--json"]
+    root = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=root, timeout=180)
+    plans: list[dict[str, Any]] = json.loads(ran.stdout)["plans"]
+    return plans[0]
+
+
+def options_of(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a plan's parameters as a schedule takes them."""
+    return {key: value for key, value in plan["parameters"].items() if value is not None}
 
 
 def with_bert(quick: bool) -> Iterator[Contest]:
     """An encoder like BERT's."""
-    yield real(bert(8), 8, 5, 16, quick)
+    yield real(bert(8), "make_bert", 8, 5, 16, quick)
 
 
 def with_resnet(quick: bool) -> Iterator[Contest]:
     """Bottlenecks like ResNet-50's."""
-    yield real(resnet(8), 8, 5, 32, quick)
+    yield real(resnet(8), "make_resnet", 8, 5, 32, quick)
 
 
 def with_ragged_text(quick: bool) -> Iterator[Contest]:
     """Lines of text: microbatches of their own length, where the system can."""
-    yield real(ragged(8), 8, 8, 32, quick)
+    yield real(ragged(8), "", 8, 8, 32, quick)
 
 
 def by_message_size(quick: bool) -> Iterator[Contest]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
@@ -16,17 +18,22 @@ from ..planning.compare import tell_bytes
 from ..planning.listing import improved
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.search import Answer, Question, default_microbatches, search
+from .auto import Auto
 from .files import try_files, write
 from .options import Parser, add_json, parse_bytes, whole
 from .profile import add_measuring, find_profile, progress
-from .topology import HERE, parse_link, read_topology
+from .topology import HERE, machines_of, parse_link, read_topology
 
 #: how long is searched if nothing else is typed
 _SECONDS = 20.0
+#: how long before a run
+AUTO_SECONDS = 8.0
 #: and how long of it at most a program of its own is searched
 _LISTING_S = 6.0
 #: plans that are listed as JSON
 _MOST_PLANS = 50
+#: workers are measured as processes of this machine up to so many a core
+_PROCESSES_A_CORE = 4
 
 
 def add(commands: Any) -> None:
@@ -38,10 +45,14 @@ def add(commands: Any) -> None:
     parser.add_argument("--batch", type=whole(1), help="rows of a step's batch (those of the batch that make returns)")
     parser.add_argument("--microbatches", type=_counts, help="numbers to try, such as 8,16 (workers x 1, 2, 4, 8)")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
-    parser.add_argument("--link", metavar="MS[/BANDWIDTH]", help="between any two workers, bytes a second (0.3/1GB)")
+    parser.add_argument("--link", metavar="MS[/BANDWIDTH]", help="between any two workers, bytes a second (measured)")
+    parser.add_argument("--alone", action="store_true", help="measure in one process, not in one for each worker")
     parser.add_argument("--schedule", action="append", metavar="NAME", help="only this one; may be given again")
     parser.add_argument("--no-recompute", action="store_true", help="keep all activations")
     parser.add_argument("--seconds", type=float, help=f"how long to search ({_SECONDS:g})")
+    parser.add_argument(
+        "--auto", action="store_true", help="keep the plan beside the model, and plan again when a run shows a better"
+    )
     parser.add_argument("--no-searched", action="store_true", help="only schedules by name, no program of its own")
     parser.add_argument("--output", metavar="FILE", help="write the plans, for run --plan and Pipeline(plan=...)")
     parser.add_argument("--svg", metavar="FILE", help="write time against memory as a picture")
@@ -56,13 +67,15 @@ def _counts(text: str) -> list[int]:
 
 def _plan(typed: dict[str, Any], argv: list[str]) -> int:
     reporter = Reporter("json" in typed)
-    machines = _machines(typed)
     try_files(typed, ("output", "svg"))
     refuse_unknown(typed.get("schedule", ()))
     seconds = typed.get("seconds", _SECONDS)
     if not seconds > 0:
         raise ConfigError(f"--seconds {seconds:g}: must be above 0")
-    question = _question(typed, machines, seconds, reporter)
+    if "auto" in typed:
+        return _keep_up(typed, seconds, reporter)
+    question, _ = _question(typed, seconds, reporter)
+    machines = question.machines
     with progress(reporter) as bar:
         task = bar.add_task("searching", total=1.0)
         answer = search(question, lambda share, best: bar.update(task, completed=share), with_front=True)
@@ -85,10 +98,13 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
 
 
 def _machines(typed: dict[str, Any]) -> Machines:
-    """Return the workers from --topology, --workers and --memory."""
-    if "topology" not in typed:
-        machines = Machines(typed.get("workers", 2), link=HERE)
-    else:
+    """Return the workers from --topology or --workers; what is between them if it was typed.
+
+    Raises:
+        ConfigError: two that were typed do not go together.
+    """
+    machines = Machines(typed.get("workers", 2), link=HERE)
+    if "topology" in typed:
         machines = read_topology(typed["topology"])
         if typed.get("workers", machines.num_workers) != machines.num_workers:
             raise ConfigError(
@@ -103,10 +119,49 @@ def _machines(typed: dict[str, Any]) -> Machines:
     return machines
 
 
-def _question(typed: dict[str, Any], machines: Machines, seconds: float, reporter: Reporter) -> Question:
-    """Return what to search, with the model measured for the microbatches that are tried."""
+def _as_measured(machines: Machines, profile: Profile, typed: dict[str, Any]) -> Machines:
+    """Return the workers with the speeds and links that were measured, where nothing else was typed."""
+    if "topology" in typed or not profile.topology or profile.workers != machines.num_workers:
+        return machines
+    found = machines_of("the profile", profile.topology)
+    if "link" in typed:
+        return replace(machines, slowness=found.slowness)
+    return replace(machines, slowness=found.slowness, link=found.link, links=found.links)
+
+
+def _together(typed: dict[str, Any], workers: int) -> int:
+    """Return how many processes measure at once: as many as workers, if they will be processes of this machine."""
+    elsewhere = any(name in typed for name in ("topology", "link", "alone", "estimate"))
+    most = _PROCESSES_A_CORE * len(os.sched_getaffinity(0))
+    return workers if 1 < workers <= most and not elsewhere else 0
+
+
+def _keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> int:
+    """Tell in a line whether the plan that is kept is still the best; write it where that was asked for."""
+    plan_path, line = keep_up(typed, seconds, reporter)
+    told = plan_path.read_text(encoding="utf-8")
+    if "output" in typed:
+        write(typed["output"], told)
+    if "json" in typed:
+        print(json.dumps(json.loads(told)))
+    reporter.console.print(line, markup=False)
+    return 0
+
+
+def keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[Path, str]:
+    """Return the file of the plan that is kept for what was typed, made anew where that is better, and a line."""
+    if "model" not in typed:
+        raise ConfigError("--auto: needs path/to/file.py:make, beside which the plan is kept")
+    question, path = _question(typed, seconds, reporter)
+    auto = Auto(path)
+    return auto.plan_path, auto.settle(question, typed)[1]
+
+
+def _question(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[Question, Path]:
+    """Return what to search, with the model measured for the microbatches that are tried, and the profile's file."""
     if "model" not in typed and "profile" not in typed:
         raise ConfigError("plan: needs path/to/file.py:make, a function that returns model, batch; or --profile FILE")
+    machines = _machines(typed)
     batch = typed["batch"] if "batch" in typed else _rows_of_batch(typed)
     counts: Sequence[int] = typed.get("microbatches", default_microbatches(machines.num_workers, batch))
     if max(counts) > batch:
@@ -114,17 +169,19 @@ def _question(typed: dict[str, Any], machines: Machines, seconds: float, reporte
     rows = sorted({max(1, round(batch / count)) for count in counts})
     # On a line through the ends and the middle lies what is between.
     wanted = sorted({rows[0], rows[len(rows) // 2], rows[-1]})
-    profile, _ = find_profile(typed, wanted, reporter, at_least=machines.num_workers)
-    refuse_too_few(profile, machines.num_workers)
-    return Question(
+    workers = machines.num_workers
+    profile, path = find_profile(typed, wanted, reporter, at_least=workers, together=_together(typed, workers))
+    refuse_too_few(profile, workers)
+    question = Question(
         profile,
-        machines,
+        _as_measured(machines, profile, typed),
         batch,
         tuple(counts),
         recompute="no_recompute" not in typed,
         schedules=tuple(typed["schedule"]) if "schedule" in typed else None,
         seconds=seconds,
     )
+    return question, path
 
 
 def refuse_too_few(profile: Profile, num_workers: int) -> None:

@@ -1,20 +1,33 @@
-"""`rpc-pipe profile`: measure a model block by block, and keep what was measured in a file that can be edited."""
+"""`rpc-pipe profile`: measure a model block by block, and keep what was measured in a file that can be edited.
+
+With `--workers` that many processes measure at once, and the links between them; under torchrun the job's workers do.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TextColumn
 
 from ..dependency import ConfigError
 from ..drawing.plans import profile_table
+from ..launching import launcher_link as link
+from ..launching.job import Job, current_job
+from ..launching.launcher import How, as_worker, launch
 from ..launching.report import Reporter
 from ..planning.profile import Profile, as_json, from_json
+from ..tracing import run_folders
 from .files import try_files, write
 from .options import Parser, add_json, whole
+
+if TYPE_CHECKING:
+    from ..planning.profiling import Made
 
 #: where profiles are kept, beside what they are of
 _FOLDER = ".rpc_pipe"
@@ -23,8 +36,9 @@ OPTIMIZERS = ("adamw", "sgd", "momentum")
 
 def add(commands: Any) -> None:
     """Add `profile` to the command line."""
-    parser: Parser = commands.add_parser("profile", help="measure a model block by block")
+    parser: Parser = commands.add_parser("profile", help="measure a model block by block, and workers and links")
     add_measuring(parser)
+    parser.add_argument("--workers", type=whole(1), help="measure with so many at once, and what is between them")
     parser.add_argument("--rows", type=_rows, help="rows of a microbatch, several with commas (those of the batch)")
     add_json(parser)
     parser.set_defaults(command=_profile)
@@ -48,70 +62,176 @@ def add_measuring(parser: Parser) -> None:
 
 def _profile(typed: dict[str, Any], argv: list[str]) -> int:
     reporter = Reporter("json" in typed)
-    profile, path = find_profile(typed, typed.get("rows"), reporter)
+    job = current_job()
+    if job is not None:
+        return as_worker(lambda: _as_part_of(job, typed, reporter), reporter)
+    workers = typed.get("workers", 0)
+    profile, path = find_profile(typed, typed.get("rows"), reporter, at_least=max(1, workers), together=workers)
     if "json" in typed:
         print(json.dumps(as_json(profile)))
         return 0
-    rows = max(profile.measured)
-    reporter.console.print(profile_table(profile, rows))
-    reporter.console.print(f"kept in {path}, which may be edited", markup=False)
+    _show(profile, path, reporter)
     return 0
 
 
+def _show(profile: Profile, path: Path, reporter: Reporter) -> None:
+    console = reporter.console
+    console.print(profile_table(profile, max(profile.measured)))
+    if profile.topology:
+        usual = profile.topology.get("link")
+        speeds = ", ".join(f"{worker['speed']:g}" for worker in profile.topology["workers"])
+        console.print(f"{profile.workers} workers at once, of speed {speeds}", markup=False)
+        for name, way in {"any two": usual, **profile.topology.get("links", {})}.items():
+            if way:
+                where = f"{way['latency_ms']:g} ms and {way['bandwidth']}/s"
+                console.print(f"between {name.replace('-', ' and ')}: {where}", markup=False)
+        console.print(f"a step takes {profile.per_step:.2g} ms besides its actions", markup=False)
+    console.print(f"kept in {path}, which may be edited", markup=False)
+
+
+def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
+    """Measure as one of a job's workers; worker 0 keeps what all found."""
+    if "model" not in typed:
+        raise ConfigError("profile: needs path/to/file.py:make, a function that returns model, batch")
+    if typed.get("workers", job.num_workers) != job.num_workers:
+        raise ConfigError(f"--workers {typed['workers']}: this job has {job.num_workers} workers; leave it out")
+    import torch
+
+    from ..demo.together import profile_together
+    from ..planning.profiling import load, rows_of
+
+    torch.set_num_threads(typed.get("threads", 1))
+    made = load(typed["model"])
+    rows = typed.get("rows") or [rows_of(made.batch)]
+    settings = {**_settings(typed), "repeats": typed.get("repeats", 5)}
+    profile, worker = profile_together(made, rows, job.num_workers, settings)
+    if worker == 0:
+        name, path = _place(made, typed, job.num_workers)
+        _keep(replace(profile, signature=name), path)
+        if "json" in typed:
+            print(json.dumps(as_json(profile)))
+        elif not link.present():  # else who has started the workers shows it
+            _show(profile, path, reporter)
+
+
 def find_profile(
-    typed: dict[str, Any], rows: Sequence[int] | None, reporter: Reporter, *, at_least: int = 1
+    typed: dict[str, Any], rows: Sequence[int] | None, reporter: Reporter, *, at_least: int = 1, together: int = 0
 ) -> tuple[Profile, Path]:
     """Return the profile that was asked for, from its file or measured, and its file.
 
     Args:
         rows: of microbatches; None: those of the batch.
         at_least: how many blocks are wanted; with fewer, the parts of blocks are looked at.
+        together: so many processes measure at once; 0: this one.
 
     Raises:
         ConfigError: there is neither a model nor a profile.
     """
-    given = Path(typed["profile"]) if "profile" in typed else None
     if "model" not in typed:
-        if given is None:
+        if "profile" not in typed:
             raise ConfigError("profile: needs path/to/file.py:make, a function that returns model, batch")
+        given = Path(typed["profile"])
         return read_profile(given), given
+    if "profile" in typed:
+        try_files(typed, ["profile"])
     import torch
 
-    from ..planning.profiling import load, profile_model, rows_of, signature
+    from ..planning.profiling import load, rows_of
 
     torch.set_num_threads(typed.get("threads", 1))
-    if given is not None:
-        try_files(typed, ["profile"])
     made = load(typed["model"])
+    name, path = _place(made, typed, together)
     wanted = sorted({min(count, 10**6) for count in rows or [rows_of(made.batch)]})
-    settings = {
-        "device": typed.get("device", "cpu"),
-        "optimizer": typed.get("optimizer", "adamw"),
-        "estimate": "estimate" in typed,
-    }
-    name = signature(made, *settings.values(), typed.get("threads", 1))
-    path = given or Path(typed["model"].rpartition(":")[0]).resolve().parent / _FOLDER / f"profile-{name}.json"
     if path.exists() and path.stat().st_size and "again" not in typed:
         known = read_profile(path)
         if known.signature == name and set(wanted) <= set(known.measured) and known.num_blocks >= at_least:
             return known, path
         wanted = sorted({*wanted, *known.measured}) if known.signature == name else wanted
+    if together and "estimate" not in typed:
+        _measure_together(typed, wanted, together, path, reporter)
+        return read_profile(path), path
+    profile = _measure(made, typed, wanted, at_least, reporter)
+    _keep(replace(profile, signature=name), path)
+    return profile, path
+
+
+def _settings(typed: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "device": typed.get("device", "cpu"),
+        "optimizer": typed.get("optimizer", "adamw"),
+        "estimate": "estimate" in typed,
+    }
+
+
+def _place(made: Made, typed: Mapping[str, Any], together: int) -> tuple[str, Path]:
+    """Return the signature of what is to be measured, and the file where that is kept."""
+    from ..planning.profiling import signature
+
+    more = [f"{together} workers"] if together else []
+    name = signature(made, *_settings(typed).values(), typed.get("threads", 1), *more)
+    if "profile" in typed:
+        return name, Path(typed["profile"])
+    return name, Path(typed["model"].rpartition(":")[0]).resolve().parent / _FOLDER / f"profile-{name}.json"
+
+
+def _measure(made: Made, typed: Mapping[str, Any], rows: Sequence[int], at_least: int, reporter: Reporter) -> Profile:
+    from ..planning.profiling import profile_model
+
     with progress(reporter) as bar:
         task = bar.add_task("measuring", total=1.0)
 
         def tell(done: int, total: int) -> None:
             bar.update(task, completed=done / total)
 
-        profile = profile_model(made, wanted, repeats=typed.get("repeats", 5), at_least=at_least, tell=tell, **settings)
-    profile = Profile(
-        profile.measured, profile.per_stage, profile.ties, profile.model, name, profile.device, profile.batch_rows
-    )
+        repeats = typed.get("repeats", 5)
+        return profile_model(made, rows, repeats=repeats, at_least=at_least, tell=tell, **_settings(typed))
+
+
+def _measure_together(
+    typed: Mapping[str, Any], rows: Sequence[int], workers: int, path: Path, reporter: Reporter
+) -> None:
+    """Let so many processes measure the model at once, and keep what they found in `path`.
+
+    Raises:
+        ConfigError: they failed; the user has been told why.
+    """
+    arguments = ["profile", typed["model"], "--profile", str(path), "--again", "--workers", str(workers)]
+    arguments += ["--rows", ",".join(map(str, rows))]
+    for name in ("optimizer", "repeats", "device", "threads"):
+        if name in typed:
+            arguments += [f"--{name}", str(typed[name])]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    reporter.console.print(f"measuring with {workers} workers at once", markup=False)
+    before = path.stat().st_mtime_ns if path.exists() else 0
+    with _unwatched():
+        code = launch(arguments, workers, Reporter("json" in typed), How(typed.get("threads")))
+    if code or not path.exists() or path.stat().st_mtime_ns == before:
+        raise ConfigError(
+            f"--workers {workers}: that many processes could not measure the model here, as told above; "
+            "--alone measures in one"
+        )
+
+
+@contextmanager
+def _unwatched() -> Iterator[None]:
+    """Let a job leave nothing to be watched, nor a sentence at its end."""
+    before = os.environ.get(run_folders.FOLDER)
+    os.environ[run_folders.FOLDER] = run_folders.OFF
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[run_folders.FOLDER]
+        else:
+            os.environ[run_folders.FOLDER] = before
+
+
+def _keep(profile: Profile, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write(str(path), json.dumps(as_json(profile), indent=1))
     except OSError as error:
         raise ConfigError(f"--profile {path}: cannot be written: {error.strerror}") from error
-    return profile, path
 
 
 def read_profile(path: Path) -> Profile:

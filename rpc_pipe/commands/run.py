@@ -24,6 +24,7 @@ from ..launching.report import Reporter
 from ..planning.plan import read_plan
 from ..planning.specs import make_spec
 from ..tracing.outcome import FILES
+from .auto import let_note
 from .files import try_files
 from .options import (
     Parser,
@@ -36,6 +37,7 @@ from .options import (
     typed_checkpoints,
     whole,
 )
+from .plan import AUTO_SECONDS, keep_up
 
 #: what the built-in training alone can be told
 _GPT: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -62,7 +64,12 @@ def add(commands: Any) -> None:
         "--model", metavar="FILE.py:make",
         help="train a model of yours on a batch: a function that returns model, batch or model, batch, loss_fn",
     )  # fmt: skip
-    parser.add_argument("--plan", metavar="FILE", help="what rpc-pipe plan wrote: schedule, workers, cut and so on")
+    parser.add_argument(
+        "--plan", metavar="FILE|auto",
+        help="what rpc-pipe plan wrote: schedule, workers, cut and so on; auto: plan for --model, again if a run shows "
+        "a better one",
+    )  # fmt: skip
+    parser.add_argument("--memory", metavar="BYTES", help="of each worker, for --plan auto, such as 8GB (no limit)")
     parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
     parser.add_argument(
         "--trace", metavar="FILE", help="write the last steps to this file for Chrome's tracing or Perfetto"
@@ -109,6 +116,7 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     """Train or run the script; return the exit code."""
     set_transport(typed)
     job = current_job()
+    typed, argv = _planned(typed, argv, job)
     typed = _with_model(follow_plan(typed))
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and "checkpoint_every" in typed:
         typed["resume"] = "auto"  # torchrun has started this job before, with the same arguments
@@ -117,6 +125,44 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
         try_files(typed, FILES)
         try_checkpoints(*typed_checkpoints(typed))
     return _run_script(typed, argv, job) if "script" in typed else _train(typed, argv, job)
+
+
+def _planned(typed: dict[str, Any], argv: list[str], job: Job | None) -> tuple[dict[str, Any], list[str]]:
+    """Return what was typed with the file of a plan in the place of --plan auto, which is made or kept.
+
+    Raises:
+        ConfigError: there is nothing to plan for, or others have started this job.
+    """
+    if typed.get("plan") != "auto":
+        if "memory" in typed:
+            raise ConfigError(f"--memory {typed['memory']}: is for --plan auto; leave it out")
+        return typed, argv
+    if "model" not in typed:
+        raise ConfigError(
+            "--plan auto: needs --model FILE.py:make, which is measured; for a script: rpc-pipe plan FILE.py:make "
+            "--auto --output plan.json, and --plan plan.json"
+        )
+    if job is not None:
+        raise ConfigError(
+            "--plan auto: this job has been started already; before it: rpc-pipe plan --auto --output plan.json"
+        )
+    names = ("model", "workers", "memory", "threads", "device")
+    reporter = Reporter("json" in typed)
+    path, line = keep_up({name: typed[name] for name in names if name in typed}, AUTO_SECONDS, reporter)
+    reporter.text(line)
+    rest = {name: value for name, value in typed.items() if name not in ("memory", "plan")}
+    for option in ("--memory", "--plan"):
+        argv = _without(argv, option)
+    return {**rest, "plan": str(path)}, [argv[0], "--plan", str(path), *argv[1:]]
+
+
+def _without(argv: Sequence[str], option: str) -> list[str]:
+    """Return what was typed without an option and its value."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    for at, word in enumerate(argv[:end]):
+        if word == option or word.startswith(f"{option}="):
+            return [*argv[:at], *argv[at + (2 if word == option else 1) :]]
+    return list(argv)
 
 
 def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
@@ -165,6 +211,7 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
         return typed
     path, rest = typed["plan"], {name: value for name, value in typed.items() if name != "plan"}
     plan = read_plan(path)
+    let_note(path)
     said: dict[str, Any] = {
         "schedule": path if plan.program else plan.schedule,
         "set": [f"{key}={value}" for key, value in plan.schedule_options.items() if value is not None],

@@ -21,6 +21,7 @@ from ..pipeline import Pipeline
 from ..planning.compare import tell_versions
 from ..tracing.outcome import FILES, figures, last_steps, sentence, write_timelines
 from ..tracing.own_boards import collect, record
+from .auto import note, noting
 from .options import typed_checkpoints
 
 #: trains a model of the user's
@@ -89,7 +90,7 @@ class _Ending:
     def __init__(self, typed: Mapping[str, Any]) -> None:
         self._typed = typed
         self._pipe: Pipeline | None = None
-        self._wants_steps = any(name in typed for name in _OF_STEPS)
+        self._wants_steps = noting() or any(name in typed for name in _OF_STEPS)
 
     def made(self, pipe: Pipeline) -> None:
         if self._pipe is not None and ("resume" in self._typed or "checkpoint_every" in self._typed):
@@ -124,9 +125,13 @@ class _Ending:
 
     def _tell(self, device: str, versions: list[str]) -> None:
         history, typed = collect(), self._typed
-        trace, found = last_steps(history), figures(history)
-        if trace is None or found is None:
+        trace, found, lost = last_steps(history), figures(history), history.lost(fresh=True)
+        if trace is None or found is None or lost is None:
+            if not any(name in typed for name in _OF_STEPS):
+                return
             raise ConfigError(f"{typed['script']} trained no step that --trace, --html or --json could tell of")
+        if noting():
+            note(trace, lost)
         write_timelines(trace, device, chrome=typed.get("trace"), html=typed.get("html"))
         files = {name: typed[name] for name in FILES if name in typed}
         link.tell(

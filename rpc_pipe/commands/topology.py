@@ -47,6 +47,15 @@ def read_topology(path: str) -> Machines:
         told = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{where}: cannot be read: {error}") from None
+    return machines_of(where, told)
+
+
+def machines_of(where: str, told: Any) -> Machines:
+    """Return the machines from what is in such a file.
+
+    Raises:
+        ConfigError: it says something that cannot be.
+    """
     if not isinstance(told, Mapping) or not isinstance(told.get("workers"), list) or not told["workers"]:
         raise ConfigError(f'{where}: must have "workers", a list such as [{{"memory": "8GB", "speed": 1.0}}]')
     _refuse_unknown(where, told, ("workers", "link", "links"))

@@ -1,9 +1,10 @@
 """Times that no cut of a model can beat with a schedule: found without a simulation, to leave cuts out of the search.
 
-Proven below the simulator's time, for every order in which workers may run what is ready. For each worker:
+A step's time is that of steps which follow each other: the longest that a worker has its own part of a step before it.
+Proven below what the simulator says of it, for every order in which workers may run what is ready. For each worker:
 
-    it cannot begin before the forwards of the stages before its own, must do all its work, and the last backward of
-    its own must go back to stage 0;
+    it must do all its work; and between the first and the last action of stage 0's worker lie the forwards of the
+    stages before its own, all its work but W and updates, and the way of its last backward back to stage 0;
     before its first backward, which needs every forward and the backwards of later stages of one microbatch, it runs
     at most as many forwards as it may hold activations: all its other work comes after;
     before its last forward all but so many of its microbatches have been there and back, and after it that one must
@@ -15,12 +16,15 @@ Of a cut whose first stages only are known, the rest counts as if it could be sh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 from ..dependency import B, F, I, Kind, R, Spec, U, W, order_limit
 from .bottleneck import costliest, least_bottleneck
 from .profile import Chain, Machines
+
+#: when each known stage can begin; what comes after its backward; all forwards; the whole path
+_Path = tuple[list[float], list[float], float, float]
 
 
 class Bounds:
@@ -43,6 +47,7 @@ class Bounds:
         #: whether what is computed again waits for the gradient
         self._on_the_way = not type(spec).recompute
         self._held = [self._most_held(w) for w in range(spec.num_workers)]
+        self._only_route = spec.num_routes == 1
 
     def _splits(self, stage: int) -> list[int]:
         """Return by route how many backwards of a stage are in two parts."""
@@ -109,7 +114,8 @@ class Bounds:
         ends = least_bottleneck(chain.num_blocks, self._num_stages, self.behind, fits, may_be_empty=True)
         if ends is None:
             return float("inf")
-        return max(bound, (_Partial(self, (0,)).path() + costliest(ends, self.behind)) * (1 - 1e-9))
+        path = _Partial(self, (0,)).path() + costliest(ends, self.behind)
+        return max(bound, path * (1 - 1e-9) + chain.per_step)
 
     def beyond(self, ends: Sequence[int], cap: float | None = None) -> bool:
         """Tell whether a worker cannot have its stages of those that are known, whatever the others are."""
@@ -169,7 +175,7 @@ class _Partial:
             return link.latency
         return link.latency + b.chain.outputs(self._ends[stage + 1]) / link.bandwidth
 
-    def _path(self, route: int) -> tuple[list[float], list[float], float, float]:
+    def _path(self, route: int) -> _Path:
         """Return when each known stage can begin, what comes after its backward, all forwards, the whole path."""
         b, known = self._bounds, self._known
         heads, tails, head, tail = [], [], 0.0, 0.0
@@ -201,26 +207,25 @@ class _Partial:
             own = [(s, r) for s, r in hosted if s < known]
             missing = len(own) < len(hosted)
             load, weights, updates = self._load(own)
-            loads.append(load)
+            loads.append((load, weights + updates))
             if not hosted:
                 continue
-            begins = min(paths[r][0][min(s, known)] for s, r in hosted)
-            after = min(paths[r][1][min(s, known)] for s, r in hosted)
-            turn = min(self._turn(paths[r], s, r) for s, r in hosted)
-            late = turn - self._forwards_before(own, b._held[worker])
-            for start in (begins, late):
-                found += [start + load, start + load - weights - updates + after]
-            if missing:
-                found.append(begins + load)
-            elif len(own) == 1:
+            found.append(load)
+            if len(own) == 1 and not missing:
                 found.append(self._last_one(paths[own[0][1]], *own[0], b._held[worker]))
+            begins = {route: min(paths[route][0][min(s, known)] for s, r in hosted if r == route)
+                      for route in {r for _, r in hosted}}  # fmt: skip
+            before = self._forwards_before(own, b._held[worker])
+            found.append(min(self._turn(paths[r], s, r) - begins[r] for s, r in hosted) - before + load)
+            if b._only_route:  # the step begins and ends on the worker of its stage 0
+                after = min(paths[r][1][min(s, known)] for s, r in hosted)
+                late = min(self._turn(paths[r], s, r) for s, r in hosted) - before
+                found.append(max(late, min(begins.values())) + load - weights - updates + after)
         if self._rest:
             found.append(self._shared(loads, paths))
-        return max(found)
+        return max(found) + b.chain.per_step
 
-    def _last_one(
-        self, path: tuple[list[float], list[float], float, float], stage: int, route: int, held: int
-    ) -> float:
+    def _last_one(self, path: _Path, stage: int, route: int, held: int) -> float:
         """Return when a worker's last microbatch has come back to stage 0."""
         b, times, (heads, tails, _, whole) = self._bounds, self._times, path
         count, split, slow = b._count[route], b._num_split[stage][route], b._slow[stage][route]
@@ -244,7 +249,7 @@ class _Partial:
             load += whole * slow
         return load + weights + updates, weights, updates
 
-    def _turn(self, path: tuple[list[float], list[float], float, float], stage: int, route: int) -> float:
+    def _turn(self, path: _Path, stage: int, route: int) -> float:
         """Return when the first backward of a stage can begin."""
         b, (_, tails, forwards, whole) = self._bounds, path
         if stage >= self._known:
@@ -264,17 +269,29 @@ class _Partial:
             held -= min(count, held)
         return total
 
-    def _shared(self, loads: Sequence[float], paths: dict[int, tuple[list[float], list[float], float, float]]) -> float:
-        """Return when the workers of unknown stages can have done all of theirs, if they could share it evenly."""
+    def _shared(self, loads: Sequence[tuple[float, float]], paths: Mapping[int, _Path]) -> float:
+        """Return how long the workers of unknown stages need for all of theirs, if they could share it evenly.
+
+        Args:
+            loads: by worker, of known stages: all, and the part of it that may come when stage 0 has ended.
+        """
         b, known = self._bounds, self._known
         stages = range(known, b._num_stages)
         workers = {b._worker[s][r] for s in stages for r in b._routes}
         splits = any(any(b._num_split[s]) for s in stages)
         backward = min(self._unknown(B), self._unknown(I) + self._unknown(W)) if splits else self._unknown(B)
-        work = sum(b._count[r] for r in b._routes) * (self._unknown(F) + backward)
-        begins = min(paths[r][0][min(s, known)] for w in workers for s, r in b._hosted[w])
-        speed = sum(1 / slow for slow in (b.machines.slow(w) for w in workers) if slow > 0)
-        if not speed:
-            return begins
-        done = sum(loads[w] / b.machines.slow(w) for w in workers if b.machines.slow(w) > 0)
-        return begins + (work + done) / speed
+        speeds = {w: 1 / b.machines.slow(w) for w in workers if b.machines.slow(w) > 0}
+        if not speeds:
+            return 0
+        count, forward = sum(b._count[r] for r in b._routes), self._unknown(F)
+        done = sum(loads[w][0] * speed for w, speed in speeds.items())
+        needed = (count * (forward + backward) + done) / sum(speeds.values())
+        if not b._only_route:
+            return needed
+        # What is left when the last backward is on its way back to stage 0 is not waited for.
+        firm = sum((loads[w][0] - loads[w][1]) * speed for w, speed in speeds.items())
+        back = min(self._unknown(B), self._unknown(I)) if splits else self._unknown(B)
+        path = paths[0]
+        hosted = [min(s, known) for w in speeds for s, _ in b._hosted[w]]
+        around = min(path[0][s] for s in hosted) + min(path[1][s] for s in hosted)
+        return max(needed, around + (count * (forward + back) + firm) / sum(speeds.values()))

@@ -64,7 +64,7 @@ class CutSearch:
         if known is None or (known[1] is None and known[0] < faster_than):
             simulation = self.priced.simulate(ends)
             held: tuple[float, ...] | None = None
-            took = simulation.makespan + self.priced.exchange(ends)
+            took = self.priced.step(simulation, ends)
             if not self._with_memory:
                 held = ()
             elif took < faster_than:

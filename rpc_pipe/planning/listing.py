@@ -176,7 +176,7 @@ def planned(program: Program, chain: Chain, machines: Machines, ends: Ends) -> P
     priced = Priced(spec, chain, machines)
     simulation = priced.simulate(ends)
     memory = priced.memory(simulation, ends)
-    found = CutFound(ends, simulation.makespan + priced.exchange(ends), memory)
+    found = CutFound(ends, priced.step(simulation, ends), memory)
     return Plan(
         SEARCHED,
         {},
@@ -185,7 +185,7 @@ def planned(program: Program, chain: Chain, machines: Machines, ends: Ends) -> P
         (),
         found.time,
         max(memory),
-        simulation.bubble,
+        simulation.bubble_in_a_run,
         num_workers=machines.num_workers,
         memory_by_worker=memory,
         busy_by_worker=simulation.busy,

@@ -56,6 +56,10 @@ class Priced:
 
         return price_listed(self._relation, listed, links=links, payload=payload)
 
+    def step(self, simulation: Simulation, ends: Ends) -> float:
+        """Return a step's time when steps follow each other."""
+        return simulation.span + self.exchange(ends) + self.chain.per_step
+
     def exchange(self, ends: Ends) -> float:
         """Return what is added to a step's time where parameters are cut apart: gradients go to the other holder.
 

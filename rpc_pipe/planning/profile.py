@@ -60,6 +60,12 @@ class Profile:
     device: str = "cpu"
     #: rows of the batch that came with the model; 0: not known
     batch_rows: int = 0
+    #: so many workers measured it, each busy while the others were; 0: one process alone
+    workers: int = 0
+    #: what they found of each other, as in a file for --topology; empty: not measured
+    topology: Mapping[str, Any] = field(default_factory=dict)
+    #: what a step takes besides its actions
+    per_step: float = 0
 
     @property
     def num_blocks(self) -> int:
@@ -143,15 +149,21 @@ class Chain:
 
     Args:
         per_stage: what each stage takes besides its blocks, by kind.
+        per_step: what a step takes besides its actions.
     """
 
     def __init__(
-        self, blocks: Sequence[LayerCost], per_stage: Mapping[Kind, float] | None = None, ties: Sequence[Tie] = ()
+        self,
+        blocks: Sequence[LayerCost],
+        per_stage: Mapping[Kind, float] | None = None,
+        ties: Sequence[Tie] = (),
+        per_step: float = 0,
     ) -> None:
         inside = {i for tie in ties if tie.together for i in range(tie.first + 1, tie.last + 1)}
         #: where stages may begin, and the end
         self._places = [i for i in range(len(blocks) + 1) if i not in inside]
         self.num_blocks = len(self._places) - 1
+        self.per_step = per_step
         self.ties = tuple(tie for tie in ties if tie.weights or tie.gradients or tie.optimizer)
         self.per_stage = {kind: (per_stage or {}).get(kind, 0) for kind in TIMED}
         self._times = {kind: self._sums(block.times.get(kind, 0) for block in blocks) for kind in TIMED}
@@ -238,6 +250,9 @@ def as_json(profile: Profile) -> dict[str, Any]:
         "num_blocks": profile.num_blocks,
         "batch_rows": profile.batch_rows,
         "per_stage_ms": {kind.letter: time for kind, time in profile.per_stage.items()},
+        "per_step_ms": profile.per_step,
+        "workers": profile.workers,
+        "topology": dict(profile.topology),
         "ties": [{f.name: getattr(tie, f.name) for f in fields(Tie)} for tie in profile.ties],
         "rows": {
             str(rows): [
@@ -279,6 +294,9 @@ def from_json(told: Any, where: str) -> Profile:
             str(told.get("signature", "")),
             str(told.get("device", "cpu")),
             int(told.get("batch_rows", 0)),
+            int(told.get("workers", 0)),
+            dict(told.get("topology", {})),
+            float(told.get("per_step_ms", 0)),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None

@@ -25,7 +25,7 @@ from .estimating import estimate_layers, estimate_whole, operations_a_ms
 from .measure import Finish, Forward, measure, num_bytes, time_block, with_shard
 from .profile import LayerCost, Profile, Tie
 
-__all__ = ["OPTIMIZERS", "load", "profile_model", "rows_of", "signature"]
+__all__ = ["OPTIMIZERS", "Made", "load", "profile_model", "rows_of", "signature"]
 
 #: (blocks that are measured, of how many)
 Tell = Callable[[int, int], None]

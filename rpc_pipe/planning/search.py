@@ -38,7 +38,7 @@ class Question:
     def chain(self, num_microbatches: int) -> Chain:
         """Return the blocks with what they cost for one of so many microbatches."""
         profile = self.profile
-        return Chain(profile.at(self.batch / num_microbatches), profile.per_stage, profile.ties)
+        return Chain(profile.at(self.batch / num_microbatches), profile.per_stage, profile.ties, profile.per_step)
 
 
 @dataclass
@@ -110,7 +110,7 @@ class _Search:
             return answer
         best, bound = self._best(None, self._until, 0, 0.7 if self._with_front else 1)
         answer.searched_bound = bound
-        answer.lower_bound = min([bound, *(relaxed(chain, self._question.machines, count, self._routes)
+        answer.lower_bound = min([bound, *(relaxed(chain, self._question.machines, count)
                                            for count, chain in self._chains.items())])  # fmt: skip
         if best is None:
             self._say_nearest(answer)
@@ -119,10 +119,6 @@ class _Search:
             self._trace_front(max(best[1].memory))
         self._collect(answer)
         return answer
-
-    @property
-    def _routes(self) -> int:
-        return max(search.spec.num_routes for _, search in self._searches)
 
     def _best(
         self, cap: float | None, until: float, begin: float, end: float
@@ -211,7 +207,7 @@ def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
         candidate.recompute,
         found.time,
         max(memory),
-        simulation.bubble,
+        simulation.bubble_in_a_run,
         num_workers=search.spec.num_workers,
         memory_by_worker=memory,
         busy_by_worker=simulation.busy,
@@ -219,28 +215,18 @@ def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
     )
 
 
-def relaxed(chain: Chain, machines: Machines, num_microbatches: int, routes: int = 1) -> float:
+def relaxed(chain: Chain, machines: Machines, num_microbatches: int) -> float:
     """Return a time that no step can beat, whatever the schedule, the cut and the order.
 
-    All work must be done by somebody; of one microbatch it is done in a row; and a worker that holds no replica of
-    the first block waits until the forwards of the blocks before its first are done.
-
-    Args:
-        routes: how many replicas of the model there may be.
+    All work must be done by somebody, and that of one microbatch is done in a row.
     """
     slows = [machines.slow(w) for w in range(machines.num_workers)]
     fastest, blocks = min(slows), chain.num_blocks
     once = chain.blocks_time(F, 0, blocks)
     back = min(chain.blocks_time(I, 0, blocks), chain.blocks_time(B, 0, blocks))
     whole = once + min(chain.work(True), chain.work(False))
-    waits = [
-        chain.blocks_time(F, 0, min(number // routes, blocks)) * fastest + chain.per_stage[F] * (number >= routes)
-        for number in range(machines.num_workers)
-    ]
-    # The workers that begin last may be the slowest: what they miss counts least.
-    speeds = sorted((1 / slow for slow in slows), reverse=True)
-    missed = sum(wait * speed for wait, speed in zip(waits, speeds, strict=True))
-    return max((once + back) * fastest, (num_microbatches * whole + missed) / sum(speeds))
+    speed = sum(1 / slow for slow in slows)
+    return max((once + back) * fastest, num_microbatches * whole / speed) + chain.per_step
 
 
 def best_cut(question: Question, candidate: Candidate) -> Sequence[int]:

@@ -104,21 +104,32 @@ class Simulation:
             return self.makespan
         return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
 
-    @property
+    @cached_property
     def span(self) -> float:
-        """Largest over workers of last end minus first start: a step's time when steps follow each other."""
+        """Largest over workers of last end minus first start: a step's time when steps follow each other.
+
+        A worker begins the next step when its part of this one has ended, though others are still at theirs.
+        """
+        worker = self._relation.worker
         first: dict[int, float] = {}
         last: dict[int, float] = {}
-        for s in self.spans:
-            if s.end > s.start:  # an update that costs nothing may wait for a replica's gradients
-                first.setdefault(s.worker, s.start)
-                last[s.worker] = max(s.end, last.get(s.worker, s.end))
-        return max((last[worker] - first[worker] for worker in first), default=0)
+        for number, start, end in self._ran:  # by start
+            if end > start:  # an update that costs nothing may wait for a replica's gradients
+                at = worker[number]
+                first.setdefault(at, start)
+                if end > last.get(at, 0):
+                    last[at] = end
+        return max((last[at] - first[at] for at in first), default=0)
 
     @property
     def bubble(self) -> float:
         """Share of the workers' time that is not spent computing, 0 to 1."""
         return 1 - sum(self.busy) / (self.spec.num_workers * self.makespan) if self.makespan else 0.0
+
+    @property
+    def bubble_in_a_run(self) -> float:
+        """The same when steps follow each other."""
+        return 1 - sum(self.busy) / (self.spec.num_workers * self.span) if self.span else 0.0
 
     def orders(self) -> list[list[Action]]:
         """Return what each worker ran, in order, without the end of the step."""

@@ -1,0 +1,141 @@
+"""`plan --auto` and `run --plan auto`: a plan that is kept beside the model, and made anew when a run shows a better.
+
+run 1    measures and plans; when it ends, what its actions took is noted
+run 2    what was noted corrects the profile; if another plan is faster by it, that one is taken, and a line says so
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..dependency import ConfigError, PipeError
+from ..planning.correcting import Ran, corrected, predicted_ms, ran_with, read_ran
+from ..planning.plan import Plan, read_plan
+from ..planning.profile import as_json
+from ..planning.search import Question, search
+from ..tracing.lost import Lost
+from ..tracing.trace import Trace
+from .files import write
+
+#: environment variable of workers: the file of a plan whose runs are noted
+PLAN = "RPC_PIPE_PLAN"
+#: how much faster, relatively, another plan must be
+WORTHWHILE = 0.02
+#: what was typed for a plan, which is asked again
+_ASKED = ("workers", "memory", "batch", "microbatches", "topology", "link", "schedule", "no_recompute", "seconds")
+
+
+class Auto:
+    """The plan that is kept for a model, beside its profile."""
+
+    def __init__(self, profile_path: Path) -> None:
+        name = profile_path.name.removeprefix("profile-")
+        self.profile_path = profile_path
+        self.plan_path = profile_path.with_name(f"plan-{name}")
+        self.note_path = profile_path.with_name(f"ran-{name}")
+
+    def settle(self, question: Question, asked: Mapping[str, Any]) -> tuple[Question, str]:
+        """See to it that there is a plan, the best that is known; return what was asked in the end, and a line.
+
+        Raises:
+            ConfigError: nothing fits.
+        """
+        kept = self._kept(question, asked)
+        ran = self._noted()
+        if kept is None:
+            plan = _best(question)
+            self._keep(question, plan, asked)
+            return question, f"planned: {_tell(plan)}"
+        if ran is None:
+            return question, f"plan kept, as no run has been noted since: {_tell(kept)}"
+        profile, off = corrected(question, ran)
+        if off:
+            question = replace(question, profile=profile)
+            write(str(self.profile_path), json.dumps(as_json(profile), indent=1))
+        self.note_path.unlink(missing_ok=True)
+        before = predicted_ms(question, kept)
+        plan = _best(question)
+        gain = 1 - plan.predicted_ms / before if before else 0.0
+        seen = f"in the last run {_differences(off)} (its lost time: {ran.sentence})"
+        if gain < WORTHWHILE:
+            return question, f"plan kept, none is {WORTHWHILE:.0%} faster: {_tell(kept)}; {seen}"
+        self._keep(question, plan, asked)
+        return question, (
+            f"planned again: {_tell(plan)} instead of {kept.name}, cut {_cut(kept)}, which would take "
+            f"{before:.4g} ms ({-gain:+.0%}): {seen}"
+        )
+
+    def _kept(self, question: Question, asked: Mapping[str, Any]) -> Plan | None:
+        if not self.plan_path.exists():
+            return None
+        told = json.loads(self.plan_path.read_text(encoding="utf-8"))
+        plan = read_plan(self.plan_path)
+        same = told.get("asked") == _as_asked(asked) and plan.num_workers == question.machines.num_workers
+        return plan if same and sum(plan.cut) == question.profile.num_blocks else None
+
+    def _noted(self) -> Ran | None:
+        try:
+            return read_ran(json.loads(self.note_path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, KeyError, TypeError, PipeError):
+            return None
+
+    def _keep(self, question: Question, plan: Plan, asked: Mapping[str, Any]) -> None:
+        told = {"plans": [plan.as_json()], "asked": _as_asked(asked), "note": str(self.note_path)}
+        write(str(self.plan_path), json.dumps(told, indent=1))
+        self.note_path.unlink(missing_ok=True)  # of a run with another plan
+
+
+def _as_asked(typed: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: typed[name] for name in _ASKED if name in typed}
+
+
+def _best(question: Question) -> Plan:
+    answer = search(question)
+    if not answer.plans:
+        raise ConfigError("plan --auto: nothing fits; rpc-pipe plan says by how much, and what would")
+    return answer.plans[0]
+
+
+def _tell(plan: Plan) -> str:
+    return f"{plan.name}, {plan.num_microbatches} microbatches, cut {_cut(plan)}: {plan.predicted_ms:.4g} ms a step"
+
+
+def _cut(plan: Plan) -> str:
+    return ",".join(map(str, plan.cut))
+
+
+def _differences(off: list[tuple[int, float]]) -> str:
+    if not off:
+        return "all stages took what was predicted"
+    return ", ".join(f"stage {stage} took {ratio:.2g} x what was predicted" for stage, ratio in off)
+
+
+def let_note(path: str) -> None:
+    """Let what a run with the plan in this file takes be noted, if the plan was made to be kept."""
+    if _note_of(path):
+        os.environ[PLAN] = path
+
+
+def noting() -> bool:
+    """Tell whether somebody will ask what this run takes."""
+    return PLAN in os.environ
+
+
+def note(trace: Trace, lost: Lost) -> None:
+    """Note what a run took."""
+    path = os.environ[PLAN]
+    ran = ran_with(read_plan(path), trace.spec, trace.cost(), trace.step_ms, lost.sentence)
+    write(_note_of(path), json.dumps(ran.as_json()))
+
+
+def _note_of(path: str) -> str:
+    try:
+        told = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return ""
+    return str(told.get("note", "")) if isinstance(told, dict) else ""

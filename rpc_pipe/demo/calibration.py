@@ -1,0 +1,173 @@
+"""What the workers of a job find of themselves: what the runtime takes for an action and for a step, and the links.
+
+A pipeline whose layers only sleep is trained for a few steps. What its actions take longer than their layers alone, and
+what lies between two actions of which the second waited for nothing else, is the runtime's, on processors that are not
+busy. Links are measured by payloads that two workers send to and fro, as they send those of a step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations, pairwise
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..dependency import B, F, I, Kind, R, W
+from ..pipeline import Pipeline
+from ..planning.measure import measure
+from ..planning.simulator import Link
+from ..workers.actor import WorkerActor
+from ..workers.hooks import Listener, StepRecord
+from ..workers.transport.call import Call
+from ..workers.transport.payload import pack, unpack
+
+#: how long a layer sleeps, seconds: long against what a thread needs to wake up
+_SLEEP_S = 0.002
+_STEPS, _MICROBATCHES = 6, 8
+#: payloads: small and large, bytes; how often each goes to and fro
+_SMALL, _LARGE, _ROUNDS = 4_096, 4_194_304, 15
+#: up to so many workers every pair is measured, else neighbours only
+_ALL_PAIRS = 8
+
+
+class Calibration(NamedTuple):
+    """What was found, in milliseconds; of links, bytes a millisecond."""
+
+    #: of an action besides computing
+    per_action: dict[Kind, float]
+    #: of a step besides its actions
+    per_step: float
+    #: by (from, to)
+    links: dict[tuple[int, int], Link]
+
+
+def calibrate(num_workers: int) -> tuple[WorkerActor, Calibration]:
+    """Measure with all workers of this job, who call this alike; return this process's worker, for what comes next."""
+    runtime: dict[Kind, list[float]] = defaultdict(list)
+    between: list[float] = []
+    for schedule in ("1f1b", "gpipe", "zb-h1"):
+        actor, found, steps = _sleeping(num_workers, schedule)
+        for kind, took in found.items():
+            runtime[kind] += took
+        between += steps
+    own = {kind.letter: median(took) for kind, took in runtime.items()}, median(between), _ping(actor)
+    told: list[Any] = actor.exchange("calibration", own)
+    kinds = {kind: [each[0][kind.letter] for each in told if kind.letter in each[0]] for kind in (F, B, I, W)}
+    per_action = {kind: max(0.0, median(found)) for kind, found in kinds.items() if found}
+    per_action[R] = per_action.get(F, 0.0)
+    links = {tuple(pair): Link(*link) for each in told for pair, link in each[2]}
+    return actor, Calibration(per_action, told[0][1], links)
+
+
+class _Sleep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        time.sleep(_SLEEP_S)
+        return grad, None
+
+
+class _Sleeping(nn.Module):
+    """A layer that sleeps: once in its forward, once in each part of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _Sleep.apply(x, _SLEEP_S) + _Sleep.apply(self.weight, 0.0)  # type: ignore[no-untyped-call]
+        return out
+
+
+class _Records(Listener):
+    def __init__(self) -> None:
+        self.steps: list[StepRecord] = []
+
+    def step_finished(self, record: StepRecord) -> None:
+        self.steps.append(record)
+
+
+def _sleeping(num_workers: int, schedule: str) -> tuple[WorkerActor, Mapping[Kind, list[float]], list[float]]:
+    """Train layers that sleep; return the worker, what each kind takes longer, and what is between steps."""
+    loss = nn.functional.mse_loss
+    pipe = Pipeline(
+        [_Sleeping] * num_workers, loss, schedule=schedule, num_microbatches=_MICROBATCHES, num_workers=num_workers
+    )
+    actor = pipe.actors[0]
+    records = _Records()
+    pipe.listen(lambda worker: records)
+    x = torch.ones(_MICROBATCHES, 8, requires_grad=True)
+    for _ in range(_STEPS):
+        pipe.step((x, x.detach()))
+    alone = measure([_Sleeping()], x[:1].detach().requires_grad_(), repeats=_STEPS)[0].times
+    pulled = {entry.action: [need.action for need in entry.pulled] for entry in pipe.program(actor.worker, len(x))}
+    found: dict[Kind, list[float]] = defaultdict(list)
+    for record in records.steps[1:]:
+        arrived = {arrival.action: arrival.at_ns for arrival in record.arrivals}
+        ran = sorted((a for a in record.actions if a.action.kind in (F, B, I, W)), key=lambda a: a.start_ns)
+        gaps = [
+            after.start_ns - before.end_ns
+            for before, after in pairwise(ran)
+            if all(arrived.get(need, 0) <= before.end_ns for need in pulled[after.action])
+        ]
+        gap = median(gaps) / 1e6 if gaps else 0.0
+        for action, start_ns, end_ns in ran:
+            found[action.kind].append((end_ns - start_ns) / 1e6 - alone[action.kind] + gap)
+    return actor, found, list(_between(records.steps[1:]))
+
+
+def _between(records: Sequence[StepRecord]) -> Iterator[float]:
+    """Yield the milliseconds from the end of a worker's last action to the start of its first of the next step."""
+    for before, after in pairwise(records):
+        ends = [a.end_ns for a in before.actions if a.action.kind.resource == "compute"]
+        starts = [a.start_ns for a in after.actions if a.action.kind.resource == "compute"]
+        yield (min(starts) - max(ends)) / 1e6
+
+
+def _ping(actor: WorkerActor) -> list[tuple[tuple[int, int], tuple[float, float]]]:
+    """Return the links from and to this worker of the pairs in which it is the first."""
+    num_workers, me = actor.carrier.num_workers, actor.worker
+    pairs = list(combinations(range(num_workers), 2))
+    if num_workers > _ALL_PAIRS:
+        pairs = [(a, b) for a, b in pairs if b - a in (1, num_workers - 1)]
+    found = []
+    for a, b in pairs:
+        call = Call(me, f"links of workers {a} and {b}")
+        run = actor.mailbox.begin(call)
+        if me in (a, b):
+            other, first = (b, True) if me == a else (a, False)
+            small, large = (_to_and_fro(actor, run, other, size, first) for size in (_SMALL, _LARGE))
+            if first:
+                latency = max(0.001, small / 2)
+                link = latency, _LARGE / max(1e-3, large / 2 - latency)
+                found += [((a, b), link), ((b, a), link)]
+        actor.mailbox.end(run)
+    return found
+
+
+def _to_and_fro(actor: WorkerActor, run: int, other: int, size: int, first: bool) -> float:
+    """Return the median milliseconds of a payload to the other worker and back."""
+    here, there = (f"{size} to", f"{size} fro") if first else (f"{size} fro", f"{size} to")
+    payload = pack(torch.zeros(size // 4))
+    mailbox, took = actor.mailbox, []
+    mailbox.pull(run, other, [(f"{there} {number}", True) for number in range(_ROUNDS)])
+    for number in range(_ROUNDS):
+        begin = time.perf_counter()
+        if first:
+            mailbox.publish(run, f"{here} {number}", payload, [other])
+        for arrival in mailbox.next_arrivals((run,), lambda: f"a payload of worker {other}"):
+            assert arrival.payload is not None
+            unpack(arrival.payload)
+        if not first:
+            mailbox.publish(run, f"{here} {number}", payload, [other])
+        took.append(time.perf_counter() - begin)
+    return 1e3 * median(took[3:])

@@ -1,0 +1,43 @@
+"""A model profiled by all workers of a job at once: each is busy while the others are, as in a pipeline."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..model.made import Made
+from ..planning.merging import merged
+from ..planning.profile import Profile, as_json, from_json
+from ..planning.profiling import RUNTIME_MS, profile_model
+from ..tracing import run_folders
+from .calibration import calibrate
+
+
+def profile_together(
+    made: Made, rows: Sequence[int], num_workers: int, settings: Mapping[str, Any]
+) -> tuple[Profile, int]:
+    """Return what all workers of this job measured, and which of them this is; they call it alike.
+
+    Args:
+        made: the same on all workers.
+        settings: keyword arguments of `profile_model`.
+
+    Raises:
+        ConfigError: as of `profile_model`.
+    """
+    os.environ[run_folders.FOLDER] = run_folders.OFF  # nobody watches layers that sleep
+    actor, found = calibrate(num_workers)
+    actor.exchange("all are there", None)
+    own = profile_model(made, rows, at_least=num_workers, **settings)
+    told = actor.exchange("profiles", json.dumps(as_json(own)))
+    profiles = [from_json(json.loads(each), "the profile of a worker") for each in told]
+    profile = merged(profiles, found.links)
+    on_host = own.device == "cpu"  # a GPU runs behind its worker, which hides what the worker takes
+    per_stage = {
+        kind: took - RUNTIME_MS + found.per_action.get(kind, RUNTIME_MS) if on_host else took
+        for kind, took in profile.per_stage.items()
+    }
+    return replace(profile, per_stage=per_stage, per_step=found.per_step if on_host else 0.0), actor.worker
