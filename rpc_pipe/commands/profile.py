@@ -140,6 +140,9 @@ def find_profile(
 
     torch.set_num_threads(typed.get("threads", 1))
     made = load(typed["model"])
+    if together and not _fits(made, together):
+        reporter.console.print(f"{together} copies of the model do not fit here: one process measures", markup=False)
+        together = 0
     name, path = _place(made, typed, together)
     wanted = sorted({min(count, 10**6) for count in rows or [rows_of(made.batch)]})
     if path.exists() and path.stat().st_size and "again" not in typed:
@@ -153,6 +156,15 @@ def find_profile(
     profile = _measure(made, typed, wanted, at_least, reporter)
     _keep(replace(profile, signature=name), path)
     return profile, path
+
+
+def _fits(made: Made, copies: int) -> bool:
+    """Tell whether this machine has room for so many copies of a model, with their gradients, as far as is known."""
+    from torch import nn
+
+    layers = [made.model] if isinstance(made.model, nn.Module) else made.layers() if made.is_layers else []
+    held = sum(p.nbytes for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters())
+    return 2 * copies * held < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _settings(typed: Mapping[str, Any]) -> dict[str, Any]:

@@ -70,6 +70,7 @@ def test_a_model_is_planned_and_what_was_measured_is_kept(model, capsys, name, b
     arguments = [
         "plan",
         f"{model}:{name}",
+        "--alone",
         "--workers",
         "2",
         "--batch",
@@ -102,7 +103,8 @@ def test_a_model_is_planned_and_what_was_measured_is_kept(model, capsys, name, b
 
 def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
     out = tmp_path / "plan.json"
-    main(["plan", f"{model}:make", "--workers", "2", "--batch", "8", "--microbatches", "4", "--output", str(out)])
+    sizes = ["--workers", "2", "--batch", "8", "--microbatches", "4"]
+    main(["plan", f"{model}:make", "--alone", *sizes, "--output", str(out)])
     assert "proven" in capsys.readouterr().out
     plan = read_plan(out)
     made = load(f"{model}:make")
@@ -139,6 +141,7 @@ def test_nothing_fits_and_what_would(model, capsys):
     arguments = [
         "plan",
         f"{model}:make",
+        "--alone",
         "--batch",
         "8",
         "--microbatches",
@@ -176,7 +179,7 @@ def test_what_cannot_be_is_one_sentence(model, capfd, tmp_path, arguments, said)
     topology = tmp_path / "topology.json"
     topology.write_text('{"workers": [{"speed": 0}]}')
     typed = [argument.format(model=model, topology=topology) for argument in arguments]
-    assert main(["plan", *typed]) == 2
+    assert main(["plan", *typed, "--alone"]) == 2
     error = capfd.readouterr().err
     assert said in " ".join(error.split()) and "Traceback" not in error
 

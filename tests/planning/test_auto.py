@@ -1,0 +1,157 @@
+"""A plan that is kept beside its model, and made anew when a run shows a better one; what several workers measured."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from rpc_pipe.commands.auto import Auto, let_note
+from rpc_pipe.commands.main import main
+from rpc_pipe.dependency import B, ConfigError, F, I, R, U, W
+from rpc_pipe.planning.correcting import Ran, corrected, predicted_ms, ran_with, read_ran, spec_of
+from rpc_pipe.planning.footprint import Size
+from rpc_pipe.planning.merging import merged
+from rpc_pipe.planning.plan import Plan, read_plan
+from rpc_pipe.planning.profile import LayerCost, Machines, Profile, as_json, from_json
+from rpc_pipe.planning.search import Question
+from rpc_pipe.planning.simulator import Link, simulate
+
+MODEL = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8) for _ in range(6)]
+    return nn.Sequential(*layers), (torch.randn(8, 8), torch.randn(8, 8)), nn.functional.mse_loss
+"""
+
+
+def profile(*times, workers=0):
+    blocks = [LayerCost({F: t, I: t, W: t, B: 2 * t, R: t, U: 0}, Size(weights=8), f"{i}") for i, t in enumerate(times)]
+    return Profile({1: blocks}, {F: 0.1, B: 0.1, I: 0.1, W: 0.1, R: 0.1}, workers=workers)
+
+
+def question(*times):
+    return Question(profile(*times), Machines(2), 4, (4,), recompute=False, schedules=("1f1b",))
+
+
+def ran(asked, plan, truth):
+    """Return what a run of a plan takes on machines where the blocks take what `truth` says."""
+    spec, chain = spec_of(plan, 2), replace(asked, profile=truth).chain(plan.num_microbatches)
+    ends = chain.ends(plan.cut)
+    return ran_with(
+        plan, spec, lambda a: chain.time(a.kind, ends[a.stage], ends[a.stage + 1]), 1.0, "the cut is uneven"
+    )
+
+
+def test_a_profile_is_corrected_by_what_a_run_took():
+    asked, truth = question(1, 1, 1, 1), profile(1, 1, 2, 2)
+    plan = Plan("1f1b", {}, (2, 2), 4, num_workers=2)
+    found, off = corrected(asked, ran(asked, plan, truth))
+    assert [stage for stage, _ in off] == [1] and off[0][1] == pytest.approx(2, rel=0.1)
+    assert [cost.times[F] for cost in found.measured[1]] == pytest.approx([1, 1, 2, 2])
+    assert [cost.times[B] for cost in found.measured[1]] == pytest.approx([2, 2, 4, 4])
+    assert predicted_ms(replace(asked, profile=found), plan) == pytest.approx(predicted_ms(
+        replace(asked, profile=truth), plan))  # fmt: skip
+
+
+def test_what_did_as_predicted_stays_as_it_was():
+    asked = question(1, 2, 1, 2)
+    plan = Plan("zb-h1", {}, (2, 2), 4, num_workers=2)
+    found, off = corrected(asked, ran(asked, plan, profile(1.02, 2, 1, 2)))
+    assert off == [] and found.measured == asked.profile.measured
+
+
+def test_what_was_noted_is_read_as_it_was_written():
+    plan = Plan("1f1b", {}, (2, 2), 4, num_workers=2)
+    noted = Ran(plan, 12.5, ({F: 1.0, B: 2.0}, {F: 1.5, B: 2.5}), "a slow link")
+    assert read_ran(json.loads(json.dumps(noted.as_json()))) == noted
+
+
+def test_a_plan_is_kept_until_a_run_shows_a_better_one(tmp_path):
+    asked, truth = question(1, 1, 1, 1), profile(1, 1, 1, 4)
+    auto = Auto(tmp_path / "profile-abc.json")
+    assert auto.settle(asked, {})[1].startswith("planned: 1f1b, 4 microbatches, cut 2,2")
+    assert "plan kept, as no run has been noted" in auto.settle(asked, {})[1]
+    first = read_plan(auto.plan_path)
+    auto.note_path.write_text(json.dumps(ran(asked, first, asked.profile).as_json()))
+    assert "all stages took what was predicted" in auto.settle(asked, {})[1]
+    assert not auto.note_path.exists()
+    auto.note_path.write_text(json.dumps(ran(asked, first, truth).as_json()))
+    found, line = auto.settle(asked, {})
+    assert "planned again: 1f1b" in line and "stage 1 took 2" in line and "the cut is uneven" in line
+    assert read_plan(auto.plan_path).cut == (3, 1)
+    # The cached profile says what the run has shown.
+    assert from_json(json.loads(auto.profile_path.read_text()), "here") == found.profile
+    # Something else was typed: another plan.
+    assert auto.settle(found, {"microbatches": [4]})[1].startswith("planned: ")
+
+
+def test_a_plan_of_other_files_is_not_noted(tmp_path, monkeypatch):
+    monkeypatch.delenv("RPC_PIPE_PLAN", raising=False)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({"plans": [Plan("1f1b", {}, (1,), 1).as_json()]}))
+    let_note(str(path))
+    let_note(str(tmp_path / "nowhere"))
+    import os
+
+    assert "RPC_PIPE_PLAN" not in os.environ
+
+
+def test_what_workers_measured_at_once_is_one_profile_with_speeds_and_links():
+    fast, slow = profile(1, 2, workers=2), profile(2, 4, workers=2)
+    slow = replace(slow, per_stage={kind: 2 * took for kind, took in slow.per_stage.items()})
+    links = {(0, 1): Link(0.2, 1e6), (1, 0): Link(0.2, 1e6)}
+    found = merged([fast, slow], links)
+    assert [cost.times[F] for cost in found.measured[1]] == [1, 2]
+    assert [worker["speed"] for worker in found.topology["workers"]] == [1, 0.5]
+    assert found.topology["link"] == {"latency_ms": 0.2, "bandwidth": "1000MB"} and "links" not in found.topology
+    assert from_json(json.loads(json.dumps(as_json(found))), "here") == found
+    alike = merged([fast, profile(1.04, 2.0)], {**links, (1, 0): Link(20, 1e4)})
+    assert [worker["speed"] for worker in alike.topology["workers"]] == [1, 1]
+    assert set(alike.topology["links"]) == {"0-1", "1-0"}
+
+
+def test_a_step_that_follows_another_is_as_long_as_the_longest_part_of_a_worker():
+    spec = spec_of(Plan("zb-v", {}, (1,) * 8, 8), 4)
+    found = simulate(spec, lambda action: 1.0 if action.kind in (F, I, W) else 2.0 * (action.kind is B))
+    in_a_run = simulate(spec, lambda a: 1.0 if a.kind in (F, I, W) else 2.0 * (a.kind is B), steps=4).step_time
+    assert found.makespan > found.span >= in_a_run and found.bubble_in_a_run < found.bubble
+
+
+def test_run_plan_auto_measures_plans_trains_and_notes(tmp_path, capfd):
+    model = tmp_path / "my_model.py"
+    model.write_text(MODEL)
+    said = [f"{model}:make", "--workers", "2"]
+    assert main(["run", "--plan", "auto", "--model", *said, "--steps", "4"]) == 0
+    out = capfd.readouterr().out
+    assert "measuring with 2 workers at once" in out and "planned: " in out and "step 4 of 4" in out
+    folder = tmp_path / ".rpc_pipe"
+    kept = json.loads(next(folder.glob("profile-*.json")).read_text())
+    assert kept["workers"] == 2 and kept["topology"]["link"]["latency_ms"] > 0 and len(kept["topology"]["workers"]) == 2
+    noted = json.loads(next(folder.glob("ran-*.json")).read_text())
+    assert noted["step_ms"] > 0 and all(times["F"] > 0 for times in noted["stages_ms"])
+    assert main(["plan", *said, "--auto"]) == 0
+    out = " ".join(capfd.readouterr().out.split())
+    assert ("plan kept" in out or "planned again" in out) and "in the last run" in out
+    assert not list(folder.glob("ran-*.json"))
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["run", "--plan", "auto"], "--plan auto: needs --model"),
+        (["run", "--memory", "8GB"], "--memory 8GB: is for --plan auto"),
+        (["plan", "--auto", "--profile", "nowhere.json"], "--auto: needs path/to/file.py:make"),
+    ],
+)
+def test_what_cannot_be_is_one_sentence(arguments, said, capfd):
+    assert main(arguments) == 2
+    assert said in " ".join(capfd.readouterr().err.split())
+
+
+def test_nothing_fits_before_a_run(tmp_path):
+    asked = replace(question(1, 1, 1, 1), machines=Machines(2, memory=(1, 1)))
+    with pytest.raises(ConfigError, match="nothing fits"):
+        Auto(tmp_path / "profile-abc.json").settle(asked, {})
