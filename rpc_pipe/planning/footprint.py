@@ -31,6 +31,9 @@ class Size:
     outputs: float = 0
     #: what an action needs while it runs, besides all that: of the action that needs most
     working: float = 0
+    #: the part of activations that is stored where the inputs are, and where the outputs are
+    kept_inputs: float = 0
+    kept_outputs: float = 0
 
     @property
     def shard(self) -> float:
@@ -38,10 +41,21 @@ class Size:
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: Size) -> Size:
-        """Put another stage behind this one: the same microbatch passes both."""
+        """Put another stage behind this one: the same microbatch passes both. What both keep is there once."""
         summed = Size(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-        most = max(self.working, other.working)
-        return replace(summed, inputs=self.inputs, outputs=other.outputs, working=most)
+        return replace(
+            summed,
+            activations=summed.activations - self.joint(other),
+            inputs=self.inputs,
+            outputs=other.outputs,
+            working=max(self.working, other.working),
+            kept_inputs=self.kept_inputs,
+            kept_outputs=other.kept_outputs,
+        )
+
+    def joint(self, behind: Size) -> float:
+        """Return the bytes that this one and the one behind it would both keep: of what goes from one to the other."""
+        return min(self.kept_outputs, behind.kept_inputs)
 
 
 def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ...]:
@@ -75,16 +89,18 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
         elif action.kind in (B, W):
             add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
         amount = payload_bytes(action, size)
+        kept = 0 if action.kind is not F or spec.recomputes(action.stage) else min(amount, size.kept_outputs)
         for user in spec.successors(action):
             at = spec.worker(user)
             there = arrival.get((action, at), span.end)
             if at != worker:
-                add(worker, span.end, amount)
-                add(worker, there, -amount)
+                add(worker, span.end, amount - kept)
+                add(worker, there, kept - amount)
             used = span_of[user]
-            add(at, there, amount)
+            new = amount if at != worker else amount - kept
+            add(at, there, new)
             # What a forward takes in it counts as its activations; a gradient is there until backward has ended.
-            add(at, used.start if user.kind is F else used.end, -amount)
+            add(at, used.start if user.kind is F else used.end, -new)
     peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
         resident = sum(sizes[stage].shard - sizes[stage].weights for stage, _ in spec.hosted(worker)) + weights[worker]

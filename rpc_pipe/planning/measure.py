@@ -18,9 +18,8 @@ from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
 from .profile import LayerCost
+from .weighing import Forward, weigh
 
-#: runs a forward; returns the leaves that owe a gradient, what goes to the next block, and what backward starts from
-Forward = Callable[[], tuple[list[Tensor], Tree, list[Tensor]]]
 #: lasts until all that was asked of a device is done
 Finish = Callable[[], None]
 
@@ -43,7 +42,7 @@ def measure(
         repeats: how often each is timed; the median counts.
         finish: waits for the device.
     """
-    modules, costs = list(layers), []
+    modules, costs, runs = list(layers), [], []
     for i, module in enumerate(modules):
         last = i == len(modules) - 1
         loss = (lambda output: loss_fn(output, target)) if last and loss_fn is not None else None
@@ -60,14 +59,15 @@ def measure(
         own = [p for _, p in parameters]
         times, kept, outputs = time_block(forward, own, repeats, finish)
         crossing = 0 if loss else num_bytes(outputs)
-        size = kept.size(own, num_bytes(inputs), crossing, with_loss=loss is not None)
+        size = kept.size(num_bytes(inputs), crossing)
+        runs.append((forward, own))
         costs.append(with_shard(LayerCost(times, size), parameters, list(module.buffers()), optimizer, repeats))
         inputs = outputs
-    return costs
+    return with_working(costs, runs)
 
 
 class Kept(NamedTuple):
-    """Bytes that are kept for backward: by forward, by I for W, and the largest tensor of forward that is no input.
+    """Bytes that are kept for backward: by forward, by I for W, and of the former what are inputs and outputs.
 
     For W of a matrix product I keeps its input and the gradient of its output. So a stage of products, norms and
     activation functions keeps about as much after I as before; less where much is saved for what I does alone.
@@ -75,17 +75,12 @@ class Kept(NamedTuple):
 
     activations: float
     after_inputs: float
-    largest: float
+    inputs: float
+    outputs: float
 
-    def size(self, parameters: Sequence[nn.Parameter], inputs: float, outputs: float, *, with_loss: bool) -> Size:
-        """Return the size of a block, less what its parameters are all the time.
-
-        While a backward runs there are the gradient of its largest tensor and that of its largest weight, which is
-        added then; of a loss there are the gradients of two such tensors, since nothing has been freed yet.
-        """
-        weight = max((p.nbytes for p in parameters if p.requires_grad), default=0)
-        working = max(self.largest + weight, 2 * self.largest * with_loss)
-        return Size(0, 0, 0, self.activations, self.after_inputs, inputs, outputs, working)
+    def size(self, inputs: float, outputs: float) -> Size:
+        """Return the size of a block, less what its parameters are all the time, and what it needs while it runs."""
+        return Size(0, 0, 0, self.activations, self.after_inputs, inputs, outputs, 0, self.inputs, self.outputs)
 
 
 def time_block(
@@ -124,7 +119,9 @@ def _once(
         owing, output, roots = forward()
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
     held = saved.num_bytes(weights)
-    largest = saved.largest(weights | {leaf.untyped_storage().data_ptr() for leaf in owing})
+    own = {leaf.untyped_storage().data_ptr() for leaf in owing} - weights
+    made = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(output)} - weights
+    kept = saved.num_bytes_at(own), saved.num_bytes_at(made)
     deferred: list[Deferred] = []
     output = unpack(pack(output))
     timed(I, lambda: deferred.append(backward_inputs(roots, [None] * len(roots), owing, saved)[1]))
@@ -132,7 +129,16 @@ def _once(
     timed(W, deferred[0].run)
     for parameter in parameters:
         parameter.grad = None
-    return Kept(held, after, largest), output
+    return Kept(held, after, *kept), output
+
+
+def with_working(costs: Sequence[LayerCost], runs: Sequence[tuple[Forward, Sequence[nn.Parameter]]]) -> list[LayerCost]:
+    """Return what blocks cost with what they need while they run, besides what they keep: all that is allocated."""
+    found = []
+    for cost, peaks in zip(costs, weigh(runs), strict=True):
+        forward = peaks[0] - (cost.size.activations - cost.size.kept_inputs)
+        found.append(replace(cost, size=replace(cost.size, working=max(0.0, forward, *peaks[1:]))))
+    return found
 
 
 def _forward(

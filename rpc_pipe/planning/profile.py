@@ -168,6 +168,11 @@ class Chain:
         self.per_stage = {kind: (per_stage or {}).get(kind, 0) for kind in TIMED}
         self._times = {kind: self._sums(block.times.get(kind, 0) for block in blocks) for kind in TIMED}
         self._bytes = {name: self._sums(getattr(block.size, name) for block in blocks) for name in _SUMMED}
+        self._last = [b - 1 for b in self._places[1:]]
+        #: what blocks and those before them both keep, where they are in one stage: summed up to each block
+        self._joint = [0.0, *accumulate(a.size.joint(b.size) for a, b in pairwise(blocks))]
+        self._kept_inputs = [blocks[i].size.kept_inputs for i in self._places[:-1]]
+        self._kept_outputs = [blocks[i].size.kept_outputs for i in self._last]
         self._working = [max(b.size.working for b in blocks[a:b_]) for a, b_ in pairwise(self._places)]
         self._inputs = [blocks[i].size.inputs for i in self._places[:-1]]
         self._outputs = [blocks[i - 1].size.outputs for i in self._places[1:]]
@@ -198,7 +203,13 @@ class Chain:
         for tie in self._inside(start, stop):
             for name in RESIDENT:
                 summed[name] -= getattr(tie, name)
-        ends = {"inputs": self._inputs[start], "outputs": self._outputs[stop - 1]}
+        summed["activations"] = self.activations(start, stop)
+        ends = {
+            "inputs": self._inputs[start],
+            "outputs": self._outputs[stop - 1],
+            "kept_inputs": self._kept_inputs[start],
+            "kept_outputs": self._kept_outputs[stop - 1],
+        }
         return Size(**summed, **ends, working=max(self._working[start:stop], default=0))
 
     def resident(self, start: int, stop: int) -> float:
@@ -209,7 +220,10 @@ class Chain:
     def activations(self, start: int, stop: int) -> float:
         """Return the bytes that a forward of a stage saves."""
         sums = self._bytes["activations"]
-        return sums[stop] - sums[start]
+        if start >= stop:
+            return 0
+        joint = self._joint[self._last[stop - 1]] - self._joint[self._places[start]]
+        return sums[stop] - sums[start] - joint
 
     def apart(self, ends: Sequence[int]) -> Iterator[tuple[int, int, Tie]]:
         """Yield (earlier stage, later stage, tie) of the ties that a cut parts."""

@@ -22,7 +22,7 @@ from ..model.made import Made, load, resized, rows_of
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
-from .measure import Finish, Forward, measure, num_bytes, time_block, with_shard
+from .measure import Finish, Forward, measure, num_bytes, time_block, with_shard, with_working
 from .profile import LayerCost, Profile, Tie
 
 __all__ = ["OPTIMIZERS", "Made", "load", "profile_model", "rows_of", "signature"]
@@ -163,6 +163,7 @@ def _measure_whole(
     cut = [range(i, i + 1) for i in range(observed.num_blocks)]
     payload: Sequence[Tensor] = ()
     costs: list[LayerCost] = []
+    runs: list[tuple[Forward, list[nn.Parameter]]] = []
     holders: dict[str, tuple[list[int], nn.Parameter]] = {}
     for i, block in enumerate(observed.blocks):
         stage = observed.build(i, cut, device)
@@ -171,7 +172,8 @@ def _measure_whole(
         own = [p for _, p in named]
         times, kept, outputs = time_block(run, own, repeats, _finish(device))
         crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
-        size = kept.size(own, num_bytes(payload), crossing, with_loss=i == len(cut) - 1)
+        size = kept.size(num_bytes(payload), crossing)
+        runs.append((run, own))
         costs.append(with_shard(LayerCost(times, size, block.name), named, [], optimizer, repeats))
         for name, parameter in named:
             holders.setdefault(name, ([], parameter))[0].append(i)
@@ -186,7 +188,7 @@ def _measure_whole(
         replace(cost, times={kind: max(0.0, t - around.get(kind, 0)) for kind, t in cost.times.items()})
         for cost in costs
     ]
-    return costs, around, _ties(holders, costs)
+    return with_working(costs, runs), around, _ties(holders, costs)
 
 
 def _around(costs: Sequence[LayerCost], kind: Kind, whole: float) -> float:

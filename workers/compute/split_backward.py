@@ -20,7 +20,7 @@ those of all weights where forward has registered hooks, which a node that runs 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -85,10 +85,10 @@ class Saved:
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         return sum(size for address, size in sizes.items() if address not in without)
 
-    def largest(self, without: Iterable[int] = ()) -> int:
-        """Return the bytes of the largest storage that is held, but for storages at the addresses `without`."""
+    def num_bytes_at(self, addresses: Container[int]) -> int:
+        """Return the bytes of what is held that is stored at one of these addresses."""
         storages = [handle.tensor.untyped_storage() for handle in self._handles if handle.tensor is not None]
-        return max((each.nbytes() for each in storages if each.data_ptr() not in without), default=0)
+        return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() in addresses}.values())
 
     def replace(self, change: Callable[[Tensor], Tensor]) -> None:
         """Hold `change(tensor)` instead of each tensor, such as a copy in another memory, for backward to read."""
