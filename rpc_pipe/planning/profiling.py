@@ -22,8 +22,9 @@ from ..model.made import Made, load, resized, rows_of
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
-from .measure import Finish, Forward, measure, num_bytes, time_block, with_shard, with_working
+from .measure import Finish, measure, num_bytes, time_block, with_shard, with_working
 from .profile import LayerCost, Profile, Tie
+from .weighing import Forward
 
 __all__ = ["OPTIMIZERS", "Made", "load", "profile_model", "rows_of", "signature"]
 
