@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -20,6 +15,7 @@ from rpc_pipe.planning.specs import make_spec
 
 from .devices import WIDTH, Device, Times, batch
 from .models import Model, balanced, bert, ragged, resnet, stage_cost
+from .planned import best_plan, options_of
 from .systems import Job, Workload, absent
 
 #: the peers' schedules by our names
@@ -188,9 +184,9 @@ def real(model: Model, make: str, microbatches: int, steps: int, rows: int, quic
     schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B"), ("pippy", "1F1B"), ("rpc-pipe", "zb-h1")]
     if not quick:
         schedules += [("rpc-pipe", "zb-h2"), ("rpc-pipe", "zb-v"), ("torch", "ZBVZeroBubble"), ("pippy", "FillDrain")]
-    cuts: list[tuple[Job, Callable[[int], Sequence[int]]]] = []
+    cuts: list[tuple[Job, Callable[[int], list[int]]]] = []
 
-    def add(system: str, schedule: str, label: str, cut: Callable[[int], Sequence[int]], **options: Any) -> None:
+    def add(system: str, schedule: str, label: str, cut: Callable[[int], list[int]], **options: Any) -> None:
         job = make_job(system, schedule, 2, microbatches, model.workload(cut), steps, **options)
         cuts.append((replace(job, label=label), cut))
 
@@ -200,7 +196,7 @@ def real(model: Model, make: str, microbatches: int, steps: int, rows: int, quic
     add("torch", "1F1B", "1F1B, even cut", lambda count: _even(len(model.layers), count))
     if make:
         plan = best_plan(make, 2, microbatches)
-        cut = plan["cut"]
+        cut: list[int] = plan["cut"]
         add("rpc-pipe", plan["schedule"], f"plan: {plan['schedule']}", lambda count: cut, **options_of(plan))
 
     def cost(job: Job) -> Cost:
@@ -212,22 +208,6 @@ def real(model: Model, make: str, microbatches: int, steps: int, rows: int, quic
 
 def _even(num_layers: int, count: int) -> list[int]:
     return [num_layers * (i + 1) // count - num_layers * i // count for i in range(count)]
-
-
-def best_plan(make: str, workers: int, microbatches: int) -> dict[str, Any]:
-    """Return the best schedule by name that `rpc-pipe plan` finds, as a user would ask for it."""
-    model = f"{Path(__file__).parent / 'plan_models.py'}:{make}"
-    command = [sys.executable, "-m", "rpc_pipe", "plan", model, "--workers", str(workers), "--again", "--no-searched"]
-    command += ["--microbatches", str(microbatches), "--no-recompute", "--json"]
-    root = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=root, timeout=180)
-    plans: list[dict[str, Any]] = json.loads(ran.stdout)["plans"]
-    return plans[0]
-
-
-def options_of(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan's parameters as a schedule takes them."""
-    return {key: value for key, value in plan["parameters"].items() if value is not None}
 
 
 def with_bert(quick: bool) -> Iterator[Contest]:
