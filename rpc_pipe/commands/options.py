@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar
 
 from ..dependency import B, ConfigError, F, I, Kind, Spec, W
 from ..launching.job import TRANSPORT, TRANSPORTS, TRUST
-from ..launching.launcher_link import NAN
+from ..launching.launcher_link import NAN, NANS
 from ..planning.compare import complete
 from ..planning.simulator import Link
 from ..planning.specs import PipeOptions, make_spec
@@ -75,14 +75,12 @@ def add_pipeline(parser: Parser) -> None:
     parser.add_argument("--split", type=_layers, help="layers of each stage, such as 3,2,2,3 (even)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--seed", type=whole(0, 2**63 - 1), help="of all that is random (0)")
-    parser.add_argument("--threads", type=whole(1), help="torch threads of a worker (1)")
+    parser.add_argument("--threads", type=whole(1, 4096), help="torch threads of a worker (1)")
     parser.add_argument(
         "--transport", choices=TRANSPORTS,
         help="between workers: torch RPC, ZeroMQ, or one process with all of them (rpc)",
     )  # fmt: skip
-    parser.add_argument(
-        "--nan", choices=("stop", "warn", "ignore"), help="what is done if the loss is not finite (stop)"
-    )
+    parser.add_argument("--nan", choices=NANS, help="what is done if the loss is not finite (stop)")
     parser.add_argument(
         "--trust-network", action="store_true", help="let workers listen where whoever reaches them may run code"
     )

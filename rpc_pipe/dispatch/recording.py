@@ -4,6 +4,7 @@
     {"kind": "step", "step": 7, "loss": 2.3, "step_ms": 140.1, "tokens_per_s": ..., "bubble": 0.31, "lost": {...},
      "at": seconds since the epoch, "records": [...]}             a complete step; times in ns of the workers' clock
     {"kind": "event", "at": ..., "text": ..., "warning": true}
+    {"kind": "end", "what": "failed", "text": why, "consequence": false}           unless all went well
 
 `lost` stands at steps where it was worked out, for the steps since it was the last time.
 """
@@ -22,6 +23,7 @@ from ..dependency import Action, ConfigError
 from ..dependency.files import read_file
 from ..tracing.board import Live, State
 from ..tracing.boards import News
+from ..tracing.ending import Ending
 from ..workers.hooks import Arrived, LayerTime, Record, StepRecord
 from .view import View
 
@@ -46,6 +48,7 @@ class Recording:
         self._last_step = -1
         self._last_event = 0.0
         self._last_lost: object = None
+        self._ending: Ending | None = None
 
     def write(self, view: View) -> None:
         """Write what is new since the last call."""
@@ -67,6 +70,9 @@ class Recording:
             if at > self._last_event:
                 self._line(kind="event", at=at, text=text, warning=warning)
                 self._last_event = at
+        if view.ending is not None and view.ending != self._ending:
+            self._line(kind="end", **view.ending._asdict())
+        self._ending = view.ending
         self._file.flush()
 
     def close(self) -> None:
@@ -126,18 +132,22 @@ class Replay:
     def look(self) -> News:
         now = self._first_ns + 1e9 * (time.monotonic() - self._began) * (self.speed or math.inf)
         news = News(self._news.headers, self._news.listings, self._news.lives, clock_error_ms=self._news.clock_error_ms)
+        news.ending = self._news.ending
         while self._at < len(self._lines) and len(news.records) < _MOST_STEPS * len(news.headers or "1"):
             line = self._lines[self._at]
             if line["kind"] == "run":
                 news.headers = {header["worker"]: header for header in line["workers"]}
                 news.listings = {(found["worker"], found["microbatches"]): found for found in line["listings"]}
                 news.clock_error_ms = line["clock_error_ms"]
+                news.ending = None
             elif line["kind"] == "step":
                 if max(record.end_ns for record in line["records"]) > now:
                     break
                 news.records += line["records"]
             elif line["kind"] == "event":
                 news.events.append((line["at"], line["text"], line["warning"]))
+            elif line["kind"] == "end":
+                news.ending = Ending(line["what"], line["text"], line["consequence"])
             self._at += 1
         if news.records:
             news.lives = {
@@ -157,7 +167,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
     for number, text in enumerate(io.StringIO(read_file(path, f"watch {path}", _MOST_BYTES)), 1):
         try:
             yield _checked(json.loads(text))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             if text.endswith("\n"):
                 what = f"{type(error).__name__}: {error}"
                 raise ConfigError(f"watch {path}: line {number} is not of a recording: {what}") from None
@@ -187,6 +197,8 @@ def _checked(line: dict[str, Any]) -> dict[str, Any]:
             raise ValueError("a step without records")
     elif line["kind"] == "event":
         float(line["at"]), str(line["text"]), bool(line["warning"])
+    elif line["kind"] == "end" and not all(isinstance(line[name], str) for name in ("what", "text")):
+        raise TypeError(f"what is {line['what']!r}, text is {line['text']!r}")
     return line
 
 

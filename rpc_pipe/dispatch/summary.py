@@ -43,6 +43,7 @@ def describe(view: View) -> dict[str, Any]:
         "unit": rate[1] if rate else None,
         "bubble": view.bubble(),
         "stalled": view.stalled,
+        "ending": view.ending._asdict() if view.ending is not None else None,
         "clock_error_ms": view.clock_error_ms,
         "dropped": view.dropped,
         "workers": [{key: finite(value) for key, value in asdict(row).items()} for row in view.rows()],

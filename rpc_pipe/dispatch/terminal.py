@@ -62,7 +62,8 @@ class Screen:
         view = self._view
         header = next(iter(view.headers.values()))
         seen = f"{len(view.headers)} of " * (len(view.headers) < view.num_workers) + f"{view.num_workers} workers"
-        parts = [f"{self._name}: {header['schedule']} on {seen}"]
+        ended = f" {view.ending.what}:" if view.ending is not None else ":"
+        parts = [f"{self._name}{ended} {header['schedule']} on {seen}"]
         if steps := view.complete_steps(1):
             parts.append(f"step {steps[0]}")
         if view.losses:

@@ -10,6 +10,7 @@ from statistics import median
 
 from ..tracing.board import Live, State
 from ..tracing.boards import News
+from ..tracing.ending import Ending
 from ..tracing.history import KEPT_STEPS, RECENT, History
 from ..tracing.rollcall import blame, duration, roll_call
 from ..tracing.trace import spans_of, ways
@@ -68,6 +69,8 @@ class View(History):
         self.dropped = 0
         #: (seconds since the epoch, what happened, whether it is a warning)
         self.events: deque[tuple[float, str, bool]] = deque(maxlen=200)
+        #: how the run ended, if it did otherwise than well
+        self.ending: Ending | None = None
         #: nothing has finished for a while
         self.stalled = False
         self._progress_ns = 0
@@ -84,11 +87,18 @@ class View(History):
         super().take(news)
         self._longest_ns = max([self._longest_ns, *(record.end_ns - record.start_ns for record in news.records)])
         self.events.extend(news.events)
+        self._take_ending(news.ending)
         if news.dropped > self.dropped and time.monotonic() > self._told_dropped + _TELL_DROPPED_S:
             self._told_dropped = time.monotonic()
             self.note(f"{news.dropped - self.dropped} records are left out: too fast, or too large", warning=True)
             self.dropped = news.dropped
         self._watch_for_stall()
+
+    def _take_ending(self, ending: Ending | None) -> None:
+        """Note how the run ended; None: it goes on, perhaps after it has been started again."""
+        if ending is not None and ending != self.ending:
+            self.note(f"the run {ending}".splitlines()[0], warning=True)
+        self.ending = ending
 
     def note(self, text: str, *, warning: bool = False) -> None:
         """Enter something into the log."""

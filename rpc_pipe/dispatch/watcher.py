@@ -117,7 +117,7 @@ class Watcher:
             display = stack.enter_context(
                 Display(screen, console=self.console, screen=True, auto_refresh=False, vertical_overflow="crop")
             )
-        said = 0.0
+        said, over_before = 0.0, self._hurry
         while True:
             over = self._source.over
             self._look(sinks)
@@ -126,15 +126,19 @@ class Watcher:
             elif time.monotonic() > said + _LINE_EVERY_S and self._view.complete_steps(1):
                 said = time.monotonic()
                 self.console.print(screen.title(), soft_wrap=True)
-            if over and not self._wishes.web:
+            if over and over_before and not self._wishes.web:
                 break
+            over_before = over  # twice, as workers that failed may just be started again
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S)
         if display is not None:
             display.stop()
         self._say_the_end()
 
     def _say_the_end(self) -> None:
-        self.console.print(f"{self._source.name} has ended", markup=False, soft_wrap=True)
+        ending = self._view.ending
+        how = "has ended" if ending is None else str(ending)
+        style = "bold red" if ending is not None else None
+        self.console.print(f"{self._source.name} {how}", style=style, markup=False, soft_wrap=True)
         lost = self._view.lost(fresh=True)
         if lost is not None:
             self.console.print(Text(f"a step's time: {lost.line()}"), soft_wrap=True)

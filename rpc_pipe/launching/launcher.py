@@ -20,6 +20,7 @@ from typing import NamedTuple
 from ..dependency import ConfigError, PeerLost, PipeError, ScheduleError, Stalled
 from ..tracing import run_folders
 from ..tracing.boards import Boards
+from ..tracing.ending import RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from . import launcher_link as link
 from .attempt import Attempt
 from .cause import FAILED, INTERRUPTED, WRONG_INPUT, Cause
@@ -32,6 +33,8 @@ from .worker_process import WorkerProcess
 #: signals that ask a run to end in good order: Ctrl-C, a cluster that wants its machine back, a closed terminal
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: how long a run may take to do so, in seconds, if nobody sits there who could ask again
+#: workers of one machine; each is a process that loads torch
+_MOST_PROCESSES = 1024
 STOP_TIMEOUT, _STOP_S = "RPC_PIPE_STOP_TIMEOUT", 30.0
 #: environment variable of workers: how many attempts there have been before
 RESTARTS = "RPC_PIPE_RESTARTS"
@@ -67,6 +70,11 @@ class Launcher:
         self._num_workers = num_workers
         self._reporter = reporter
         self._how = how
+        if how.transport != "local" and num_workers > _MOST_PROCESSES:
+            raise ConfigError(
+                f"--workers {num_workers}: at most {_MOST_PROCESSES} processes are started on one machine; "
+                "torchrun starts them on several"
+            )
         if how.port:
             _check_port(how.port)
         self._stop_s = _stop_timeout()
@@ -111,6 +119,7 @@ class Launcher:
         """Run all workers once; tell why they failed, if they did."""
         folder = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
         boards, attempt = None, None
+        ending: Ending | None = None
         try:
             boards = self._make_boards()
             environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
@@ -123,12 +132,19 @@ class Launcher:
                 self._order_stop()
             cause = attempt.watch(self._tick)
             if cause is not None:
+                ending = Ending(RUN_FAILED, f"{cause.title}\n{cause.text}".strip())
                 self._tell(cause, attempt)
                 return cause, cause.code
             if self._signals:
+                ending = _stopped_by(self._signals[0])
                 return None, 128 + self._signals[0]
             return None, INTERRUPTED if attempt.interrupted else self._reporter.exit_code
+        except _Killed as signalled:
+            ending = _stopped_by(signalled.args[0])
+            raise
         finally:
+            if boards is not None and ending is not None:
+                tell_end(boards.folder, ending)
             if attempt is not None:
                 attempt.end()
             shutil.rmtree(folder, ignore_errors=True)
@@ -190,6 +206,10 @@ class Launcher:
         else:
             consequences = [line for line in attempt.consequences if line not in cause.text]
             self._reporter.failure(cause.title, cause.text, consequences)
+
+
+def _stopped_by(number: int) -> Ending:
+    return Ending(RUN_STOPPED, f"by {signal.Signals(number).name}")
 
 
 def _stop_timeout() -> float:

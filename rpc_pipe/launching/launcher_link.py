@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakSet
 
+from ..dependency import ConfigError
 from ..tracing import run_folders
+from ..tracing.ending import RUN_FAILED, Ending, tell_end
 from ..tracing.mirror import RemoteBoards
 from ..tracing.outcome import figures, lost_lines, sentence
-from ..tracing.own_boards import collect, keep_boards, release, roll_call_here, stay
+from ..tracing.own_boards import collect, keep_boards, release, roll_call_here, stay, tell_failure
 from ..tracing.training import Training
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,7 @@ TELL, LEASH = "RPC_PIPE_TELL", "RPC_PIPE_LEASH"
 _INIT = "RPC_PIPE_INIT"
 #: environment variable: what is done about a loss that is not finite
 NAN = "RPC_PIPE_NAN"
+NANS = "stop", "warn", "ignore"
 #: prctl(2)
 _PR_SET_PDEATHSIG = 1
 #: an order of the launcher: finish the step and stop
@@ -73,7 +76,10 @@ def tell(**message: Any) -> None:
     if present():
         with _lock, open(int(os.environ[TELL]), "w", closefd=False) as pipe:
             pipe.write(json.dumps(message) + "\n")
-    elif _instead is not None:
+        return
+    if message["kind"] in ("failure", "wrong input"):
+        tell_failure(message["text"], consequence=message.get("consequence", False))
+    if _instead is not None:
         _instead(message)
 
 
@@ -115,14 +121,22 @@ def _clear_up() -> None:
         if folder.name.startswith("rpc-pipe-"):
             shutil.rmtree(folder, ignore_errors=True)
     if boards != run_folders.OFF and Path(boards).name.startswith("run-"):
+        tell_end(Path(boards), Ending(RUN_FAILED, "its launcher is gone"))
         shutil.rmtree(boards, ignore_errors=True)
 
 
 def attach(pipeline: Attachable) -> None:
-    """Pass the launcher's orders on to `pipeline` and let watchers see what its workers do."""
+    """Pass the launcher's orders on to `pipeline` and let watchers see what its workers do.
+
+    Raises:
+        ConfigError: what the environment says of losses that are not finite makes no sense.
+    """
     _pipelines.add(pipeline)
+    nan = os.environ.get(NAN, "stop")
+    if nan not in NANS:
+        raise ConfigError(f"{NAN} {nan!r}: must be {', '.join(NANS[:-1])} or {NANS[-1]}")
     for actor in pipeline.actors:
-        actor.nan = os.environ.get(NAN, actor.nan)
+        actor.nan = nan
     if _stop_requested:
         pipeline.request_stop()
     try:

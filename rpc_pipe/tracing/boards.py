@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Board, Live, State
+from .ending import RUN_FAILED, Ending, EndReader
 from .mirror import WATCHED
 
 #: how long a stuck worker has to write its stacks
@@ -44,6 +45,8 @@ class News:
     dropped: int = 0
     #: (seconds since the epoch, what happened, whether it is a warning), of a recording
     events: list[tuple[float, str, bool]] = field(default_factory=list)
+    #: how the run ended, if that was told
+    ending: Ending | None = None
 
 
 class Source(Protocol):
@@ -69,6 +72,8 @@ class Boards:
         self._boards: dict[int, tuple[int, Board]] = {}
         self._listings: dict[tuple[int, int], dict[str, Any]] = {}
         self._gone: set[int] = set()
+        self._end = EndReader(folder)
+        self._end.read()  # from here on it has the file open
 
     def look(self) -> News:
         with contextlib.suppress(OSError):  # the run has ended
@@ -93,13 +98,23 @@ class Boards:
         news.gone = frozenset(self._gone)
         news.clock_error_ms = max((board.header.get("clock_error_ms", 0.0) for board in boards.values()), default=0.0)
         news.dropped = sum(board.dropped for board in boards.values())
+        news.ending = self._end.read() or self._deaths(boards, lives)
         return news
+
+    def _deaths(self, boards: Mapping[int, Board], lives: Mapping[int, Live]) -> Ending | None:
+        """Return how the run ended if no worker is left, and some went in the middle of it without a word."""
+        if not boards or not self._gone.issuperset(boards):
+            return None
+        amid = State.RUNNING, State.WAITING, State.STOPPED
+        died = [f"worker {w} ended while {lives[w]}" for w in boards if lives[w].state in amid]
+        return Ending(RUN_FAILED, "; ".join(died)) if died else None
 
     @property
     def over(self) -> bool:
         if not self._boards:
             return self.folder not in run_folders.running()
-        return self._gone.issuperset(self._boards)
+        # A launcher that is still there has a last word, or starts the workers again.
+        return self._gone.issuperset(self._boards) and not run_folders.has_launcher(self.folder)
 
     def stacks(self, worker: int) -> str:
         """Return the Python stacks of a worker that is stuck, as its process writes them on a signal; or nothing.

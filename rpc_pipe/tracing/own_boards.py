@@ -9,10 +9,13 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import shutil
 import signal
 import socket
+import sys
 import threading
 import time
+import traceback
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -20,10 +23,12 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
+from ..dependency import PeerLost, PipeError
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import BoardWriter
 from .boards import News
+from .ending import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from .history import History
 from .listing import list_program, name_of
 from .mirror import NO_MORE, WATCHED, Mirror, RemoteBoards, ask_everything, pack_answer, tell_no_more
@@ -126,7 +131,8 @@ def keep_boards(training: Training) -> bool:
     if folder is None:
         return False
     _offer_stacks(folder)
-    _files.add(folder / WATCHED)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        (folder / END).unlink(missing_ok=True)  # torchrun has started the workers again
     _keep(training, folder)
     return True
 
@@ -239,14 +245,35 @@ def _offer_stacks(folder: Path) -> None:
     _files.add(path)
 
 
+def tell_failure(text: str, *, consequence: bool = False, what: str = RUN_FAILED) -> None:
+    """Let watchers know why a worker of this process ends, where no launcher does."""
+    folder = _folder() if _boards and run_folders.FOLDER not in os.environ else None
+    if folder is not None:
+        tell_end(folder, Ending(what, text, consequence))
+
+
+def _tell_error(error: BaseException) -> None:
+    """Let watchers know of what the interpreter has shown as the end of this process."""
+    text = str(error) if isinstance(error, PipeError) else traceback.format_exception_only(error)[-1].strip()
+    if isinstance(error, KeyboardInterrupt):
+        tell_failure("by Ctrl-C", what=RUN_STOPPED)
+    else:
+        tell_failure(text, consequence=isinstance(error, PeerLost))
+
+
 @atexit.register
 def _leave() -> None:
     """Say that the workers have left; clear up, unless a launcher does, which still wants to read."""
+    error = getattr(sys, "last_value", None)
+    if error is not None:
+        _tell_error(error)
     for board in _boards.values():
         board.close()
     if run_folders.FOLDER not in os.environ:
         written = {file for folder, worker in _shown for file in run_folders.files_of(folder, worker)}
         for file in _files | written:
             file.unlink(missing_ok=True)
-            with suppress(OSError):  # others are still there
-                file.parent.rmdir()
+        for folder in {file.parent for file in _files | written}:
+            with suppress(OSError):  # others were faster
+                if {path.name for path in folder.iterdir()} <= {WATCHED, END}:
+                    shutil.rmtree(folder)

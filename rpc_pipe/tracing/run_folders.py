@@ -117,6 +117,13 @@ def _processes(path: Path) -> set[str]:
     return found - {""}  # of a run that is just starting, or for which the memory was full
 
 
+def has_launcher(path: Path) -> bool:
+    """Tell whether the launcher of the run in the folder `path` is there."""
+    with suppress(OSError):
+        return alive((path / LAUNCHER).read_text())
+    return False
+
+
 def identity(process: int | None = None) -> str:
     """Return what tells a process from all others: number, when it started, namespace of its number."""
     process = os.getpid() if process is None else process
