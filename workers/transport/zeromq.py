@@ -125,7 +125,8 @@ class ZmqCarrier(RemoteCarrier):
         self._by: dict[int, Sockets] = {}
         self._lost_after_s = network.lost_after_s if network is not None else _TICK_S
         self._requests = itertools.count(1)
-        self._awaited: dict[int, Callable[[Any], None]] = {}
+        #: by request, who was asked and what is done with the answer
+        self._awaited: dict[int, tuple[int, Callable[[Any], None]]] = {}
         #: those heard, and those that have heard this worker
         self._met: set[int] = set()
         self._met_by: set[int] = set()
@@ -205,7 +206,7 @@ class ZmqCarrier(RemoteCarrier):
         request = 0
         if what != "exchange":
             request = next(self._requests)
-            self._awaited[request] = then
+            self._awaited[request] = peer, then
         self._put(peer, (_WHATS.index(what), request, body, tensors))
 
     def _put(self, peer: int, content: tuple[int, int, bytes, list[Tensor]]) -> None:
@@ -274,9 +275,9 @@ class ZmqCarrier(RemoteCarrier):
 
     def _handle(self, peer: int, what: int, request: int, body: bytes, pieces: Pieces) -> None:
         if what == _ANSWER:
-            then = self._awaited.pop(request, None)
-            if then is not None:
-                then(decode_value(body))
+            awaited = self._awaited.pop(request, None)
+            if awaited is not None:
+                awaited[1](decode_value(body))
             return
         if what >= len(_WHATS) or not _WHATS[what]:
             raise Malformed(f"malformed message: worker {peer} asks for {what}")
@@ -292,6 +293,12 @@ class ZmqCarrier(RemoteCarrier):
             reply(time.perf_counter_ns())
         else:
             self.handle(name, peer, reply, *([body] if name == "offer" else []))
+
+    def _gone(self, peer: int) -> None:
+        super()._gone(peer)
+        for request, (asked, then) in list(self._awaited.items()):
+            if asked == peer and self._awaited.pop(request, None) is not None:
+                then(RuntimeError(f"worker {peer} has left"))
 
     def _reply(self, peer: int, request: int, value: Any) -> None:
         self._put(peer, (_ANSWER, request, encode_value(value), []))
@@ -358,7 +365,7 @@ class ZmqCarrier(RemoteCarrier):
         return best
 
     def _await(self, peer: int, what: str, body: bytes) -> Awaited:
-        if peer in self._lost or self._ending:
+        if peer in self._lost or self.exchange(peer).closed or self._ending:
             raise RuntimeError(f"worker {peer} cannot be reached")
         awaited = Awaited()
         self._request(peer, what, (body,), awaited.set)
