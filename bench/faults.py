@@ -30,9 +30,10 @@ import psutil
 from rpc_pipe.tracing import run_folders
 
 _ROOT = Path(__file__).parents[1]
-_STALL_S = 6
+_STALL_S, _MOST_S, _START_S = 6, 10.0, 15.0
 _SCRIPT = """
-import os, signal, sys, time
+import os, resource, signal, sys, time
+from collections import Counter
 from functools import partial
 import torch
 from torch import nn
@@ -41,7 +42,15 @@ from rpc_pipe.pipeline import Pipeline
 what, rank, call = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 
 def fault(x):
-    if what == "exception": raise ArithmeticError("the model's own fault")
+    if what.startswith("exception"): raise ArithmeticError("the user's own fault")
+    if what == "recursion": return fault(x)
+    if what == "no descriptors":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+        kept = [open(os.devnull) for _ in range(99)]
+    if what == "disk full":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))
+        open(sys.argv[0] + ".x", "wb").write(bytes(99999))
     if what == "out of memory": torch.empty(2**60)
     if what == "sys.exit": sys.exit(3)
     if what == "os._exit": os._exit(0)
@@ -58,18 +67,36 @@ def fault(x):
         os.kill(os.getpid(), signal.SIGKILL)
     return x
 
-class Faulty(nn.Module):
-    calls = 0
-    def forward(self, x):
-        self.calls += 1
-        return fault(x) if self.calls == call and os.environ["RANK"] == str(rank) else x
+where = what.removeprefix("exception in ") if what.startswith("exception in ") else "forward"
+counted = Counter()
 
+def at(place, x=None):
+    counted[place] += 1
+    due = place == where and counted[place] == call and os.environ["RANK"] == str(rank)
+    return fault(x) if due else x
+
+class Faulty(nn.Module):
+    def forward(self, x):
+        if x.requires_grad: x.register_hook(lambda grad: at("backward", grad))
+        return at("forward", x)
+
+class SGD(torch.optim.SGD):
+    def step(self, *more):
+        at("optimizer")
+        return super().step(*more)
+
+def loss_fn(output, target):
+    return nn.functional.mse_loss(at("loss", output), target)
+
+if what == "exception in start-up" and os.environ["RANK"] == str(rank): fault(0)
+if what == "kill in start-up" and os.environ["RANK"] == str(rank): os.kill(os.getpid(), signal.SIGKILL)
 if what == "exit in start-up" and os.environ["RANK"] == str(rank): sys.exit(0)
 layers = [m for _ in range(3) for m in (partial(nn.Linear, 8, 8), Faulty)]
-pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1),
+pipe = Pipeline(layers, loss_fn, num_microbatches=4, optimizer=partial(SGD, lr=0.1),
                 stall_s=float(sys.argv[4]))
 x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 for step in range(100):
+    at("script")
     pipe.step((x, x))
     if pipe.worker == 0:
         print("step", step, flush=True)
@@ -91,10 +118,29 @@ _SAID = {
     "stop": r"worker @ was stopped by a signal",
     "forked, killed": r"worker @ was killed by signal 9 \(SIGKILL\) while running @F\d",
     "exit in start-up": r"worker @ has ended without a Pipeline",
+    "exception in start-up": r"worker @ failed.*ArithmeticError",
+    "kill in start-up": r"worker @ was killed by signal 9 \(SIGKILL\) while starting up",
+    "exception in backward": r"worker @ failed \(running @B\d, step \d+\): ArithmeticError",
+    "exception in loss": r"worker @ failed \(running @F\d, step \d+\): ArithmeticError",
+    "exception in optimizer": r"worker @ failed \(running @U0, step \d+\): ArithmeticError",
+    "exception in script": r"worker @ failed.*at\(\"script\"\).*ArithmeticError",
+    "recursion": r"worker @ failed \(running @F\d, step \d+\): RecursionError",
+    "no descriptors": r"worker @ failed \(running @F\d, step \d+\): OSError.*Too many open files",
+    "disk full": r"worker @ failed \(running @F\d, step \d+\): OSError.*File too large",
     "killed from outside": r"worker @ was killed by signal 9 \(SIGKILL\) while ",
     "terminated from outside": r"worker @ was killed by signal 15 \(SIGTERM\) while ",
+    "launcher killed": "",
+    "launcher terminated": r"stopping after this step",
+    "launcher hung up": r"stopping after this step",
 }
 _FROM_OUTSIDE = {"killed from outside": signal.SIGKILL, "terminated from outside": signal.SIGTERM}
+_TO_LAUNCHER = {
+    "launcher killed": signal.SIGKILL,
+    "launcher terminated": signal.SIGTERM,
+    "launcher hung up": signal.SIGHUP,
+}
+#: what happens once a step, not once a microbatch
+_RARE = ("exception in optimizer", "exception in script")
 
 
 class Outcome(NamedTuple):
@@ -106,7 +152,9 @@ class Outcome(NamedTuple):
 
 def inflict(what: str, draw: random.Random, transport: str) -> Outcome:
     """Train, let a fault happen, and judge what is said and left."""
-    rank, call = draw.randrange(3), draw.randrange(5, 40)
+    rank, call = draw.randrange(3), draw.randrange(2, 9) if what in _RARE else draw.randrange(5, 40)
+    if what == "exception in loss":
+        rank = 2  # who has the last stage
     with tempfile.TemporaryDirectory() as folder:
         script, temporary = Path(folder, "train.py"), Path(folder, "tmp")
         script.write_text(_SCRIPT)
@@ -128,9 +176,14 @@ def inflict(what: str, draw: random.Random, transport: str) -> Outcome:
                 if what in _FROM_OUTSIDE and "step 5" in line:
                     victim = next(w for w in workers if w.environ().get("RANK") == str(rank))
                     victim.send_signal(_FROM_OUTSIDE[what])
+                if what in _TO_LAUNCHER and "step 5" in line:
+                    launcher.send_signal(_TO_LAUNCHER[what])
         code = launcher.wait()
         seconds = time.monotonic() - last
         wrong = _wrong(what, rank, code, "".join(lines))
+        more = _STALL_S if what in ("hang", "stop") else _START_S if what.endswith("start-up") else 0
+        if not wrong and seconds > _MOST_S + more:
+            wrong = "it took too long"
         _, alive = psutil.wait_procs(workers, timeout=2)
         if not wrong and alive:
             wrong = f"{len(alive)} processes are left"
@@ -143,8 +196,8 @@ def inflict(what: str, draw: random.Random, transport: str) -> Outcome:
 
 
 def _wrong(what: str, rank: int, code: int, said: str) -> str:
-    if code == 0:
-        return "exit code 0"
+    if code == 0 or (what in _TO_LAUNCHER and code not in (-9, 128 + _TO_LAUNCHER[what])):
+        return f"exit code {code}"
     if not re.search(_SAID[what].replace("@", str(rank)), said, re.DOTALL):
         return "the cause is not named"
     own = re.search(r'launching/(launcher|attempt)\.py", line \d+, in (run|watch|_)', said)  # not a worker's

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -42,6 +42,8 @@ class Contest:
     cost: Callable[[Job], Cost]
     #: one-way travel time between two hosts that share the workers, ms
     travel_ms: float = 0
+    #: other options of the program that emulates hosts, such as congestion and rate
+    network: Mapping[str, str] = field(default_factory=dict)
     #: rows (lines, images) of a batch
     rows: int = 0
 
@@ -86,11 +88,13 @@ def emulated(
     scenario: str,
     width: int = WIDTH,
     travel_ms: float = 0,
+    **network: str,
 ) -> Contest:
     """Devices with times `t` in ms for a worker's whole share: F and B, or F, I and W where B is split.
 
     Args:
         slow: the worker in the middle takes so many times as long.
+        network: other options of the program that emulates hosts.
     """
     times = partial(_times, workers, microbatches, jitter=jitter, slow=slow)
 
@@ -110,7 +114,7 @@ def emulated(
         return lambda a: 1e3 * drawn[F if a.kind is R else a.kind, a.stage].of[a.microbatch] if a.kind in _TIMED else 0
 
     jobs = [make_job(system, schedule, workers, microbatches, workload, steps) for system, schedule in schedules]
-    return Contest(scenario, jobs, cost, travel_ms=travel_ms)
+    return Contest(scenario, jobs, cost, travel_ms=travel_ms, network=network)
 
 
 _TIMED = (F, B, I, W, R)
@@ -156,9 +160,29 @@ def with_slow_worker(quick: bool) -> Iterator[Contest]:
 def with_travel(quick: bool) -> Iterator[Contest]:
     """Two hosts, each with half of the workers."""
     schedules = [("rpc-pipe", "1f1b"), ("rpc-pipe", "eager-1f1b"), ("torch", "1F1B"), ("pippy", "1F1B")]
+    schedules += [("rpc-pipe by ZeroMQ", "1f1b"), ("rpc-pipe by ZeroMQ", "eager-1f1b")]
     for share in (1.0,) if quick else (0.5, 1.0):
         name = f"travel {share:g} t_F one way, 10/20 ms"
         yield emulated(4, 16, {"F": 10, "B": 20}, 5, schedules, scenario=name, travel_ms=10 * share)
+
+
+def with_congestion(quick: bool) -> Iterator[Contest]:
+    """Two hosts 20 ms apart, payloads of 256 KiB, with congestion controls that pace bursts and that do not."""
+    schedules = [("rpc-pipe by ZeroMQ", "1f1b"), ("rpc-pipe", "1f1b"), ("torch", "1F1B")]
+    for microbatches in (8,) if quick else (4, 8, 32):
+        for congestion in ("reno", "bbr"):
+            name = f"20 ms apart, {congestion}, 256 KiB, 10/20 ms"
+            apart = partial(emulated, width=2**16, travel_ms=20, congestion=congestion)
+            yield apart(2, microbatches, {"F": 10, "B": 20}, 6, schedules, scenario=name)
+
+
+def with_encryption(quick: bool) -> Iterator[Contest]:
+    """Two hosts with a line of 100 Mbit/s: what proofs and encryption cost, of payloads of 64 KiB."""
+    schedules = [("rpc-pipe by ZeroMQ", "1f1b"), ("rpc-pipe by ZeroMQ without CURVE", "1f1b"), ("torch", "1F1B")]
+    t = {"F": 5, "B": 10}
+    yield emulated(
+        2, 16, t, 6, schedules, scenario="100 Mbit/s, 64 KiB, 5/10 ms", width=2**14, travel_ms=1, rate="100mbit"
+    )
 
 
 def with_split_backward(quick: bool) -> Iterator[Contest]:
@@ -258,6 +282,8 @@ SCENARIOS: dict[str, Callable[[bool], Iterator[Contest]]] = {
     "jitter": with_jitter,
     "slow": with_slow_worker,
     "travel": with_travel,
+    "congestion": with_congestion,
+    "encryption": with_encryption,
     "split": with_split_backward,
     "bert": with_bert,
     "resnet": with_resnet,

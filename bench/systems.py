@@ -132,6 +132,19 @@ class OursByZmq(OursByRpc):
         super().__init__(job, rank)
 
 
+class OursByPlainZmq(OursByZmq):
+    """The same without proofs and encryption, which no user can ask for."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        from rpc_pipe.workers.transport.keys import Keys
+
+        def nothing(*_: Any) -> None: ...
+
+        for name in ("listen", "prove"):
+            setattr(Keys, name, nothing)
+        super().__init__(job, rank)
+
+
 class TorchPipelining(System):
     """torch.distributed.pipelining, PiPPy's heir, on gloo."""
 
@@ -268,6 +281,7 @@ SYSTEMS: dict[str, type[System]] = {
     "rpc-pipe": Ours,
     "rpc-pipe by RPC": OursByRpc,
     "rpc-pipe by ZeroMQ": OursByZmq,
+    "rpc-pipe by ZeroMQ without CURVE": OursByPlainZmq,
     "torch": TorchPipelining,
     "pippy": Pippy,
 }

@@ -36,6 +36,7 @@ from bench.systems import SYSTEMS, Job, absent
 
 #: gradients may differ from one process's by so much, relatively, where sums are taken in another order
 _TOLERANCE = 1e-4
+_ON_HOSTS = ("travel", "congestion", "encryption")
 console = Console(width=None if sys.stdout.isatty() else 140)
 
 
@@ -60,7 +61,9 @@ def _two_hosts(emulator: Path, contest: Contest, which: list[str], quick: bool) 
 
     def on_hosts(folder: Path) -> None:
         half = contest.jobs[0].workers // 2
-        command = [sys.executable, str(emulator), "--hosts", "2", "--delay", f"{contest.travel_ms:g}ms", "--per-host"]
+        command = [sys.executable, str(emulator), "--hosts", "2", "--delay", f"{contest.travel_ms:g}ms"]
+        command += [f"--{name}={value}" for name, value in contest.network.items()]
+        command.append("--per-host")
         for ranks in (f"0-{half - 1}", f"{half}-{2 * half - 1}"):
             node = [sys.executable, "-m", "bench.group", *which, str(folder), "--ranks", ranks]
             command.append(shlex.join([*node, *["--quick"] * quick]))
@@ -176,8 +179,8 @@ def main() -> None:
             console.print(f"{system} is left out: {why}")
     everything: list[dict[str, Any]] = []
     for name in chosen:
-        if name == "travel" and options.host_emulator is None:
-            console.print("travel is left out: give --host-emulator, which emulates hosts with a delay between them")
+        if name in _ON_HOSTS and options.host_emulator is None:
+            console.print(f"{name} is left out: give --host-emulator, which emulates hosts with a delay between them")
             continue
         for number, contest in enumerate(SCENARIOS[name](options.quick)):
             rounds = options.rounds or (2 if options.quick else 3)

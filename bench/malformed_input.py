@@ -1,0 +1,197 @@
+"""What malformed cases are made of: good input, commands that would be right, values that make no sense."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+GOOD = """
+import torch
+from torch import nn
+
+def make():
+    torch.manual_seed(0)
+    layers = [layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())]
+    return layers, (torch.randn(8, 4), torch.randn(8, 4)), nn.functional.mse_loss
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+    def forward(self, x):
+        return self.inner(x).tanh()
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+def whole():
+    torch.manual_seed(0)
+    return Model(), {"x": torch.randn(8, 4)}
+"""
+#: what numbers, names and paths are not
+NASTY = (
+    "-3", "²", "NaN", "-inf", "1e999", "", " ", "名前", "\u202e", "x" * 10**5, "9" * 5000, "0x10", "1,,2", "=", "a=b",
+    "None", "[]", "{}", "1.5.2", "\udcff\udcfe", "\x1b[31m", "a\nb", "--", "/", "..", "%s%n", "🦄" * 99,
+)  # fmt: skip
+HUGE = "99999999999"
+#: what stands in place of a value of JSON
+VALUES: tuple[Any, ...] = (
+    None, True, -3, 0, 1.5, 10**30, float("nan"), float("inf"), -1e308, "", "²", "x" * 10_000, [], {}, [[]], [None],
+    {"a": 1}, [{"workers": "²"}], 99999999999, "99999999999F0",
+)  # fmt: skip
+#: how the files of a case are made, by the end of their text
+SPECIAL = ("folder", "fifo", "missing", "endless", "binary", "empty", "large", "utf-16", "loop", "deep", "truncated")
+
+
+@dataclass
+class Case:
+    """A command, and the files that it reads."""
+
+    typed: list[str]
+    #: whether it must be refused; else it may be taken too
+    wrong: bool = True
+    files: dict[str, str | bytes] = field(default_factory=dict)
+    #: what is no regular file, by name: one of SPECIAL
+    special: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+    #: other exit codes that are as right
+    codes: tuple[int, ...] = ()
+
+    def make(self, folder: Path) -> None:
+        """Make the files."""
+        for name, content in self.files.items():
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content if isinstance(content, bytes) else content.encode(errors="surrogateescape"))
+        for name, what in self.special.items():
+            _make_special(folder / name, what)
+
+
+def _make_special(path: Path, what: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = path.read_bytes() if path.is_file() else b""
+    path.unlink(missing_ok=True)
+    if what == "folder":
+        path.mkdir()
+    elif what == "fifo":
+        os.mkfifo(path)
+    elif what == "endless":
+        path.symlink_to("/dev/zero")
+    elif what == "loop":
+        path.symlink_to(path.name)
+    elif what == "binary":
+        path.write_bytes(random.Random(0).randbytes(3000))
+    elif what == "empty":
+        path.write_bytes(b"")
+    elif what == "large":
+        with path.open("wb") as file:
+            file.truncate(3 * 2**30)
+    elif what == "utf-16":
+        path.write_bytes(before.decode(errors="replace").encode("utf-16"))
+    elif what == "deep":
+        path.write_bytes(b"[" * 200_000)
+    elif what == "truncated":
+        path.write_bytes(before[: len(before) // 2])
+
+
+# --- good input, of which bad is made
+
+
+def given(folder: Path, run: Callable[..., Any]) -> Path:
+    """Make a folder of input that is right."""
+    folder.mkdir()
+    (folder / "good.py").write_text(GOOD)
+    (folder / "text.txt").write_text("to be or not to be, that is the question\n" * 400)
+    (folder / "good.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    (folder / "table.csv").write_text("a,b\n" + "1,2\n3,4\n" * 50)
+    (folder / "lines.jsonl").write_text('{"text": "to be"}\n{"text": "or not"}\n' * 50)
+    (folder / "tokens.bin").write_bytes(bytes(range(256)) * 64)
+    topology = {"workers": [{"memory": "8GB"}, {"speed": 0.5}], "link": {"latency_ms": 0.2, "bandwidth": "1GB"}}
+    (folder / "topology.json").write_text(json.dumps({**topology, "links": {"0-1": {"latency_ms": 5}}}))
+    made = [
+        ["profile", "good.py:make", "--profile", "profile.json", "--estimate", "--rows", "1,2,4"],
+        ["plan", "--profile", "profile.json", "--batch", "8", "--seconds", "3", "--output", "plan.json"],
+        ["run", "--model", "good.py:make", "--steps", "2", "--transport", "local", "--checkpoint-every", "1",
+         "--microbatches", "2"],
+    ]  # fmt: skip
+    for typed in made:
+        outcome = run(typed, folder)
+        assert outcome.code == 0, outcome.said
+    (folder / "recording.jsonl").write_text(_recording())
+    assert run(["watch", "recording.jsonl", "--once"], folder).code == 0
+    return folder
+
+
+def _recording() -> str:
+    """Return a recording of two workers, as `watch --record` writes it."""
+    header = {"num_workers": 2, "process": "1/1/1", "host": "h", "device": "cpu", "schedule": "gpipe"}
+    header |= {"microbatches": 1, "cores": 1, "started": 0.0, "clock_ns": 0, "stacks_signal": 41}
+    workers = [{**header, "worker": w, "shards": [[w, 0, 1]]} for w in (0, 1)]
+    listings = [
+        {"worker": w, "microbatches": 1, "order": "fixed", "program": [f"{w}F0", f"{w}B0", f"{w}U0"]} for w in (0, 1)
+    ]
+    lines: list[dict[str, Any]] = [{"kind": "run", "workers": workers, "listings": listings, "clock_error_ms": 0.0}]
+    for step in range(4):
+        records = []
+        for w in (0, 1):
+            start = 10**9 * step
+            actions = [[f"{w}F0", start + 10 + w, start + 20 + w], [f"{w}B0", start + 40 - w, start + 50 - w]]
+            records.append(
+                {
+                    "worker": w, "step": step, "start_ns": start, "end_ns": start + 60, "actions": actions,
+                    "arrivals": [[f"{1 - w}F0", 1 - w, 64, start + 15]], "layers": [], "rows": 8, "tokens": 0,
+                    "loss": 1.0, "peak_bytes": 0, "outbox": 0, "num_microbatches": 1, "data_wait_ns": 0,
+                    "data_cause": "",
+                }
+            )  # fmt: skip
+        lines.append({"kind": "step", "step": step, "loss": 1.0, "step_ms": 1.0, "at": 0.0, "records": records})
+    lines.append({"kind": "event", "at": 0.0, "text": "something", "warning": True})
+    return "".join(json.dumps(line) + "\n" for line in lines)
+
+
+# --- commands that would be right
+
+
+def bases(made: Path) -> dict[str, list[str]]:
+    good, text = f"{made}/good.py", f"{made}/text.txt"
+    gpt = ["--data", text, "--steps", "1", "--batch", "4", "--context", "8", "--width", "8", "--depth", "2"]
+    return {
+        "simulate": [],
+        "compare": [],
+        "verify": ["--model", "mlp", "--steps", "1", "--microbatches", "2", "--transport", "local"],
+        "run": [*gpt, "--heads", "2", "--microbatches", "2", "--transport", "local"],
+        "run a model": ["--model", f"{good}:make", "--steps", "1", "--microbatches", "2", "--transport", "local"],
+        "plan": ["--profile", f"{made}/profile.json", "--batch", "8", "--seconds", "0.2", "--no-searched"],
+        "plan a model": [f"{good}:make", "--estimate", "--seconds", "0.2", "--no-searched"],
+        "profile": [f"{good}:whole", "--estimate"],
+        "data": [f"{made}/tokens.bin", "--context", "8"],
+        "export": [],
+        "watch": [f"{made}/recording.jsonl", "--once"],
+        "key": ["key"],
+        "schedules": [],
+    }
+
+
+def typed_as(base: str, made: Path, *more: str) -> list[str]:
+    """Return the base with `more`, which takes the place of what the base says of the same."""
+    kept, rest = [], list(bases(made)[base])
+    while rest:
+        word = rest.pop(0)
+        if word.startswith("--") and word in more:
+            if rest and not rest[0].startswith("--"):
+                rest.pop(0)
+            continue
+        kept.append(word)
+    return [base.split()[0], *kept, *more]

@@ -1,0 +1,117 @@
+"""Kills and automatic restarts: whether the final weights are those of a run that nothing disturbed, bit for bit.
+
+    python bench/restarts.py [--count 10] [--seed 0] [--transport zmq]
+
+Each run trains with dropout, momentum and data that are drawn anew in every step. A worker is killed (SIGKILL) at a
+random step, also while a checkpoint is written, some while they start again; the launcher starts the job again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+_ROOT = Path(__file__).parents[1]
+_STEPS = 24
+_SCRIPT = f"""
+import time
+from functools import partial
+import torch
+from torch import nn
+from rpc_pipe.pipeline import Pipeline
+
+layers = [partial(nn.Linear, 32, 32), partial(nn.Dropout, 0.2), nn.Tanh, partial(nn.Linear, 32, 32), nn.Tanh]
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4,
+                optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9))
+draw = torch.Generator().manual_seed(0)
+for step in range({_STEPS}):
+    pipe.step((torch.randn(8, 32, generator=draw), torch.randn(8, 32, generator=draw)))
+    if pipe.worker == 0:
+        print("step", step, flush=True)
+    time.sleep(0.01)
+"""
+
+
+def train(kills: list[tuple[int, int, float]], transport: str, workers: int) -> tuple[str, int, str]:
+    """Train and kill; return the digest of the weights, how often the job was started again, and what was said.
+
+    Args:
+        kills: step, worker, seconds after the step; the second one is for the workers of the second attempt.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "train.py").write_text(_SCRIPT)
+        weights = folder / "weights.safetensors"
+        command = [sys.executable, "-m", "rpc_pipe", "run", str(folder / "train.py"), "--workers", str(workers)]
+        command += ["--transport", transport, "--max-restarts", "4", "--checkpoint-every", "3", "--save", str(weights)]
+        command += ["--checkpoint-folder", str(folder / "checkpoints"), "--checkpoint-keep", "2"]
+        environment = {**os.environ, "PYTHONPATH": str(_ROOT), "RPC_PIPE_LOGS": "off"}
+        launcher = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=_ROOT
+        )
+        assert launcher.stdout is not None
+        lines, left = [], list(kills)
+        for line in launcher.stdout:
+            lines.append(line)
+            found = re.search(r"step (\d+)$", line)
+            if found and left and int(found[1]) >= left[0][0]:
+                _, rank, after = left.pop(0)
+                time.sleep(after)
+                _kill(launcher.pid, rank)
+        code = launcher.wait()
+        said = "".join(lines)
+        if code or not weights.exists():
+            return f"exit code {code}", said.count("starting again"), said
+        return hashlib.sha256(weights.read_bytes()).hexdigest(), said.count("starting again"), said
+
+
+def _kill(launcher: int, rank: int) -> None:
+    for worker in psutil.Process(launcher).children():
+        try:
+            if worker.environ().get("RANK") == str(rank):
+                worker.send_signal(signal.SIGKILL)
+        except psutil.Error:  # it has ended by itself
+            continue
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="kills, restarts, and the same weights in the end")
+    parser.add_argument("--count", type=int, default=10, help="runs with a kill (10)")
+    parser.add_argument("--seed", type=int, default=0, help="(0)")
+    parser.add_argument("--workers", type=int, default=2, help="(2)")
+    parser.add_argument("--transport", choices=("rpc", "zmq"), default="zmq")
+    options = parser.parse_args()
+    draw = random.Random(options.seed)
+    wanted, _, said = train([], options.transport, options.workers)
+    if len(wanted) != 64:
+        sys.exit(f"the undisturbed run failed:\n{said}")
+    same = kills = 0
+    for number in range(options.count):
+        count = 1 + (number % 5 == 0)  # in some runs a worker of the second attempt is killed too
+        steps = sorted(draw.randrange(_STEPS - 1) for _ in range(count))
+        plan = [(step, draw.randrange(options.workers), draw.random() / 50) for step in steps]
+        found, restarts, said = train(plan, options.transport, options.workers)
+        kills += restarts
+        same += found == wanted
+        right = found == wanted and restarts == count
+        print(f"killed after {', '.join(f'step {step} worker {rank}' for step, rank, _ in plan)}: {restarts} restarts, "
+              f"{'the same weights' if found == wanted else 'DIFFERENT: ' + found}", flush=True)  # fmt: skip
+        if not right:
+            print(said[-3000:])
+    print(f"{same} of {options.count} runs ended with the weights of the undisturbed one; {kills} kills and restarts")
+    sys.exit(same < options.count)
+
+
+if __name__ == "__main__":
+    main()
