@@ -20,6 +20,8 @@ from .spec import ENDLESS, Order, Spec
 _NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")
 _METHODS = ("place", "route", "splits", "recomputes", "after", "slot", "program", "updates", "version")
 _BOUNDS = ("activation_limit", "peak_activations")
+#: what a schedule does not say
+_FOLLOWS = ("worker", "hosted", "origin", "successors", "data", "accumulations", "needs", "orders", "parameters")
 #: how much of an endless stream is looked at
 _ENDLESS_PREFIX = 4096
 
@@ -101,6 +103,9 @@ def check_answers(spec: Spec) -> None:
             raise ScheduleError(f"{name} is a method: write @property above it")
         if not is_whole(value) or value < 1:
             raise ScheduleError(f"{name} is {value!r}: it must be a whole number, at least 1")
+    for name in _FOLLOWS:
+        if inspect.getattr_static(type(spec), name) is not inspect.getattr_static(Spec, name):
+            raise ScheduleError(f"{name} is not for a schedule to say: it follows from place, route and after")
     if spec.order not in get_args(Order):
         raise ScheduleError(f"order is {spec.order!r}: it must be one of {', '.join(get_args(Order))}")
     for name, value in spec.parameters().items():

@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, files
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
@@ -113,11 +113,4 @@ def read_json(path: Path) -> Any:
     Raises:
         ConfigError: it is none, or too large for one of ours.
     """
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ConfigError(f"{path}: is larger than any manifest")
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ConfigError(f"{path}: is damaged: {error}") from error
+    return files.read_json(path, f"{path}", _MOST_BYTES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -23,26 +24,34 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
             option = f"--{name} {typed[name]}"
             path = Path(typed[name])
             _try(option, path)
-            other = taken.setdefault(path.resolve(), f"--{name}")
+            other = taken.setdefault(Path(os.path.realpath(path)), f"--{name}")
             if other != f"--{name}":
                 raise ConfigError(f"{option}: {other} writes the same file")
 
 
 def _try(option: str, path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() or option.endswith("/"):
         raise ConfigError(f"{option}: is a folder; name a file in it")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):  # what is written last may be moved to its place
             pass
-        if path.exists():
-            if stat.S_ISFIFO(path.stat().st_mode) or stat.S_ISSOCK(path.stat().st_mode):
-                raise ConfigError(f"{option}: is not a regular file")
-            path.open("ab").close()
+        _try_old(option, path)
     except FileExistsError as error:
         raise ConfigError(f"{option}: {error.filename} is a file, not a folder") from error
     except OSError as error:
         raise ConfigError(f"{option}: cannot be written: {error.strerror}") from error
+
+
+def _try_old(option: str, path: Path) -> None:
+    """See that what is there may be written over."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+        raise ConfigError(f"{option}: is not a regular file")
+    path.open("ab").close()
 
 
 def write(path: str, text: str) -> None:

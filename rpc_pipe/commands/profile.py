@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, Progress, TextColumn
 
 from ..dependency import ConfigError
+from ..dependency.files import read_json
 from ..drawing.plans import profile_table
 from ..launching import launcher_link as link
 from ..launching.job import Job, current_job
@@ -55,9 +56,9 @@ def add_measuring(parser: Parser) -> None:
     parser.add_argument("--again", action="store_true", help="measure even if that was done before")
     parser.add_argument("--estimate", action="store_true", help="count operations instead of running the model")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="what keeps state and updates (adamw)")
-    parser.add_argument("--repeats", type=whole(1), help="how often each block is timed (5)")
+    parser.add_argument("--repeats", type=whole(1, 10**6), help="how often each block is timed (5)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (cpu)")
-    parser.add_argument("--threads", type=whole(1), help="torch threads of a worker (1)")
+    parser.add_argument("--threads", type=whole(1, 4096), help="torch threads of a worker (1)")
 
 
 def _profile(typed: dict[str, Any], argv: list[str]) -> int:
@@ -252,11 +253,8 @@ def read_profile(path: Path) -> Profile:
     Raises:
         ConfigError: there is none, or it is none.
     """
-    try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--profile {path}: cannot be read: {error}") from None
-    return from_json(told, f"--profile {path}")
+    said = f"--profile {path}"
+    return from_json(read_json(path, said), said)
 
 
 def progress(reporter: Reporter) -> Progress:

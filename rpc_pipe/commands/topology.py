@@ -9,12 +9,12 @@ Bandwidths are bytes a second. A link is told once for both ways, or `1-0` besid
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from ..dependency.files import read_json
 from ..planning.profile import Machines
 from ..planning.simulator import Link
 from .options import parse_bytes, parse_number, parse_worker
@@ -43,10 +43,7 @@ def read_topology(path: str) -> Machines:
         ConfigError: the file cannot be read, or says something that cannot be.
     """
     where = f"--topology {path}"
-    try:
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: cannot be read: {error}") from None
+    told = read_json(Path(path), where)
     if not isinstance(told, Mapping) or not isinstance(told.get("workers"), list) or not told["workers"]:
         raise ConfigError(f'{where}: must have "workers", a list such as [{{"memory": "8GB", "speed": 1.0}}]')
     _refuse_unknown(where, told, ("workers", "link", "links"))
@@ -63,6 +60,8 @@ def read_topology(path: str) -> Machines:
     count = len(speeds)
     links = {}
     given = told.get("links", {})
+    if not isinstance(given, Mapping):
+        raise ConfigError(f'{where}: links {given!r}: must be such as {{"0-1": {{"latency_ms": 5}}}}')
     for ends, link in given.items():
         source, dash, target = ends.partition("-")
         if not dash:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from ..dependency import ConfigError
@@ -49,7 +50,24 @@ class TrainOptions(PipeOptions):
     def gpt(self) -> GPTConfig:
         if self.width % self.heads:
             raise ConfigError(f"--heads {self.heads}: must divide --width {self.width}")
+        self._refuse_too_large()
         return GPTConfig(self.width, self.depth, self.heads, self.context, self.dropout)
+
+    def _refuse_too_large(self) -> None:
+        """Refuse what no machine like this one can hold, before a worker tries.
+
+        Raises:
+            ConfigError: the model and a batch of tokens are larger than the memory.
+        """
+        parameters = self.depth * (12 * self.width**2 + 13 * self.width) + (2 * 256 + self.context) * self.width
+        tokens = self.batch * self.context
+        least, there = 16 * parameters + 8 * tokens, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if least > there and "RANK" not in os.environ:  # a worker's launcher has looked, or there are several machines
+            raise ConfigError(
+                f"--width {self.width}, --depth {self.depth}, --context {self.context}, --batch {self.batch}: "
+                f"{parameters:.3g} parameters with gradients and AdamW, and {tokens:.3g} tokens, take at least "
+                f"{least / 1e9:.3g} GB; this machine has {there / 1e9:.3g} GB"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

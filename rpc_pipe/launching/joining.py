@@ -127,6 +127,7 @@ def _network(job: Job) -> Network:
     if job.init_method.startswith("file://"):
         meeting = FolderMeeting(Path(job.init_method.removeprefix("file://")).parent)
     else:
+        _secret(job)  # before others are waited for
         meeting, _ = _at_torchruns_store(job)
         job = _reached(job, meeting)
 
@@ -142,6 +143,22 @@ def _network(job: Job) -> Network:
     return Network(_keys(job, meeting), host, port, tell, ask, job.lost_after_s, **more)
 
 
+def _secret(job: Job) -> bytes | None:
+    """Return the secret that the workers of several hosts have in a file; None: they agree on one.
+
+    Raises:
+        ConfigError: the file holds none, or there must be one.
+    """
+    if job.key_file is not None:
+        return read_key(job.key_file)
+    if job.trust_network:
+        return None
+    raise ConfigError(
+        f"transport zmq beyond this host: needs a key that every worker has; `rpc-pipe key FILE` makes one, copy "
+        f"it to all hosts and set {KEY}=FILE; or say --trust-network ({TRUST}=on): {_KEY_MEANS}"
+    )
+
+
 def _keys(job: Job, meeting: Meeting) -> Keys:
     """Return the keys of the job, from the file that holds its secret."""
     from ..workers.transport.keys import Keys
@@ -150,16 +167,10 @@ def _keys(job: Job, meeting: Meeting) -> Keys:
         if job.key_file is None:
             raise ConfigError(f"{KEY}: not set, but {INIT} is; the launcher sets both")
         return Keys(read_key(job.key_file), "", job.num_workers)
-    if job.key_file is not None:
-        secret = read_key(job.key_file)
-    elif job.trust_network:
+    secret = _secret(job)
+    if secret is None:
         _warn(job, f"--trust-network: {_KEY_MEANS}")
         secret = _agreed(job, meeting, "secret").encode()
-    else:
-        raise ConfigError(
-            f"transport zmq beyond this host: needs a key that every worker has; `rpc-pipe key FILE` makes one, copy "
-            f"it to all hosts and set {KEY}=FILE; or say --trust-network ({TRUST}=on): {_KEY_MEANS}"
-        )
     return Keys(secret, _agreed(job, meeting, "name"), job.num_workers)
 
 

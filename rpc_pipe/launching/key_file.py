@@ -33,7 +33,8 @@ def read_key(path: Path) -> bytes:
         ConfigError: others can read the file, or it holds no secret.
     """
     try:
-        with path.open("rb") as file:
+        # A pipe without a writer would be waited for.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
                 raise ConfigError(f"key file {path}: others can read it; chmod 600 {path}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from ..tracing.outcome import lost_lines
 
 #: how often a progress line is written where it cannot be overwritten
 _LINE_EVERY_S = 5.0
+_ENDLESS = re.compile(r"\S{400,}")
 
 
 class _Output:
@@ -104,7 +106,7 @@ class Reporter:
     def error(self, text: str) -> None:
         """Show wrong input."""
         self.close()
-        _console("stderr").print(f"error: {text}", markup=False)
+        _console("stderr").print(f"error: {_readable(text)}", markup=False)
 
     def roll_call(self, lines: Sequence[str], whose: str, stacks: str) -> None:
         """Show who does what when nothing finishes."""
@@ -164,6 +166,12 @@ class Reporter:
         if self._out.failed:
             self.error("--json: stdout cannot be written")
             self.exit_code = max(self.exit_code, 1)
+
+
+def _readable(text: str) -> str:
+    """Return a text of wrong input without words that have no end, and without what a terminal would obey."""
+    text = _ENDLESS.sub(lambda found: f"{found[0][:80]}... ({len(found[0])} characters)", text)
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def _console(name: str) -> Console:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
+from ..dependency.files import load_module
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .deferred import Deferred
 from .observed import Observed, observe
-from .partition import LayerLike
+from .partition import LayerLike, refuse_no_layer
 from .shards import Model
 from .whole import CallForm, is_whole, loss_of_output
 
@@ -41,11 +40,14 @@ class Made:
         """Return the layers of a list, as they are given.
 
         Raises:
-            ConfigError: the model is a builder of stages, which has no list.
+            ConfigError: the model is a builder of stages, which has no list, or what is listed is no layer.
         """
         if not isinstance(self.model, (nn.Sequential, Sequence)):
             raise ConfigError("model: a builder of stages has no layers to measure; return a list of them, or a module")
-        return list(self.model)
+        layers = list(self.model)
+        for index, layer in enumerate(layers):
+            refuse_no_layer(layer, index)
+        return layers
 
     def pair(self, batch: Tree) -> tuple[Tree, Tree]:
         """Return a batch for a list of layers as (inputs, targets).
@@ -95,23 +97,16 @@ def load(said: str) -> Made:
     path, colon, name = said.rpartition(":")
     if not colon or not path.endswith(".py"):
         raise ConfigError(f"{said}: must be path/to/file.py:make, a function that returns model, batch")
-    if not Path(path).is_file():
-        raise ConfigError(f"{said}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"rpc_pipe_model_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(Path(path).resolve().parent))
+    module = load_module(Path(path), f"rpc_pipe_model_{Path(path).stem}", said, first=True)
+    make = getattr(module, name, None)
+    if not callable(make):
+        own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"{said}: {path} has no function {name!r}; it has {', '.join(own) or 'none'}")
     try:
-        spec.loader.exec_module(module)
-        make = getattr(module, name, None)
-        if not callable(make):
-            own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            raise ConfigError(f"{said}: {path} has no function {name!r}; it has {', '.join(own) or 'none'}")
         made = make()
     except ConfigError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(f"{said}: raised {type(error).__name__}: {error}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError(f"{said}: returned a {type(made).__name__}; must be model, batch or model, batch, loss_fn")

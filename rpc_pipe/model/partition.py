@@ -190,11 +190,27 @@ def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = N
     return copies
 
 
+def refuse_no_layer(layer: object, index: int) -> None:
+    """Refuse what is neither a module nor makes one.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(layer, nn.Module) and not callable(layer):
+        raise ConfigError(
+            f"model: layer {index} is a {type(layer).__name__}: it must be a module, or make one when called"
+        )
+
+
 def _realize(layer: LayerLike, index: int, randomness: Randomness) -> nn.Module:
     if isinstance(layer, nn.Module):
         return layer
+    refuse_no_layer(layer, index)
     with randomness.initial(index):
-        return layer()
+        made = layer()
+    if not isinstance(made, nn.Module):
+        raise ConfigError(f"model: layer {index} made a {type(made).__name__}, which is no module")
+    return made
 
 
 def _module(layer: LayerLike) -> nn.Module:

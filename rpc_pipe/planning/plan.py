@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from ..dependency.files import read_json
 
 
 @dataclass(frozen=True)
@@ -89,10 +89,7 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
     told: Any = source
     if not isinstance(source, Mapping):
         where = f"plan {source}"
-        try:
-            told = json.loads(Path(source).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{where}: cannot be read: {error}") from None
+        told = read_json(Path(source), where)
     if isinstance(told, Mapping) and "plans" in told:
         if not told["plans"]:
             raise ConfigError(f"{where}: holds no plan that fits; rpc-pipe plan says what would")

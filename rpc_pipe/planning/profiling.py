@@ -8,7 +8,9 @@ all these stages take together more than the whole model.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -17,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dependency import B, F, I, Kind, R, W
+from ..dependency import B, ConfigError, F, I, Kind, PipeError, R, W
 from ..model.made import Made, load, resized, rows_of
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
@@ -104,17 +106,35 @@ def profile_model(
         try:
             if estimate:
                 raise torch.OutOfMemoryError
-            if made.is_layers:
-                measured[count] = _measure_layers(made, batch, device, factory, repeats)
-            else:
-                measured[count], around, ties = _measure_whole(made, batch, device, factory, repeats, of, at_least)
+            with _blaming(made):
+                if made.is_layers:
+                    measured[count] = _measure_layers(made, batch, device, factory, repeats)
+                else:
+                    measured[count], around, ties = _measure_whole(made, batch, device, factory, repeats, of, at_least)
         except torch.OutOfMemoryError:
             estimated = estimate_layers if made.is_layers else estimate_whole
-            measured[count] = estimated(made, batch, operations_a_ms(device), factory)
+            with _blaming(made):
+                measured[count] = estimated(made, batch, operations_a_ms(device), factory)
     if made.is_layers:
         ties = _ties_of_layers(made)
     around = {kind: around.get(kind, 0) + RUNTIME_MS for kind in (F, B, I, W, R)}
     return Profile(measured, around, ties, _name(made), signature(made, device, optimizer), device, rows_of(made.batch))
+
+
+@contextmanager
+def _blaming(made: Made) -> Iterator[None]:
+    """Turn what a model raises on its own batch into a sentence.
+
+    Raises:
+        ConfigError: instead of that.
+    """
+    try:
+        yield
+    except (PipeError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        what = ", ".join(line.strip() for line in traceback.format_exception_only(error))
+        raise ConfigError(f"model {_name(made)}: cannot be measured on its batch: {what}") from error
 
 
 def _advance(tell: Tell, number: int, of: int, done: int, total: int) -> None:

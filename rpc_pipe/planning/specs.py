@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.util
-import sys
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, blaming, check_all, recomputing
+from ..dependency.files import load_module
 from ..model.cut import cut
 from ..schedules import SCHEDULES
 from .listed import read_program
@@ -50,20 +49,8 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
 
 
 def _load_class(schedule: str, path: Path, name: str) -> type[Spec]:
-    if not path.is_file():
-        raise ConfigError(f"schedule {schedule!r}: there is no file {path}")
     module_name = f"rpc_pipe_schedule_{path.stem}"
-    module_spec = importlib.util.spec_from_file_location(module_name, path)
-    assert module_spec is not None and module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_name] = module  # dataclasses look the module of a class up by name
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # what stands beside the file can be imported, as beside a script
-    try:
-        module_spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"schedule {schedule!r}: {path} raised {type(error).__name__}: {error}") from error
+    module = load_module(path, module_name, f"schedule {schedule!r}")
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Spec)):
         here = [

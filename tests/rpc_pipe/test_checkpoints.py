@@ -171,7 +171,10 @@ def without_manifest_entry(path):
         (cut_off, "model-00002-of-00004.safetensors: has .* bytes of .*: it was cut off"),
         (flipped, r"model-00001-of-00004.safetensors: .*cannot be read"),
         (lambda path: (path / "optimizer-00003-of-00004.safetensors").unlink(), "optimizer-00003.* is missing"),
-        (lambda path: (path / "manifest.json").write_text('{"format": 1, "st'), "manifest.json: is damaged"),
+        (
+            lambda path: (path / "manifest.json").write_text('{"format": 1, "st'),
+            "manifest.json: cannot be read as JSON",
+        ),
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json: is not of format 1"),
         (without_manifest_entry, "manifest.json: is damaged: KeyError 'stages'"),
         (lambda path: (path / "manifest.json").unlink(), "holds no complete checkpoint"),

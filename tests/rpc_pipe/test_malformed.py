@@ -22,6 +22,10 @@ class Text(Spec):
 class Nothing(Spec):
     def actions(self, stage, index):
         return None
+
+class Hosted(Spec):
+    def hosted(self, worker):
+        return 3
 """
 RUN = {"kind": "run", "workers": [], "listings": [], "clock_error_ms": 0}
 FILES = {
@@ -34,6 +38,9 @@ FILES = {
     "bytes.csv": b"\xff\xfe" * 99,
     "specs.py": SPECS,
     "exits.py": "import sys; sys.exit(0)",
+    "models.py": "import torch\ndef make():\n    return [None], (torch.ones(4), torch.ones(4)), torch.nn.MSELoss()\n",
+    "links.json": json.dumps({"workers": [{}], "links": [1]}),
+    "deep.jsonl": "[" * 100_000 + "\n",
     "nothing.jsonl": "{}\n",
     "cut.jsonl": json.dumps({"kind": "run"}) + "\n",
     "none.jsonl": json.dumps(RUN) + "\n" + json.dumps({"kind": "step", "records": []}) + "\n",
@@ -48,6 +55,7 @@ def folder(tmp_path_factory):
     for name, content in FILES.items():
         (made / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     os.mkfifo(made / "pipe")
+    (made / "loop.svg").symlink_to("loop.svg")
     os.mkfifo(made / "pipe.csv")
     return made
 
@@ -72,12 +80,24 @@ def folder(tmp_path_factory):
         ("simulate --schedule interleaved --set chunks=0", "has 0 stages"),
         ("simulate --svg pipe", "is not a regular file"),
         ("simulate --chrome /dev/full", "cannot be written: No space left on device"),
+        ("simulate --schedule specs.py:Hosted", "hosted is not for a schedule to say"),
+        ("simulate --svg loop.svg", "cannot be written: Too many levels of symbolic links"),
+        ("simulate --svg new/", "is a folder; name a file in it"),
+        ("simulate --workers " + "9" * 5000, "(5001 characters) must be a whole number"),
+        ("simulate --schedule \x1b[31m", "'\\x1b[31m'"),
+        ("profile models.py:make", "model: layer 0 is a NoneType: it must be a module, or make one when called"),
+        ("plan --batch 8 --profile pipe", "is not a regular file"),
+        ("plan --batch 8 --profile deep.jsonl", "cannot be read as JSON: maximum recursion depth exceeded"),
+        ("plan --topology links.json", "links [1]: must be such as"),
+        ("run --width 99999999999 --heads 1", "this machine has"),
+        ("run exits.py --workers 99999", "at most 1024 processes are started on one machine"),
         ("run --data pipe", "is not a regular file"),
         ("run --save /proc/x", "cannot be written"),
         ("run --transport local --port 2000", "has no effect with --transport local"),
         ("watch nothing.jsonl --once", "line 1 is not of a recording: KeyError: 'kind'"),
         ("watch cut.jsonl --once", "line 1 is not of a recording: KeyError"),
         ("watch none.jsonl --once", "line 2 is not of a recording: ValueError: a step without records"),
+        ("watch deep.jsonl --once", "line 1 is not of a recording: RecursionError"),
         ("watch fields.jsonl --once", "line 2 is not of a recording: KeyError: 'step'"),
         ("watch types.jsonl --once", "line 1 is not of a recording: TypeError: worker is '0'"),
     ],
