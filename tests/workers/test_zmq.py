@@ -7,6 +7,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import zmq
 from carriers import Cable, zmq_carriers
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.workers.transport import sockets
+from rpc_pipe.workers.transport import congestion
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.form import Dense
 from rpc_pipe.workers.transport.payload import pack, unpack
@@ -199,12 +200,33 @@ def test_a_peer_that_has_died_is_known_at_once():
     carriers[0]._end()
 
 
+def _congestion(connection):
+    name = connection.getsockopt(socket.IPPROTO_TCP, congestion._TCP_CONGESTION, 16)
+    return name.partition(b"\0")[0].decode()
+
+
 def test_a_listener_chooses_a_congestion_control_that_does_not_pace():
     with socket.socket() as listener:
-        sockets._choose(listener, "no-such,reno")
-        name = listener.getsockopt(socket.IPPROTO_TCP, sockets._TCP_CONGESTION, 16)
-        assert name.rstrip(b"\0") == b"reno"
-        sockets._choose(listener, "no-such")  # the system's stays
+        congestion.choose(listener, "no-such,reno")
+        assert _congestion(listener) == "reno"
+        congestion.choose(listener, "no-such")  # the system's stays
+        assert _congestion(listener) == "reno"
+
+
+def test_a_connection_that_loses_packets_gets_another_congestion_control(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        congestion.choose(listener, "reno")
+        with socket.create_connection(listener.getsockname()) as near, listener.accept()[0] as far:
+            accepted = congestion.Accepted(congestion.CONGESTION)
+            accepted.add(far.fileno())
+            accepted.mind_losses(listener.getsockname()[1])
+            assert _congestion(far) == "reno"  # nothing was lost
+            monkeypatch.setattr(congestion, "_is_lossy", lambda connection: True)
+            accepted.mind_losses(near.getsockname()[1])  # another port: the descriptor is somebody else's now
+            assert _congestion(far) == "reno"
+            accepted.mind_losses(listener.getsockname()[1])
+            have_bbr = "bbr" in Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control").read_text().split()
+            assert _congestion(far) == ("bbr" if have_bbr else "reno")
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 2 * PIECE_BYTES + 7])

@@ -1,8 +1,7 @@
 """The ZeroMQ sockets of a worker: one that it says everything by, one that hears all others.
 
 Each worker binds what it speaks by (ROUTER), and those who listen connect (DEALER): so bulk data leaves from accepted
-connections, which have the congestion control that the listener chose. Under BBR, the default of many servers, the
-bursts of a pipeline take twice as long as under reno, where a connection is idle in between.
+connections, which have the congestion control that the listener chose: see `congestion.py`.
 
 Inside a host they are unix sockets in a folder that its owner alone may enter, without port or key; between hosts TCP
 with CURVE. See `keys.py` for who is let in.
@@ -24,6 +23,7 @@ from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
 from ...dependency import ConfigError
+from .congestion import Accepted, choose
 from .form import Dense
 from .keys import Keys
 from .message import copy_memory
@@ -39,9 +39,6 @@ _HANDSHAKE_MS = 10_000
 _BACKLOG = 1024
 #: a path of a unix socket has at most so many bytes (unix(7))
 _LONGEST_PATH = 107
-#: those that do not pace bursts, in order of preference; others are taken only if one asks for them
-CONGESTION = "cubic,reno"
-_TCP_CONGESTION = getattr(sockets, "TCP_CONGESTION", 13)
 _ADDRESS = re.compile(r"tcp://[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
 #: what a monitor tells of connections that those who listen accept
 _CAME = (
@@ -90,6 +87,7 @@ class Sockets:
         self._peers: dict[str, int] = {}
         #: connections that were accepted, and of those the ones that proved who they were
         self._came = self._known = 0
+        self._accepted: Accepted | None = None
         self._closed = False
 
     def bind_in(self, folder: Path) -> None:
@@ -117,13 +115,14 @@ class Sockets:
         listener = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM)
         try:
             listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
-            _choose(listener, congestion)
+            choose(listener, congestion)
             listener.bind((host, port))
             listener.listen(_BACKLOG)
             listener.setblocking(False)
         except OSError as error:
             listener.close()
             raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}") from error
+        self._accepted = Accepted(congestion)
         self.bound = "tcp://{}:{}".format(*listener.getsockname())
         self._speaks.setsockopt(zmq.USE_FD, listener.detach())
         self._speaks.bind(self.bound)
@@ -182,8 +181,15 @@ class Sockets:
                     yield Change(peer, kind == zmq.EVENT_HANDSHAKE_SUCCEEDED)
             elif kind == zmq.EVENT_ACCEPTED:
                 self._came += 1
+                if self._accepted is not None:
+                    self._accepted.add(event["value"])
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._known += 1
+
+    def mind_losses(self) -> None:
+        """See whether packets get lost; for the thread that watches."""
+        if self._accepted is not None:
+            self._accepted.mind_losses(int(self.bound.rpartition(":")[2]))
 
     @property
     def refused(self) -> int:
@@ -286,16 +292,6 @@ def _set(socket: Socket, lost_after_s: float | None) -> None:
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * lost_after_s / 8)))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * lost_after_s / 2)))
-
-
-def _choose(listener: sockets.socket, congestion: str) -> None:
-    """Choose a congestion control, which accepted connections inherit; if none is allowed, the system's stays."""
-    for name in filter(None, congestion.split(",")):
-        try:
-            listener.setsockopt(sockets.IPPROTO_TCP, _TCP_CONGESTION, name.encode())
-            return
-        except OSError:
-            continue
 
 
 def _path(folder: Path, worker: int) -> str:

@@ -24,11 +24,12 @@ import zmq
 from torch import Tensor
 
 from ...dependency import ConfigError
+from .congestion import CONGESTION
 from .deadline import within
 from .delivery import Delivery, Said
 from .keys import Doorkeeper, Keys
 from .remote import RemoteCarrier, Reply
-from .sockets import CONGESTION, Pieces, Sockets, frames_of
+from .sockets import Pieces, Sockets, frames_of
 from .values import Malformed, decode_value, encode_value
 
 _VERSION = 1
@@ -329,6 +330,8 @@ class ZmqCarrier(RemoteCarrier):
             self._broken_since.setdefault(peer, time.monotonic())
 
     def _look_after(self) -> None:
+        for by in self._all:
+            by.mind_losses()
         now = time.monotonic()
         for peer, since in list(self._broken_since.items()):
             if now < since + _LAST_S:
