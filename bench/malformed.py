@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(KINDS), help=f"some of {','.join(KINDS)}")
     parser.add_argument("--list", action="store_true", help="show every case and what was said")
     options = parser.parse_args()
-    worker_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
+    vars(worker_process)["subprocess"] = SimpleNamespace(
         Popen=Forked, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT
     )
     torch.set_num_threads(1)
