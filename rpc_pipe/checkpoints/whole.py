@@ -10,6 +10,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..dependency import ConfigError
 from ..workers.actor import WorkerActor
 
 
@@ -30,7 +31,13 @@ def merged(parts: Iterable[Mapping[str, Tensor]], place_of: Callable[[str], Any]
 
 
 def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
-    """Write a safetensors file, complete or not at all."""
+    """Write a safetensors file, complete or not at all.
+
+    Raises:
+        ConfigError: what has that name is no regular file, but a device, say, whose place another file would take.
+    """
+    if Path(path).exists() and not Path(path).is_file():
+        raise ConfigError(f"{path}: is not a regular file")
     folder, name = Path(path).absolute().parent, Path(path).name
     temporary = folder / f".{name}.{os.getpid()}.partial"  # no file of the user's is called so
     try:

@@ -30,9 +30,9 @@ def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
 
 
 def _try(option: str, path: Path) -> None:
-    if path.is_dir() or option.endswith("/"):
-        raise ConfigError(f"{option}: is a folder; name a file in it")
     try:
+        if path.is_dir() or option.endswith("/"):
+            raise ConfigError(f"{option}: is a folder; name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):  # what is written last may be moved to its place
             pass
@@ -49,7 +49,8 @@ def _try_old(option: str, path: Path) -> None:
         mode = path.stat().st_mode
     except FileNotFoundError:
         return
-    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
+    moved = option.startswith("--save ")  # another file takes the place of it, and a device would be gone
+    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or (moved and not stat.S_ISREG(mode)):
         raise ConfigError(f"{option}: is not a regular file")
     path.open("ab").close()
 

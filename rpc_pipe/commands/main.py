@@ -18,6 +18,8 @@ from .options import Parser
 
 #: there is no room, for this user or at all, or the device does not work
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+#: a file that was named cannot be one, or is not for this user
+_NAMED = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,9 +34,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno in _FULL:
+            Reporter().error(f"{error.filename or 'a file'}: cannot be written: {error.strerror}")
+        elif error.errno in _NAMED and error.filename is not None:
+            Reporter().error(f"{error.filename}: {error.strerror}")
+        else:
             raise
-        Reporter().error(f"{error.filename or 'a file'}: cannot be written: {error.strerror}")
         return 2
     except KeyboardInterrupt:  # before there was anything to stop in good order
         return 130

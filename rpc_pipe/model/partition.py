@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Sequence
+import traceback
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -207,7 +208,12 @@ def _realize(layer: LayerLike, index: int, randomness: Randomness) -> nn.Module:
         return layer
     refuse_no_layer(layer, index)
     with randomness.initial(index):
-        made = layer()
+        try:
+            made = layer()
+        except TypeError as error:
+            *_, at = traceback.extract_tb(error.__traceback__)
+            what = f"{type(error).__name__}: {error} (line {at.lineno} of {at.filename})"
+            raise ConfigError(f"model: layer {index} could not be made: {what}") from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model: layer {index} made a {type(made).__name__}, which is no module")
     return made
