@@ -130,12 +130,14 @@ _SAID = {
     "killed from outside": r"worker @ was killed by signal 9 \(SIGKILL\) while ",
     "terminated from outside": r"worker @ was killed by signal 15 \(SIGTERM\) while ",
     "launcher killed": "",
+    "worker stopped, launcher killed": "",
     "launcher terminated": r"stopping after this step",
     "launcher hung up": r"stopping after this step",
 }
 _FROM_OUTSIDE = {"killed from outside": signal.SIGKILL, "terminated from outside": signal.SIGTERM}
 _TO_LAUNCHER = {
     "launcher killed": signal.SIGKILL,
+    "worker stopped, launcher killed": signal.SIGKILL,
     "launcher terminated": signal.SIGTERM,
     "launcher hung up": signal.SIGHUP,
 }
@@ -177,6 +179,8 @@ def inflict(what: str, draw: random.Random, transport: str) -> Outcome:
                     victim = next(w for w in workers if w.environ().get("RANK") == str(rank))
                     victim.send_signal(_FROM_OUTSIDE[what])
                 if what in _TO_LAUNCHER and "step 5" in line:
+                    if "stopped" in what:
+                        workers[rank].send_signal(signal.SIGSTOP)
                     launcher.send_signal(_TO_LAUNCHER[what])
         code = launcher.wait()
         seconds = time.monotonic() - last

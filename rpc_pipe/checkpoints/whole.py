@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import os
+import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ from torch import Tensor
 
 from ..dependency import ConfigError
 from ..workers.actor import WorkerActor
+
+#: what folders end with in which a file is written
+_PARTIAL = ".partial"
 
 
 def own_tensors(actor: WorkerActor) -> dict[str, Tensor]:
@@ -39,9 +44,14 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
     if Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"{path}: is not a regular file")
     folder, name = Path(path).absolute().parent, Path(path).name
-    temporary = folder / f".{name}.{os.getpid()}.partial"  # no file of the user's is called so
+    for left in folder.glob(f".{glob.escape(name)}.*{_PARTIAL}"):
+        if not Path("/proc", left.name.removesuffix(_PARTIAL).rpartition(".")[2]).exists():
+            shutil.rmtree(left, ignore_errors=True)  # of a process that was killed while it wrote
+    # A folder, as the library writes to a file of its own beside the one that is named. No user has one of this name.
+    temporary = folder / f".{name}.{os.getpid()}{_PARTIAL}"
+    temporary.mkdir()
     try:
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary)
-        temporary.replace(path)
+        save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary / name)
+        (temporary / name).replace(path)
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)

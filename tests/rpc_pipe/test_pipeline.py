@@ -14,8 +14,10 @@ from typing import NamedTuple
 import numpy
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
+from rpc_pipe.checkpoints.whole import save_whole
 from rpc_pipe.dependency import ConfigError, F, PipeError, WorkerFailure
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.workers.compute.shard import Shard
@@ -595,3 +597,13 @@ def test_saving_touches_no_other_file(tmp_path):
     pipeline(num_workers=2).save(tmp_path / "w.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["w.partial", "w.safetensors"]
     assert (tmp_path / "w.partial").read_text() == "mine"
+
+
+def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):
+    """A kill during `save` left a hidden file of the model's size for ever."""
+    left = tmp_path / ".w.safetensors.999999999.partial"
+    left.mkdir()
+    (left / ".tmp123").write_text("half of the weights")
+    save_whole({"a": torch.ones(3)}, tmp_path / "w.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], torch.ones(3))
