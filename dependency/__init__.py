@@ -16,7 +16,7 @@ from .errors import (
     Stalled,
     WorkerFailure,
 )
-from .kinds import B, C, D, F, G, I, N, R, T, U, W
+from .kinds import B, C, D, F, G, I, N, R, T, U, V, W
 from .order import local_order
 from .part import Part
 from .program import entries, order_limit
@@ -69,6 +69,7 @@ __all__ = [
     "Stalled",
     "T",
     "U",
+    "V",
     "W",
     "WorkerFailure",
     "asked_of",

@@ -2,6 +2,7 @@
 
     C, N  collect along a tree whose root is the last stage: the loss, its weight and wishes to stop; gradients' norms
     D, T  tell, down the same tree, what follows: the step's loss and whether to go on; the norm of all gradients
+    V     validates an update that was made before the norm of all gradients was told: it stands, or is made again
 
 The tree has a place on every worker: from the last stage back along a route, until all its workers are reached, then
 along the next. So all edges are between neighbouring stages, and a worker that holds several stages is told once.
@@ -15,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 from .action import Action
-from .kinds import C, D, F, G, N, T, U
+from .kinds import C, D, F, G, N, T, U, V
 
 #: what is told -> what is collected for it
 _COLLECTED = {D: C, T: N}
@@ -44,6 +45,8 @@ class Asked(NamedTuple):
     weight: bool = False
     #: the norms of all gradients: they are clipped
     norms: bool = False
+    #: whether an update does not wait for them, and is validated when they are known (Qi et al. 2023, section 4)
+    validated: bool = False
     #: by stage, all stages that hold some of its parameters too, and itself; empty if no parameter is held twice
     sharing: tuple[tuple[int, ...], ...] = ()
 
@@ -82,8 +85,12 @@ class EndTree:
     def actions(self, worker: int, asked: Asked) -> list[Action]:
         """Return what `worker` collects and tells, in an order that suits the tree: to the root, and back."""
         places = [place for place in self.parent if self.spec.place(*place) == worker]
-        of_loss = [C(*place) for place in reversed(places) if place in self._of_loss] + [D(*place) for place in places]
-        return of_loss + [N(*p) for p in reversed(places)] + [T(*p) for p in places] if asked.norms else of_loss
+        found = [C(*place) for place in reversed(places) if place in self._of_loss] + [D(*place) for place in places]
+        if asked.norms:
+            found += [N(*place) for place in reversed(places)] + [T(*place) for place in places]
+        if asked.validated:
+            found += [V(*shard) for shard in self.spec.hosted(worker)]
+        return found
 
     def needs(self, action: Action, asked: Asked) -> tuple[list[Shard], list[Action]]:
         """Return what an action that ends a step needs: shards with all their gradients, and actions."""
@@ -95,6 +102,8 @@ class EndTree:
             told = self.told(self.spec.place(*place), asked)
             exchanged = self.exchanged(stage, asked)
             return ([], exchanged + told) if exchanged else ([place], told)
+        if kind is V:
+            return [], [U(*place), T(*self.own[self.spec.place(*place)])]
         if kind in _COLLECTED:
             parent = self.parent[place]
             return [], [(_COLLECTED[kind] if parent is None else kind)(*(parent or place))]
@@ -106,6 +115,8 @@ class EndTree:
             return [], below + [f for shard in held if shard[0] == self.spec.last_stage for f in self._forwards(*shard)]
         below = [N(*child) for child in children] + [D(*place)]  # gradients of sums are divided first
         first = [shard for shard in held if shard[1] == 0]
+        if asked.validated:
+            return [], below + [U(*shard) for shard in first]  # which noted the norms before it let go of the gradients
         exchanged = [g for stage, _ in first for g in self.exchanged(stage, asked)]
         alone = [shard for shard in first if not self.exchanged(shard[0], asked)]
         return alone, below + list(dict.fromkeys(exchanged))
@@ -113,7 +124,7 @@ class EndTree:
     def told(self, worker: int, asked: Asked) -> list[Action]:
         """Return what tells the updates of `worker` what they must know."""
         own = self.own[worker]
-        return [T(*own)] if asked.norms else [D(*own)] if asked.weight else []
+        return [T(*own)] if asked.norms and not asked.validated else [D(*own)] if asked.weight else []
 
     def exchanged(self, stage: int, asked: Asked) -> list[Action]:
         """Return the exchanges whose gradients are summed for `stage`, in that order; none if nobody else holds any."""

@@ -1,9 +1,9 @@
 """The table of kinds: all that is done in a pipeline. Colours are told apart by colour-blind eyes too
 (Okabe and Ito 2008).
 
-The last six end a synchronous step: gradients of replicas are exchanged (`G`), the loss and, if gradients are clipped,
-their norms are collected towards the last stage (`C`, `N`) and what follows is told to everybody (`D`, `T`), and
-weights are updated (`U`): see `ending.py`.
+The last seven end a synchronous step: gradients of replicas are exchanged (`G`), the loss and, if gradients are
+clipped, their norms are collected towards the last stage (`C`, `N`) and what follows is told to everybody (`D`, `T`),
+and weights are updated (`U`), which may be before the norm is told, and is validated then (`V`): see `ending.py`.
 """
 
 from .action import Kind
@@ -21,3 +21,4 @@ C = Kind("C", "collect the loss", index="route", resource="link")
 D = Kind("D", "tell the loss", index="route", resource="link")
 N = Kind("N", "collect norms of gradients", index="route", resource="link")
 T = Kind("T", "tell the norm", index="route", resource="link")
+V = Kind("V", "validate the update", index="route", resource="link")

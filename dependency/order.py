@@ -109,7 +109,7 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) ->
     updates that wait for others are last.
     """
     replicated, tree = spec.num_routes > 1, end_tree(spec)
-    told = asked.weight or asked.norms
+    told = asked.weight or (asked.norms and not asked.validated)
     microbatches = Counter(map(spec.route, range(spec.num_microbatches)) if replicated else {0: spec.num_microbatches})
     left = {shard: microbatches[shard[1]] for shard in spec.hosted(worker)}
     ended = [shard for shard, count in left.items() if count == 0]

@@ -8,7 +8,7 @@ from .action import RESOURCES, Action, Kind, Resource
 from .ending import end_tree
 from .entry import Entry, Pulled
 from .errors import ScheduleError
-from .kinds import D, U
+from .kinds import D, U, V
 from .spec import Spec
 from .versions import Reach, reaches
 
@@ -33,7 +33,7 @@ class Part:
         self.pulls: list[Pulled] = []
         #: how many forwards there are
         self.num_forwards = 0
-        #: for each of the steps before, the last first: own action of it -> those of this step that wait for it
+        #: for each of the steps before, the last first: own action of it, if it has it -> those of this step that wait
         self.inherited: list[dict[Action, list[int]]] = []
         #: resource -> those that occupy it, in order
         self.queues: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
@@ -95,7 +95,8 @@ class Part:
     def _inherit(self) -> None:
         """Let forwards wait for their stage's update, and updates for the end of the step before.
 
-        So a stop that was wanted in a step is known everywhere before the step after the next one updates.
+        So a stop that was wanted in a step is known everywhere before the step after the next one updates, and no
+        update follows one that may still be taken back.
         """
         spec = self.spec
         told = D(*end_tree(spec).own.get(self.worker, (-1, -1)))
@@ -104,9 +105,8 @@ class Part:
             stage, kind, index = entry.action
             if kind.way == 1:
                 before = U(stage, spec.route(index) if replicated else 0)
+                if before in self.number:  # an evaluation has no updates
+                    self.inherited[0].setdefault(before, []).append(number)
             elif kind is U:
-                before = told
-            else:
-                continue
-            if before in self.number:  # an evaluation has no updates
-                self.inherited[0].setdefault(before, []).append(number)
+                for before in (told, V(stage, index)):
+                    self.inherited[0].setdefault(before, []).append(number)

@@ -74,6 +74,9 @@ class Spec(_Frozen):
     #: False if forwards may overtake updates, so that steps follow each other without a flush, as in PipeDream. Then
     #: `slot` places `U` too, and `after`, `slot` and `version` count microbatches and updates through the whole stream
     synchronous: ClassVar[bool] = True
+    #: True if an update that waits for the norm of all gradients, to clip them, would make bubbles that there are not
+    #: otherwise: it is made before, and validated when the norm is known (Qi et al. 2023, Zero Bubble, section 4)
+    post_validation: ClassVar[bool] = False
     #: after what the weights of a schedule that is not synchronous are updated
     update_every: ClassVar[Literal["step", "microbatch"]] = "step"
 

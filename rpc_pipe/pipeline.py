@@ -15,12 +15,13 @@ import torch
 
 from .checkpoints.keeper import Keeper
 from .checkpoints.weights import Weights
-from .dependency import NOTHING, Asked, ConfigError, Entry, Order, Part, PipeError, asked_of, check, most_open
+from .dependency import NOTHING, ConfigError, Entry, Order, PipeError, check, most_open
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import Job, own_part
 from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
+from .model.ending import Ending
 from .model.lazy_batch import LazyBatch
 from .model.microbatches import Ahead, Microbatches, Pair, update_shares
 from .model.outputs import Outputs
@@ -70,6 +71,9 @@ class Pipeline(Weights):
         seed: of everything random: initial weights of layers given as callables, dropout.
         max_grad_norm: norm to which the gradients of the whole model are clipped before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
+        post_validation: whether steps of `train` update before that norm is known, and again where it asks for
+            clipping, with the same bits; by default where the schedule gains by it. It holds the trained weights and
+            the optimizer's state twice meanwhile.
         accumulate: after how many steps the weights are updated, by the mean of their losses' gradients.
         grad_scaler: for float16: what the loss is scaled with at first and how the scale changes, as one decision of
             all stages; where a gradient overflows, neither weights nor learning rates change. See `loss_scale`.
@@ -102,6 +106,7 @@ class Pipeline(Weights):
         device: str = "cpu",
         seed: int = 0,
         max_grad_norm: float | None = None,
+        post_validation: bool | None = None,
         accumulate: int = 1,
         grad_scaler: torch.amp.GradScaler | None = None,
         ema_decay: float | None = None,
@@ -126,16 +131,14 @@ class Pipeline(Weights):
         #: in what order workers run what is ready
         self.order: Order = order or self.spec.order
         self._programs = Programs(self.spec, workers)
-        # Whether the loss is given as sums, so that updates wait for its weight, is known after the first step.
-        scaled = grad_scaler is not None and grad_scaler.is_enabled()
-        self._asked = Asked(weight=True, norms=max_grad_norm is not None or scaled)
+        self._ending = Ending(self.spec, training, max_grad_norm, post_validation)
         self._actors = _actors(job, workers, device, max_grad_norm, stall_s)
         self._threads = None if job else WorkerThreads(self._actors)
         #: this process's worker; 0 if all workers are in it
         self.worker = workers[0]
         self._stopped = self._closed = False
         self._grad_norm: float | None = None
-        self._num_cut, self._accumulate = 0, accumulate
+        self._num_cut = 0
         self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, self.spec.elasticity > 0)
         randomness = Randomness(seed, self._actors[0].courier.device)
         #: None when the shards are made
@@ -155,7 +158,7 @@ class Pipeline(Weights):
         self._described = describe(self.spec, self.partition.ranges, maker.seed)
         self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
         self._keeper.config = self.partition.config
-        self._asked = self._asked._replace(sharing=self.partition.sharing)
+        self._ending.sharing = self.partition.sharing
         self.partition.release()
         self._maker = None
         link.attach(self)
@@ -205,7 +208,8 @@ class Pipeline(Weights):
         while self._keeper.results.behind and next(batches, batches) is not batches:
             yield self._keeper.results.answer("step")
         ahead = Ahead(batches, self._cut, most_open(self.spec) - 1)
-        streams = {actor: actor.stream(map(partial(self._batch, actor, train=True), ahead)) for actor in self._actors}
+        made = partial(self._batch, train=True, streamed=True)
+        streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}
         try:
             for step in count():
                 ahead.advance(step)
@@ -302,7 +306,8 @@ class Pipeline(Weights):
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
         """Return what `worker` runs in a training step of so many microbatches."""
         actor = next(actor for actor in self._actors if actor.worker == worker)
-        return self._part(num_microbatches, actor, train=True).entries
+        asked = self._ending.asked(actor.next_step, streamed=False)
+        return self._programs.part(num_microbatches, worker, True, asked, lambda: chained(actor)).entries
 
     def shards(self, worker: int) -> list[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""
@@ -341,9 +346,12 @@ class Pipeline(Weights):
         batch.finished()
         return result
 
-    def _batch(self, actor: WorkerActor, batch: Microbatches, train: bool, what: str = "") -> Batch:
-        """Return what `actor` is asked to do with `batch`."""
-        part = self._part(len(batch.inputs), actor, train)
+    def _batch(
+        self, actor: WorkerActor, batch: Microbatches, train: bool, what: str = "", *, streamed: bool = False
+    ) -> Batch:
+        """Return what `actor` is asked to do with `batch`; `streamed`: the next may begin before it has ended."""
+        asked = self._ending.asked(actor.next_step, streamed=streamed) if train else NOTHING
+        part = self._programs.part(len(batch.inputs), actor.worker, train, asked, lambda: chained(actor))
         targets = None if what == "predict" else batch.targets
         call = Call(
             actor.worker,
@@ -352,31 +360,22 @@ class Pipeline(Weights):
             *batch.described,
             self._weights if actor.next_step == 0 else "",
         )
-        shape = batch.shares, train, asked_of(part.spec, self._asked), batch.rows, batch.tokens, batch.waited
+        shape = batch.shares, train, asked, batch.rows, batch.tokens, batch.waited
         lent = batch.lazy is not None and batch.lazy.lent and len(self._actors) < self.num_workers
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
-        more = scales, lending(part.spec) if lent else None, self._updates(actor), self._keeper.due(actor.next_step + 1)
+        updates, due = self._ending.updates(actor.next_step), self._keeper.due(actor.next_step + 1)
+        more = scales, lending(part.spec) if lent else None, updates, due
         return Batch(part, self.order, call, batch.inputs, targets, *shape, *more)
 
     def _told(self, result: Result) -> float:
         """Take note of what a training step came to; return its loss."""
         assert result.loss is not None
         self._stopped |= result.stop
-        self._asked = self._asked._replace(weight=result.summed)
+        self._ending.told(result)
         self._grad_norm = result.norm
         self._keeper.results.note("step", result.loss)
         self._keeper.after(self.steps_done, result.stop)
         return result.loss
-
-    def _updates(self, actor: WorkerActor) -> bool:
-        """Tell whether the step that `actor` begins next ends with an update."""
-        return (actor.next_step + 1) % self._accumulate == 0
-
-    def _part(self, num_microbatches: int, actor: WorkerActor, train: bool) -> Part:
-        asked = asked_of(self.spec, self._asked) if train else NOTHING
-        if not self._updates(actor):
-            asked = asked._replace(norms=False)
-        return self._programs.part(num_microbatches, actor.worker, train, asked, lambda: chained(actor))
 
     def _each(self, call: Callable[[WorkerActor], T]) -> list[T]:
         """Call for every worker of this process and raise the first cause."""

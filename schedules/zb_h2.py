@@ -21,6 +21,7 @@ class ZBH2(ZBH1):
     """
 
     source = "Qi et al. 2023, Zero Bubble, arXiv:2401.10241, section 2.3"
+    post_validation = True
 
     def ahead(self, stage: int) -> int:
         return 2 * (self.last_stage - stage)

@@ -25,6 +25,7 @@ class ZBV(Vee):
 
     source = "Qi et al. 2024, Pipeline Parallelism with Controllable Memory, arXiv:2405.15362; order as torch's ZBV"
     split_backward = True
+    post_validation = True
 
     def program(self, worker: int) -> Iterable[Action]:
         P, M = self.num_workers, max(self.num_microbatches, 2 * self.num_workers)

@@ -4,7 +4,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -51,13 +51,29 @@ def layers(sparse: bool) -> list[Any]:
     return [*first, partial(nn.Linear, 8, 8), nn.Tanh, Complex, Magnitude, nn.Tanh, partial(nn.Linear, 8, 3)]
 
 
-#: schedule: (steps, microbatches, whether the weights are gathered after each step, whether a gradient is sparse)
-CASES = {"chimera": (3, 4, False, True), "zb-v": (3, 4, False, False), "varuna": (3, 24, True, False)}
+class Case(NamedTuple):
+    steps: int
+    microbatches: int
+    #: whether the weights are gathered after each step
+    gather: bool = False
+    #: whether a gradient is sparse
+    sparse: bool = False
+    #: norm above which gradients are clipped, in a stream of steps
+    clipped: float | None = None
 
 
-def train(schedule: str) -> tuple[list[float], dict[str, Tensor] | None]:
-    """Return the losses and, on worker 0, the weights."""
-    steps, microbatches, gather, sparse = CASES[schedule]
+#: by schedule
+CASES = {
+    "chimera": Case(3, 4, sparse=True),
+    "zb-v": Case(3, 4),
+    "varuna": Case(3, 24, gather=True),
+    "zb-h2": Case(8, 4, clipped=0.7),
+}
+
+
+def train(schedule: str, *, early: bool = True) -> tuple[list[float], dict[str, Tensor] | None]:
+    """Return the losses and, on worker 0, the weights; `early`: updates need not wait for the norm of all gradients."""
+    steps, microbatches, gather, sparse, clipped = CASES[schedule]
     pipe = Pipeline(
         layers(sparse),
         nn.functional.cross_entropy,
@@ -65,13 +81,18 @@ def train(schedule: str) -> tuple[list[float], dict[str, Tensor] | None]:
         num_workers=4,
         schedule=schedule,
         optimizer=partial(torch.optim.SGD, lr=0.1),
+        max_grad_norm=clipped,
+        post_validation=None if clipped is None else early,
         stall_s=60,
     )
     draw = torch.Generator().manual_seed(0)
+    sizes = [(2 * microbatches,)] * steps
+    batches = [tuple(torch.randint(high, size, generator=draw) for high in (11, 3)) for size in sizes]
+    if clipped is not None:
+        return list(pipe.train(batches)), pipe.state_dict()
     losses = []
-    for _ in range(steps):
-        inputs, targets = (torch.randint(high, (2 * microbatches,), generator=draw) for high in (11, 3))
-        losses.append(pipe.step((inputs, targets)))
+    for batch in batches:
+        losses.append(pipe.step(batch))
         if gather:
             pipe.state_dict()
     return losses, pipe.state_dict()

@@ -31,15 +31,17 @@ from ..dependency import (
     Spec,
     T,
     U,
+    V,
     W,
     end_tree,
     takes_steps,
 )
 from .compute.device import Mark
 from .compute.recomputation import World
-from .compute.result import Losses, Result, total_norm
+from .compute.result import Losses, Result, clips, total_norm
 from .compute.shard import Shard
 from .compute.stash import StashingShard
+from .compute.updating import Before
 from .context import Context
 from .hooks import Arrived, LayerTime
 from .lending import Lending
@@ -122,6 +124,14 @@ class Step:
     completed: set[Shard] = field(default_factory=set)
     #: of those, whether no gradient has overflowed, if the loss was scaled
     finite: dict[Shard, Tensor] = field(default_factory=dict)
+    #: of shards that were updated before the norm of all gradients was told: norms of their own, and what was before
+    own_norms: dict[int, Tensor] = field(default_factory=dict)
+    early: dict[Shard, Before] = field(default_factory=dict)
+    #: whether such updates were taken back, so that what has been begun of the next step is wrong
+    taken_back: bool = False
+    #: what was raised, and by which action, in a step that may be wrong
+    failure: Exception | None = None
+    failed: str = ""
     marks: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
     arrived: list[Arrived] = field(default_factory=list)
     layer_times: list[LayerTime] = field(default_factory=list)
@@ -278,12 +288,12 @@ def _collect_norms(doing: Doing) -> Payload:
 
     With them goes, if the loss was scaled, whether the gradients have overflowed.
     """
-    norms: dict[int, Tensor] = {}
+    norms = dict(doing.step.own_norms) if _is_first_place(doing) else {}
     finite: list[Tensor] = []
     for payload in _taken(doing, N):
         others, flags = unpack(payload)
         norms, finite = norms | others, finite + flags
-    if _is_first_place(doing):
+    if _is_first_place(doing) and not doing.step.batch.asked.validated:
         for (_, route), shard in doing.worker.shards.items():
             if route == 0:
                 update = doing.step.first_update + route
@@ -321,10 +331,26 @@ def _update(doing: Doing) -> None:
         shard.hold(result.divisor if result is not None and result.summed else 0.0)
         return
     _complete_gradients(doing, shard, doing.task.entry.action.index)
+    if step.batch.asked.validated:
+        if doing.task.entry.action.index == 0:
+            step.own_norms |= shard.gradient_norms()
+        step.early[shard] = shard.update_early()
+        return
     if result is not None and result.norm_tensor is not None and worker.max_grad_norm is not None:
         shard.clip(worker.max_grad_norm, result.norm_tensor)
     # The one place where a worker waits for its device, and only if the loss is scaled.
     shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
+
+
+@carries_out(V)
+def _validate(doing: Doing) -> None:
+    """Make an early update again where gradients are to be clipped. Waits for the device: the norm is looked at."""
+    step, shard, max_norm = doing.step, doing.task.shard, doing.worker.max_grad_norm
+    before = step.early.pop(shard)
+    assert step.result is not None and step.result.norm_tensor is not None and max_norm is not None
+    if clips(max_norm, step.result.norm_tensor):
+        shard.update_again(before, max_norm, step.result.norm_tensor)
+        step.taken_back = True
 
 
 def _update_version(doing: Doing, shard: StashingShard) -> None:

@@ -69,6 +69,7 @@ class Mailbox:
     def abandon(self, run: int) -> None:
         """Drop what is kept for others, and what comes, of `run`, which no worker goes on with."""
         self._carrier.abandon(run)
+        self._actions = {key: action for key, action in self._actions.items() if key[0] != run}
 
     @property
     def outbox(self) -> Outbox:

@@ -204,12 +204,23 @@ class Stream:
         worker.running, worker.running_step, worker.given = task.name, step.number, []
         worker.listeners.action_started(step.number, action)
         begin = worker.courier.mark()
-        payload = task.does(Doing(worker, step, task))
+        try:
+            payload = task.does(Doing(worker, step, task))
+        except Exception as error:
+            if not self._may_be_wrong(step):
+                raise
+            step.failure, step.failed, worker.running = error, task.name, ""  # it counts if the step before stands
+            return
         end = worker.courier.mark()
         step.marks.append((action, begin, end))
         step.forwards_left -= action.kind.way == 1
         self._finish(step, action, payload)
         worker.running = ""
+
+    def _may_be_wrong(self, step: Step) -> bool:
+        """Tell whether a step goes by weights that may be taken back."""
+        before = next(iter(self._steps.values()))
+        return before is not step and before.batch.asked.validated
 
     def _finish(self, step: Step, action: Action, payload: Payload | None) -> None:
         task = step.tasks[action]
@@ -255,9 +266,25 @@ class Stream:
         worker.listeners.idle(worker.step - 1)
         assert step.result is not None
         self._ended |= step.result.stop
+        self._confirm(step)
         if step.batch.train and step.result.loss is not None and not math.isfinite(step.result.loss):
             self._not_finite(step.number, step.result.loss)
         return step.result
+
+    def _confirm(self, step: Step) -> None:
+        """Go on with what comes after `step`, or begin it again if the update of `step` was taken back."""
+        assert step.result is not None
+        if step.result.stop:
+            return  # nobody goes on
+        for other in list(self._steps.values()):
+            if step.taken_back:
+                self.abandon()
+                self._collect_layer_times(None, True)
+                # What others have not taken of the step before, and of the run that was abandoned, is kept for them.
+                self._open(other.batch, [], _MOST_OPEN + 1)
+            elif other.failure is not None:
+                self._worker.running, self._worker.running_step = other.failed, other.number
+                raise other.failure
 
     def _not_finite(self, number: int, loss: float) -> None:
         """Stop, or warn: every worker finds the same, so one tells.

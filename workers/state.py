@@ -105,8 +105,9 @@ class WorkerState:
         return not self._fixed or self._issued["compute"] == len(self.part.queues["compute"])
 
     def has_finished(self, action: Action) -> bool:
-        """Tell whether an own action of this step is done."""
-        return bool(self._done[self.part.number[action]])
+        """Tell whether an own action of this step is done, or is none of it."""
+        number = self.part.number.get(action)
+        return number is None or bool(self._done[number])
 
     @property
     def complete(self) -> bool:

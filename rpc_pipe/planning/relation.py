@@ -85,6 +85,8 @@ class Relation:
             if step:
                 before = start - len(part.entries)
                 for action, numbers in part.inherited[0].items():
+                    if action not in part.number:
+                        continue
                     own[before + part.number[action]] += [start + waits for waits in numbers]
                     for waits in numbers:
                         self.num_needs[start + waits] += 1

@@ -27,9 +27,9 @@ def test_replicas_split_backward_and_recomputation_are_the_same_by_rpc(trained, 
     """Chimera sums a sparse gradient over replicas, zb-v splits backward and is sent by torch's public function alone.
 
     Varuna hung within 100 steps: its recomputation waits for other workers to have finished, and a worker that gave
-    its weights away without waiting for anybody forgot what it had finished.
+    its weights away without waiting for anybody forgot what it had finished. Of zb-h2 updates are taken back.
     """
     losses, weights = torch.load(trained / schedule)
-    expected, same = train(schedule)
+    expected, same = train(schedule, early=False)
     assert losses == expected and weights.keys() == same.keys()
     assert all(torch.equal(weights[name], same[name]) for name in same)

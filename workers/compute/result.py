@@ -80,6 +80,11 @@ class Result:
         return total / self.divisor if self.divisor else float("nan")
 
 
+def clips(max_norm: float | None, norm: Tensor) -> bool:
+    """Tell whether `torch.nn.utils.clip_grads_with_norm_` would change gradients of this norm; waits for the device."""
+    return max_norm is not None and not bool(max_norm / (norm + 1e-6) >= 1.0)
+
+
 def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the norm of what has these norms, with the bits of `torch.nn.utils.get_total_norm` of the whole model.
 

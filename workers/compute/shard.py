@@ -21,7 +21,7 @@ from .recomputation import Noted, Recomputation
 from .result import Losses
 from .slices import Slice, Times
 from .split_backward import Deferred, Saved, backward_inputs
-from .updating import Training, Updating
+from .updating import Before, Training, Updating
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
@@ -347,6 +347,18 @@ class Shard:
         commit(self.slice.own)
         self.updating.update(finite)
         self.num_updates += 1
+
+    def update_early(self) -> Before:
+        """Apply one optimizer step to gradients that may have to be clipped yet; return what was before."""
+        before = self.updating.before()
+        self.update()
+        return before
+
+    def update_again(self, before: Before, max_norm: float, norm: Tensor) -> None:
+        """Take back an early update and make it with clipped gradients."""
+        before.put_back()
+        self.clip(max_norm, norm)
+        self.updating.update(finite=True)
 
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -94,6 +96,10 @@ class Updating:
             held = self.held.get(name)
             parameter.grad = None if held is None else held.clone()
 
+    def before(self) -> Before:
+        """Return what the next update will change, to take it back by."""
+        return Before(self)
+
     def update(self, finite: bool) -> None:
         """Let the optimizer make one step, unless gradients have overflowed, and forget them."""
         self.held, self.weight = {}, 0.0
@@ -112,6 +118,56 @@ class Updating:
             self.scale.update(finite)
         self.optimizer.zero_grad(set_to_none=True)
         torch.clear_autocast_cache()  # of weights as they were, kept until the caller leaves `autocast`
+
+
+class Before:
+    """Copies of what an update changes, as long as the update may have to be taken back.
+
+    They take the memory of the trained parameters, of the optimizer's state and of the moving average once more.
+    """
+
+    def __init__(self, updating: Updating) -> None:
+        self._updating = updating
+        optimizer, average = updating.optimizer, updating.average
+        self._grads = {name: parameter.grad for name, parameter in updating.parameters.items()}
+        self._count = updating.count
+        if optimizer is None:
+            return
+        self._values = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
+        self._state = _copied(optimizer.state)
+        self._groups = [_copied({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
+        self._schedule = {} if updating.lr_scheduler is None else _copied(updating.lr_scheduler.state_dict())
+        self._average = None if average is None else (_copied(average.tensors), average.num_updates)
+
+    def put_back(self) -> None:
+        """Let weights, optimizer and gradients be as they were."""
+        updating = self._updating
+        updating.count = self._count
+        for name, parameter in updating.parameters.items():
+            parameter.grad = self._grads[name]
+        optimizer, average = updating.optimizer, updating.average
+        if optimizer is None:
+            return
+        for parameter, value in self._values:
+            # By `data`: graphs of the next step, which nobody goes on with, have noted the version.
+            parameter.data.copy_(value)
+        optimizer.state.clear()
+        optimizer.state.update(self._state)
+        for group, own in zip(optimizer.param_groups, self._groups, strict=True):
+            group.update(own)
+        if updating.lr_scheduler is not None:
+            updating.lr_scheduler.load_state_dict(self._schedule)
+        if average is not None and self._average is not None:
+            average.tensors, average.num_updates = self._average
+
+
+def _copied(value: Any) -> Any:
+    """Return a copy of a tree whose keys are kept."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(part) for key, part in value.items()}
+    return [_copied(part) for part in value] if type(value) is list else copy.deepcopy(value)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
