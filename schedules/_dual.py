@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from functools import cached_property
 
-from ..dependency import Action, B, F, I, Kind, W
+from ..dependency import Action, B, F, I, Kind, Spec, W
 from ._vee import Listing
+
+
+class Dual(Spec):
+    """A schedule whose workers' orders are listed, and whose backward is split where these lists say so."""
+
+    def orders_of_workers(self) -> list[list[Action]]:
+        """Return the order of each worker."""
+        raise NotImplementedError
+
+    @cached_property
+    def _orders(self) -> list[list[Action]]:
+        return self.orders_of_workers()
+
+    @cached_property
+    def _split(self) -> set[Action]:
+        return {action for order in self._orders for action in order if action.kind is I}
+
+    def splits(self, stage: int, microbatch: int) -> bool:
+        return I(stage, microbatch) in self._split
+
+    def program(self, worker: int) -> Iterable[Action]:
+        return self._orders[worker]
 
 
 def dual_order(depth: int, count: int, worker: int, down: int, up: int) -> list[Action]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cached_property
 
-from ..dependency import Action, I, Order, ScheduleError, Spec
-from ._dual import dual_order
+from ..dependency import Action, Order, ScheduleError
+from ._dual import Dual, dual_order
 from ._vee import existing
 
 
-class DualPipe(Spec):
+class DualPipe(Dual):
     """DualPipe: two replicas of the model over the same workers, fed from both ends, in overlapped pairs.
 
         worker 0  F0 F1 F2 B1 F3 B0 B3 I2 W2
@@ -43,8 +42,7 @@ class DualPipe(Spec):
     def place(self, stage: int, route: int) -> int:
         return stage if route == 0 else self.last_stage - stage
 
-    @cached_property
-    def _orders(self) -> list[list[Action]]:
+    def orders_of_workers(self) -> list[list[Action]]:
         P, M = self.num_workers, self.num_microbatches
         count = max(-(-M // 2), P)  # in each direction
 
@@ -55,16 +53,6 @@ class DualPipe(Spec):
                 yield kind(stage, 2 * i + (near if stage == from_end else 1 - near))
 
         return [list(existing(order(worker), M)) for worker in range(P)]
-
-    @cached_property
-    def _split(self) -> set[Action]:
-        return {action for order in self._orders for action in order if action.kind is I}
-
-    def splits(self, stage: int, microbatch: int) -> bool:
-        return I(stage, microbatch) in self._split
-
-    def program(self, worker: int) -> Iterable[Action]:
-        return self._orders[worker]
 
     def activation_limit(self, worker: int) -> int:
         return self.num_workers + 1

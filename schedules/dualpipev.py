@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import cached_property
-
-from ..dependency import Action, I
-from ._dual import dual_order
+from ..dependency import Action
+from ._dual import Dual, dual_order
 from ._vee import Vee, existing
 
 
-class DualPipeV(Vee):
+class DualPipeV(Dual, Vee):
     """DualPipeV: two stages on each worker in a V; forwards of one meet backwards of the other, in pairs.
 
         worker 0  F0 F1 .. F0 I0 W0 F1 B1 B0 .. B1
@@ -27,20 +24,9 @@ class DualPipeV(Vee):
 
     source = "DeepSeek-AI 2024, DualPipe (cut-in-half, Sea AI Lab 2025), as deepseek-ai/DualPipe dualpipev.py"
 
-    @cached_property
-    def _orders(self) -> list[list[Action]]:
+    def orders_of_workers(self) -> list[list[Action]]:
         P, M = self.num_workers, max(self.num_microbatches, 2 * self.num_workers)
         return [list(existing(dual_order(P, M, w, w, 2 * P - 1 - w), self.num_microbatches)) for w in range(P)]
-
-    @cached_property
-    def _split(self) -> set[Action]:
-        return {action for order in self._orders for action in order if action.kind is I}
-
-    def splits(self, stage: int, microbatch: int) -> bool:
-        return I(stage, microbatch) in self._split
-
-    def program(self, worker: int) -> Iterable[Action]:
-        return self._orders[worker]
 
     def activation_limit(self, worker: int) -> int:
         return 2 * self.num_workers + 1

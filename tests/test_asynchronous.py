@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from small_models import LAYERS, NORMED
 from test_transparency import verdict
 from torch import nn
 
@@ -39,17 +40,6 @@ from rpc_pipe.workers.hooks import Listener
 
 ASYNCHRONOUS = [name for name, cls in SCHEDULES.items() if not cls.synchronous]
 X = torch.randn(12, 10, 8, generator=torch.Generator().manual_seed(1))
-LAYERS = [
-    partial(nn.Linear, 8, 8),
-    nn.Tanh,
-    partial(nn.Linear, 8, 8),
-    partial(nn.Dropout, 0.2),
-    partial(nn.Linear, 8, 8),
-    nn.Tanh,
-    partial(nn.Linear, 8, 8),
-    partial(nn.Linear, 8, 8),
-]
-NORMED = [*LAYERS[:2], partial(nn.BatchNorm1d, 8), *LAYERS[3:5], partial(nn.BatchNorm1d, 8), *LAYERS[6:]]
 
 
 def adamw(named):

@@ -7,23 +7,13 @@ from functools import partial
 import pytest
 import torch
 from processes import environment
+from small_models import LAYERS, NORMED
 from torch import nn
 
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 
 X = torch.randn(6, 10, 8, generator=torch.Generator().manual_seed(1))
-LAYERS = [
-    partial(nn.Linear, 8, 8),
-    nn.Tanh,
-    partial(nn.Linear, 8, 8),
-    partial(nn.Dropout, 0.2),
-    partial(nn.Linear, 8, 8),
-    nn.Tanh,
-    partial(nn.Linear, 8, 8),
-    partial(nn.Linear, 8, 8),
-]
-NORMED = [*LAYERS[:2], partial(nn.BatchNorm1d, 8), *LAYERS[3:5], partial(nn.BatchNorm1d, 8), *LAYERS[6:]]
 
 
 def summed(output, target):
