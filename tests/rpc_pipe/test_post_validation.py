@@ -35,7 +35,16 @@ class _Counting(nn.Module):
         return torch.tanh(self.drop(self.norm(self.linear(x))))
 
 
-def _trained(schedule, post_validation, max_norm=0.3, loss=nn.functional.mse_loss, lr=0.01, num_workers=2, **options):
+def _trained(
+    schedule,
+    post_validation,
+    max_norm=5.0,
+    loss=nn.functional.mse_loss,
+    lr=0.01,
+    num_workers=2,
+    between=lambda pipe, batch: None,
+    **options,
+):
     """Return losses, norms and state of a few steps of `train`; some of them are clipped, and some are not."""
     pipe = Pipeline(
         [partial(_Counting)] * 8,
@@ -61,6 +70,8 @@ def _trained(schedule, post_validation, max_norm=0.3, loss=nn.functional.mse_los
         for value in pipe.train(batches):
             losses.append(value)
             norms.append(pipe.grad_norm)
+            if between(pipe, batches[0]) == "leave":
+                break
         return losses, norms, pipe.state_dict(), len(taken)
 
 
@@ -72,8 +83,8 @@ def _noted(call, taken, *args):
 @pytest.mark.parametrize("schedule", _SYNCHRONOUS)
 def test_an_early_update_has_the_bits_of_one_that_waits(schedule):
     split = {"ema_decay": 0.9} if schedule == "zb-v" else {}
-    waiting = _trained(schedule, False, max_norm=5.0, **split)
-    early = _trained(schedule, True, max_norm=5.0, **split)
+    waiting = _trained(schedule, False, **split)
+    early = _trained(schedule, True, **split)
     assert any(norm > 5.0 for norm in early[1]) and any(norm < 5.0 for norm in early[1])
     assert early[:2] == waiting[:2]
     assert all(torch.equal(early[2][name], tensor) for name, tensor in waiting[2].items())
@@ -88,9 +99,25 @@ def test_an_early_update_that_stands_is_not_made_again(order):
     assert all(torch.equal(early[2][name], tensor) for name, tensor in waiting[2].items())
 
 
+def test_the_loop_may_evaluate_and_be_left_where_an_update_was_taken_back():
+    def both(post_validation):
+        seen = []
+
+        def between(pipe, batch):
+            seen.append(pipe.evaluate(batch))
+            return "leave" if len(seen) == 6 else None
+
+        losses, _, state, taken = _trained("zb-h2", post_validation, between=between)
+        return losses + seen, state, taken
+
+    (waiting, expected, _), (early, state, taken) = both(False), both(True)
+    assert early == waiting and taken > 0
+    assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
+
+
 def test_accumulated_gradients_are_validated_with_their_update():
-    waiting = _trained("zb-v", False, max_norm=5.0, accumulate=2)
-    early = _trained("zb-v", True, max_norm=5.0, accumulate=2)
+    waiting = _trained("zb-v", False, accumulate=2)
+    early = _trained("zb-v", True, accumulate=2)
     assert early[:2] == waiting[:2]
     assert all(torch.equal(early[2][name], tensor) for name, tensor in waiting[2].items())
 
@@ -99,8 +126,8 @@ def test_sums_are_divided_before_an_early_update():
     def summed(output, target):
         return nn.functional.mse_loss(output, target, reduction="sum"), float(target.numel())
 
-    waiting = _trained("zb-h2", False, max_norm=5.0, loss=summed)
-    early = _trained("zb-h2", True, max_norm=5.0, loss=summed)
+    waiting = _trained("zb-h2", False, loss=summed)
+    early = _trained("zb-h2", True, loss=summed)
     assert early[:2] == waiting[:2] and early[3] > 0
     assert all(torch.equal(early[2][name], tensor) for name, tensor in waiting[2].items())
 
