@@ -281,7 +281,7 @@ class Stream:
                 self.abandon()
                 self._collect_layer_times(None, True)
                 # What others have not taken of the step before, and of the run that was abandoned, is kept for them.
-                self._open(other.batch, [], _MOST_OPEN + 1)
+                self._open(other.batch, [], _MOST_OPEN + 1).before = other.before
             elif other.failure is not None:
                 self._worker.running, self._worker.running_step = other.failed, other.number
                 raise other.failure
