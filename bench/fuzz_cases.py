@@ -67,7 +67,7 @@ class Case:
         else:
             self._draw_options(draw)
         self.order: Order | None = draw.choice(["ready", "fixed", None])
-        self.unsplit = draw.random() < 0.15
+        self.unsplit = draw.random() < 0.06
         self.as_modules = draw.random() < 0.4
         self.accumulate = draw.choice([1, 1, 1, 2, 3])
         self.max_grad_norm = draw.choice([None, None, 0.05, 10.0])

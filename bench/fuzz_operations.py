@@ -168,7 +168,7 @@ class Hooked(nn.Module):
         self.accumulated.add_(1)
 
     def _seen(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        self.seen += 1
+        self.seen += self.training
         return output * 0.9
 
     def _changed(self, module: nn.Module, args: Any) -> Any:

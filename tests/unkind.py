@@ -195,6 +195,15 @@ class Views(Linear):
         return {"parts": [y, y.T], "scale": 0.5, "none": None, "count": count, "row": self.linear.weight[0]}
 
 
+class Strided(Linear):
+    """Tensors that repeat elements, or leave some out, are handed on: copied, they would be summed in another order."""
+
+    def forward(self, tree: Tree) -> Tree:
+        x = tree if isinstance(tree, Tensor) else tree[0] + sum(other.sum() for other in tree[1:])
+        y = self.linear(x).tanh()
+        return y, y[:, :1].expand(-1, 3), y[:, ::2], y.detach()[:1].expand(5, -1), y[1:].T
+
+
 class Penalty(Linear):
     """Forward asks for a gradient itself."""
 
@@ -267,6 +276,7 @@ MODELS = {
     "sparse": repeated(SparseGradients, optimizer=partial(torch.optim.SGD, lr=0.1)),
     "hooks": repeated(Hooks),
     "views": repeated(Views),
+    "strided": repeated(Strided),
     "asks for gradients": repeated(Penalty),
     "named tuples": repeated(Pairs),
     "recurrent": repeated(Recurrent, inputs=lambda count: torch.randn(count, 3, WIDTH)),

@@ -46,6 +46,8 @@ class Stream:
         self._batches = batches
         self._tasks_of = tasks_of
         self._ended = False
+        #: what forwards of a step under way have left in modules, while the caller sees those of a complete step
+        self._laid_down: list[World] = []
         #: open steps, the oldest first, by their number among runs
         self._steps: dict[int, Step] = {}
 
@@ -54,6 +56,7 @@ class Stream:
 
         No iterator: a StopIteration that a model raises would end it.
         """
+        self._take_up()
         self._open_next()
         if not self._steps:
             return None
@@ -64,7 +67,22 @@ class Stream:
             while not oldest.state.complete:
                 self._advance()
                 self._open_next()
-        return self._close(oldest)
+        result = self._close(oldest)
+        self._lay_down()
+        return result
+
+    def _lay_down(self) -> None:
+        """Let modules hold what they held after the step that is complete: the caller may evaluate and save."""
+        for step in list(self._steps.values())[:1]:
+            for shard, before in step.before:
+                self._laid_down.append(shard.recomputation.now(before))
+                before.put_back()
+
+    def _take_up(self) -> None:
+        """Let modules hold what forwards of the next step have left."""
+        for world in self._laid_down:
+            world.put_back()
+        self._laid_down.clear()
 
     def _open_next(self) -> None:
         if self._ended or len(self._steps) == _MOST_OPEN:
@@ -82,7 +100,9 @@ class Stream:
     def _open(self, batch: Batch, before: Sequence[WorkerState], most_open: int = _MOST_OPEN) -> Step:
         """Begin a step, and ask other workers for what it needs of them."""
         state = WorkerState(batch.part, batch.order, before)
-        number, before_it = self._worker.next_step, self._worlds(batch)
+        # In the middle of a stream, too, numbers drawn in an evaluation are those of the step that would come next.
+        number = self._worker.next_step if batch.train else self._worker.step
+        before_it = self._worlds(batch)
         run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch.part)
         self._worker.next_step += batch.train
         step = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
@@ -111,7 +131,7 @@ class Stream:
         """Return what modules hold before a step that may have to be undone, as all forwards before it have run."""
         if not self._worker.goes_on and not (self._steps and batch.train):
             return []
-        return [(shard, shard.recomputation.world()) for shard in self._worker.shards.values()]
+        return [(shard, shard.recomputation.before_step()) for shard in self._worker.shards.values()]
 
     def flush(self) -> None:
         """Complete what has been begun; of synchronous steps nothing waits for what comes later."""
@@ -123,8 +143,9 @@ class Stream:
         for shard in self._worker.shards.values():
             shard.train(True)  # back to the modes that their owner gave them
             shard.abandon()
-        for _, world in next(iter(self._steps.values())).before:
+        for _, world in next(iter(self._steps.values())).before if not self._laid_down else ():
             world.put_back()
+        self._laid_down.clear()
         for run in self._steps:
             self._mailbox.abandon(run)
         self._steps.clear()
@@ -256,7 +277,7 @@ class Stream:
         self._mailbox.end(step.run)
         if step.batch.train:
             for shard, world in step.before:
-                shard.recomputation.trained(world)
+                shard.recomputation.after_step(world)
             self._report(step)
             worker.step += 1
         else:

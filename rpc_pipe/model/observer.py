@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError
@@ -339,7 +340,9 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast of a weight is part of every operation that uses it
     try:
-        with preserved(skeleton.device), skeleton.without_numbers(), _eager(), _quiet():
+        # Shapes are saved for the model's own `autograd.grad`, whatever becomes of what the caller's forward saves.
+        saving = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with preserved(skeleton.device), skeleton.without_numbers(), _eager(), _quiet(), saving:
             before = _python_generators()
             observation = Observer(skeleton, given).run(*given)
             observation.draws_in_python = _python_generators() != before

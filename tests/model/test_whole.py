@@ -324,3 +324,34 @@ def test_what_blocks_count_is_counted_once(schedule):
 
     assert losses == plain(lambda *args: loss(alone, *args), [pieces] * 3, lambda loss: loss, list(alone.parameters()))
     assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in pipe.state_dict().items())
+
+
+class Asking(nn.Module):
+    """Blocks that ask for a gradient in their forward."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x if x.requires_grad else x.requires_grad_()
+            y = super().forward(x).tanh()
+            return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Block(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_asks_for_gradients_is_recomputed_too():
+    """What it saved on shapes was dropped, as if it were to be computed again: a _NeededError of ours."""
+    x, y = torch.randn(2, 4, 3, 4)
+    losses = []
+    for schedule in ("1f1b", "varuna"):
+        pipe = Pipeline(
+            made(Asking), nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=2, schedule=schedule
+        )
+        losses.append([pipe.step((x, y)) for _ in range(2)])
+    assert losses[0] == losses[1]

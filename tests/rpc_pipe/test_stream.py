@@ -197,3 +197,56 @@ def test_a_stream_over_rpc_is_that_of_threads(tmp_path, schedule):
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(next(line.split("LOSSES")[1] for line in done.stdout.splitlines() if "LOSSES" in line))
     assert found[0] == found[1]
+
+
+class Remembering(nn.Module):
+    """Running statistics, a counter in an attribute, and noise that is drawn in evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.calls = nn.BatchNorm1d(8), 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return self.norm(x) * (1 + self.calls % 3) + torch.randn_like(x) / 8
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe-recompute", "zb-v", "pipedream-2bw"])
+def test_the_body_of_a_loop_sees_the_model_of_a_complete_step(schedule):
+    """Forwards of the next step, which begins before, had moved running means: other evaluations than between steps."""
+    layers = [*LAYERS[:2], Remembering, *LAYERS[:2], Remembering, *LAYERS[:2]]
+    pipe, plain = (pipeline(schedule, layers) for _ in range(2))
+    found = []
+    for loss in pipe.train((x, x) for x in X):
+        found.append((loss, pipe.evaluate((X[5], X[5])), {k: t.clone() for k, t in pipe.state_dict().items()}))
+    if pipe.spec.synchronous:
+        expected = [(plain.step((x, x)), plain.evaluate((X[5], X[5])), plain.state_dict()) for x in X[:1]]
+        assert found[0][:2] == expected[0][:2]
+        expected += [(plain.step((x, x)), plain.evaluate((X[5], X[5])), plain.state_dict()) for x in X[1:]]
+        assert [each[:2] for each in found] == [each[:2] for each in expected]
+        assert same(found[-1][2], plain.state_dict())
+    again = pipeline(schedule, layers)
+    for _, (_, evaluated, state) in zip(again.train((x, x) for x in X), found, strict=True):
+        assert again.evaluate((X[5], X[5])) == evaluated and same(again.state_dict(), state)
+
+
+class Typed(nn.Module):
+    def __init__(self, dtype):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, dtype=dtype))
+
+    def forward(self, x):
+        y = x.to(self.weight.dtype) @ self.weight
+        return (y.abs() if y.is_complex() else y).float().tanh()
+
+
+def test_norms_of_several_types_are_put_together_as_torch_does():
+    """Torch takes those of a type together, in an order of its own, and a complex type for another than its parts'."""
+    kinds = [torch.float32, torch.complex64, torch.bfloat16, torch.float64, torch.float32, torch.complex64] * 2
+    layers = [partial(Typed, kind) for kind in kinds]
+    pipe = pipeline("1f1b", layers, P=3, M=1, max_grad_norm=1e-3)
+    whole = nn.Sequential(*(layer() for layer in layers))
+    whole.load_state_dict(pipe.state_dict())
+    nn.functional.mse_loss(whole(X[0]), X[0]).backward()
+    pipe.step((X[0], X[0]))
+    assert pipe.grad_norm == float(nn.utils.clip_grad_norm_(whole.parameters(), 1e-3))

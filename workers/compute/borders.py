@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..transport.payload import Payload, Tree, as_leaf, pack, tensors_of, unpack
+from ..transport.payload import Payload, Tree, as_leaf, is_dense, pack, span, tensors_of, unpack
 
 #: what is smaller is copied sooner than it is shared
 _SMALL_BYTES = 2**12
@@ -54,17 +54,25 @@ def enter(payload: Payload, *, copied: bool = False) -> Entered:
     given: list[tuple[Tensor, Tensor, int]] = []
 
     def take(tensor: Tensor, owes_grad: bool) -> Tensor:
-        free = leaf = as_leaf(tensor.clone() if copied else tensor, owes_grad)
+        free = leaf = as_leaf(_copied(tensor) if copied else tensor, owes_grad)
         if owes_grad:
             owing.append(leaf)
             # Neither a leaf nor a view: to autograd it is what a layer has returned. The same memory, if large.
-            free = (
-                leaf.clone() if leaf.nbytes <= _SMALL_BYTES else torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
-            )
+            # A copy would not have the strides of what repeats elements or leaves some out, and so sums other orders.
+            alike = leaf.layout is not torch.strided or (leaf.nbytes <= _SMALL_BYTES and is_dense(leaf))
+            free = leaf.clone() if alike else torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
         given.append((tensor, free, 0 if free.is_inference() else free._version))
         return free
 
     return Entered(unpack(payload, take), owing, given)
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides: a copy without would be summed in another order."""
+    if tensor.layout is not torch.strided or is_dense(tensor) or not tensor.numel():
+        return tensor.clone()
+    reach = span(tensor.shape, tensor.stride())
+    return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
 def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
@@ -77,7 +85,7 @@ def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
     if all([_is_activation(tensor) for tensor in tensors_of(tree)]):
         return payload
     addresses = {_address(tensor) for tensor in staying()}
-    tensors = [tensor.clone() if _address(tensor) in addresses else tensor for tensor in payload.tensors]
+    tensors = [_copied(tensor) if _address(tensor) in addresses else tensor for tensor in payload.tensors]
     return Payload(tensors, payload.skeleton)
 
 

@@ -31,6 +31,7 @@ class World:
     """
 
     def __init__(self, modules: Sequence[nn.Module], constant: Mapping[Tensor, int]) -> None:
+        self.modules = modules
         self._attributes = [(module, dict(vars(module))) for module in modules]
         self._buffers = [dict(module._buffers) for module in modules]
         tensors = [
@@ -49,6 +50,19 @@ class World:
         dense = [(tensor, copy) for tensor, copy in self._copies.items() if tensor.layout is torch.strided]
         large = [(tensor, copy) for tensor, copy in dense if tensor.nbytes > _LARGE_BYTES]
         return {tensor: tensor._version for tensor, copy in large if torch.equal(tensor, copy)}
+
+    def changed(self) -> list[nn.Module]:
+        """Return the modules that hold something else now."""
+        found = []
+        for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
+            now = vars(module)
+            same = len(now) == len(attributes) and all(name in now and now[name] is v for name, v in attributes.items())
+            same = same and len(module._buffers) == len(buffers)
+            same = same and all(module._buffers.get(name) is buffer for name, buffer in buffers.items())
+            held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, Tensor) and v in self._copies]
+            if not same or not all(v.layout is torch.strided and torch.equal(v, self._copies[v]) for v in held):
+                found.append(module)
+        return found
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -76,7 +90,7 @@ class World:
     def put_back(self) -> None:
         """Make the modules hold what they held then."""
         for tensor, copy in self._copies.items():
-            tensor.data = copy  # not written in place: other microbatches may have saved it
+            tensor.data = copy.clone()  # not written in place: other microbatches may have saved it
         for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
             set_attributes(module, attributes)
             module._buffers.update(buffers)
@@ -110,23 +124,38 @@ class Recomputation:
         self._modules = modules
         #: large tensors that forwards do not write, with their versions; None until it has been seen
         self._constant: dict[Tensor, int] | None = None
+        #: modes -> modules that a step in training has changed
+        self._changing: dict[tuple[bool, ...], list[nn.Module]] = {}
         #: whether forward can do without what autograd saves in it
         self._drops = True
         #: whether an output was another one when it was made again
         self._differ: list[Tensor] = []
 
-    def world(self) -> World:
-        """Return what the modules hold now."""
-        return World(self._modules, self._constant or {})
+    def before_step(self) -> World:
+        """Return what the modules hold now that forwards change: all, until that has been seen."""
+        changing = self._changing.get(self._modes())
+        return World(self._modules if changing is None else changing, self._constant or {})
 
-    def trained(self, world: World) -> None:
-        """Take note of what forwards in training have left as it was in `world`."""
+    def after_step(self, before: World) -> None:
+        """Take note of what a step in training has changed."""
+        self._note_constant(before)
+        if (modes := self._modes()) not in self._changing:
+            self._changing[modes] = before.changed()
+
+    def now(self, before: World) -> World:
+        """Return what the modules of another world hold now."""
+        return World(before.modules, self._constant or {})
+
+    def _note_constant(self, world: World) -> None:
         if self._constant is None:
             self._constant = world.constant()
 
+    def _modes(self) -> tuple[bool, ...]:
+        return tuple([module.training for module in self._modules])
+
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, Noted]:
         """Run `forward`; return its output, which has a graph, but nothing in it to go backward with."""
-        world = self.world()
+        world = World(self._modules, self._constant or {})
         try:
             with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
                 tree = forward()
@@ -134,7 +163,7 @@ class Recomputation:
             self._drops = False
             world.put_back()
             tree = forward()
-        self.trained(world)
+        self._note_constant(world)
         return tree, Noted(world, _sample(tree))
 
     def again(self, noted: Noted, forward: Callable[[], Tree]) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ..transport.payload import Tree
 
@@ -88,10 +89,13 @@ def clips(max_norm: float | None, norm: Tensor) -> bool:
 def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the norm of what has these norms, with the bits of `torch.nn.utils.get_total_norm` of the whole model.
 
-    It takes tensors of a type together, in the order in which the types come first.
+    Args:
+        norms: each of the type of its tensor; torch takes those of a type together.
     """
-    by_type: dict[torch.dtype, list[Tensor]] = {}
-    for norm in norms:
-        by_type.setdefault(norm.dtype, []).append(norm.to(device))
-    grouped = [norm for of_type in by_type.values() for norm in of_type]
+    groups: Iterable[Sequence[Tensor]]
+    try:
+        groups = [of_type for ([of_type], _) in _group_tensors_by_device_and_dtype([list(norms)]).values()]
+    except (TypeError, ValueError):  # another torch's
+        groups = [[norm for norm in norms if norm.dtype is kind] for kind in dict.fromkeys(n.dtype for n in norms)]
+    grouped = [(norm.real if norm.is_complex() else norm).to(device) for group in groups for norm in group]
     return torch.linalg.vector_norm(torch.stack(grouped)) if grouped else torch.tensor(0.0)

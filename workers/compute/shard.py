@@ -326,7 +326,8 @@ class Shard:
         named = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None and name not in first]
         _refuse_sparse(named)
         ranks, norms = self.slice.ranks(), torch._foreach_norm([grad for _, grad in named]) if named else ()
-        return {ranks[name]: norm for (name, _), norm in zip(named, norms, strict=True)}
+        # Of the gradient's own type, also if that is complex: by it `clip_grad_norm_` takes them together.
+        return {ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients of a model whose gradients have this norm as `clip_grad_norm_` does."""

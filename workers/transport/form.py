@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .payload import Payload, Place
+from .payload import Payload, Place, is_dense, span
 from .values import Malformed, decode_value, encode_value
 
 #: so many forms are remembered, of up to so many bytes each
@@ -107,7 +107,7 @@ def _look(tensor: Tensor, dense: list[Tensor]) -> tuple[Any, ...]:
     conjugate = tensor.is_conj()
     if conjugate:
         tensor = tensor.conj()  # a view of the memory as it is
-    if not tensor.is_contiguous() and _span(tensor.shape, tensor.stride()) != tensor.numel():
+    if not is_dense(tensor):
         tensor = tensor.clone()
     dense.append(tensor)
     return tensor.dtype, tensor.shape, tensor.stride(), conjugate
@@ -190,14 +190,9 @@ def _read_dense(dtype: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], co
     if not all([type(size) is int and 0 <= size < 2**62 for size in sizes]):
         raise Malformed(f"malformed form: a tensor of shape {shape} and strides {strides}")
     count = prod(shape)
-    if (count and _span(shape, strides) != count) or (conjugate and not dtype.is_complex):
+    if (count and span(shape, strides) != count) or (conjugate and not dtype.is_complex):
         raise Malformed(f"malformed form: a {dtype} of shape {shape} and strides {strides} is not dense")
     return Dense(dtype, tuple(shape), tuple(strides), conjugate, count * dtype.itemsize)
-
-
-def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return over how many elements of memory a tensor reaches; fewer than it has if it repeats some."""
-    return 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
 
 
 def _assembled(look: Dense | Sparse, contents: Callable[[Dense], Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ that the tree holds in several places travels once and stays one tensor.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -108,6 +108,16 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
         return taken[number]
 
     return _map(payload.skeleton, (Place, Sparse), restore, "payload")
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Tell whether a tensor has each element of its part of memory, and once."""
+    return tensor.is_contiguous() or span(tensor.shape, tensor.stride()) == tensor.numel()
+
+
+def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return over how many elements of memory a tensor reaches; fewer than it has if it repeats some."""
+    return 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
 
 
 def compact(tensor: Tensor) -> Tensor:
