@@ -115,6 +115,24 @@ class EMA(Linear):
         return y.tanh()
 
 
+class JustMoved(Linear):
+    """Scales by buffers that it has just written and backward needs; of one write autograd does not know."""
+
+    seen: Tensor
+    hidden: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.ones(WIDTH))
+        self.register_buffer("hidden", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.lerp_(x.detach().abs().mean(0), 0.5)
+            self.hidden.data.lerp_(x.detach().abs().amax(0), 0.5)
+        return self.linear(x * self.seen * self.hidden).tanh()
+
+
 class CountHandedOn(Linear):
     """A buffer that the next forward writes is handed on."""
 
@@ -269,6 +287,7 @@ MODELS = {
     "in place": repeated(InPlace),
     "in place, modules": repeated(trained),
     "moving average": repeated(EMA),
+    "average just moved": repeated(JustMoved),
     "counter handed on": repeated(CountHandedOn),
     "checkpoint with dropout": repeated(Checkpointed),
     "loss with noise": repeated(trained, loss_fn=noisy),

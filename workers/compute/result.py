@@ -92,9 +92,9 @@ def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     Args:
         norms: each of the type of its tensor; torch takes those of a type together.
     """
-    groups: Iterable[Sequence[Tensor]]
     try:
-        groups = [of_type for ([of_type], _) in _group_tensors_by_device_and_dtype([list(norms)]).values()]
+        by_type = _group_tensors_by_device_and_dtype([list(norms)]).values()
+        groups = [[norm for norm in of_type if norm is not None] for ([of_type], _) in by_type]
     except (TypeError, ValueError):  # another torch's
         groups = [[norm for norm in norms if norm.dtype is kind] for kind in dict.fromkeys(n.dtype for n in norms)]
     grouped = [(norm.real if norm.is_complex() else norm).to(device) for group in groups for norm in group]

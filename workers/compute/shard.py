@@ -22,6 +22,7 @@ from .result import Losses
 from .slices import Slice, Times
 from .split_backward import Deferred, Saved, backward_inputs
 from .updating import Before, Training, Updating
+from .written_buffers import WrittenBuffers
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
@@ -79,6 +80,7 @@ class Shard:
         #: microbatch -> step, and what is left of its backward
         self._deferred: dict[int, tuple[int, Deferred]] = {}
         self.recomputation = Recomputation(slice.own)
+        self._written_buffers = WrittenBuffers(slice.own)
         self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
 
     @property
@@ -196,13 +198,15 @@ class Shard:
         writes = self._writes_batch.get(backward, True)
         tree, owing, _ = entered = enter(inputs, copied=again or (self.stage == 0 and writes))
         wanted = None if target is None else enter(pack(target), copied=again or writes)
-        saved = Saved() if split and backward else None
+        copied = self._written_buffers.begin() if backward and not again else ()
+        saved = Saved(copied) if backward and (split or copied) else None
         times = None if self.layer_times else self.layer_times
         with randomness.lock, saved.hooks() if saved is not None else nullcontext():
             tree = self.slice.forward(tree, fields, partial(randomness.seed_forward, step, microbatch), times)
             if share is not None:
                 assert self.loss_fn is not None
                 tree = self._weigh(microbatch, self.loss_fn(tree, None if wanted is None else wanted.tree), share)
+        self._written_buffers.end()
         written = entered.written() and self.stage == 0
         if self.stage == 0 or wanted is not None:
             written = written or (wanted is not None and wanted.written())

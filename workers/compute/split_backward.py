@@ -20,7 +20,7 @@ those of all weights where forward has registered hooks, which a node that runs 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,9 +45,14 @@ _Starts = list[tuple[_Edge, Tensor]]
 
 
 class Saved:
-    """What forward saves for backward, held where it can be let go of tensor by tensor."""
+    """What forward saves for backward, held where it can be let go of tensor by tensor.
 
-    def __init__(self) -> None:
+    Args:
+        copied: addresses of storages of which copies are held, since they will be written.
+    """
+
+    def __init__(self, copied: Collection[int] = ()) -> None:
+        self._copied = copied
         self._handles: list[_Handle] = []
         #: whether forward may have registered hooks of tensors or nodes
         self.hooked = False
@@ -100,7 +105,10 @@ class Saved:
 
     def _save(self, tensor: Tensor) -> _Handle:
         # Detached: a saved output would otherwise hold the node that holds it.
-        handle = _Handle(tensor.detach(), tensor._version)
+        held = tensor.detach()
+        if self._copied and _address(tensor) in self._copied:
+            held = held.clone()
+        handle = _Handle(held, held._version)
         self._handles.append(handle)
         return handle
 
