@@ -198,7 +198,10 @@ def join_rows(pieces: list[Tree]) -> Tree:
     first = pieces[0]
     if isinstance(first, Tensor):
         if first.dim() == 0:
-            raise ConfigError("predict: the model gives a tensor without rows; let it give a row for each of its input")
+            raise ConfigError(
+                "predict: the model gives a tensor without rows; let it give a row for each of its input, and leave "
+                "labels out of the batch if it is a loss"
+            )
         return torch.cat(pieces)
     if isinstance(first, (tuple, list)):
         columns = [join_rows(list(column)) for column in zip(*pieces, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -123,7 +124,8 @@ class Whole:
 
     def output(self, tree: Tree) -> Tree:
         """Return an output that has travelled in the model's own type."""
-        if type(tree) is not self._output_type and isinstance(tree, dict) and issubclass(self._output_type, dict):
+        own = issubclass(self._output_type, dict) or is_dataclass(self._output_type)
+        if type(tree) is not self._output_type and isinstance(tree, dict) and own:
             try:
                 return self._output_type(**tree)
             except TypeError:  # its constructor takes something else
@@ -134,11 +136,9 @@ class Whole:
 class CallForm:
     """How a batch goes into a model and its loss function.
 
-    A dict is taken apart by the names of the forward's parameters; what is none of them is the loss function's. A
-    tuple holds positional arguments. With a loss function, a pair for a model that takes one is (inputs, targets).
-
-    The loss function is given (output, targets) of a pair, else (output, batch); always the batch if that is how its
-    second parameter is called.
+    A dict is taken apart by the names of the forward's parameters; what is none of them is the loss function's. Where
+    it names no parameter, a forward that needs one argument takes the dict. A tuple holds positional arguments. With a
+    loss function, a pair for a model that takes one is (inputs, targets).
     """
 
     def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
@@ -146,6 +146,7 @@ class CallForm:
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._names = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
         self._num_required = sum(p.default is p.empty for p in positional)
+        self._takes_one = self._names is not None and self._num_required == 1
         self.loss_is_inside = loss_fn is None
         self._wants_batch = False if loss_fn is None else _second_name(loss_fn) == "batch"
 
@@ -169,6 +170,8 @@ class CallForm:
     def inputs(self, batch: Tree) -> tuple[Tree, Tree]:
         """Return what of a batch the model takes, as (args, kwargs)."""
         if isinstance(batch, Mapping):
+            if self._takes_one and not batch.keys() & (self._names or set()):
+                return (batch if isinstance(batch, dict) else dict(batch),), {}
             others_are_of_the_loss = not self.loss_is_inside and self._names is not None
             names = self._names if others_are_of_the_loss else batch.keys()
             return (), {name: value for name, value in batch.items() if name in (names or ())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -355,3 +356,39 @@ def test_what_asks_for_gradients_is_recomputed_too():
         )
         losses.append([pipe.step((x, y)) for _ in range(2)])
     assert losses[0] == losses[1]
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a model may return: no dict, no tuple."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class TakesBatch(nn.Module):
+    """Takes a batch as one nested dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, batch: dict[str, Any], scale: float = 1.0) -> Answer:
+        x = batch["inputs"]["x"]
+        for layer in self.layers:
+            x = layer(x).tanh() * scale
+        return Answer(x, nn.functional.mse_loss(x, batch["y"]) if "y" in batch else None)
+
+
+def test_a_nested_dict_goes_in_whole_and_a_dataclass_comes_out():
+    model = made(TakesBatch)
+    batch = {"inputs": {"x": floats(4, 4)}, "y": floats(4, 4)}
+    expected = model(batch)
+    pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=3, num_microbatches=1)
+    assert pipe.step(batch) == expected.loss.item()
+    pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=3, num_microbatches=2, example=batch)
+    found = pipe.predict({"inputs": batch["inputs"]})
+    assert isinstance(found, Answer) and found.loss is None
+    torch.testing.assert_close(found.logits, expected.logits)
+    with pytest.raises(ConfigError, match="leave labels out of the batch if it is a loss"):
+        pipe.predict(batch)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields as fields_of
+from dataclasses import is_dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -169,6 +171,10 @@ class Shard:
             self._inputs[microbatch] = forward, noted
         else:
             tree = self._forward(step, microbatch, inputs, fields, target, share, split)
+        if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
+            tree = {
+                each.name: getattr(tree, each.name) for each in fields_of(tree)
+            }  # a prediction travels as a plain tree
         return leaving(tree, lambda: self._staying(inputs)) if share is None else None
 
     def recompute(self, step: int, microbatch: int) -> None:
