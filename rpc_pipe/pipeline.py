@@ -82,6 +82,9 @@ class Pipeline(Weights):
         transport: between the processes of a job: `rpc` (by default) or `zmq`; `local`: one process has all workers.
         stall_s: how long nothing may arrive while a worker waits, before the run fails.
 
+    Attributes:
+        worker: this process's; 0 if all workers are in it.
+
     Raises:
         ConfigError: an option that cannot work.
         ScheduleError: a schedule that cannot run; drawn.
@@ -128,13 +131,11 @@ class Pipeline(Weights):
         for worker in workers:
             check(self.spec, worker)
         self.partition = cuttable(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
-        #: in what order workers run what is ready
         self.order: Order = order or self.spec.order
         self._programs = Programs(self.spec, workers)
         self._ending = Ending(self.spec, training, max_grad_norm, post_validation)
         self._actors = _actors(job, workers, device, max_grad_norm, stall_s)
         self._threads = None if job else WorkerThreads(self._actors)
-        #: this process's worker; 0 if all workers are in it
         self.worker = workers[0]
         self._stopped = self._closed = False
         self._grad_norm: float | None = None
