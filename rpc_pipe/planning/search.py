@@ -134,7 +134,9 @@ class _Search:
             report(number / 2)
             if best is not None and search.least >= best[1].time:
                 continue
-            if search.bounds.beyond((0,), cap) or time.monotonic() > until:
+            # That nothing fits must not be said because there was no time to look.
+            late = time.monotonic() > until and (best is not None or cap is not None)
+            if late or search.bounds.beyond((0,), cap):
                 continue
             found = search.climb(min(until, time.monotonic() + self._slice(until, total - number)), cap)
             if found.excess <= 0 and (best is None or found.time < best[1].time):

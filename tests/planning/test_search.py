@@ -109,6 +109,11 @@ def test_what_is_tied_stays_together_or_is_held_twice():
     assert apart.size(0, 4).weights == 100 and apart.resident(0, 2) + apart.resident(2, 4) == 200
 
 
+def test_something_is_found_however_short_the_time():
+    question = Question(Profile({1: [block(1) for _ in range(8)]}), Machines(2), 4, (4,), seconds=1e-9)
+    assert search(question, with_front=True).plans
+
+
 def test_nothing_fits_and_it_says_by_how_much():
     blocks = [block(1, weights=100, activations=10) for _ in range(4)]
     machines = Machines(2, memory=(150, 150))
