@@ -3,6 +3,7 @@
     python -m bench.plan                      all cases
     python -m bench.plan --case bert unequal  some of them
     python -m bench.plan --emulated, --real   of one kind
+    python -m bench.plan --host-emulator FILE a worker on each of two hosts, which that program emulates
 
 Each case calls `rpc-pipe plan`, which measures the model with all workers at once, and `rpc-pipe run --plan` for the
 best plans of different schedules; nothing of it is told to the planner. Layers that sleep emulate devices; the others
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +26,8 @@ from typing import Any
 
 _MODELS = Path(__file__).parent / "plan_models.py"
 _ROOT = Path(__file__).parents[1]
+#: of the batches of layers that sleep
+_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,8 @@ class Case:
     options: Sequence[str] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     emulated: bool = True
+    #: options of the program that emulates hosts, if each worker is on one of its own
+    network: Sequence[str] = ()
 
     def model(self) -> str:
         """Return how it is named on the command line."""
@@ -50,6 +56,7 @@ CASES = (
     Case("memory", "make_wide", 4, ["--microbatches", "4", "--memory", "16MB"]),
     Case("many", "make_many", 4, ["--microbatches", "8"]),
     Case("uneven", "make_uneven", 3, ["--microbatches", "4,8"]),
+    Case("far", "make_seven", 2, ["--microbatches", "8"], network=["--delay", "10ms", "--rate", "100mbit"]),
     Case("gpt", "make_gpt", 2, ["--microbatches", "4,8"], emulated=False),
     Case("bert", "make_bert", 2, ["--microbatches", "4,8"], emulated=False),
     Case("resnet", "make_resnet", 2, ["--microbatches", "4,8"], emulated=False),
@@ -67,11 +74,37 @@ def rpc_pipe(arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
     return json.loads(ran.stdout)
 
 
-def run(case: Case, folder: Path, most: int, steps: int) -> list[tuple[dict[str, Any], float]]:
+def on_hosts(arguments: Sequence[str], case: Case, emulator: Path) -> Any:
+    """Run a command with a worker on each of two emulated hosts, and return what the first prints as JSON."""
+    torchrun = (
+        f"{shlex.quote(sys.executable)} -m torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d"
+    )
+    inside = f"{torchrun} --rdzv-endpoint $HOST_ADDR_0:29400 -m rpc_pipe {shlex.join([*arguments, '--json'])}"
+    command = [sys.executable, str(emulator), *case.network, "--timeout", "120", "--", "sh", "-c", inside]
+    env = {**os.environ, "PYTHONPATH": str(_ROOT), "RPC_PIPE_TRUST_NETWORK": "on", **case.environment}
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=150, check=False)
+    told = [line[len("[h0] ") :] for line in ran.stdout.splitlines() if line.startswith("[h0] {")]
+    if not told:
+        raise RuntimeError(f"{' '.join(arguments)}: {ran.stderr.strip().splitlines()[-1:]}")
+    return json.loads(told[-1])
+
+
+def planned(case: Case, folder: Path, emulator: Path | None) -> Any:
+    """Return what `rpc-pipe plan` says."""
+    profile = ["--profile", str(folder / f"{case.name}.json")]
+    asked = ["--workers", str(case.workers), "--seconds", "6", *profile, *case.options]
+    if not case.network:
+        return rpc_pipe(["plan", case.model(), "--again", *asked], case.environment)
+    assert emulator is not None
+    counts = case.options[list(case.options).index("--microbatches") + 1].split(",")
+    rows = ",".join(str(_ROWS // int(count)) for count in counts)
+    on_hosts(["profile", case.model(), *profile, "--rows", rows], case, emulator)
+    return rpc_pipe(["plan", "--batch", str(_ROWS), *asked], case.environment)
+
+
+def run(case: Case, folder: Path, most: int, steps: int, emulator: Path | None) -> list[tuple[dict[str, Any], float]]:
     """Return the best plans of different schedules, and how long a step of each took."""
-    profile = ["--profile", str(folder / f"{case.name}.json"), "--again"]
-    asked = ["plan", case.model(), "--workers", str(case.workers), "--seconds", "6", *profile, *case.options]
-    found = rpc_pipe(asked, case.environment)
+    found = planned(case, folder, emulator)
     plans: dict[str, dict[str, Any]] = {}
     for plan in found["plans"]:
         plans.setdefault(plan["schedule"], plan)
@@ -98,14 +131,15 @@ def main() -> int:
     parser.add_argument("--real", action="store_true", help="only those whose layers compute")
     parser.add_argument("--plans", type=int, default=3, help="that are run of each case (3)")
     parser.add_argument("--steps", type=int, default=16, help="of each plan (16); the median of the last 12 counts")
+    parser.add_argument("--host-emulator", type=Path, help="program that runs a command in two emulated hosts")
     options = parser.parse_args()
     print(f"{'case':<9}{'plan':<34}{'predicted':>10}{'measured':>10}{'off':>8}{'to best':>8}  cut")
     for case in CASES:
         kinds = case.emulated or not options.emulated, not case.emulated or not options.real
-        if case.name not in options.case or not all(kinds):
+        if case.name not in options.case or not all(kinds) or (case.network and options.host_emulator is None):
             continue
         with TemporaryDirectory() as folder:
-            ran = run(case, Path(folder), options.plans, options.steps)
+            ran = run(case, Path(folder), options.plans, options.steps, options.host_emulator)
         best = min(took for _, took in ran)
         for plan, took in ran:
             predicted = plan["predicted_ms"]
