@@ -22,7 +22,7 @@ from .auto import Auto
 from .files import try_files, write
 from .options import Parser, add_json, parse_bytes, whole
 from .profile import add_measuring, find_profile, progress
-from .topology import HERE, measured_machines, parse_link, read_topology
+from .topology import HERE, machines_of, parse_link, read_topology
 
 #: how long is searched if nothing else is typed
 _SECONDS = 20.0
@@ -123,7 +123,7 @@ def _as_measured(machines: Machines, profile: Profile, typed: dict[str, Any]) ->
     """Return the workers with the speeds and links that were measured, where nothing else was typed."""
     if "topology" in typed or not profile.topology or profile.workers != machines.num_workers:
         return machines
-    found = measured_machines("the profile", profile.topology)
+    found = machines_of("the profile's topology", profile.topology)
     if "link" in typed:
         return replace(machines, slowness=found.slowness)
     return replace(machines, slowness=found.slowness, link=found.link, links=found.links)

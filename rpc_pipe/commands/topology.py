@@ -43,7 +43,15 @@ def read_topology(path: str) -> Machines:
         ConfigError: the file cannot be read, or says something that cannot be.
     """
     where = f"--topology {path}"
-    told = read_json(Path(path), where)
+    return machines_of(where, read_json(Path(path), where))
+
+
+def machines_of(where: str, told: Any) -> Machines:
+    """Return the machines from what is in such a file, or in a profile.
+
+    Raises:
+        ConfigError: it says something that cannot be.
+    """
     if not isinstance(told, Mapping) or not isinstance(told.get("workers"), list) or not told["workers"]:
         raise ConfigError(f'{where}: must have "workers", a list such as [{{"memory": "8GB", "speed": 1.0}}]')
     _refuse_unknown(where, told, ("workers", "link", "links"))
@@ -103,25 +111,3 @@ def _refuse_unknown(where: str, told: Mapping[str, Any], known: tuple[str, ...])
     for key in told:
         if key not in known:
             raise ConfigError(f"{where}: {key!r}: known are {', '.join(known)}")
-
-
-def measured_machines(where: str, told: Any) -> Machines:
-    """Return the workers that a profile tells of: their speeds, and what is between them, as in such a file.
-
-    Raises:
-        ConfigError: it says something that cannot be.
-    """
-    if not isinstance(told, Mapping) or not isinstance(told.get("workers"), list) or not told["workers"]:
-        raise ConfigError(f'{where}: topology: must have "workers", a list such as [{{"speed": 1.0}}]')
-    _refuse_unknown(where, told, ("workers", "link", "links"))
-    count = len(told["workers"])
-    speeds = [_number(where, "speed", worker.get("speed", 1.0)) for worker in told["workers"]]
-    if min(speeds) <= 0:
-        raise ConfigError(f"{where}: speed {min(speeds):g}: must be above 0")
-    links = {}
-    for ends, link in told.get("links", {}).items():
-        source, _, target = ends.partition("-")
-        links[parse_worker(where, source, count), parse_worker(where, target, count)] = read_link(where, link)
-    usual = read_link(where, told["link"]) if "link" in told else HERE
-    slowness = tuple(1 / speed for speed in speeds) if set(speeds) != {1.0} else ()
-    return Machines(count, slowness, link=usual, links=links)
