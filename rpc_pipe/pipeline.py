@@ -22,7 +22,7 @@ from .launching.job import Job, own_part
 from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
 from .model.ending import Ending
-from .model.lazy_batch import LazyBatch
+from .model.lazy_batch import LazyBatch, label_of
 from .model.microbatches import Ahead, Microbatches, Pair, update_shares
 from .model.outputs import Outputs
 from .model.programs import Programs
@@ -186,8 +186,8 @@ class Pipeline(Weights):
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
         cut = self._cut(batch, microbatches)
         if self._keeper.results.behind:
-            return self._keeper.results.answer("step")
-        return self._told(self._run(cut, train=True))
+            return self._keeper.results.answer("step", label_of(batch))
+        return self._told(self._run(cut, train=True), label_of(batch))
 
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
         """Train on one batch after the other and yield the loss of each, on every worker.
@@ -206,8 +206,8 @@ class Pipeline(Weights):
                 return
             self._cut(first)
             batches = chain([first], batches)
-        while self._keeper.results.behind and next(batches, batches) is not batches:
-            yield self._keeper.results.answer("step")
+        while self._keeper.results.behind and (skipped := next(batches, batches)) is not batches:
+            yield self._keeper.results.answer("step", label_of(skipped))
         ahead = Ahead(batches, self._cut, most_open(self.spec) - 1)
         made = partial(self._batch, train=True, streamed=True)
         streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}
@@ -217,8 +217,7 @@ class Pipeline(Weights):
                 result = None if self._stopped else self._each(lambda actor: next(streams[actor], None))[0]
                 if result is None:
                     return
-                ahead.finished(step)
-                yield self._told(result)
+                yield self._told(result, ahead.finished(step))
         finally:
             if not self._closed:
                 self._each(lambda actor: streams[actor].close())
@@ -368,13 +367,13 @@ class Pipeline(Weights):
         more = scales, lending(part.spec) if lent else None, updates, due
         return Batch(part, self.order, call, batch.inputs, targets, *shape, *more)
 
-    def _told(self, result: Result) -> float:
+    def _told(self, result: Result, batch: str) -> float:
         """Take note of what a training step came to; return its loss."""
         assert result.loss is not None
         self._stopped |= result.stop
         self._ending.told(result)
         self._grad_norm = result.norm
-        self._keeper.results.note("step", result.loss)
+        self._keeper.results.note("step", result.loss, batch)
         self._keeper.after(self.steps_done, result.stop)
         return result.loss
 

@@ -78,7 +78,7 @@ class Keeper:
     def save(self, where: Path, keep: int | None, extra: Any, wait: bool) -> Path | None:
         """Copy all numbers and write them beside training; with `wait`, return when the checkpoint is complete."""
         self.settle()
-        about = {**self.about, "extra": encoded(extra, "extra")}
+        about = {**self.about, "extra": encoded(extra, "extra"), "batch": self.results.batch}
         also = {**random_state(), _RESULTS: self.results.tensor()}
 
         def snapshot(actor: WorkerActor) -> tuple[Snapshot, Path]:
@@ -129,8 +129,9 @@ class Keeper:
             return Restored(checkpoint.path, checkpoint.step, decoded(checkpoint.about.get("extra")))
 
         restored: Restored = self._each(load)[0]
-        rest = Checkpoint(restored.path).rest([*NAMES, _RESULTS])
-        self.results = Resumption(rest[_RESULTS])
+        checkpoint = Checkpoint(restored.path)
+        rest = checkpoint.rest([*NAMES, _RESULTS])
+        self.results = Resumption(rest[_RESULTS], str(checkpoint.about.get("batch", "")))
         if anew:
             self.results.replay()
         else:

@@ -79,6 +79,11 @@ class Weights:
         """
         return self._keeper.load(folder, anew=True)
 
+    @property
+    def last_batch(self) -> str:
+        """What the batch of the last training step is called, also of a run before; nothing, if it has no name."""
+        return self._keeper.results.batch
+
     def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
         """Write a checkpoint after every so many steps from here on, beside training."""
         self._keeper.every = steps, Path(folder), keep

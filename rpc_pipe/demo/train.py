@@ -72,6 +72,11 @@ def _loop(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> list[float]:
     """Train; return what each step took, in seconds."""
     times: list[float] = []
     loader = Loader(corpus.samples(), rows=options.batch, seed=options.seed)
+    if pipe.last_batch and not pipe.last_batch.endswith(loader.identity):
+        raise ConfigError(
+            f"--resume: the last step before the checkpoint was of {pipe.last_batch}, and --data has "
+            f"{loader.identity}: go on with the same text and seed, or begin anew without --resume"
+        )
     loader.seek(pipe.steps_done * options.batch)
     steps = range(pipe.steps_done, options.steps)
     batches = islice(loader, len(steps))

@@ -27,3 +27,8 @@ class LazyBatch:
 
     def finished(self) -> None:
         """Hear that every worker has done what it was asked to do with the batch."""
+
+
+def label_of(batch: object) -> str:
+    """Return what a batch is called; nothing, if it has no name."""
+    return batch.label if isinstance(batch, LazyBatch) else ""

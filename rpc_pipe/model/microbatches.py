@@ -15,7 +15,7 @@ from ..workers.compute.digest import describe
 from ..workers.transport.call import pack_description
 from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, split_rows, tensors_of
 from .arguments import refuse_batch
-from .lazy_batch import LazyBatch
+from .lazy_batch import LazyBatch, label_of
 
 #: takes a batch apart into inputs and targets
 Pair = Callable[[Tree], tuple[Tree, Tree]]
@@ -178,9 +178,10 @@ class Ahead:
                     self._read[wanted] = self._cut(batch)
                     break
 
-    def finished(self, step: int) -> None:
-        """Tell who made the batch of `step` that it has been trained on."""
+    def finished(self, step: int) -> str:
+        """Tell who made the batch of `step` that it has been trained on; return what it is called."""
         self._read[step].finished()
+        return label_of(self._read[step].lazy)
 
     def __iter__(self) -> Iterator[Microbatches]:
         for step in count():

@@ -10,6 +10,7 @@ from torch import nn
 
 from rpc_pipe import Pipeline
 from rpc_pipe.data import Loader, dataset, tokens
+from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.microbatches import Microbatches
 from rpc_pipe.tracing.outcome import figures
 from rpc_pipe.tracing.own_boards import collect, record
@@ -123,3 +124,25 @@ def test_workers_compare_where_their_loaders_are(loader):
     told |= {Microbatches.of(next(batches), None, 3, 0, (False, False)).described}
     told |= {Microbatches.of(next(iter(loader(seed=1))), None, 3, 0, (False, False)).described}
     assert len(told) == 3
+
+
+@pytest.mark.parametrize("how", ["step", "train"])
+def test_a_script_is_not_resumed_on_other_data(loader, tmp_path, how):
+    """Batches that are behind are not read, so what has changed of them was not seen."""
+
+    def script(pipe, batches):
+        return list(pipe.train(batches) if how == "train" else map(pipe.step, batches))
+
+    with pipeline() as pipe:
+        pipe.checkpoint_every(3, tmp_path / "checkpoints")
+        losses = script(pipe, loader())
+    for other in ({"seed": 1}, {"rows": 4}):
+        with pipeline() as pipe:
+            pipe.resume(tmp_path / "checkpoints")
+            with pytest.raises(
+                ConfigError, match=r"the last step before the checkpoint was of samples 40-47 in the order"
+            ):
+                script(pipe, loader(**other))
+    with pipeline(3) as pipe:
+        pipe.resume(tmp_path / "checkpoints")
+        assert script(pipe, loader()) == losses
