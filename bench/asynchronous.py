@@ -1,6 +1,7 @@
 """Schedules whose forwards overtake updates: their rate on emulated devices, their memory, their bits under delays.
 
-python bench/asynchronous.py rate      8 processes whose stages sleep 10 and 20 ms: samples a second, and of 1F1B
+python bench/asynchronous.py rate      8 processes whose stages sleep 10 and 20 ms: samples a second, and of 1F1B;
+                                       --forward-ms 50 --backward-ms 100, --set window=10 as for `rpc-pipe run`
 python bench/asynchronous.py memory    5000 steps of a stream: resident memory, and what is kept for others
 python bench/asynchronous.py delays    1000 runs with random delays, in both orders: how many differ from a replay
 """
@@ -27,15 +28,16 @@ from torch import Tensor, nn
 
 from bench import devices
 from rpc_pipe.demo.replay import Replay
-from rpc_pipe.dependency import most_open
+from rpc_pipe.dependency import B, F, most_open
 from rpc_pipe.model.partition import Partition
 from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.hooks import Listener
 
 _ASYNCHRONOUS = [name for name, cls in SCHEDULES.items() if not cls.synchronous]
-_FORWARD_S, _BACKWARD_S = 0.010, 0.020
 
 
 def main() -> None:
@@ -49,25 +51,36 @@ def main() -> None:
         "--first", type=int, default=0, help="number of the first run, so that several commands share them"
     )
     parser.add_argument("--schedules", default="")
+    parser.add_argument("--forward-ms", type=float, default=10)
+    parser.add_argument("--backward-ms", type=float, default=20)
+    parser.add_argument("--set", default="", help="options of the schedules, but of 1f1b")
     parsed = parser.parse_args()
     {"rate": _rates, "memory": _memory, "delays": _delays, "one-rate": _rate}[parsed.what](parsed)
 
 
 def _rates(parsed: argparse.Namespace) -> None:
-    ideal = 1 / (_FORWARD_S + _BACKWARD_S)
+    both_ms = parsed.forward_ms + parsed.backward_ms
+    ideal = 1e3 / both_ms
     found: dict[str, float] = {}
     for schedule in (parsed.schedules or "1f1b,pipedream,pipedream-2bw,avgpipe").split(","):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rate"
             command = [sys.executable, "-m", "rpc_pipe", "run", __file__, "--workers", str(parsed.workers)]
-            command += ["--schedule", schedule, "--", "one-rate", "--microbatches", str(parsed.microbatches)]
+            options = [] if schedule == "1f1b" or not parsed.set else ["--set", parsed.set]
+            command += ["--schedule", schedule, *options, "--", "one-rate", "--microbatches", str(parsed.microbatches)]
             command += ["--steps", str(parsed.steps or 24)]
+            command += ["--forward-ms", str(parsed.forward_ms), "--backward-ms", str(parsed.backward_ms)]
             subprocess.run(command, check=True, env={**os.environ, "RATE_OUT": str(out)}, stdout=subprocess.DEVNULL)
             found[schedule] = json.loads(out.read_text())
+        given = dict(option.split("=") for option in options[1:])
+        spec = make_spec(schedule, parsed.workers, parsed.microbatches, given)
+        steps = simulate(spec, uniform({F: parsed.forward_ms, B: parsed.backward_ms}), steps=12)
+        limit = parsed.microbatches * 1e3 / steps.step_time
         relative = found[schedule] / found["1f1b"] if "1f1b" in found else float("nan")
         print(
             f"{schedule:<14} P={parsed.workers} M={parsed.microbatches}: {found[schedule]:.2f} microbatches/s, "
-            f"{found[schedule] / ideal:.3f} of one per {1e3 / ideal:.0f} ms, {relative:.2f} x 1f1b with a flush",
+            f"{found[schedule] / ideal:.3f} of one per {both_ms:g} ms, {found[schedule] / limit:.3f} of its own limit, "
+            f"{relative:.2f} x 1f1b with a flush",
             flush=True,
         )
 
@@ -77,7 +90,7 @@ def _rate(parsed: argparse.Namespace) -> None:
     devices.calibrate()
     torch.set_num_threads(1)
     M = parsed.microbatches
-    layer = partial(devices.Device, devices.Times(_FORWARD_S, 1), devices.Times(_BACKWARD_S, 1))
+    layer = partial(devices.Device, *(devices.Times(ms / 1e3, 1) for ms in (parsed.forward_ms, parsed.backward_ms)))
     pipe = Pipeline(
         [layer] * int(os.environ.get("RPC_PIPE_LAYERS", parsed.workers)),
         nn.functional.mse_loss,
