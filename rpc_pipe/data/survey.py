@@ -14,7 +14,7 @@ from .source import Busy, Chunk, Source, Wanted
 #: the disk is measured for about so long
 _MEASURED_S = 1.0
 #: positions whose samples' distance is looked at
-_LOOKED_AT = 4096
+_LOOKED_AT = 1024
 
 
 @dataclass(frozen=True)
