@@ -51,7 +51,8 @@ class Corpus:
 
     def samples(self) -> Source:
         """Return the training samples: (bytes, next bytes), each int64 `[rows, context]`."""
-        shard = Shard(self._path.name, str(self._path), self.num_bytes)
+        # By its bytes alone: files of several are joined under a name that depends on when they were written.
+        shard = Shard("text", str(self._path), self.num_bytes)
         runs = (range(i, min(i + HELD_OUT_EVERY - 1, self._num_chunks)) for i in self._run_starts())
         spans = [Span(shard, np.dtype(np.uint8), run.start * self.chunk, len(run) * self.chunk) for run in runs]
         return Tokens(str(self._path), spans, self.context, Storage())
