@@ -308,12 +308,19 @@ def _last_step(folder: Path, run: str) -> int:
 
 
 #: chunks, epochs and step size of the classifier, and how many seeds: the first is the one of the bar
-_SORTED = ((100, 2, 3e-3, 3), (400, 2, 3e-3, 3), (100, 2, 3e-3, 10), (100, 2, 1e-3, 10), (100, 5, 3e-3, 10))
+_SORTED = (
+    (100, 2, 3e-3, 3),
+    (400, 2, 3e-3, 3),
+    (100, 2, 3e-3, 10),
+    (100, 2, 1e-3, 10),
+    (100, 5, 3e-3, 10),
+    (200, 2, 1e-3, 10),
+)
 
 
 def sorted_labels(chunks: int, epochs: int, lr: float, seeds: int) -> dict[str, Any]:
     """Train a small classifier on data sorted by label: full shuffle against 5 % of the chunks."""
-    found: dict[str, Any] = {"bar": "sorted", "chunks": chunks, "window": chunks // 20, "epochs": epochs}
+    found: dict[str, Any] = {"bar": "sorted", "chunks": chunks, "at_a_time": chunks // 20, "epochs": epochs}
     found |= {"lr": lr, "seeds": seeds}
     for name, window in (("full", None), ("window", chunks // 20), ("chunks only", 1)):
         losses = [_classifier(chunks, window, seed, epochs, lr) for seed in range(seeds)]
