@@ -20,7 +20,7 @@ _SILENT_ATTEMPTS = 2
 #: how long the second attempt waits; each further one twice as long
 _FIRST_WAIT_S = 0.5
 #: how long an HTTP server may be silent
-_SILENT_S = 20.0
+_SILENT_S = 10.0
 #: how long a shard may take, whatever its size, and how fast it must come at least
 _LONGEST_S, _SLOWEST = 60.0, 10**5
 #: of HTTP, what another attempt may change though the fault is the client's: too slow, too early, too often
