@@ -109,7 +109,8 @@ class Images(Source):
             with pillow.open(io.BytesIO(stored)) as image:
                 return self._transform(image)
         except Exception as error:  # decoders raise what they like, and so may a user's transform
-            raise DataError(f"image {self.shards[number]}: cannot be decoded: {error}") from error
+            said = str(error).partition(" <_io.")[0]  # which object in memory tells nobody anything
+            raise DataError(f"image {self.shards[number]}: cannot be decoded: {said}") from error
 
     def rows(self, first: int, stored: Sequence[bytes], numbers: Numbers, wanted: Wanted) -> tuple[Any, Any]:
         """Return images and labels."""

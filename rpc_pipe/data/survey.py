@@ -13,6 +13,8 @@ from .source import Busy, Chunk, Source, Wanted
 
 #: the disk is measured for about so long
 _MEASURED_S = 1.0
+#: samples are tried for so long, so many at once
+_TRIED_S, _TOGETHER = 0.5, 16
 #: positions whose samples' distance is looked at
 _LOOKED_AT = 1024
 
@@ -51,6 +53,7 @@ def survey(loader: Loader) -> Survey:
         dry.enter(0, block)
     dry.close()
     count = order.num_samples
+    _try(source, epoch.chunks)
     places = np.unique(np.linspace(0, count - 1, _LOOKED_AT, dtype=np.int64))
     moved = np.abs(order.at(places) - places)
     return Survey(
@@ -78,6 +81,23 @@ def _speed(source: Source, chunks: np.typing.NDArray[np.int64]) -> float:
         if time.perf_counter() - begin > _MEASURED_S:
             break
     return loaded / 1e6 / (time.perf_counter() - begin)
+
+
+def _try(source: Source, chunks: np.typing.NDArray[np.int64]) -> None:
+    """Read samples for a while, whole chunks if that is enough for them.
+
+    Raises:
+        DataError: one cannot be decoded.
+    """
+    begin = time.perf_counter()
+    for chunk in chunks.tolist():
+        held = source.load(chunk, Busy())
+        for first in range(0, int(source.sizes[chunk]), _TOGETHER):
+            held.read(np.arange(first, min(first + _TOGETHER, int(source.sizes[chunk]))), Wanted())
+            if time.perf_counter() - begin > _TRIED_S:
+                held.close()
+                return
+        held.close()
 
 
 class _Dry(Source):

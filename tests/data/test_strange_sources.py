@@ -72,13 +72,15 @@ def test_text_that_cannot_be_read(tmp_path):
         text([tmp_path / "c.parquet", path], 4, storage=here)
 
 
-def test_an_image_that_cannot_be_decoded(tmp_path):
+def test_an_image_that_cannot_be_decoded(tmp_path, capsys):
     pillow = pytest.importorskip("PIL.Image")
     (tmp_path / "cat").mkdir()
     for number in range(3):
         pillow.new("RGB", (8, 8)).save(tmp_path / "cat" / f"{number}.PNG")
     assert len(images(tmp_path, size=4).shards) == 3
     (tmp_path / "cat" / "1.PNG").write_bytes(b"no image")
+    assert main(["data", str(tmp_path), "--json"]) == 2
+    assert "image cat/1.PNG: cannot be decoded: cannot identify image file" in " ".join(capsys.readouterr().err.split())
     with pytest.raises(DataError, match=r"image cat/1\.PNG: cannot be decoded"):
         for batch in Loader(images(tmp_path, size=4), rows=1, epochs=1):
             batch[0]
