@@ -39,7 +39,7 @@ from bench.malformed_input import Case, given
 from rpc_pipe.commands.main import main as rpc_pipe_command
 from rpc_pipe.launching import worker_process
 
-_MOST_S, _MOST_MB, _KILL_S = 5.0, 500, 12.0
+_MOST_S, _MOST_MB, _KILL_S = 5.0, 500, 40.0
 _MOST_ADDRESSES = 2 * 2**30
 _TAKEN = (0, 2)
 #: of a model that is cut, and raises when it is trained: its own traceback is shown
