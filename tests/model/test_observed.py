@@ -499,5 +499,5 @@ def test_forms_that_have_not_come_for_long_are_forgotten(monkeypatch):
     (stage,) = stages_of(observe(models.Nested(), [floats(1, 6)]), 1)
     for rows in (1, 2, 1, 3, 1):
         stage.forward((), [floats(rows, 6)], {})
-    shapes = [form[0][1][1][0] for form, _ in stage._scripts]
+    shapes = [form[1][1][0] for form, _ in stage._scripts]
     assert shapes == [torch.Size([3, 6]), torch.Size([1, 6])], "the one that was used last is kept longest"

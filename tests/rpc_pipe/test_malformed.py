@@ -90,7 +90,7 @@ def folder(tmp_path_factory):
         ("profile models.py:make", "model: layer 0 is a NoneType: it must be a module, or make one when called"),
         ("plan --batch 8 --profile pipe", "is not a regular file"),
         ("plan --batch 8 --profile deep.jsonl", "cannot be read as JSON: maximum recursion depth exceeded"),
-        ("plan --topology links.json", "links [1]: must be such as"),
+        ("plan models.py:make --topology links.json", "links [1]: must be such as"),
         ("run --width 99999999999 --heads 1", "this machine has"),
         ("run exits.py --workers 99999", "at most 1024 processes are started on one machine"),
         ("run --data pipe", "is not a regular file"),

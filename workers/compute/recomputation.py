@@ -172,6 +172,10 @@ class Recomputation:
             tree = forward()
         self._differ += _differences(noted.outputs, _sample(tree))
 
+    def forget(self) -> None:
+        """Let what was run again of an abandoned step be as if it had not: weights may have changed in between."""
+        self._differ = []
+
     def check(self) -> None:
         """Complain if what was run again has not given the same; waits for the device.
 

@@ -317,6 +317,7 @@ class Shard:
         """Forget what has been done since the last update."""
         for kept in (self._kept, self._inputs, self._deferred):
             kept.clear()
+        self.recomputation.forget()
         forget(self.slice.own)
         self.updating.restore()
 
