@@ -30,7 +30,7 @@ MANNERS: dict[str, Callable[[Tree, Tensor, nn.Module], Tree]] = {
     "ordered": lambda tree, y, layer: OrderedDict(y=[y, None], other=(y * 2, 3)),
     "weight": lambda tree, y, layer: (y, next(iter(layer.parameters()), y)),
     "made of weights": lambda tree, y, layer: [y, *(p.square().sum() for p in layer.parameters() if _is_dense(p))][:3],
-    "buffer": lambda tree, y, layer: (y, next((b for b in layer.buffers() if b is not None), None)),
+    "buffer": lambda tree, y, layer: (y, next((b for b in layer.buffers() if b.is_floating_point()), None)),
     "views": lambda tree, y, layer: {"parts": [y, y.T, y[0], y[:, ::2]]},
     "what came": lambda tree, y, layer: (y, *_others(tree)[:2]),
     "detached": lambda tree, y, layer: (y, y.detach(), y.detach() > 0),

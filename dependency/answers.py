@@ -22,6 +22,8 @@ _METHODS = ("place", "route", "splits", "recomputes", "after", "slot", "program"
 _BOUNDS = ("activation_limit", "peak_activations")
 #: what a schedule does not say
 _FOLLOWS = ("worker", "hosted", "origin", "successors", "data", "accumulations", "needs", "orders", "parameters")
+#: an answer of more actions is taken for endless
+_MOST_NAMED = 1_000_000
 #: how much of an endless stream is looked at
 _ENDLESS_PREFIX = 4096
 
@@ -44,7 +46,7 @@ def blaming(schedule: type[Spec]) -> Iterator[None]:
         yield
     except PipeError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         call = _first_call(schedule, error.__traceback__)
         if call is None:
             raise
@@ -200,17 +202,19 @@ def slot_of(spec: Spec, action: Action) -> int:
     return slot
 
 
-def actions_in(answer: object, call: str) -> list[Action]:
+def actions_in(answer: object, call: str, most: int = _MOST_NAMED) -> list[Action]:
     """Return the actions in what `call` answered.
 
     Raises:
-        ScheduleError: it is no iterable of actions.
+        ScheduleError: it is no iterable of actions, or one without an end.
     """
     if isinstance(answer, Action):
         raise ScheduleError(f"{call} returned the action {answer} alone: it must be in a list, [{answer}]")
     if isinstance(answer, str) or not isinstance(answer, Iterable):
         raise ScheduleError(f"{call} returned {answer!r}: it must return a list of actions, [] if there are none")
-    actions = list(answer)
+    actions = list(islice(answer, most + 1))
+    if len(actions) > most:
+        raise ScheduleError(f"{call} gives more than {most} actions, which are too many: it must come to an end")
     for action in actions:
         if not _is_action(action):
             shown = tuple(action) if isinstance(action, Action) else action
@@ -257,7 +261,7 @@ def updates_of(spec: Spec, stage: int, route: int) -> tuple[Action, ...]:
     most = 1 if spec.synchronous else max(spec.total_microbatches, spec.num_steps)
     if isinstance(answer, Iterator):  # it may never end
         answer = islice(answer, _ENDLESS_PREFIX if spec.num_microbatches == ENDLESS else most + 1)
-    updates = actions_in(answer, call)
+    updates = actions_in(answer, call, min(max(most + 1, _ENDLESS_PREFIX), 2**40))
     if spec.synchronous and updates != [U(stage, route)]:
         raise ScheduleError(f"{call} returned {updates}: a synchronous step has one update, [{U(stage, route)}]")
     if len(updates) > most:

@@ -67,7 +67,8 @@ def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
         for action in own_actions(spec, worker):
             _check_needs(spec, worker, action, slotted=False)
     if has_program(spec):
-        programs = [actions_in(spec.program(worker), f"program({worker})") for worker in range(spec.num_workers)]
+        most = 8 * spec.num_stages * spec.total_microbatches  # all that there is, and more
+        programs = [actions_in(spec.program(w), f"program({w})", most) for w in range(spec.num_workers)]
         for worker in range(spec.num_workers):
             _check_listed_once(spec, programs, worker)
         check_acyclic(spec, programs)

@@ -20,6 +20,7 @@ from rpc_pipe.dependency import (
     F,
     Part,
     ScheduleError,
+    Spec,
     U,
     check_all,
     entries,
@@ -283,6 +284,18 @@ def broken(cls, **methods):
     return type("Mine", (cls,), methods)(num_workers=3, num_microbatches=4)
 
 
+def standing(self, a):
+    return PipeDream2BW.slot(self, a._replace(index=a.index % (4 if a.kind.per_microbatch else 1)))
+
+
+def uneven(self, a):
+    return PipeDream2BW.slot(self, a) + 100 * a.stage * (a.index // (4 if a.kind.per_microbatch else 1))
+
+
+def far(self, a):
+    return [*PipeDream2BW.after(self, a), *([F(1, a.index - 4)] if a.kind is F and a.stage == 0 else [])]
+
+
 @pytest.mark.parametrize(
     "cls, methods, says",
     [
@@ -296,6 +309,19 @@ def broken(cls, **methods):
         (AvgPipe, {"place": lambda self, s, r: (s + r) % 3}, "must hold a stage on one worker"),
         (AvgPipe, {"route": lambda self, m: m // 3 % 2}, "routes must repeat from step to step"),
         (OneFOneB, {"synchronous": False, "slot": OneFOneB.slot}, "share slot"),
+        (
+            Spec,
+            {"synchronous": False},
+            "a schedule that is not synchronous needs `slot`, by which steps are put in order",
+        ),
+        (PipeDream2BW, {"update_every": "day"}, "update_every is 'day': it must be step or microbatch"),
+        (PipeDream2BW, {"slot": standing}, "slot: grows by 0 from step to step; it must grow by at least 1"),
+        (PipeDream2BW, {"slot": uneven}, "slots must grow by the same from step to step"),
+        (
+            PipeDream2BW,
+            {"after": far},
+            "worker 1: across the steps of a stream only actions of the same worker may be named",
+        ),
     ],
 )
 def test_what_a_stream_must_not_declare(cls, methods, says):

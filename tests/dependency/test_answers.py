@@ -173,6 +173,37 @@ PROGRAMS = [
 ]
 
 
+def leave(self, action):
+    sys.exit(3)
+
+
+@pytest.mark.parametrize(
+    "methods, says",
+    [
+        ({"actions": lambda self, s, m: None}, "actions(0, 0) returned None, not a list of actions"),
+        ({"after": leave}, "after(0F0) raised SystemExit: 3 (line "),
+    ],
+    ids=["none", "exit"],
+)
+def test_what_is_run_must_be_there(methods, says):
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        check_all(broken(Spec, **methods))
+
+
+@pytest.mark.parametrize(
+    "methods, says",
+    [
+        ({"after": lambda self, a: (B(a.stage, 0) for _ in count())}, "after(0F0) gives more than 1000000 actions"),
+        ({"program": lambda self, w: (F(w, 0) for _ in count())}, "program(0) gives more than 64 actions"),
+    ],
+    ids=["after", "program"],
+)
+def test_an_answer_without_an_end_is_refused(methods, says):
+    """The checker never came back."""
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        check_all(broken(Spec, **methods))
+
+
 @pytest.mark.parametrize("listed, says", PROGRAMS, ids=_shown)
 def test_what_a_program_must_not_list(listed, says):
     with pytest.raises(ScheduleError, match=re.escape(says)):

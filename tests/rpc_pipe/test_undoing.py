@@ -90,3 +90,24 @@ def test_sparse_gradients_that_torch_cannot_clip_are_refused_by_name(schedule):
     with pytest.raises(NotImplementedError):  # when torch can, so shall we
         torch.nn.utils.clip_grad_norm_(embedding.parameters(), 1.0)
     pipe.close()
+
+
+def shifted(output, target):
+    return nn.functional.mse_loss(output, target.sub_(1))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_a_batch_is_not_written_whatever_was_called_before(num_workers):
+    """A prediction has no targets, and told nothing of who writes them: an evaluation after it wrote the user's."""
+    layers = [partial(nn.Linear, 4, 4), partial(nn.Linear, 4, 4)]
+    pipe = Pipeline(layers, shifted, num_microbatches=2, num_workers=num_workers)
+    x, y = torch.randn(2, 4, 4)
+    before = y.clone()
+    pipe.predict(x)
+    pipe.evaluate((x, y))
+    pipe.evaluate((x, y), metric=lambda output, target: target.mul_(2).sum())
+    pipe.evaluate((x, y), metric=nn.functional.l1_loss)
+    pipe.evaluate((x, y), metric=shifted)
+    pipe.step((x, y))
+    assert torch.equal(y, before)
+    pipe.close()

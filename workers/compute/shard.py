@@ -74,8 +74,10 @@ class Shard:
         self._first = slice.first
         #: modules' own modes while all are in evaluation mode
         self._modes: dict[nn.Module, bool] = {}
-        #: whether layers write the batch in place, by whether gradients are wanted; missing until it has been seen
-        self._writes_batch: dict[bool, bool] = {}
+        #: whether layers (None) or the loss function write the batch in place, by whether gradients are wanted; missing
+        #: until it has been seen
+        self._writes_batch: dict[tuple[bool, LossFn | None], bool] = {}
+        self._own_loss_fn = loss_fn
         self._kept: dict[int, _Kept] = {}
         #: microbatch -> the forward to run again, and in which world
         self._inputs: dict[int, tuple[Callable[[], Tree], Noted]] = {}
@@ -201,9 +203,10 @@ class Shard:
             again: whether the same will be run once more, from the same inputs.
         """
         backward, randomness = torch.is_grad_enabled(), self._randomness
-        writes = self._writes_batch.get(backward, True)
-        tree, owing, _ = entered = enter(inputs, copied=again or (self.stage == 0 and writes))
-        wanted = None if target is None else enter(pack(target), copied=again or writes)
+        mine, theirs = (backward, None), (backward, self.loss_fn)
+        writes = self._writes_batch
+        tree, owing, _ = entered = enter(inputs, copied=again or (self.stage == 0 and writes.get(mine, True)))
+        wanted = None if target is None else enter(pack(target), copied=again or writes.get(theirs, True))
         copied = self._written_buffers.begin() if backward and not again else ()
         saved = Saved(copied) if backward and (split or copied) else None
         times = None if self.layer_times else self.layer_times
@@ -213,10 +216,11 @@ class Shard:
                 assert self.loss_fn is not None
                 tree = self._weigh(microbatch, self.loss_fn(tree, None if wanted is None else wanted.tree), share)
         self._written_buffers.end()
-        written = entered.written() and self.stage == 0
-        if self.stage == 0 or wanted is not None:
-            written = written or (wanted is not None and wanted.written())
-            self._writes_batch[backward] = written or self._writes_batch.get(backward, False)
+        written = entered.written()
+        if self.stage == 0:
+            writes[mine] = written or writes.get(mine, False)
+        if wanted is not None and self.loss_fn is self._own_loss_fn:  # of a metric it is never known
+            writes[theirs] = wanted.written() or writes.get(theirs, False)
         if backward:
             roots = [tensor for tensor in dict.fromkeys(tensors_of(tree)) if tensor.requires_grad]
             self._kept[microbatch] = _Kept(step, owing, roots, saved)
