@@ -6,7 +6,7 @@
     python bench/fuzz.py --show 17                        # what run 17 is, and what happens
 
 A run is one number: model, schedule, workers, microbatches, order, optimizer and calls follow from it. It ends as
-`identical`; as `rounding`, where weights that several stages hold are summed in another order, or where a reentrant
+`identical`; as `rounding`, where gradients of what several stages use are summed in another order, or where a reentrant
 checkpoint adds to gradients by itself; as `refused`, in one sentence; as `illegal`, if one process cannot train it
 either; or as DIFFERENT, HANG or TRACEBACK, which are printed.
 """
@@ -193,10 +193,10 @@ def _compared(case: Case, pipe: Pipeline, done: Done, expected: list[Any], alone
     differing = [(name, a, b) for name, a, b in pairs if not _same(a, b)]
     if not found and not differing:
         return End("identical")
-    shared = case.unsplit and pipe.partition.shared
+    shared = case.unsplit and (pipe.partition.shared or case.skips)
     reentrant = any(getattr(module, "reentrant", False) for layer in alone.replicas[0] for module in layer.modules())
     if (shared or reentrant) and not found and all(_close(a, b) for _, a, b in differing):
-        return End("rounding", "weights that several stages hold" if shared else "a reentrant checkpoint")
+        return End("rounding", "what several stages hold or use" if shared else "a reentrant checkpoint")
     found += [f"{name}: off by {_off(a, b)}" for name, a, b in differing[:6]]
     return End("DIFFERENT", f"{len(differing)} of {len(pairs)}; " + "; ".join(found[:8]))
 

@@ -75,7 +75,9 @@ class Case:
         self.autocast = draw.random() < 0.1
         self.streams = draw.random() < 0.25
         self.steps = draw.choice([1, 2, 3]) * (1 if self.accumulate == 1 else 2)
-        self.between = [draw.choice(["", "", "evaluate", "predict", "state"]) for _ in range(self.steps)]
+        # Casts of weights that are cached without gradients are used with them after: torch loses gradients then.
+        calls = ["", "state"] if self.autocast else ["", "", "evaluate", "predict", "state"]
+        self.between = [draw.choice(calls) for _ in range(self.steps)]
         self.loss_fn = draw.choice(LOSSES)
         self._draw_model(draw)
         self.given = draw.random() < 0.2  # microbatches, not a batch

@@ -162,6 +162,8 @@ def _check_place(spec: Spec, stage: int, route: int) -> None:
         raise ScheduleError(
             f"place: stage {stage} (route {route}) is on worker {at}; workers are 0 to {spec.num_workers - 1}"
         )
+    if (again := spec.place(stage, route)) != at:
+        raise ScheduleError(f"place({stage}, {route}) returned {at} and then {again}: it must always return the same")
 
 
 def _check_route(spec: Spec, microbatch: int) -> None:

@@ -173,6 +173,9 @@ PROGRAMS = [
 ]
 
 
+ANSWERS = count()
+
+
 def leave(self, action):
     sys.exit(3)
 
@@ -181,9 +184,13 @@ def leave(self, action):
     "methods, says",
     [
         ({"actions": lambda self, s, m: None}, "actions(0, 0) returned None, not a list of actions"),
+        (
+            {"place": lambda self, s, r: next(ANSWERS) % 2},
+            "place(0, 0) returned 0 and then 1: it must always",
+        ),
         ({"after": leave}, "after(0F0) raised SystemExit: 3 (line "),
     ],
-    ids=["none", "exit"],
+    ids=["none", "random", "exit"],
 )
 def test_what_is_run_must_be_there(methods, says):
     with pytest.raises(ScheduleError, match=re.escape(says)):
