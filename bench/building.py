@@ -143,6 +143,7 @@ def main() -> int:
     parser.add_argument("--folders", nargs="*", help=argparse.SUPPRESS)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     torch.set_num_threads(1)
     if options.case:
         work(options.case, options.mb, options.folders or ["", ""], options.told)
