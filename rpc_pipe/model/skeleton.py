@@ -42,38 +42,42 @@ class Skeleton:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.shapes = Shapes()
         self.device = device
-        for name, module in model.named_modules():
+        modules = list(model.named_modules())  # listed once: it takes long
+        for name, module in modules:
             if module._compiled_call_impl is not None:
                 raise ConfigError(
                     f"model: {name or type(model).__name__} was compiled with .compile(), which no copy keeps; "
                     f"let torch.compile(block) stand in the block's place instead"
                 )
         memo: dict[int, Any] = {}
-        for parameter in model.parameters():
-            memo[id(parameter)] = self.shapes.parameter_like(parameter, device)
-        for module in model.modules():
+        for _, module in modules:
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in memo:
+                    memo[id(parameter)] = self.shapes.parameter_like(parameter, device)
             for value in vars(module).values():
-                if isinstance(value, OrderedDict) and not value:  # of hooks; most of a deep copy's time went into these
-                    memo[id(value)] = OrderedDict()
+                if type(value) in (OrderedDict, set) and not value:  # of hooks: most of a deep copy's time
+                    memo[id(value)] = type(value)()
         try:
             self.module: nn.Module = copy.deepcopy(model, memo)
         except (TypeError, RuntimeError) as error:
             raise ConfigError(
                 f"model {type(model).__name__}: cannot be copied ({error}); pass a function that makes it instead"
             ) from None
-        for module in self.module.modules():
+        modules = list(self.module.named_modules())
+        #: name in the unsplit model (the first, where it has several) -> what stands there now
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        names: dict[int, str] = {}
+        for prefix, module in modules:
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.device != device:
                     module._buffers[name] = buffer.to(device)
-        #: name in the unsplit model (the first, where it has several) -> what stands there now
-        self.parameters = dict(self.module.named_parameters())
-        self._places: dict[str, list[tuple[nn.Module, str]]] = {name: [] for name in self.parameters}
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
-        for module in self.module.modules():
             for name, own in module._parameters.items():
                 if own is not None:
-                    self._places[names[id(own)]].append((module, name))
-        self._names = {id(module): name for name, module in self.module.named_modules()}
+                    whole = names.setdefault(id(own), f"{prefix}.{name}" if prefix else name)
+                    self.parameters.setdefault(whole, own)
+                    self._places.setdefault(whole, []).append((module, name))
+        self._names = {id(module): name for name, module in modules}
         self._fakes = dict(self.parameters)
         self.blocks: list[nn.Module] = []
         self._forwards: list[Callable[..., Any]] = []

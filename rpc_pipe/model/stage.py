@@ -56,6 +56,7 @@ class Stage:
         self._owners = owners
         #: form of the inputs, and modes -> ways through the forward; the form that was used last is the last
         self._scripts: dict[Any, list[Script]] = {}
+        self._modules = list(self.module.modules())
         self._own = self.own_modules()
         #: modes -> buffers (their ids) that a forward has been seen to write
         self._written: dict[Any, set[int]] = {}
@@ -68,7 +69,7 @@ class Stage:
     def own_modules(self) -> list[nn.Module]:
         """Return the modules that are not inside of blocks that only other stages run."""
         foreign = {module for block in self._foreign for module in block.modules()}
-        return [module for module in self.module.modules() if module not in foreign]
+        return [module for module in self._modules if module not in foreign]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the stage's own parameters by the unsplit model's names."""
@@ -94,7 +95,7 @@ class Stage:
         """
         device = self._skeleton.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        modes = torch.is_grad_enabled(), tuple(module.training for module in self.module.modules()), autocast
+        modes = torch.is_grad_enabled(), tuple([module.training for module in self._modules]), autocast
         scripts = self._scripts_of((_signature((args, kwargs)), modes))
         departures: list[Departed] = []
         observed: list[Script] = []
