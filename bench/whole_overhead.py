@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Norm and logits; not tied, as layers that are cut apart cannot be."""
+    """Norm and logits, with a weight of its own."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
