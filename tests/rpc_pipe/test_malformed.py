@@ -39,6 +39,8 @@ FILES = {
     "specs.py": SPECS,
     "exits.py": "import sys; sys.exit(0)",
     "models.py": "import torch\ndef make():\n    return [None], (torch.ones(4), torch.ones(4)), torch.nn.MSELoss()\n",
+    "uneven.py": "import torch\ndef make():\n    layers = [torch.nn.Linear(4, 4) for _ in range(2)]\n"
+    "    return layers, (torch.ones(8, 4), torch.ones(2, 4)), torch.nn.MSELoss()\n",
     "links.json": json.dumps({"workers": [{}], "links": [1]}),
     "deep.jsonl": "[" * 100_000 + "\n",
     "nothing.jsonl": "{}\n",
@@ -95,6 +97,7 @@ def folder(tmp_path_factory):
         ("run exits.py --workers 99999", "at most 1024 processes are started on one machine"),
         ("run --data pipe", "is not a regular file"),
         ("run --save /dev/full", "is not a regular file"),
+        ("verify uneven.py:make --transport local --steps 1", "a batch needs tensors that agree in dimension 0"),
         ("run --save /proc/x", "cannot be written"),
         ("run --transport local --port 2000", "has no effect with --transport local"),
         ("watch nothing.jsonl --once", "line 1 is not of a recording: KeyError: 'kind'"),

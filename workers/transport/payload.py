@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...dependency import ConfigError
+
 #: any nesting of tensors and plain values
 Tree = Any
 
@@ -201,12 +203,12 @@ def num_rows(tree: Tree) -> int:
     """Return the size of dimension 0, which all tensors of a batch share.
 
     Raises:
-        ValueError: there is no tensor, a tensor has no dimension, or the sizes differ.
+        ConfigError: there is no tensor, a tensor has no dimension, or the sizes differ.
     """
     sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(tree)}
     if len(sizes) != 1 or None in sizes:
         found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree)) or "no tensor"
-        raise ValueError(f"a batch needs tensors that agree in dimension 0; found {found}")
+        raise ConfigError(f"a batch needs tensors that agree in dimension 0; found {found}")
     return int(sizes.pop() or 0)
 
 
