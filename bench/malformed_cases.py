@@ -290,6 +290,8 @@ def inputs(draw: random.Random, made: Path) -> Case:
             ["compare", "--model", f"{name}:make"], typed_as("run", made, "--resume", name),
         ]
     )  # fmt: skip
+    if typed[0] == "data" and what == "large":  # which data may be
+        what = "binary"
     special = {name: what} if what in SPECIAL else {}
     return Case(typed, False, {name: content}, special, note=what, codes=(1,) if typed[:2] == ["run", name] else ())
 

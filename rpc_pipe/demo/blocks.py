@@ -15,6 +15,8 @@ from .settings import VerifyOptions
 def list_blocks(options: VerifyOptions) -> None:
     """Tell the calls of blocks with their parameters, and the payload of the cut after each."""
     made = seeded(options.model, options.seed)
+    if made.is_layers:
+        raise ConfigError(f"--list-blocks: {options.model} makes a list of layers, which can be cut between any two")
     (args, kwargs), _ = CallForm(made.model, made.loss_fn).pair(made.batch)  # type: ignore[arg-type]
     observed = observe(made.model, args, kwargs, blocks=options.blocks, at_least=options.workers)  # type: ignore[arg-type]
     cuts = [_payload(observed, after) for after in range(1, observed.num_blocks)]

@@ -97,6 +97,7 @@ def folder(tmp_path_factory):
         ("run exits.py --workers 99999", "at most 1024 processes are started on one machine"),
         ("run --data pipe", "is not a regular file"),
         ("run --save /dev/full", "is not a regular file"),
+        ("verify uneven.py:make --list-blocks", "makes a list of layers, which can be cut between any two"),
         ("verify uneven.py:make --transport local --steps 1", "a batch needs tensors that agree in dimension 0"),
         ("run --save /proc/x", "cannot be written"),
         ("run --transport local --port 2000", "has no effect with --transport local"),
