@@ -42,8 +42,8 @@ from rpc_pipe.launching import worker_process
 _MOST_S, _MOST_MB, _KILL_S = 5.0, 500, 40.0
 _MOST_ADDRESSES = 2 * 2**30
 _TAKEN = (0, 2)
-#: of a model that is cut, and raises when it is trained: its own traceback is shown
-_FAILED = "traceback of where it failed:"
+#: of a model or a script that raises when it runs: its own traceback is shown in a block of this title
+_FAILED = " failed ──"
 _CASES = (
     malformed_cases.options, malformed_cases.texts, malformed_cases.unknown, malformed_cases.csv,
     malformed_cases.documents, malformed_cases.outputs, malformed_cases.inputs, malformed_cases.environments,

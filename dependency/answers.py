@@ -46,7 +46,9 @@ def blaming(schedule: type[Spec]) -> Iterator[None]:
         yield
     except PipeError:
         raise
-    except (Exception, SystemExit) as error:
+    except (Exception, SystemExit) as raised:
+        # A generator that a StopIteration goes through makes a RuntimeError of it (PEP 479).
+        error = raised.__cause__ if isinstance(raised.__cause__, StopIteration) else raised
         call = _first_call(schedule, error.__traceback__)
         if call is None:
             raise

@@ -101,7 +101,8 @@ class FakeCuda(Cuda):
 
     def _copied(self, tensor: Tensor) -> Tensor:
         copy = torch.empty_like(tensor)
-        copy.view(torch.uint8).fill_(0xFF) if copy.is_contiguous() and copy.dim() else copy.zero_()
+        plain = copy.dim() and copy.is_contiguous() and copy.stride(-1) == 1
+        copy.view(torch.uint8).fill_(0xFF) if plain else copy.zero_()
         self.current().issue(lambda: copy.copy_(tensor))
         self.num_copies += 1
         return copy

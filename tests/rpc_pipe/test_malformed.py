@@ -23,6 +23,10 @@ class Nothing(Spec):
     def actions(self, stage, index):
         return None
 
+class Stops(Spec):
+    def actions(self, stage, index):
+        raise StopIteration
+
 class Hosted(Spec):
     def hosted(self, worker):
         return 3
@@ -82,6 +86,7 @@ def folder(tmp_path_factory):
         ("simulate --schedule interleaved --set chunks=0", "has 0 stages"),
         ("simulate --svg pipe", "is not a regular file"),
         ("simulate --chrome /dev/full", "cannot be written: No space left on device"),
+        ("simulate --schedule specs.py:Stops", "actions(0, 0) raised StopIteration"),
         ("simulate --schedule specs.py:Hosted", "hosted is not for a schedule to say"),
         ("simulate --svg loop.svg", "cannot be written: Too many levels of symbolic links"),
         ("simulate --svg " + "n/" * 3000 + "n", "cannot be written: File name too long"),
