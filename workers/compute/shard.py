@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, pack, tensors_of, unpack
 from .batch_norm import commit, forget
 from .borders import enter, leaving
@@ -23,7 +22,7 @@ from .recomputation import Noted, Recomputation
 from .result import Losses
 from .slices import Slice, Times
 from .split_backward import Deferred, Saved, backward_inputs
-from .updating import Before, Training, Updating
+from .updating import Before, Training, Updating, refuse_sparse
 from .written_buffers import WrittenBuffers
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
@@ -339,7 +338,7 @@ class Shard:
         """
         first = {name for name, stages in self.slice.shared.items() if min(stages) < self.stage}
         named = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None and name not in first]
-        _refuse_sparse(named)
+        refuse_sparse(named)
         ranks, norms = self.slice.ranks(), torch._foreach_norm([grad for _, grad in named]) if named else ()
         # Of the gradient's own type, also if that is complex: by it `clip_grad_norm_` takes them together.
         return {ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
@@ -350,7 +349,7 @@ class Shard:
 
     def clip_by_own_norm(self, max_norm: float) -> None:
         """Clip the gradients of this stage by their own norm."""
-        _refuse_sparse((name, p.grad) for name, p in self.named_parameters())
+        refuse_sparse((name, p.grad) for name, p in self.named_parameters())
         torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def update(self, *, finite: bool = True) -> None:
@@ -381,16 +380,6 @@ class Shard:
         self.recomputation.check()
         self.updating.hold(weight)
         self.num_updates += 1
-
-
-def _refuse_sparse(named: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Refuse gradients that `clip_grad_norm_` cannot take either, before any weight is changed."""
-    for name, grad in named:
-        if grad is not None and grad.layout is not torch.strided:
-            raise ConfigError(
-                f"max_grad_norm: the gradient of parameter {name} is sparse, and torch cannot clip it; make its layer "
-                "with sparse=False, or leave max_grad_norm out"
-            )
 
 
 def _begin(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,3 +173,13 @@ def _copied(value: Any) -> Any:
 def _needs_closure(optimizer: Optimizer) -> bool:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def refuse_sparse(named: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Refuse gradients that `clip_grad_norm_` cannot take either, before any weight is changed."""
+    for name, grad in named:
+        if grad is not None and grad.layout is not torch.strided:
+            raise ConfigError(
+                f"max_grad_norm: the gradient of parameter {name} is sparse, and torch cannot clip it; make its layer "
+                "with sparse=False, or leave max_grad_norm out"
+            )
