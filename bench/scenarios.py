@@ -29,6 +29,9 @@ PLANS = {
     "DualPipeV": "dualpipev",
 }
 
+#: every payload by one carrier, as between hosts
+BY_CARRIER = [("rpc-pipe by RPC", "1f1b"), ("rpc-pipe by ZeroMQ", "1f1b")]
+
 Cost = Callable[[Action], float]
 
 
@@ -133,7 +136,7 @@ def on_devices(quick: bool) -> Iterator[Contest]:
     """Same schedule, and each system's others, on even devices."""
     for workers in (4, 8):
         for t_f in (10, 2):
-            schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B"), ("pippy", "1F1B"), ("rpc-pipe by RPC", "1f1b")]
+            schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B"), ("pippy", "1F1B"), *BY_CARRIER]
             if not quick:
                 schedules += [("rpc-pipe", "eager-1f1b"), ("rpc-pipe", "interleaved"), ("torch", "Interleaved1F1B")]
                 schedules += [("rpc-pipe", "gpipe"), ("torch", "GPipe"), ("pippy", "FillDrain")]
@@ -251,7 +254,7 @@ def with_ragged_text(quick: bool) -> Iterator[Contest]:
 
 def by_message_size(quick: bool) -> Iterator[Contest]:
     """No compute, so a step's time is that of its payloads; and short stages."""
-    schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B"), ("pippy", "1F1B"), ("rpc-pipe by RPC", "1f1b")]
+    schedules = [("rpc-pipe", "1f1b"), ("torch", "1F1B"), ("pippy", "1F1B"), *BY_CARRIER]
     for width in (64, 2**18) if quick else (64, 2**12, 2**14, 2**16, 2**18, 2**20):
         name = f"message {4 * width / 1024:g} KiB"
         yield emulated(2, 16, {"F": 0, "B": 0}, 8, schedules, scenario=name, width=width)

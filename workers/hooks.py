@@ -110,7 +110,11 @@ class Listeners(Listener):
         self._listeners = (*self._listeners, listener)
 
     def action_started(self, step: int, action: Action) -> None:
-        self._tell("action_started", step, action)
+        for listener in self._listeners:  # as `_tell` does: this is told most often
+            try:
+                listener.action_started(step, action)
+            except Exception:
+                self._remove(listener, "action_started")
 
     def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
         self._tell("waiting", step, what)
@@ -126,5 +130,8 @@ class Listeners(Listener):
             try:
                 getattr(listener, hook)(*args)
             except Exception:
-                logger.exception("listener %r raised in %s and is removed", listener, hook)
-                self._listeners = tuple(other for other in self._listeners if other is not listener)
+                self._remove(listener, hook)
+
+    def _remove(self, listener: Listener, hook: str) -> None:
+        logger.exception("listener %r raised in %s and is removed", listener, hook)
+        self._listeners = tuple(other for other in self._listeners if other is not listener)

@@ -113,6 +113,8 @@ class Carrier(ABC):
             raise self._fault
         while self._breaking:
             self._give_up(self._breaking.popleft())
+        if not self._arrived and not self._set_aside:
+            return []
         found, self._set_aside = self._set_aside, []
         while self._arrived:
             found.append(self._arrived.popleft())

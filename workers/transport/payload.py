@@ -20,6 +20,7 @@ from ...dependency import ConfigError
 
 #: any nesting of tensors and plain values
 Tree = Any
+_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
 
 class Place(NamedTuple):
@@ -156,38 +157,39 @@ def map_tensors(tree: Tree, change: Callable[[Tensor], Any]) -> Tree:
 def _map(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any], where: str) -> Tree:
     try:
         return _changed(tree, kinds, change)
-    except _UnfitError as error:
+    except _UnfitError:
+        path, kind = next(_unfit(tree, kinds))
         raise TypeError(
-            f"{where}{error.path} is a {error.kind}, which cannot travel between workers; use tensors, None, "
+            f"{where}{path} is a {kind}, which cannot travel between workers; use tensors, None, "
             "bool, numbers, strings, tuples, lists and dicts"
         ) from None
 
 
 class _UnfitError(Exception):
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.path = ""
+    """A tree has something in it that is neither a tensor nor a plain value."""
 
 
 def _changed(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any]) -> Tree:
     if isinstance(tree, kinds):
         return change(tree)
-    if tree is None or isinstance(tree, (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)):
+    if tree is None or isinstance(tree, _PLAIN):
         return tree
-    if not isinstance(tree, (tuple, list, dict)):
-        raise _UnfitError(type(tree).__qualname__)
-    children = []
-    try:
-        for child in tree.values() if isinstance(tree, dict) else tree:
-            children.append(_changed(child, kinds, change))
-    except _UnfitError as error:
-        place = list(tree)[len(children)] if isinstance(tree, dict) else len(children)
-        error.path = f"[{place!r}]{error.path}"
-        raise
     if isinstance(tree, dict):
-        made = zip(tree, children, strict=True)
-        return OrderedDict(made) if isinstance(tree, OrderedDict) else dict(made)
+        made = {key: _changed(child, kinds, change) for key, child in tree.items()}
+        return OrderedDict(made) if isinstance(tree, OrderedDict) else made
+    if not isinstance(tree, (tuple, list)):
+        raise _UnfitError
+    children = [_changed(child, kinds, change) for child in tree]
     return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+
+
+def _unfit(tree: Tree, kinds: tuple[type, ...]) -> Iterator[tuple[str, str]]:
+    """Yield (path, type) of what is in `tree` and may not be."""
+    if isinstance(tree, (tuple, list, dict)) and not isinstance(tree, kinds + _PLAIN):
+        for place, child in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from ((f"[{place!r}]{path}", kind) for path, kind in _unfit(child, kinds))
+    elif tree is not None and not isinstance(tree, kinds + _PLAIN):
+        yield "", type(tree).__qualname__
 
 
 def split_rows(tree: Tree, parts: int) -> list[Tree]:

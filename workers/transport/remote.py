@@ -78,7 +78,8 @@ class RemoteCarrier(Carrier):
     def poll(self, runs: Container[int]) -> list[Arrived]:
         self._compute_thread = threading.get_ident()
         self._has_time -= 1
-        self._hand_on()
+        if self._gathered:
+            self._hand_on()
         for peer, key, answer, at_ns in self.channels.read():
             self._arrive(peer, key, answer, at_ns)
         return super().poll(runs)
