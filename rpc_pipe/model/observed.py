@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from ..dependency import ConfigError
+from ..dependency.garbage import uncollected
 from .absent import Absent
 from .assignment import Assignment, Owners
 from .deferred import Deferred
-from .garbage import uncollected
 from .observation import Observation
 from .observer import observe_forward
 from .skeleton import Skeleton, members, num_bytes

@@ -23,9 +23,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError
+from ..dependency.garbage import uncollected
 from ..workers.compute.randomness import preserved
 from .absent import NEEDS_NUMBERS, Absent, OperatorMode, numbers, on_ones, on_shapes, storage_of, without_masks, written
-from .garbage import uncollected
 from .observation import Event, Kind, Observation, Part, Value
 from .skeleton import Skeleton
 from .trees import leaves, mapped, replaced, tensors

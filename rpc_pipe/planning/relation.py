@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 
 from ..dependency import ENDLESS, NOTHING, RESOURCES, Action, Asked, Part, PipeError, ScheduleError, Spec, entries
+from ..dependency.garbage import uncollected
 
 
 class Relation:
@@ -30,7 +29,7 @@ class Relation:
         self.spec = spec
         self.steps = steps
         workers = range(spec.num_workers)
-        with no_collection():
+        with uncollected():
             self._put_together([Part(spec, worker, entries(spec, worker, asked=asked)) for worker in workers])
 
     def _put_together(self, parts: list[Part]) -> None:
@@ -142,15 +141,3 @@ class Relation:
         for user in self.others[number]:
             found.setdefault(self.worker[user], []).append(user)
         yield from found.items()
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Keep the garbage collector from looking at millions of small tuples, none of which is in a cycle."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

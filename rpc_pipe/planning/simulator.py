@@ -18,7 +18,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ..dependency import RESOURCES, Action, Kind, Order, Spec, U
-from .relation import Relation, no_collection
+from ..dependency.garbage import uncollected
+from .relation import Relation
 from .span import Span
 
 #: time of an action on its worker, in any unit
@@ -183,7 +184,7 @@ def price(
     Raises:
         PipeError: the run cannot finish; `dependency.check_all` says why.
     """
-    with no_collection():
+    with uncollected():
         costs = [cost(action) for action in relation.actions]
     return price_listed(relation, costs, comm=comm, order=order, links=links, payload=payload)
 
@@ -200,7 +201,7 @@ def price_listed(
     """Do as `price`, with the cost of every action of the relation in a list: for who prices the same one often."""
     order = order or relation.spec.order
     roads = _Roads(comm, links, payload) if links else None
-    with no_collection():
+    with uncollected():
         if order == "fixed" and roads is None:
             ran = _in_fixed_order(relation, costs, comm)
         else:
