@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations, pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..dependency import B, F, I, Kind, R, W
+from ..dependency import B, F, G, I, Kind, R, U, W
 from ..pipeline import Pipeline
 from ..planning.measure import measure
 from ..planning.simulator import Link
@@ -29,6 +30,9 @@ from ..workers.transport.payload import pack, unpack
 #: how long a layer sleeps, seconds: long against what a thread needs to wake up
 _SLEEP_S = 0.002
 _STEPS, _MICROBATCHES = 6, 8
+#: together they have all kinds of actions; of all that compute, what the runtime takes is measured
+_SCHEDULES = ("1f1b", "gpipe", "zb-h1", "chimera")
+_MEASURED = (F, B, I, W, G, U)
 #: payloads: small and large, bytes; how often each goes to and fro
 _SMALL, _LARGE, _ROUNDS = 4_096, 4_194_304, 15
 #: up to so many workers every pair is measured, else neighbours only
@@ -50,14 +54,14 @@ def calibrate(num_workers: int) -> tuple[WorkerActor, Calibration]:
     """Measure with all workers of this job, who call this alike; return this process's worker, for what comes next."""
     runtime: dict[Kind, list[float]] = defaultdict(list)
     between: list[float] = []
-    for schedule in ("1f1b", "gpipe", "zb-h1"):
+    for schedule in _SCHEDULES:
         actor, found, steps = _sleeping(num_workers, schedule)
         for kind, took in found.items():
             runtime[kind] += took
         between += steps
     own = {kind.letter: median(took) for kind, took in runtime.items()}, median(between), _ping(actor)
     told: list[Any] = actor.exchange("calibration", own)
-    kinds = {kind: [each[0][kind.letter] for each in told if kind.letter in each[0]] for kind in (F, B, I, W)}
+    kinds = {kind: [each[0][kind.letter] for each in told if kind.letter in each[0]] for kind in _MEASURED}
     per_action = {kind: max(0.0, median(found)) for kind, found in kinds.items() if found}
     per_action[R] = per_action.get(F, 0.0)
     links = {tuple(pair): Link(*link) for each in told for pair, link in each[2]}
@@ -98,22 +102,23 @@ class _Records(Listener):
 
 def _sleeping(num_workers: int, schedule: str) -> tuple[WorkerActor, Mapping[Kind, list[float]], list[float]]:
     """Train layers that sleep; return the worker, what each kind takes longer, and what is between steps."""
-    loss = nn.functional.mse_loss
+    optimizer = partial(torch.optim.SGD, lr=0.0)
     pipe = Pipeline(
-        [_Sleeping] * num_workers, loss, schedule=schedule, num_microbatches=_MICROBATCHES, num_workers=num_workers
-    )
+        [_Sleeping] * num_workers, nn.functional.mse_loss, optimizer=optimizer, schedule=schedule, seed=0,
+        num_microbatches=_MICROBATCHES, num_workers=num_workers,
+    )  # fmt: skip
     actor = pipe.actors[0]
     records = _Records()
     pipe.listen(lambda worker: records)
     x = torch.ones(_MICROBATCHES, 8, requires_grad=True)
     for _ in range(_STEPS):
         pipe.step((x, x.detach()))
-    alone = measure([_Sleeping()], x[:1].detach().requires_grad_(), repeats=_STEPS)[0].times
+    alone = measure([_Sleeping()], x[:1].detach().requires_grad_(), optimizer=optimizer, repeats=_STEPS)[0].times
     pulled = {entry.action: [need.action for need in entry.pulled] for entry in pipe.program(actor.worker, len(x))}
     found: dict[Kind, list[float]] = defaultdict(list)
     for record in records.steps[1:]:
         arrived = {arrival.action: arrival.at_ns for arrival in record.arrivals}
-        ran = sorted((a for a in record.actions if a.action.kind in (F, B, I, W)), key=lambda a: a.start_ns)
+        ran = sorted((a for a in record.actions if a.action.kind in _MEASURED), key=lambda a: a.start_ns)
         gaps = [
             after.start_ns - before.end_ns
             for before, after in pairwise(ran)

@@ -36,8 +36,7 @@ def profile_together(
     profiles = [from_json(json.loads(each), "the profile of a worker") for each in told]
     profile = merged(profiles, found.links)
     on_host = own.device == "cpu"  # a GPU runs behind its worker, which hides what the worker takes
-    per_stage = {
-        kind: took - RUNTIME_MS + found.per_action.get(kind, RUNTIME_MS) if on_host else took
-        for kind, took in profile.per_stage.items()
-    }
+    per_stage = dict(profile.per_stage)
+    for kind, took in found.per_action.items() if on_host else ():
+        per_stage[kind] = per_stage.get(kind, RUNTIME_MS) - RUNTIME_MS + took
     return replace(profile, per_stage=per_stage, per_step=found.per_step if on_host else 0.0), actor.worker

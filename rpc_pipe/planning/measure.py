@@ -42,7 +42,7 @@ def measure(
         repeats: how often each is timed; the median counts.
         finish: waits for the device.
     """
-    modules, costs, runs = list(layers), [], []
+    modules, blocks, sizes = list(layers), [], []
     for i, module in enumerate(modules):
         last = i == len(modules) - 1
         loss = (lambda output: loss_fn(output, target)) if last and loss_fn is not None else None
@@ -55,15 +55,17 @@ def measure(
         ) -> tuple[list[Tensor], Tree, list[Tensor]]:
             return _forward(module, inputs, loss, first)
 
-        parameters = list(module.named_parameters())
-        own = [p for _, p in parameters]
-        times, kept, outputs = time_block(forward, own, repeats, finish)
-        crossing = 0 if loss else num_bytes(outputs)
-        size = kept.size(num_bytes(inputs), crossing)
-        runs.append((forward, own))
-        costs.append(with_shard(LayerCost(times, size), parameters, list(module.buffers()), optimizer, repeats))
+        block = Block(forward, list(module.parameters()), finish)
+        outputs = block.run()
+        blocks.append(block)
+        sizes.append((num_bytes(inputs), 0 if loss else num_bytes(outputs)))
         inputs = outputs
-    return with_working(costs, runs)
+    time_blocks(blocks, repeats)
+    costs = []
+    for module, block, (entering, crossing) in zip(modules, blocks, sizes, strict=True):
+        cost = LayerCost(block.times, block.kept.size(entering, crossing))
+        costs.append(with_shard(cost, list(module.named_parameters()), list(module.buffers()), optimizer, repeats))
+    return with_working(costs, blocks)
 
 
 class Kept(NamedTuple):
@@ -83,58 +85,85 @@ class Kept(NamedTuple):
         return Size(0, 0, 0, self.activations, self.after_inputs, inputs, outputs, 0, self.inputs, self.outputs)
 
 
-def time_block(
-    forward: Forward, parameters: Sequence[nn.Parameter], repeats: int, finish: Finish
-) -> tuple[dict[Kind, float], Kept, Tree]:
-    """Return a block's milliseconds by kind, what it keeps, and its output."""
-    times: dict[Kind, list[float]] = {kind: [] for kind in (F, B, I, W)}
-    for _ in range(repeats + 1):  # the first warms up
-        kept, output = _once(forward, parameters, times, finish)
-    found = {kind: 1e3 * median(ts[1:]) for kind, ts in times.items()}
-    return {**found, R: found[F]}, kept, output
+class Block:
+    """A block that is run and timed.
 
+    Args:
+        forward: runs it on one microbatch.
+        finish: waits for the device.
+    """
 
-def _once(
-    forward: Forward, parameters: Sequence[nn.Parameter], times: dict[Kind, list[float]], finish: Finish
-) -> tuple[Kept, Tree]:
-    """Run backward in one piece and then in two; return the bytes kept, and the output for the next block."""
+    def __init__(self, forward: Forward, parameters: Sequence[nn.Parameter], finish: Finish) -> None:
+        self.forward = forward
+        self.parameters = parameters
+        self._finish = finish
+        self._took: dict[Kind, list[float]] = {kind: [] for kind in (F, B, I, W)}
+        #: what it keeps, as last seen
+        self.kept = Kept(0, 0, 0, 0)
 
-    def timed(kind: Kind, run: Callable[[], object]) -> None:
-        finish()
+    @property
+    def times(self) -> dict[Kind, float]:
+        """The median milliseconds of each kind; of the first run, which warms up, nothing counts."""
+        found = {kind: 1e3 * median(took[1:] or took) for kind, took in self._took.items()}
+        return {**found, R: found[F]}
+
+    def run(self) -> Tree:
+        """Run forward, backward in one piece, and then in two; return the output, for the next block.
+
+        Gradients of weights are there already and are added to, as in all microbatches but the first.
+        """
+        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
+        for parameter in trained:
+            parameter.grad = torch.full_like(parameter, 0.0)
+        found: list[tuple[list[Tensor], Tree, list[Tensor]]] = []
+        self._time(F, lambda: found.append(self.forward()))
+        roots = found.pop()[2]
+        if roots:
+            self._time(B, lambda: torch.autograd.backward(roots, [torch.ones_like(root) for root in roots]))
+        else:
+            self._took[B].append(0)
+
+        saved = Saved()
+        with saved.hooks():
+            owing, output, roots = self.forward()
+        weights = {parameter.untyped_storage().data_ptr() for parameter in self.parameters}
+        held = saved.num_bytes(weights)
+        own = {leaf.untyped_storage().data_ptr() for leaf in owing} - weights
+        made = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(output)} - weights
+        kept = saved.num_bytes_at(own), saved.num_bytes_at(made)
+        deferred: list[Deferred] = []
+        output = unpack(pack(output))
+        self._time(I, lambda: deferred.append(backward_inputs(roots, [None] * len(roots), owing, saved)[1]))
+        self.kept = Kept(held, saved.num_bytes(weights) + deferred[0].num_bytes(), *kept)
+        self._time(W, deferred[0].run)
+        for parameter in trained:
+            parameter.grad = None
+        return output
+
+    def _time(self, kind: Kind, run: Callable[[], object]) -> None:
+        self._finish()
         begin = time.perf_counter()
         run()
-        finish()
-        times[kind].append(time.perf_counter() - begin)
-
-    found: list[tuple[list[Tensor], Tree, list[Tensor]]] = []
-    timed(F, lambda: found.append(forward()))
-    roots = found.pop()[2]
-    if roots:
-        timed(B, lambda: torch.autograd.backward(roots, [torch.ones_like(root) for root in roots]))
-    else:
-        times[B].append(0)
-
-    saved = Saved()
-    with saved.hooks():
-        owing, output, roots = forward()
-    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    held = saved.num_bytes(weights)
-    own = {leaf.untyped_storage().data_ptr() for leaf in owing} - weights
-    made = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(output)} - weights
-    kept = saved.num_bytes_at(own), saved.num_bytes_at(made)
-    deferred: list[Deferred] = []
-    output = unpack(pack(output))
-    timed(I, lambda: deferred.append(backward_inputs(roots, [None] * len(roots), owing, saved)[1]))
-    after = saved.num_bytes(weights) + deferred[0].num_bytes()
-    timed(W, deferred[0].run)
-    for parameter in parameters:
-        parameter.grad = None
-    return Kept(held, after, *kept), output
+        self._finish()
+        self._took[kind].append(time.perf_counter() - begin)
 
 
-def with_working(costs: Sequence[LayerCost], runs: Sequence[tuple[Forward, Sequence[nn.Parameter]]]) -> list[LayerCost]:
+def time_blocks(blocks: Sequence[Block], repeats: int, tell: Callable[[int], None] = lambda done: None) -> None:
+    """Run blocks, which have run once, so many times more; `tell` how often one of them has.
+
+    One after the other, as in a stage: what one leaves in a processor's caches is gone when it runs again. And what
+    disturbs the machine for a moment disturbs few runs of each.
+    """
+    for round_ in range(repeats):
+        for number, block in enumerate(blocks, 1):
+            block.run()
+            tell(round_ * len(blocks) + number)
+
+
+def with_working(costs: Sequence[LayerCost], blocks: Sequence[Block]) -> list[LayerCost]:
     """Return what blocks cost with what they need while they run, besides what they keep: all that is allocated."""
     found = []
+    runs = [(block.forward, block.parameters) for block in blocks]
     for cost, peaks in zip(costs, weigh(runs), strict=True):
         forward = peaks[0] - (cost.size.activations - cost.size.kept_inputs)
         found.append(replace(cost, size=replace(cost.size, working=max(0.0, forward, *peaks[1:]))))

@@ -24,7 +24,7 @@ from ..model.made import Made, load, resized, rows_of
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
-from .measure import Finish, measure, num_bytes, time_block, with_shard, with_working
+from .measure import Block, Finish, measure, num_bytes, time_blocks, with_shard, with_working
 from .profile import LayerCost, Profile, Tie
 from .weighing import Forward
 
@@ -183,33 +183,39 @@ def _measure_whole(
     observed = made.observe(args, kwargs, at_least)
     cut = [range(i, i + 1) for i in range(observed.num_blocks)]
     payload: Sequence[Tensor] = ()
-    costs: list[LayerCost] = []
-    runs: list[tuple[Forward, list[nn.Parameter]]] = []
+    blocks: list[Block] = []
+    sizes: list[tuple[int, int]] = []
+    named: list[list[tuple[str, nn.Parameter]]] = []
     holders: dict[str, tuple[list[int], nn.Parameter]] = {}
-    for i, block in enumerate(observed.blocks):
+    total = (1 + repeats) * (len(cut) + 1)
+    for i in range(len(cut)):
         stage = observed.build(i, cut, device)
         run = _stage_forward(made, stage, payload, args, kwargs, batch, last=i == len(cut) - 1)
-        named = list(stage.named_parameters())
-        own = [p for _, p in named]
-        times, kept, outputs = time_block(run, own, repeats, _finish(device))
-        crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
-        size = kept.size(num_bytes(payload), crossing)
-        runs.append((run, own))
-        costs.append(with_shard(LayerCost(times, size, block.name), named, [], optimizer, repeats))
-        for name, parameter in named:
+        named.append(list(stage.named_parameters()))
+        for name, parameter in named[-1]:
             holders.setdefault(name, ([], parameter))[0].append(i)
+        blocks.append(Block(run, [p for _, p in named[-1]], _finish(device)))
+        outputs = blocks[-1].run()
+        crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
+        sizes.append((num_bytes(payload), crossing))
         payload = outputs if i < len(cut) - 1 else ()
-        tell(i + 1, len(cut) + 1)
-    whole = observed.build(0, [range(observed.num_blocks)], device)
-    run = _stage_forward(made, whole, (), args, kwargs, batch, last=True)
-    times, *_ = time_block(run, [p for _, p in whole.named_parameters()], repeats, _finish(device))
-    tell(len(cut) + 1, len(cut) + 1)
+        tell(i + 1, total)
+    stage = observed.build(0, [range(observed.num_blocks)], device)
+    run = _stage_forward(made, stage, (), args, kwargs, batch, last=True)
+    whole = Block(run, [p for _, p in stage.named_parameters()], _finish(device))
+    whole.run()
+    time_blocks([*blocks, whole], repeats, lambda done: tell(len(cut) + 1 + done, total))
+    costs = []
+    for i, block in enumerate(blocks):
+        cost = LayerCost(block.times, block.kept.size(*sizes[i]), observed.blocks[i].name)
+        costs.append(with_shard(cost, named[i], [], optimizer, repeats))
+    times = whole.times
     around = {kind: _around(costs, kind, times[kind]) for kind in (F, B, I, W, R)}
     costs = [
         replace(cost, times={kind: max(0.0, t - around.get(kind, 0)) for kind, t in cost.times.items()})
         for cost in costs
     ]
-    return with_working(costs, runs), around, _ties(holders, costs)
+    return with_working(costs, blocks), around, _ties(holders, costs)
 
 
 def _around(costs: Sequence[LayerCost], kind: Kind, whole: float) -> float:
