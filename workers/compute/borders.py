@@ -92,8 +92,8 @@ def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
 def _is_activation(tensor: Tensor) -> bool:
     """Tell whether autograd has seen the tensor, or what it is a view of, being made: its memory is its own."""
     if tensor._is_view():
-        return tensor._base is not None and tensor._base.grad_fn is not None
-    return tensor.grad_fn is not None
+        return tensor._base is not None and not tensor._base.is_leaf
+    return not tensor.is_leaf
 
 
 def _address(tensor: Tensor) -> int:

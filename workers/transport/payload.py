@@ -65,18 +65,21 @@ def pack(tree: Tree) -> Payload:
     """
     if type(tree) is Tensor and tree.layout is torch.strided:  # as most are
         return Payload([tree.detach()], Place(0, tree.requires_grad))
+    if _is_flat(tree):
+        places = tuple([Place(number, part.requires_grad) for number, part in enumerate(tree)])
+        return Payload([part.detach() for part in tree], places)
     tensors: list[Tensor] = []
-    places: dict[int, Place] = {}
+    found_at: dict[int, Place] = {}
 
     def place(tensor: Tensor) -> Place | Sparse:
-        found = places.get(id(tensor))
+        found = found_at.get(id(tensor))
         if found is not None:
             return found
         if tensor.layout is torch.sparse_coo:
             # Not coalesced: the order in which values are added up stays the receiver's to choose.
             parts = append(tensor.detach()._indices(), False), append(tensor.detach()._values(), False)
             return Sparse(*parts, tuple(tensor.shape), tensor.is_coalesced())
-        found = places[id(tensor)] = append(tensor.detach(), tensor.requires_grad)
+        found = found_at[id(tensor)] = append(tensor.detach(), tensor.requires_grad)
         return found
 
     def append(tensor: Tensor, owes_grad: bool) -> Place:
@@ -84,6 +87,13 @@ def pack(tree: Tree) -> Payload:
         return Place(len(tensors) - 1, owes_grad)
 
     return Payload(tensors, _map(tree, (Tensor,), place, "output"))
+
+
+def _is_flat(tree: Tree) -> bool:
+    """Tell whether `tree` is a tuple of different tensors, as gradients are."""
+    if type(tree) is not tuple or len(set(map(id, tree))) < len(tree):
+        return False
+    return all([type(part) is Tensor and part.layout is torch.strided for part in tree])
 
 
 def as_leaf(tensor: Tensor, owes_grad: bool) -> Tensor:
@@ -97,8 +107,11 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
     Args:
         take: what makes a tensor of the tree from one of the payload and from whether it owes a gradient.
     """
-    if type(payload.skeleton) is Place:
-        return take(payload.tensors[0], payload.skeleton.owes_grad)
+    skeleton = payload.skeleton
+    if type(skeleton) is Place:
+        return take(payload.tensors[0], skeleton.owes_grad)
+    if type(skeleton) is tuple and len(skeleton) == 1 and type(skeleton[0]) is Place:
+        return (take(payload.tensors[0], skeleton[0].owes_grad),)
     taken: dict[int, Tensor] = {}
 
     def restore(place: Place | Sparse) -> Tensor:
@@ -110,7 +123,7 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
             taken[number] = take(payload.tensors[number], owes_grad)
         return taken[number]
 
-    return _map(payload.skeleton, (Place, Sparse), restore, "payload")
+    return _map(skeleton, (Place, Sparse), restore, "payload")
 
 
 def is_dense(tensor: Tensor) -> bool:
