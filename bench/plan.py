@@ -21,6 +21,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -102,19 +103,24 @@ def planned(case: Case, folder: Path, emulator: Path | None) -> Any:
     return rpc_pipe(["plan", "--batch", str(_ROWS), *asked], case.environment)
 
 
-def run(case: Case, folder: Path, most: int, steps: int, emulator: Path | None) -> list[tuple[dict[str, Any], float]]:
-    """Return the best plans of different schedules, and how long a step of each took."""
-    found = planned(case, folder, emulator)
+def run(case: Case, folder: Path, options: argparse.Namespace) -> list[tuple[dict[str, Any], float]]:
+    """Return the best plans of different schedules, and how long a step of each took.
+
+    They run in turn, as a machine that others use too is faster at one time than at another.
+    """
+    found = planned(case, folder, options.host_emulator)
     plans: dict[str, dict[str, Any]] = {}
     for plan in found["plans"]:
         plans.setdefault(plan["schedule"], plan)
-    ran = []
-    for number, plan in enumerate(list(plans.values())[:most]):
-        path = folder / f"{case.name}-{number}.json"
-        path.write_text(json.dumps({"plans": [plan]}))
-        told = rpc_pipe(["run", "--model", case.model(), "--plan", str(path), "--steps", str(steps)], case.environment)
-        ran.append((plan, told["step_ms"]))
-    return ran
+    best = list(plans.values())[: options.plans]
+    took: list[list[float]] = [[] for _ in best]
+    for _ in range(options.rounds):
+        for number, plan in enumerate(best):
+            path = folder / f"{case.name}-{number}.json"
+            path.write_text(json.dumps({"plans": [plan]}))
+            asked = ["run", "--model", case.model(), "--plan", str(path), "--steps", str(options.steps)]
+            took[number].append(rpc_pipe(asked, case.environment)["step_ms"])
+    return [(plan, median(times)) for plan, times in zip(best, took, strict=True)]
 
 
 def name_of(plan: Mapping[str, Any]) -> str:
@@ -131,6 +137,7 @@ def main() -> int:
     parser.add_argument("--real", action="store_true", help="only those whose layers compute")
     parser.add_argument("--plans", type=int, default=3, help="that are run of each case (3)")
     parser.add_argument("--steps", type=int, default=16, help="of each plan (16); the median of the last 12 counts")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is run, in turn; the median counts (3)")
     parser.add_argument("--host-emulator", type=Path, help="program that runs a command in two emulated hosts")
     options = parser.parse_args()
     print(f"{'case':<9}{'plan':<34}{'predicted':>10}{'measured':>10}{'off':>8}{'to best':>8}  cut")
@@ -139,7 +146,7 @@ def main() -> int:
         if case.name not in options.case or not all(kinds) or (case.network and options.host_emulator is None):
             continue
         with TemporaryDirectory() as folder:
-            ran = run(case, Path(folder), options.plans, options.steps, options.host_emulator)
+            ran = run(case, Path(folder), options)
         best = min(took for _, took in ran)
         for plan, took in ran:
             predicted = plan["predicted_ms"]
