@@ -31,6 +31,8 @@ class Shop:
         after: what is kept from I to W.
         budget: by worker, of what is kept at once.
         split: all backwards are I and W, whatever the spec says.
+        repeated: what counts is the time of a step when steps follow each other, each worker beginning the next when
+            its part of this one has ended; else that from the first start to the last end.
     """
 
     spec: Spec
@@ -40,6 +42,7 @@ class Shop:
     after: Sequence[float]
     budget: Sequence[float]
     split: bool = True
+    repeated: bool = False
     actions: list[Action] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -125,7 +128,7 @@ class Shop:
         return all(self.peak(row) <= most * (1 + 1e-9) for row, most in zip(order, self.budget, strict=True))
 
     def run(self, order: Order) -> tuple[float, list[float]] | None:
-        """Return when all has ended, and when each action ends; None: in this order the workers wait for each other."""
+        """Return how long it takes, and when each action ends; None: in this order the workers wait for each other."""
         ends: list[float] = [-1.0] * len(self.actions)
         need, wait, before, duration = self.need, self.wait, self.before, self.duration
         at, free = [0] * len(order), [0.0] * len(order)
@@ -155,7 +158,11 @@ class Shop:
                 if n in waiting:
                     todo.append(waiting.pop(n))
             at[worker], free[worker] = i, now
-        return None if left else (max(free, default=0), ends)
+        return None if left else (max([ends[row[-1]] - self.begin(row, ends) for row in order if row], default=0), ends)
+
+    def begin(self, row: Sequence[int], ends: Sequence[float]) -> float:
+        """Return from when on a worker with this order counts."""
+        return ends[row[0]] - self.duration[row[0]] if self.repeated else 0.0
 
 
 @dataclass(frozen=True)
@@ -315,7 +322,7 @@ def _moved(shop: Shop, order: Order, ends: list[float], draw: random.Random) -> 
 def _critical_rows(shop: Shop, order: Order, ends: list[float]) -> Iterator[tuple[int, int, int]]:
     """Yield (worker, first place, last place) of what a worker runs in a row in the longest path."""
     place = {n: (worker, i) for worker, row in enumerate(order) for i, n in enumerate(row)}
-    n = max((row[-1] for row in order if row), key=lambda last: ends[last])
+    n = max((row for row in order if row), key=lambda row: ends[row[-1]] - shop.begin(row, ends))[-1]
     worker, i = place[n]
     last = i
     while True:

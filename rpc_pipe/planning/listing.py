@@ -163,7 +163,7 @@ def shop_of(spec: Spec, chain: Chain, machines: Machines, ends: Ends, budget: Se
         return link.latency + (size.outputs if action.kind is F else size.inputs) / link.bandwidth
 
     kept = [max(size.activations, size.after_inputs) for size in sizes]
-    return Shop(spec, cost, lag, kept, [size.after_inputs for size in sizes], budget, split)
+    return Shop(spec, cost, lag, kept, [size.after_inputs for size in sizes], budget, split, repeated=True)
 
 
 def planned(program: Program, chain: Chain, machines: Machines, ends: Ends) -> Plan | None:

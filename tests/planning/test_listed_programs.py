@@ -24,12 +24,12 @@ from rpc_pipe.planning.specs import make_spec
 EQUAL = {F: 1.0, I: 1.0, W: 1.0}
 
 
-def shop(name="zb-v", budget=8.0, seed=0):
+def shop(name="zb-v", budget=8.0, seed=0, repeated=False):
     draw = random.Random(seed)
     spec = Candidate(name, {}, 6).spec(3)
     times = {(s, kind): draw.uniform(1, 3) for s in range(spec.num_stages) for kind in (F, I, W)}
-    ones = [1.0] * spec.num_stages
-    return Shop(spec, lambda a: times[a.stage, a.kind], lambda a, x, y: 0.5, ones, ones, [budget] * 3)
+    ones, budgets = [1.0] * spec.num_stages, [budget] * 3
+    return Shop(spec, lambda a: times[a.stage, a.kind], lambda a, x, y: 0.5, ones, ones, budgets, repeated=repeated)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -41,13 +41,23 @@ def test_list_scheduling_keeps_within_the_budget_and_ends(rule):
         assert sorted(n for row in order for n in row) == list(range(len(made.actions)))
 
 
-def test_moves_make_an_order_shorter_and_never_break_it():
-    made = shop(budget=4.0)
+@pytest.mark.parametrize("repeated", [False, True])
+def test_moves_make_an_order_shorter_and_never_break_it(repeated):
+    made = shop(budget=4.0, repeated=repeated)
     order = list_schedule(made, RULES[0])
     left = iter(range(2000))
     took, better = improve(made, order, lambda: next(left, None) is not None)
     assert took == made.run(better)[0] < made.run(order)[0]
     assert made.fits(better)
+
+
+def test_a_step_among_others_takes_a_worker_from_its_own_first_action_to_its_last():
+    made = shop(repeated=True)
+    order = list_schedule(made, RULES[0])
+    length, ends = made.run(order)
+    begins = [ends[row[0]] - made.duration[row[0]] for row in order]
+    assert length == max(ends[row[-1]] - begin for row, begin in zip(order, begins, strict=True))
+    assert length <= shop().run(order)[0] == max(ends) and min(begins) == 0 < max(begins)
 
 
 @pytest.mark.parametrize("budget, name", [(0.5, "v-min"), (0.75, "v-half"), (1.0, "zb-v"), (1.25, "dualpipe")])
