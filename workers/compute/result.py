@@ -70,7 +70,7 @@ class Result:
         """What summed gradients are divided by: the weight of the whole batch, or 1 if shares did it."""
         return sum(weight for _, weight in self._numbers) if self.summed else 1.0
 
-    @property
+    @cached_property
     def loss(self) -> float | None:
         """Loss of the whole batch: sum over microbatches in their order, by weight; None without targets."""
         if not self._numbers:
