@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--tokenizer", help="of text: bytes, a tokenizer.json or its folder, a model's name (bytes)")
     read = parser.add_argument_group("to look at data")
     read.add_argument("--memory", help="limit for chunks and batches (1GB)")
-    read.add_argument("--window", type=whole(1), help="chunks that samples are mixed from (as many as fit)")
+    read.add_argument("--window", type=whole(1), help="chunks in memory, of which samples are mixed (as many as fit)")
     read.add_argument("--seed", type=whole(0, 2**63 - 1), help="of the order (0)")
     read.add_argument("--rows", type=whole(1), help="of a batch (16)")
     read.add_argument("--context", type=whole(1), help="tokens of a sample (1024)")
@@ -74,7 +74,7 @@ def _lines(found: Survey) -> list[str]:
     return [
         f"{_count(found.shards, 'shard')}, {_count(found.samples, 'sample')}, {found.bytes / 1e6:,.3f} MB in "
         f"{_count(found.chunks, 'chunk')}",
-        f"order: mixed from {_count(found.window, 'chunk')} at a time; a sample comes "
+        f"order: mixed from {_count(found.mixed, 'chunk')} at a time; a sample comes "
         f"{found.mean_displacement:,.0f} samples from where it is stored on average "
         f"(a full shuffle has {found.samples / 3:,.0f})",
         f"{found.loads_per_epoch:.2f} loads a chunk an epoch, {found.peak_mb:,.1f} MB of memory at most, "

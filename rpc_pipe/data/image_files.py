@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,9 @@ from .source import Busy, Chunk, Source, Wanted, need
 from .storage import Storage
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
-#: files of a chunk have about so many bytes, and are at most so many
-_CHUNK_BYTES, _CHUNK_FILES = 8 * 10**6, 1024
+#: files of a chunk have about so many bytes, and are at most so many; of few files there are about so many chunks, as
+#: those of a folder, which are of one class, should lie in several
+_CHUNK_BYTES, _CHUNK_FILES, _CHUNKS = 8 * 10**6, 1024, 512
 
 Transform = Callable[[Any], Tensor]
 
@@ -64,6 +65,8 @@ def _scaled(size: int) -> Transform:
 class Images(Source):
     """Files of images."""
 
+    lets_go = True
+
     def __init__(
         self, name: str, shards: Sequence[Shard], transform: Transform, size: int | None, threads: int, storage: Storage
     ) -> None:
@@ -81,7 +84,8 @@ class Images(Source):
         self.num_bytes = np.diff(ends[self._starts])
         self.stored_bytes = int(stored.sum())
         self.sample_bytes = 12 * size * size if size else 12 * 224 * 224
-        self.identity = f"{len(shards)} images, {len(self.classes)} classes, digest {fingerprint(shards, size)}"
+        digest = fingerprint(shards, size, self._starts.tolist())
+        self.identity = f"{len(shards)} images, {len(self.classes)} classes, digest {digest}"
         self._pool = ThreadPoolExecutor(threads, "images")
 
     def shard_of(self, chunk: int) -> str:
@@ -127,8 +131,9 @@ class Images(Source):
 def _grouped(sizes: Numbers) -> Numbers:
     """Return where chunks of about equal bytes begin, and the end of the last."""
     starts, size, count = [0], 0, 0
+    most = min(_CHUNK_FILES, -(-len(sizes) // _CHUNKS))
     for number, each in enumerate(sizes.tolist()):
-        if count and (size + each > _CHUNK_BYTES or count == _CHUNK_FILES):
+        if count and (size + each > _CHUNK_BYTES or count == most):
             starts.append(number)
             size = count = 0
         size, count = size + each, count + 1
@@ -140,6 +145,17 @@ class ImageChunk(Chunk):
 
     def __init__(self, source: Images, first: int, stored: list[bytes]) -> None:
         self._source, self._first, self._stored = source, first, stored
+        self._shares: dict[int, Numbers] = {}
+
+    def deal(self, shares: Iterator[tuple[int, Numbers]]) -> None:
+        self._shares = dict(shares)
+        kept = {number for numbers in self._shares.values() for number in numbers.tolist()}
+        self._stored = [file if number in kept else b"" for number, file in enumerate(self._stored)]
+
+    def go_to(self, block: int) -> None:
+        for behind in [number for number in self._shares if number < block]:
+            for number in self._shares.pop(behind).tolist():
+                self._stored[number] = b""
 
     def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Any, Any]:
         return self._source.rows(self._first, self._stored, numbers, wanted)

@@ -25,7 +25,8 @@ from .source import Source, Wanted
 
 #: of the memory, batches that are made ahead take this share at most
 _AHEAD = 16
-_WINDOW = re.compile(r", window (\d+)$")
+#: what an identity says of the window, and whether chunks let go
+_WINDOW = re.compile(r", window (\d+)(, letting go)?$")
 
 
 class Loader:
@@ -35,7 +36,8 @@ class Loader:
         source: what is read, such as `tokens(...)`.
         rows: of a batch, of all replicas together.
         seed: of the order; every epoch has another.
-        window: how many chunks samples are mixed from at a time; as many as fit by default.
+        window: how many chunks are in memory at a time, of which samples are mixed; as many as fit by default. Where
+            chunks let go of what is behind, so many chunks' worth of samples, of nearly twice as many chunks.
         memory: limit of chunks, of those that come next and of batches made ahead; in bytes, or such as `2GB`.
         epochs: after so many the iteration ends, with a smaller batch if need be; None: never.
         shuffle: otherwise samples come as they are stored.
@@ -105,20 +107,20 @@ class Loader:
                 )
             ahead = max(2 * source.sample_bytes * self.rows // self._replicas, self._memory // _AHEAD)
             room = chunk_memory(self._memory, ahead)
-            order = self._ordered(source, room, self._asked)
+            order = self._ordered(source, room, self._asked, source.lets_go)
             self._opened = _Opened(source, order, ahead, room)
             if self._told is not None:
                 self._follow_told(self._told)
         return self._opened
 
-    def _ordered(self, source: Source, room: int, window: int | None) -> Order:
+    def _ordered(self, source: Source, room: int, window: int | None, lets_go: bool) -> Order:
         widest = widest_window(source.num_bytes, room)
         if window is not None and not 1 <= window <= max(widest, 1):
             raise ConfigError(
                 f"window {window}: must be 1 to {widest} chunks, which is what {self._memory / 1e6:.0f} MB hold; "
                 "raise memory for more"
             )
-        return Order(source.sizes, self.seed, window or widest, self._shuffle)
+        return Order(source.sizes, self.seed, window or widest, self._shuffle, lets_go)
 
     @property
     def source(self) -> Source:
@@ -149,7 +151,7 @@ class Loader:
 
     @property
     def window(self) -> int:
-        """How many chunks samples are mixed from at a time."""
+        """How many chunks, or chunks' worth of samples, are in memory at a time."""
         return self.order.window
 
     @property
@@ -161,7 +163,7 @@ class Loader:
     def identity(self) -> str:
         """Names the data and their order: equal where the same position means the same sample."""
         order = f"seed {self.seed}" if self._shuffle else "in order"
-        return f"{self.source.identity}; {order}, window {self.window}"
+        return f"{self.source.identity}; {order}, window {self.window}{', letting go' * self.order.lets_go}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: `position`, and the `identity` that it counts in."""
@@ -181,12 +183,13 @@ class Loader:
         self.seek(position)
 
     def _follow_told(self, told: str) -> None:
-        window = _WINDOW.search(told)
-        if told != self.identity and window is not None and self._asked is None:
+        found = _WINDOW.search(told)
+        if told != self.identity and found is not None and self._asked in (None, int(found[1])):
             if _WINDOW.sub("", told) == _WINDOW.sub("", self.identity):  # the limit of memory may be another
                 opened = self._open
                 self.close()
-                self._opened = opened._replace(order=self._ordered(opened.source, opened.room, int(window[1])))
+                order = self._ordered(opened.source, opened.room, int(found[1]), found[2] is not None)
+                self._opened = opened._replace(order=order)
         if told != self.identity:
             raise ConfigError(
                 f"data {self.source.name}: were {told} when the position was noted, and are {self.identity}: "

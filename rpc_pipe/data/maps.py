@@ -62,6 +62,7 @@ class Mapped(Source):
         self.sample_bytes = sum(tensor.nbytes for tensor in tensors_of(default_collate([first]))) or 1
         # Without chunks of its own nothing is held here: the whole fits into any memory.
         self.num_bytes = self.sizes * self.sample_bytes if chunk else np.ones(len(self.sizes), np.int64)
+        self.lets_go = True
         self.each = each
         self.stored_bytes = count * self.sample_bytes
         self.identity = f"{count} samples of {identity or self.name}"

@@ -71,7 +71,7 @@ def pack(
     files, _ = find_shards(source, ENDINGS, storage.options)
     makes = Tokenizer(tokenizer)
     folder = Path(out)
-    identity = fingerprint(files, _told(makes), text_field, shard_bytes)
+    identity = fingerprint(files, tokenizer_digest(makes.name), text_field, shard_bytes)
     packed = _begun(folder, Packed(identity, makes.dtype.name, makes.name))
     if (folder / INDEX).exists():
         return packed
@@ -95,9 +95,10 @@ def pack(
     return packed
 
 
-def _told(makes: Tokenizer) -> str:
-    path = Path(makes.name) / "tokenizer.json" if Path(makes.name).is_dir() else Path(makes.name)
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else makes.name
+def tokenizer_digest(tokenizer: str) -> str:
+    """Return what tells a tokenizer from others: a digest of its file, or its name."""
+    path = Path(tokenizer) / "tokenizer.json" if Path(tokenizer).is_dir() else Path(tokenizer)
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else tokenizer
 
 
 def _begun(folder: Path, new: Packed) -> Packed:

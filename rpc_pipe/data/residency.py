@@ -14,7 +14,7 @@ import numpy as np
 
 from ..dependency import ConfigError, Stalled
 from .bijection import Numbers
-from .order import Order
+from .order import Epoch, Order
 from .source import Busy, Chunk, Source
 
 #: chunks that are loaded at once
@@ -70,7 +70,10 @@ class Residency:
         self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
         # Apart, as a batch that waits for chunks to be loaded does not wait for others to be warm.
         self._warmers = ThreadPoolExecutor(_WARMERS, "warm")
+        #: by number; by epoch and number if chunks let go, as what is left of one is of no use to the next epoch
         self._held: dict[int, Future[Chunk]] = {}
+        #: bytes of each one that is held
+        self._sizes: dict[int, int] = {}
         self._bytes, self._smallest = 0, int(source.num_bytes.min())
         self._at: tuple[int, int] | None = None
         self._places: dict[int, Numbers] = {}
@@ -86,23 +89,52 @@ class Residency:
         """
         if self._at == (epoch, block):
             return
+        goes_back = self._at is not None and (epoch, block) < self._at
         self._at = epoch, block
-        window = self._order.epoch(epoch).resident(block).tolist()
-        needed = set(window)
+        sizes = self._left(epoch, block)
+        window, needed = list(sizes), set(sizes)
+        ahead = list(islice(self._next(epoch, block), self._most_ahead()))
+        if self._order.lets_go:
+            self._let_go(sizes, set() if goes_back else needed.union(ahead))
         if soon is not None and not needed <= self._held.keys():
-            window = list(dict.fromkeys([*soon.tolist(), *window]))
+            window = list(dict.fromkeys([*(self._key(epoch, chunk) for chunk in soon.tolist()), *window]))
         for chunk in window:
             if chunk not in self._held:
-                self._free(int(self._source.num_bytes[chunk]), needed)
-                self._load(chunk)
-        ahead = list(islice(self._next(epoch, block), self._most_ahead()))
-        self._source.upcoming([*window, *ahead])
+                self._free(sizes[chunk], needed)
+                self._load(chunk, sizes[chunk])
+        self._source.upcoming([chunk % self._order.num_chunks for chunk in (*window, *ahead)])
         for chunk in ahead:
             needed.add(chunk)
             if chunk not in self._held:
-                if not self._free(int(self._source.num_bytes[chunk]), needed):
+                size = int(self._source.num_bytes[chunk % self._order.num_chunks])
+                if not self._free(size, needed):
                     break
-                self._load(chunk)
+                self._load(chunk, size)
+
+    def _key(self, epoch: int, chunk: int) -> int:
+        return epoch * self._order.num_chunks + chunk if self._order.lets_go else chunk
+
+    def _left(self, epoch: int, block: int) -> dict[int, int]:
+        """Return the chunks of the block, each with the bytes that it has from there on."""
+        known = self._order.epoch(epoch)
+        chunks = known.resident(block)
+        sizes = self._source.num_bytes[chunks]
+        if self._order.lets_go:
+            sizes = -(-sizes * known.left(block) // np.maximum(1, self._order.sizes[chunks]))
+        return {self._key(epoch, chunk): size for chunk, size in zip(chunks.tolist(), sizes.tolist(), strict=True)}
+
+    def _let_go(self, sizes: dict[int, int], kept: set[int]) -> None:
+        """Drop all but what is kept, and of that the samples that are behind."""
+        assert self._at is not None
+        for chunk in [chunk for chunk in self._held if chunk not in kept]:
+            self._drop(chunk)
+        for chunk, size in sizes.items():
+            if chunk in self._held:
+                self._bytes -= self._sizes[chunk] - size
+                self._sizes[chunk] = size
+                loaded = self._held[chunk]
+                if loaded.done() and loaded.exception() is None:
+                    loaded.result().go_to(self._at[1])
 
     def chunk(self, number: int) -> Chunk:
         """Wait for a chunk of the block.
@@ -111,10 +143,15 @@ class Residency:
             DataError: it cannot be loaded.
             Stalled: it takes too long.
         """
+        assert self._at is not None
+        epoch, block = self._at
+        loading = self._held[self._key(epoch, number)]
         try:
-            return self._held[number].result(self._timeout_s)
+            loaded = loading.result(self._timeout_s)
+            loaded.go_to(block)
+            return loaded
         except TimeoutError as error:
-            if self._held[number].done():  # a timeout of the storage's own
+            if loading.done():  # a timeout of the storage's own
                 raise
             shard = self._source.shard_of(number)
             raise Stalled(f"shard {shard}: has not been loaded for {self._timeout_s:g} s; raise timeout_s") from error
@@ -129,15 +166,29 @@ class Residency:
         while self._epochs is None or epoch < self._epochs:
             chunks = self._order.epoch(epoch).chunks
             for begin in range(place, len(chunks), _FEW):  # there may be very many, of which few are asked for
-                yield from chunks[begin : begin + _FEW].tolist()
+                yield from (self._key(epoch, chunk) for chunk in chunks[begin : begin + _FEW].tolist())
             epoch, place = epoch + 1, 0
 
-    def _load(self, chunk: int) -> None:
+    def _load(self, chunk: int, size: int) -> None:
+        assert self._at is not None
         self.loads += 1
-        self._bytes += int(self._source.num_bytes[chunk])
+        self._sizes[chunk] = size
+        self._bytes += size
         self.peak_bytes = max(self.peak_bytes, self._bytes)
-        loaded = self._held[chunk] = self._pool.submit(self._source.load, chunk, self._busy)
+        number, chunk_number = divmod(chunk, self._order.num_chunks)
+        if self._order.lets_go:
+            epoch, block = self._order.epoch(number), self._at[1] if number == self._at[0] else 0
+            loaded = self._pool.submit(self._dealt, chunk_number, epoch, block)
+        else:
+            loaded = self._pool.submit(self._source.load, chunk_number, self._busy)
+        self._held[chunk] = loaded
         loaded.add_done_callback(self._warm)
+
+    def _dealt(self, chunk: int, epoch: Epoch, block: int) -> Chunk:
+        loaded = self._source.load(chunk, self._busy)
+        with self._busy.on("decode"):
+            loaded.deal(epoch.shares(chunk, block))
+        return loaded
 
     def _warm(self, loaded: Future[Chunk]) -> None:
         if not loaded.cancelled() and loaded.exception() is None:
@@ -160,6 +211,7 @@ class Residency:
         """Return how many chunks come before this one does, from the block that is read on."""
         assert self._at is not None
         epoch, block = self._at
+        known, chunk = divmod(chunk, self._order.num_chunks)
         for number in (epoch, epoch + 1):
             if number not in self._places:
                 self._places = {n: p for n, p in self._places.items() if n in (epoch, epoch + 1)}
@@ -167,11 +219,12 @@ class Residency:
                 inverse[self._order.epoch(number).chunks] = np.arange(self._order.num_chunks)
                 self._places[number] = inverse
         here = int(self._places[epoch][chunk])
-        return here if here >= block else self._order.num_chunks + int(self._places[epoch + 1][chunk])
+        comes = known == epoch if self._order.lets_go else here >= block
+        return here if comes else self._order.num_chunks + int(self._places[epoch + 1][chunk])
 
     def _drop(self, chunk: int) -> None:
         future = self._held.pop(chunk)
-        self._bytes -= int(self._source.num_bytes[chunk])
+        self._bytes -= self._sizes.pop(chunk)
         future.add_done_callback(_close)
 
     def close(self) -> None:

@@ -43,6 +43,15 @@ class Chunk:
     def warm(self) -> None:
         """Bring into memory what `read` would have to wait for otherwise. Called beside `read`, which does not wait."""
 
+    def deal(self, shares: Iterator[tuple[int, Numbers]]) -> None:
+        """Hear, before anything is read, which samples will be read in which block, if the source lets go.
+
+        Blocks and the samples of each ascend. Samples that are in no share will not be read.
+        """
+
+    def go_to(self, block: int) -> None:
+        """Let go of the samples of blocks before `block`."""
+
     def close(self) -> None:
         """Let go of the memory."""
 
@@ -80,6 +89,8 @@ class Source:
     sample_bytes: int
     #: equal, almost surely, where the samples and their numbers are equal; in words, as errors show it
     identity: str
+    #: whether chunks let go of samples that are behind, so that more of them fit into memory
+    lets_go = False
 
     def load(self, chunk: int, busy: Busy) -> Chunk:
         """Bring a chunk into memory. Called in the loader's threads, several at once.

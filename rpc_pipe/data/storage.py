@@ -75,13 +75,15 @@ class Storage:
             return self._fetched(shard, busy)
         path = Path(shard.place)
         try:
-            size = path.stat().st_size
+            stat = path.stat()
         except OSError as error:
             raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror}") from error
-        if size != shard.num_bytes:
+        if stat.st_size != shard.num_bytes:
             raise DataError(
-                f"shard {shard.name}: {path} has {size} bytes, but had {shard.num_bytes} when it was listed"
+                f"shard {shard.name}: {path} has {stat.st_size} bytes, but had {shard.num_bytes} when it was listed"
             )
+        if shard.modified_ns not in (None, stat.st_mtime_ns):
+            raise DataError(f"shard {shard.name}: {path} was written to after it was listed; begin with the new data")
         return path
 
     def use(self, shard: Shard, busy: Busy, read: Callable[[Path], T]) -> T:

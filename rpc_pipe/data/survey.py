@@ -28,8 +28,10 @@ class Survey:
     #: as they are stored
     bytes: int
     chunks: int
-    #: chunks that samples are mixed from at a time
+    #: chunks, or chunks' worth of samples, that are in memory at a time
     window: int
+    #: chunks that samples are mixed from at a time
+    mixed: int
     #: how often a chunk is loaded in an epoch, on average
     loads_per_epoch: float
     #: chunks and batches, at most at once
@@ -62,6 +64,7 @@ def survey(loader: Loader) -> Survey:
         bytes=source.stored_bytes,
         chunks=order.num_chunks,
         window=order.window,
+        mixed=order.mixed,
         loads_per_epoch=dry.loads / order.num_chunks,
         peak_mb=(dry.peak_bytes + min(loader.ahead_bytes, count * source.sample_bytes)) / 1e6,
         mean_displacement=float(moved.mean()),

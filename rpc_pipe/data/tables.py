@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ..dependency import ConfigError, DataError
 from ..workers.transport.payload import Tree
@@ -21,6 +22,11 @@ from .storage import Storage
 ENDINGS = (".parquet", ".arrow", ".feather")
 
 Columns = str | Sequence[str]
+
+#: stands for all blocks
+_ALL = -1
+#: bytes of a row's number
+_ROW = 8
 
 
 @dataclass(frozen=True)
@@ -111,7 +117,7 @@ def _listed_groups(file: Any, shard: Shard, columns: Sequence[str]) -> list[Grou
     else:
         found = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         sizes = [(group.num_rows, _decoded_bytes(group, columns)) for group in found]
-    return [Group(shard, number, rows, max(1, size)) for number, (rows, size) in enumerate(sizes)]
+    return [Group(shard, number, rows, size + _ROW * rows + 1) for number, (rows, size) in enumerate(sizes)]
 
 
 def _decoded_bytes(group: Any, columns: Sequence[str]) -> int:
@@ -136,6 +142,8 @@ def _rows(path: Path, group: Group, columns: Sequence[str]) -> Any:
 
 class Table(Source):
     """Row groups."""
+
+    lets_go = True
 
     def __init__(self, name: str, groups: Sequence[Group], inputs: Columns, targets: Columns, storage: Storage) -> None:
         self.name = name
@@ -167,7 +175,8 @@ class Table(Source):
                 "it was listed"
             )
         with busy.on("decode"):
-            return TableChunk(group, {name: _numbers(rows[name], name, group.shard) for name in columns}, self)
+            mapped = not group.shard.name.lower().endswith(".parquet")
+            return TableChunk({name: _numbers(rows[name], name, group.shard, mapped) for name in columns}, self)
 
     def of(self, columns: dict[str, torch.Tensor], wanted: Columns) -> Tree:
         """Return the tensors of the wanted columns, as they were asked for."""
@@ -181,21 +190,23 @@ class Table(Source):
         )
 
 
-def _numbers(column: Any, name: str, shard: Shard) -> torch.Tensor:
-    """Return a column as a tensor."""
+def _numbers(column: Any, name: str, shard: Shard, mapped: bool) -> NDArray[Any]:
+    """Return a column as an array; of a mapped file a copy: to read one that has become shorter kills the process."""
     arrow = need("pyarrow", "a table")
     joined = column.combine_chunks()
     kind = joined.type
-    if column.null_count:
-        raise DataError(f"shard {shard.name}: column {name!r} has {column.null_count} rows without a value")
     lists = arrow.types.is_list(kind) or arrow.types.is_large_list(kind) or arrow.types.is_fixed_size_list(kind)
     values = joined.flatten() if lists else joined
+    if missing := column.null_count or values.null_count:
+        raise DataError(f"shard {shard.name}: column {name!r} has {missing} rows without a value")
     if not (arrow.types.is_integer(values.type) or arrow.types.is_floating(values.type)):
         raise ConfigError(
             f"shard {shard.name}: column {name!r} is {kind}; must be numbers or lists of numbers: "
             "make tokens of text with rpc-pipe data pack"
         )
-    found = torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False)))
+    found: NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    if mapped:
+        found = found.copy()
     if not lists:
         return found
     length = len(found) // max(1, len(joined))
@@ -205,15 +216,30 @@ def _numbers(column: Any, name: str, shard: Shard) -> torch.Tensor:
             f"shard {shard.name}: column {name!r} has lists of {sizes.min()} to {sizes.max()} numbers; "
             "rows of a batch must be equally long: pad or pack them"
         )
-    return found.view(len(joined), length)
+    return found.reshape(len(joined), length)
 
 
 class TableChunk(Chunk):
-    """Columns of a row group."""
+    """Columns of a row group, by the block in which their rows are read; a block of their own if they stay."""
 
-    def __init__(self, group: Group, columns: dict[str, torch.Tensor], source: Table) -> None:
-        self._columns, self._source = columns, source
+    def __init__(self, columns: dict[str, NDArray[Any]], source: Table) -> None:
+        self._source = source
+        #: of each block, its rows, if they are not all, and their columns
+        self._shares: dict[int, tuple[Numbers | None, dict[str, NDArray[Any]]]] = {_ALL: (None, columns)}
+        self._block = _ALL
+
+    def deal(self, shares: Iterator[tuple[int, Numbers]]) -> None:
+        _, columns = self._shares.pop(_ALL)
+        for block, rows in shares:
+            self._shares[block] = rows, {name: column[rows] for name, column in columns.items()}
+
+    def go_to(self, block: int) -> None:
+        if _ALL not in self._shares:
+            self._block = block
+            for behind in [number for number in self._shares if number < block]:
+                del self._shares[behind]
 
     def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
-        where = torch.from_numpy(numbers)
-        return self._source.pick({name: column[where] for name, column in self._columns.items()}, wanted)
+        rows, columns = self._shares[self._block]
+        where = numbers if rows is None else np.searchsorted(rows, numbers)
+        return self._source.pick({name: torch.from_numpy(column[where]) for name, column in columns.items()}, wanted)

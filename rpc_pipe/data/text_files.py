@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from .documents import ENDINGS
-from .packing import pack
+from .packing import pack, tokenizer_digest
 from .shards import Roots, find_shards, fingerprint
 from .source import Source
 from .storage import Storage
@@ -36,7 +36,8 @@ def text(
     """
     storage = storage or Storage()
     files, _ = find_shards(source, ENDINGS, storage.options)
-    name = fingerprint(files, os.fspath(tokenizer), text_field)
+    # Here a file that was written to is another, whatever it looks like: to pack it again costs little.
+    name = fingerprint(files, tokenizer_digest(os.fspath(tokenizer)), text_field, [file.modified_ns for file in files])
     folder = storage.folder.parent / "packed" / name
     with storage.alone(name):
         pack(source, folder, tokenizer=tokenizer, text_field=text_field, storage=storage)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rpc_pipe.data import Loader, dataset, images, open_source, table, text, tokens
+from rpc_pipe.data import Loader, Order, dataset, images, open_source, table, text, tokens
 from rpc_pipe.data.storage import Storage
 from rpc_pipe.dependency import ConfigError, DataError
 
@@ -41,6 +41,27 @@ def test_rows_of_a_table(rows, ending):
     inputs, targets = epoch(source, window=2)
     assert torch.equal(inputs, torch.stack([torch.arange(50) + 0.0, torch.arange(50) + 0.5], 1))
     assert torch.equal(targets, 2.0 * torch.arange(50))
+
+
+def test_rows_that_are_behind_are_let_go(rows):
+    """Two of six row groups, or their worth, are in memory."""
+    batches = Loader(table(str(rows / "*.parquet"), "x", "y"), rows=3, window=2, memory=9600, epochs=2)
+    assert batches.identity.endswith(", window 2, letting go") and batches.order.mixed == 3
+    read = [int(y) // 2 for _, targets in batches for y in targets]
+    assert read == batches.samples(0, 100).tolist()
+    assert batches.loads == 2 * 6
+    assert batches.peak_bytes <= batches.room
+    batches.seek(13)  # what was let go of is loaded again
+    assert [int(y) // 2 for _, targets in batches for y in targets] == read[13:]
+
+
+def test_a_position_that_was_noted_before_chunks_let_go(rows):
+    source = table(str(rows / "*.parquet"), "x", "y")
+    batches = Loader(source, rows=3, window=2, epochs=1)
+    batches.load_state_dict({"position": 20, "identity": batches.identity.removesuffix(", letting go")})
+    before = Order(source.sizes, 0, 2)
+    assert [int(y) // 2 for _, targets in batches for y in targets] == before.samples(20, 50).tolist()
+    assert not batches.identity.endswith("letting go")
 
 
 def test_several_columns_are_a_dict(rows):
@@ -102,6 +123,9 @@ def test_text_is_made_into_tokens_once(tmp_path):
     before = (packed / "index.json").stat().st_mtime_ns
     assert text(tmp_path / "a.jsonl", 8, storage=storage).identity == source.identity
     assert (packed / "index.json").stat().st_mtime_ns == before
+    edited = (tmp_path / "a.jsonl").read_text().replace("line 7 ", "LINE 7 ")
+    (tmp_path / "a.jsonl").write_text(edited)
+    assert text(tmp_path / "a.jsonl", 8, storage=storage).identity != source.identity, "of the same size"
 
 
 def test_kinds_by_name(rows, tmp_path):

@@ -1,3 +1,5 @@
+import os
+import resource
 import threading
 
 import numpy as np
@@ -102,6 +104,37 @@ def test_other_data_under_a_resumed_run(shards):
     np.save(shards / "8.npy", np.zeros(41, np.uint16))
     with pytest.raises(ConfigError, match=r"were 8 shards, 80 samples .* and are 9 shards, 90 samples"):
         loader(shards).load_state_dict(state)
+
+
+@pytest.mark.parametrize("at", [0, 5 * 2**20, -1])
+def test_one_byte_that_has_changed(tmp_path, at):
+    np.zeros(5 * 2**20 + 1, np.uint16).tofile(tmp_path / "a.u16")
+    state = Loader(tokens(tmp_path, 1024), rows=4).state_dict()
+    with (tmp_path / "a.u16").open("r+b") as file:
+        file.seek(at, 0 if at >= 0 else 2)
+        file.write(b"x")
+    with pytest.raises(ConfigError, match="a resumed run needs the same data"):
+        Loader(tokens(tmp_path, 1024), rows=4).load_state_dict(state)
+
+
+def test_a_shard_that_is_written_anew_in_a_run(shards):
+    source = tokens(shards, CONTEXT)
+    np.save(shards / "3.npy", np.zeros(41, np.uint16))
+    os.utime(shards / "3.npy", ns=(0, 0))
+    with pytest.raises(DataError, match=r"shard 3\.npy: .* was written to after it was listed"):
+        read(Loader(source, rows=6, epochs=1))
+
+
+def test_more_shards_than_files_may_be_open(tmp_path):
+    for number in range(100):
+        np.full(9, number, np.uint16).tofile(tmp_path / f"{number:03}.u16")
+    allowed, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    batches = Loader(tokens(tmp_path, 8), rows=10, epochs=1)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, most))
+    try:
+        assert sorted(int(row[0]) for inputs, _ in batches for row in inputs) == list(range(100))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, most))
 
 
 def test_another_seed_under_a_resumed_run(shards):
