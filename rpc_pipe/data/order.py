@@ -191,10 +191,11 @@ class Epoch:
         """Return how many samples of the chunks at `places`, which have come and not gone, come before `block`."""
         sizes, first = self._sizes[places], np.maximum(0, places - self.window + 1)
         if not self._order.lets_go:
-            return (block - first) * sizes // (np.minimum(places, self._coda) - first + 1)
+            behind: Numbers = (block - first) * sizes // (np.minimum(places, self._coda) - first + 1)
+            return behind
         stay = np.where(places < self.window, self.window, 2 * self.window - 1)
         before_coda = (min(block, self._coda) - first) * sizes // stay
-        behind: Numbers = before_coda + (sizes - before_coda) * max(0, block - self._coda) // self.window
+        behind = before_coda + (sizes - before_coda) * max(0, block - self._coda) // self.window
         return behind
 
     def _dealt(self, block: int) -> tuple[Numbers, Numbers]:
