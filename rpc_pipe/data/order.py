@@ -10,8 +10,8 @@ chunk is in, and those of a block are permuted. So a chunk comes once an epoch a
 one chunk at a time, and every block has samples of W chunks.
 
 Where chunks let go of samples that are behind, they stay for 2 W - 1 blocks: on average half of a chunk is left, so all
-of them are W chunks' worth of samples at most, and every block mixes 2 W - 1 chunks. An epoch begins with W whole ones,
-which stay for W blocks; its last W blocks deal what is left in equal shares.
+of them are W chunks' worth of samples, and every block mixes 2 W - 1 chunks. An epoch begins with W whole ones, which
+deal less and less as others come; its last W blocks deal what is left in equal shares.
 
 Chunks are not only permuted but spread: those that are resident together lie in different parts of the data, so that
 data that are sorted, by label or by time, are mixed better than by chance.
@@ -185,7 +185,7 @@ class Epoch:
         if not self._order.lets_go:
             return block
         block = min(block, self._coda)
-        return 0 if block < self.window else max(self.window, block - self.window + 1)
+        return 0 if block < self._order.mixed else block - self.window + 1
 
     def _behind(self, places: Numbers, block: int) -> Numbers:
         """Return how many samples of the chunks at `places`, which have come and not gone, come before `block`."""
@@ -193,8 +193,12 @@ class Epoch:
         if not self._order.lets_go:
             behind: Numbers = (block - first) * sizes // (np.minimum(places, self._coda) - first + 1)
             return behind
-        stay = np.where(places < self.window, self.window, 2 * self.window - 1)
-        before_coda = (min(block, self._coda) - first) * sizes // stay
+        stay = self._order.mixed
+        came = min(block, self._coda) - first
+        # The first ones leave to others what these take, so that every block has a chunk's worth of samples.
+        is_first = places < self.window
+        share = np.where(is_first, came * (2 * stay + 1 - came), came)
+        before_coda = share * sizes // np.where(is_first, stay * (stay + 1), stay)
         behind = before_coda + (sizes - before_coda) * max(0, block - self._coda) // self.window
         return behind
 
