@@ -97,7 +97,7 @@ class Residency:
         if self._order.lets_go:
             self._let_go(sizes, set() if goes_back else needed.union(ahead))
         if soon is not None and not needed <= self._held.keys():
-            window = list(dict.fromkeys([*(self._key(epoch, chunk) for chunk in soon.tolist()), *window]))
+            window = list(dict.fromkeys([*self._keys(epoch, soon), *window]))
         for chunk in window:
             if chunk not in self._held:
                 self._free(sizes[chunk], needed)
@@ -111,8 +111,9 @@ class Residency:
                     break
                 self._load(chunk, size)
 
-    def _key(self, epoch: int, chunk: int) -> int:
-        return epoch * self._order.num_chunks + chunk if self._order.lets_go else chunk
+    def _keys(self, epoch: int, chunks: Numbers) -> list[int]:
+        keys: list[int] = (chunks + epoch * self._order.num_chunks * self._order.lets_go).tolist()
+        return keys
 
     def _left(self, epoch: int, block: int) -> dict[int, int]:
         """Return the chunks of the block, each with the bytes that it has from there on."""
@@ -121,20 +122,14 @@ class Residency:
         sizes = self._source.num_bytes[chunks]
         if self._order.lets_go:
             sizes = -(-sizes * known.left(block) // np.maximum(1, self._order.sizes[chunks]))
-        return {self._key(epoch, chunk): size for chunk, size in zip(chunks.tolist(), sizes.tolist(), strict=True)}
+        return dict(zip(self._keys(epoch, chunks), sizes.tolist(), strict=True))
 
     def _let_go(self, sizes: dict[int, int], kept: set[int]) -> None:
-        """Drop all but what is kept, and of that the samples that are behind."""
-        assert self._at is not None
+        """Drop all but what is kept; count of that what is left. Who reads a chunk makes it let go of the rest."""
         for chunk in [chunk for chunk in self._held if chunk not in kept]:
             self._drop(chunk)
-        for chunk, size in sizes.items():
-            if chunk in self._held:
-                self._bytes -= self._sizes[chunk] - size
-                self._sizes[chunk] = size
-                loaded = self._held[chunk]
-                if loaded.done() and loaded.exception() is None:
-                    loaded.result().go_to(self._at[1])
+        self._sizes |= {chunk: size for chunk, size in sizes.items() if chunk in self._held}
+        self._bytes = sum(self._sizes.values())
 
     def chunk(self, number: int) -> Chunk:
         """Wait for a chunk of the block.
@@ -145,7 +140,7 @@ class Residency:
         """
         assert self._at is not None
         epoch, block = self._at
-        loading = self._held[self._key(epoch, number)]
+        loading = self._held[epoch * self._order.num_chunks * self._order.lets_go + number]
         try:
             loaded = loading.result(self._timeout_s)
             loaded.go_to(block)
@@ -166,7 +161,7 @@ class Residency:
         while self._epochs is None or epoch < self._epochs:
             chunks = self._order.epoch(epoch).chunks
             for begin in range(place, len(chunks), _FEW):  # there may be very many, of which few are asked for
-                yield from (self._key(epoch, chunk) for chunk in chunks[begin : begin + _FEW].tolist())
+                yield from self._keys(epoch, chunks[begin : begin + _FEW])
             epoch, place = epoch + 1, 0
 
     def _load(self, chunk: int, size: int) -> None:
