@@ -13,7 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..dependency import ConfigError, PipeError
+from ..dependency import ConfigError
+from ..dependency.files import DAMAGED, read_json
+from ..launching import launcher_link as link
 from ..planning.correcting import Ran, corrected, predicted_ms, ran_with, read_ran
 from ..planning.plan import Plan, read_plan
 from ..planning.profile import as_json
@@ -24,6 +26,8 @@ from .files import write
 
 #: environment variable of workers: the file of a plan whose runs are noted
 PLAN = "RPC_PIPE_PLAN"
+#: what the names of notes begin with
+_RAN = "ran-"
 #: how much faster, relatively, another plan must be
 WORTHWHILE = 0.02
 #: what was typed for a plan, which is asked again
@@ -37,7 +41,7 @@ class Auto:
         name = profile_path.name.removeprefix("profile-")
         self.profile_path = profile_path
         self.plan_path = profile_path.with_name(f"plan-{name}")
-        self.note_path = profile_path.with_name(f"ran-{name}")
+        self.note_path = profile_path.with_name(f"{_RAN}{name}")
 
     def settle(self, question: Question, asked: Mapping[str, Any]) -> tuple[Question, str]:
         """See to it that there is a plan, the best that is known; return what was asked in the end, and a line.
@@ -46,11 +50,11 @@ class Auto:
             ConfigError: nothing fits.
         """
         kept = self._kept(question, asked)
-        ran = self._noted()
         if kept is None:
             plan = _best(question)
             self._keep(question, plan, asked)
             return question, f"planned: {_tell(plan)}"
+        ran = self._noted(kept)
         if ran is None:
             return question, f"plan kept, as no run has been noted since: {_tell(kept)}"
         profile, off = corrected(question, ran)
@@ -71,18 +75,20 @@ class Auto:
         )
 
     def _kept(self, question: Question, asked: Mapping[str, Any]) -> Plan | None:
-        if not self.plan_path.exists():
+        try:
+            told = read_json(self.plan_path, str(self.plan_path))
+            plan = read_plan(told)
+        except DAMAGED:  # or there is none yet
             return None
-        told = json.loads(self.plan_path.read_text(encoding="utf-8"))
-        plan = read_plan(self.plan_path)
         same = told.get("asked") == _as_asked(asked) and plan.num_workers == question.machines.num_workers
         return plan if same and sum(plan.cut) == question.profile.num_blocks else None
 
-    def _noted(self) -> Ran | None:
+    def _noted(self, plan: Plan) -> Ran | None:
         try:
-            return read_ran(json.loads(self.note_path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, KeyError, TypeError, PipeError):
+            ran = read_ran(read_json(self.note_path, str(self.note_path)))
+        except DAMAGED:
             return None
+        return ran if ran.plan.cut == plan.cut and len(ran.stages) == len(plan.cut) else None
 
     def _keep(self, question: Question, plan: Plan, asked: Mapping[str, Any]) -> None:
         told = {"plans": [plan.as_json()], "asked": _as_asked(asked), "note": str(self.note_path)}
@@ -130,12 +136,22 @@ def note(trace: Trace, lost: Lost) -> None:
     """Note what a run took."""
     path = os.environ[PLAN]
     ran = ran_with(read_plan(path), trace.spec, trace.cost(), trace.step_ms, lost.sentence)
-    write(_note_of(path), json.dumps(ran.as_json()))
+    try:
+        write(_note_of(path), json.dumps(ran.as_json()))
+    except OSError as error:
+        link.tell(kind="text", text=f"what the run took cannot be noted for --plan auto: {error}")
 
 
 def _note_of(path: str) -> str:
+    """Return where a run with the plan in this file is noted; nothing, if it is not.
+
+    Whoever has made the plan cannot have another file written over.
+    """
     try:
-        told = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        told = read_json(Path(path), path)
+        note = Path(told["note"])
+        if note.exists():
+            read_ran(read_json(note, str(note)))
+    except (OSError, *DAMAGED):
         return ""
-    return str(told.get("note", "")) if isinstance(told, dict) else ""
+    return str(note) if note.name.startswith(_RAN) else ""

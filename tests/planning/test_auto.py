@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rpc_pipe.commands.auto import Auto, let_note
+from rpc_pipe.commands.auto import Auto, let_note, noting
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, I, R, U, W
 from rpc_pipe.planning.correcting import Ran, corrected, predicted_ms, ran_with, read_ran, spec_of
@@ -155,3 +155,23 @@ def test_nothing_fits_before_a_run(tmp_path):
     asked = replace(question(1, 1, 1, 1), machines=Machines(2, memory=(1, 1)))
     with pytest.raises(ConfigError, match="nothing fits"):
         Auto(tmp_path / "profile-abc.json").settle(asked, {})
+
+
+def test_a_plan_cannot_have_any_file_written_over(tmp_path, monkeypatch):
+    """A run with a plan of somebody else's wrote what it took to whatever file that named as its note."""
+    monkeypatch.setattr("os.environ", {})
+    (tmp_path / "ran-mine.json").write_text('{"mine": 1}')
+    for name, noted in (("mine.json", False), ("ran-mine.json", False), ("ran-new.json", True)):
+        path = tmp_path / "plan.json"
+        path.write_text(json.dumps({"plans": [Plan("1f1b", {}, (1,), 1).as_json()], "note": str(tmp_path / name)}))
+        let_note(str(path))
+        assert noting() == noted
+
+
+def test_a_kept_plan_that_is_damaged_is_made_anew(tmp_path):
+    auto = Auto(tmp_path / "profile-abc.json")
+    for damaged in ("{", "[]", '{"plans": 5}'):
+        auto.plan_path.write_text(damaged)
+        assert auto.settle(question(1, 1, 1, 1), {})[1].startswith("planned: ")
+    auto.note_path.write_text('{"plan": {}}')
+    assert "no run has been noted" in auto.settle(question(1, 1, 1, 1), {})[1]
