@@ -66,8 +66,9 @@ def run_script(
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="rpc_pipe.demo.__main__" if Path(script) == OWN_TRAIN else "__main__")
-    except KeyboardInterrupt:  # the script trained on after a stop: all workers end here
-        ending.leave()
+    except KeyboardInterrupt:
+        if link.stopping():  # the script trained on after a stop: all workers end here
+            ending.leave()
         raise
     except SystemExit as stopped:
         if stopped.code not in (None, 0):

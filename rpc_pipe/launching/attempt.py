@@ -12,8 +12,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from ..dependency import ConfigError
 from ..dispatch.view import View
 from ..tracing.board import Live, State
 from ..tracing.boards import Boards
@@ -24,12 +26,14 @@ from .worker_process import Event, Events, WorkerProcess
 
 #: how long consequences wait for their cause
 _GRACE_S = 3.0
+#: after how long it is told for whom the others wait at the start
+_JOIN_TOLD_S = 20.0
 #: how often the boards are looked at
 _LOOK_EVERY_S = 1.0
 
 
 class Attempt:
-    """Runs `command` in several local processes until all have ended, or one has failed.
+    """Runs `command` in several local processes until all have ended, or one has failed; `start` starts them.
 
     Args:
         environment: of the processes, less what tells them apart.
@@ -64,11 +68,27 @@ class Attempt:
         self._vague = ""
         self._failed_at = 0.0
         self._looked_at = 0.0
-        self._told_stall = False
+        self._told_stall = self._told_joining = False
+        self._joining_at = 0.0
         self._memory_kills = memory_kills()
+        self._process = partial(WorkerProcess, command=command, environment=environment, events=self._events, logs=logs)
+        #: those that have been started
         self.workers: list[WorkerProcess] = []
-        for rank in range(num_processes):
-            self.workers.append(WorkerProcess(rank, command, environment, self._events, logs))
+
+    def start(self) -> None:
+        """Start the processes.
+
+        Raises:
+            ConfigError: the system allows no more.
+        """
+        for rank in range(self._num_processes):
+            try:
+                self.workers.append(self._process(rank))
+            except (OSError, RuntimeError) as error:
+                raise ConfigError(
+                    f"--workers {self._num_processes}: worker {rank} cannot be started: {error}; start fewer, or raise "
+                    "the limit of open files or of processes (ulimit -a shows them)"
+                ) from error
 
     def watch(self, tick: Callable[[], None]) -> Cause | None:
         """Return why the attempt failed; None: all workers have done what they should, or were stopped.
@@ -126,15 +146,25 @@ class Attempt:
         if kind == "failure":
             self._failed(rank, message)
         elif kind == "joining":
+            self._joining_at = self._joining_at or time.monotonic()
             self._joining.add(rank)
         elif kind == "joined":
             self._joined.add(rank)
         elif kind == "done":
             self._done.add(rank)
         elif kind == "wrong input":
-            self._cause = self._cause or Cause("", message["text"], WRONG_INPUT)
+            self._cause = self._cause or Cause("", message["text"] + self._who_is_missing(rank), WRONG_INPUT)
         else:
             self._reporter.handle(message, self._view.bubble() if kind == "progress" else None)
+
+    def _who_is_missing(self, rank: int = -1) -> str:
+        """Say who has not begun to meet the others, if `rank`, or anybody, waits for them."""
+        missing = sorted(set(range(self._num_processes)) - self._joining)
+        waits = self._joining - self._joined
+        if not missing or not waits or rank not in (-1, *waits):
+            return ""
+        names = ", ".join(f"worker {other}" for other in missing)
+        return f"; {names} {'has' if len(missing) == 1 else 'have'} made no Pipeline so far"
 
     def _failed(self, rank: int, message: dict[str, Any]) -> None:
         if message["consequence"]:
@@ -163,10 +193,10 @@ class Attempt:
     def _without_cause(self) -> Cause | None:
         if not self._consequences:
             return None
-        quiet = [rank for rank, code in self._ended.items() if code == 0 and rank not in self._done]
+        quiet = [rank for rank, code in self._ended.items() if code in (0, INTERRUPTED) and rank not in self._done]
         if quiet and self._vague == _NO_CAUSE:
             live = self._view.lives.get(quiet[0], Live())
-            return of_death(quiet[0], 0, live, [], rpc=self._rpc, out_of_memory=False)
+            return of_death(quiet[0], self._ended[quiet[0]], live, [], rpc=self._rpc, out_of_memory=False)
         return Cause(self._vague, "\n".join(self._consequences.values()), FAILED)
 
     def _follow_up(self, rank: int, text: str, vague: str = "") -> None:
@@ -178,6 +208,10 @@ class Attempt:
     def _look(self) -> None:
         """See what the workers do, and hold a roll-call if nothing finishes."""
         self._looked_at = time.monotonic()
+        if self._joining and not self._told_joining and self._looked_at > self._joining_at + _JOIN_TOLD_S:
+            self._told_joining = True
+            if missing := self._who_is_missing():
+                self._reporter.text(f"waiting for all workers to meet{missing}")
         if self._boards is None:
             return
         self._view.take(self._boards.look())

@@ -15,6 +15,8 @@ from ..dependency import ConfigError
 from .interfaces import LOOPBACK, interface_towards
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+#: more than any job has
+_MOST_WORKERS, _MOST_PORT = 2**16, 65535
 #: set by our launcher: where local workers meet
 INIT = "RPC_PIPE_INIT"
 TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
@@ -65,7 +67,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         shared_memory=_on(environ, "RPC_PIPE_SHARED_MEMORY", "on"),
         transport=refuse_transport(environ.get(TRANSPORT, Job.transport), TRANSPORT),
         trust_network=_on(environ, TRUST, "off"),
-        port=_number(environ, PORT) if PORT in environ else 0,
+        port=_number(environ, PORT, _MOST_PORT) if PORT in environ else 0,
         key_file=Path(environ[KEY]) if KEY in environ else None,
         lost_after_s=_seconds(environ, "RPC_PIPE_LOST_AFTER", Job.lost_after_s),
     )
@@ -77,13 +79,13 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
             f"{', '.join(missing)}: not set, but {', '.join(present)} is; torchrun sets all of "
             f"{', '.join(wanted)}. Unset {', '.join(present)} to start local workers instead"
         )
-    worker, num_workers = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    worker, num_workers = _number(environ, "RANK"), _number(environ, "WORLD_SIZE", _MOST_WORKERS)
     if not 0 <= worker < num_workers:
         raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
     if local:
         interface = environ.get("RPC_PIPE_INTERFACE", LOOPBACK)
         return Job(worker, num_workers, local, interface, **settings)  # type: ignore[arg-type]
-    _number(environ, "MASTER_PORT")
+    _number(environ, "MASTER_PORT", _MOST_PORT)
     interface, one_host = _place(environ, num_workers)
     return Job(worker, num_workers, "env://", interface, one_host=one_host, **settings)  # type: ignore[arg-type]
 
@@ -154,11 +156,11 @@ def _seconds(environ: Mapping[str, str], name: str, usual: float) -> float:
     return found
 
 
-def _number(environ: Mapping[str, str], name: str) -> int:
+def _number(environ: Mapping[str, str], name: str, most: int = 2**31) -> int:
     try:
         found = int(environ[name])
     except ValueError:
         found = -1
-    if found < 0:
-        raise ConfigError(f"{name} {environ[name]!r}: must be a whole number")
+    if not 0 <= found <= most:
+        raise ConfigError(f"{name} {environ[name]!r}: must be a whole number from 0 to {most}")
     return found

@@ -32,9 +32,9 @@ from .worker_process import WorkerProcess
 
 #: signals that ask a run to end in good order: Ctrl-C, a cluster that wants its machine back, a closed terminal
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: how long a run may take to do so, in seconds, if nobody sits there who could ask again
 #: workers of one machine; each is a process that loads torch
 _MOST_PROCESSES = 1024
+#: how long a run may take to do so, in seconds, if nobody sits there who could ask again
 STOP_TIMEOUT, _STOP_S = "RPC_PIPE_STOP_TIMEOUT", 30.0
 #: environment variable of workers: how many attempts there have been before
 RESTARTS = "RPC_PIPE_RESTARTS"
@@ -119,6 +119,7 @@ class Launcher:
         """Run all workers once; tell why they failed, if they did."""
         folder = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
         boards, attempt = None, None
+        self._ending = False
         ending: Ending | None = None
         try:
             boards = self._make_boards()
@@ -128,6 +129,7 @@ class Launcher:
             rpc = self._how.transport == "rpc"
             attempt = Attempt(command, number, environment, self._reporter, boards, logs, rpc=rpc)
             self._workers = attempt.workers
+            attempt.start()
             if self._signals:  # it came while they were started
                 self._order_stop()
             cause = attempt.watch(self._tick)
@@ -143,6 +145,7 @@ class Launcher:
             ending = _stopped_by(signalled.args[0])
             raise
         finally:
+            self._ending = True  # who asks for the end again would keep us from removing what is left
             if boards is not None and ending is not None:
                 tell_end(boards.folder, ending)
             if attempt is not None:
@@ -178,11 +181,11 @@ class Launcher:
     def _on_signal(self, number: int, frame: object) -> None:
         """Do at once what was asked for: the launcher may be busy with what workers print."""
         self._signals.append(number)
+        self._asked_at = self._asked_at or time.monotonic()
         if self._ending:
             return
         if len(self._signals) > 1:
             raise _Killed(self._signals[0])
-        self._asked_at = time.monotonic()
         self._order_stop()
 
     def _order_stop(self) -> None:
@@ -274,9 +277,18 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
         lost, stalled = isinstance(error, PeerLost), isinstance(error, Stalled)
         link.tell(kind="failure", consequence=lost, stalled=stalled, text=str(error))
         return FAILED
+    except (KeyboardInterrupt, SystemExit) as error:
+        well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if well or link.stopping() or not link.present():
+            raise
+        link.tell(kind="failure", consequence=False, text=_formatted(error))
+        return FAILED
     except Exception as error:  # outside the pipeline's own calls: the user's script
-        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        link.tell(kind="failure", consequence=False, text=text)
+        link.tell(kind="failure", consequence=False, text=_formatted(error))
         return FAILED
     link.tell(kind="done")
     return reporter.exit_code
+
+
+def _formatted(error: BaseException) -> str:
+    return "".join(traceback.format_exception(type(error), error, error.__traceback__))

@@ -46,6 +46,10 @@ STOP = b"s"
 class Attachable(Training, Protocol):
     """A training that the launcher can stop."""
 
+    @property
+    def stopped(self) -> bool:
+        """Whether it has been stopped."""
+
     def request_stop(self) -> None:
         """Ask all workers to stop after the step that runs now."""
 
@@ -103,8 +107,10 @@ def _follow(descriptor: int) -> None:
             _stop_requested = True
             for pipeline in list(_pipelines):
                 pipeline.request_stop()
-    _clear_up()
-    os._exit(1)  # the launcher is gone, however it went
+    _clear_up()  # the launcher is gone, however it went
+    if os.getpgid(0) == os.getpid():  # with all that this worker has started, as the launcher would end it
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def _wake_when_orphaned() -> None:
@@ -123,6 +129,11 @@ def _clear_up() -> None:
     if boards != run_folders.OFF and Path(boards).name.startswith("run-"):
         tell_end(Path(boards), Ending(RUN_FAILED, "its launcher is gone"))
         shutil.rmtree(boards, ignore_errors=True)
+
+
+def stopping() -> bool:
+    """Tell whether this process has been asked to stop."""
+    return _stop_requested or any(pipeline.stopped for pipeline in list(_pipelines))
 
 
 def attach(pipeline: Attachable) -> None:

@@ -87,8 +87,12 @@ class WorkerProcess:
             threading.Thread(target=self._read_told, args=(told,), daemon=True),
             threading.Thread(target=self._read_output, daemon=True),
         ]
-        for reader in (*readers, threading.Thread(target=self._await_end, args=(readers,), daemon=True)):
-            reader.start()
+        try:
+            for reader in (*readers, threading.Thread(target=self._await_end, args=(readers,), daemon=True)):
+                reader.start()
+        except RuntimeError:  # the system allows no more threads
+            self.kill()
+            raise
 
     def order_stop(self) -> None:
         """Ask it to finish the step and stop."""
@@ -106,7 +110,8 @@ class WorkerProcess:
     def _read_told(self, descriptor: int) -> None:
         with open(descriptor) as lines:
             for text in lines:
-                self._put("told", json.loads(text))
+                with contextlib.suppress(ValueError):  # it was killed in the middle of a word
+                    self._put("told", json.loads(text))
 
     def _read_output(self) -> None:
         assert self.process.stdout is not None

@@ -5,6 +5,8 @@ import sys
 import time
 from contextlib import contextmanager
 
+import psutil
+
 from rpc_pipe.launching.worker_process import _LONGEST_LINE, _MOST_UNREAD, Events, WorkerProcess
 
 
@@ -63,4 +65,15 @@ def test_the_end_is_seen_though_a_child_holds_the_pipes():
     """A forked data loader outlives a worker that is killed; the launcher waited for its pipes to close."""
     code = "import os, signal, time\nif os.fork(): os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     with process(code) as (_, events):
+        assert until_the_end(events) == [("ended", -9)]
+
+
+def test_when_the_launcher_is_gone_so_is_what_its_workers_have_started():
+    """A worker ended itself alone; its data loader's processes went on."""
+    code = "import os, time\nfrom rpc_pipe.launching import launcher_link as link\n"
+    code += "if child := os.fork(): link.hold_leash(); print(child, flush=True)\ntime.sleep(60)"
+    with process(code) as (worker, events):
+        child = psutil.Process(int(events.next(30).detail))
+        worker._leash.close()  # as the system does when the launcher ends
+        assert psutil.wait_procs([child], timeout=10)[1] == []
         assert until_the_end(events) == [("ended", -9)]

@@ -1,0 +1,106 @@
+"""What a launcher makes of what its workers tell, without any process."""
+
+import signal
+
+import pytest
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.launching import attempt, launcher
+from rpc_pipe.launching.attempt import Attempt
+from rpc_pipe.launching.launcher import Launcher, as_worker
+from rpc_pipe.launching.report import Reporter
+from rpc_pipe.launching.worker_process import Event
+
+LOST = {"kind": "failure", "consequence": True, "text": "worker 0 lost worker 1"}
+
+
+class Process:
+    """A worker's process that ends when it is killed; the third cannot be started."""
+
+    def __init__(self, rank, **_):
+        if rank == 2:
+            raise OSError(24, "Too many open files")
+        self.process, self.killed = self, False
+
+    def kill(self):
+        self.killed = True
+
+    def wait(self):
+        assert self.killed
+
+
+def of(num_workers=3):
+    return Attempt([], num_workers, {}, Reporter(), None, None, rpc=False)
+
+
+def test_workers_that_the_system_does_not_allow_are_told_and_the_others_ended(monkeypatch):
+    """Exhausted descriptors: a traceback of the launcher, and whoever had been started was not killed."""
+    monkeypatch.setattr(attempt, "WorkerProcess", Process)
+    found = of()
+    with pytest.raises(ConfigError, match=r"--workers 3: worker 2 cannot be started: .* Too many open files"):
+        found.start()
+    assert len(found.workers) == 2
+    found.end()
+
+
+def test_who_has_not_come_is_named_by_those_who_waited(monkeypatch, capsys):
+    """The others told for how long they had waited, but not for whom."""
+    monkeypatch.setattr(attempt, "_JOIN_TOLD_S", 0.0)
+    found = of()
+    for worker in (0, 2):
+        found._take(Event("told", worker, {"kind": "joining"}))
+    found._look()
+    found._look()
+    assert capsys.readouterr().out == "waiting for all workers to meet; worker 1 has made no Pipeline so far\n"
+    found._take(Event("told", 2, {"kind": "wrong input", "text": "no"}))
+    assert found._cause.text == "no; worker 1 has made no Pipeline so far"
+
+
+def test_who_ends_as_if_stopped_though_nobody_asked_is_the_cause():
+    """A script that raised KeyboardInterrupt by itself: no worker named a cause."""
+    found = of(2)
+    found._take(Event("told", 0, LOST))
+    found._take(Event("ended", 1, 130))
+    assert found._without_cause().text == "worker 1 ended with exit code 130 while starting up"
+
+
+@pytest.mark.parametrize(
+    "error, stopping, failure",
+    [
+        (KeyboardInterrupt("by itself"), False, "KeyboardInterrupt: by itself"),
+        (KeyboardInterrupt(), True, ""),
+        (SystemExit(3), False, "SystemExit: 3"),
+        (SystemExit(0), False, ""),
+        (SystemExit(130), True, ""),
+    ],
+    ids=repr,
+)
+def test_a_script_that_ends_itself_has_failed_unless_a_stop_was_asked_for(monkeypatch, error, stopping, failure):
+    """The others told that it had ended, and nobody why."""
+    told = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(launcher.link, "present", lambda: True)
+    monkeypatch.setattr(launcher.link, "stopping", lambda: stopping)
+    monkeypatch.setattr(launcher.link, "tell", lambda **message: told.append(message))
+
+    def work():
+        raise error
+
+    if failure:
+        assert as_worker(work, Reporter()) == 1
+        assert not told[0]["consequence"] and failure in told[0]["text"]
+    else:
+        with pytest.raises(type(error)):
+            as_worker(work, Reporter())
+        assert told == []
+
+
+def test_a_second_signal_does_not_keep_the_launcher_from_clearing_up():
+    """It raised wherever the launcher was, also between killing the workers and removing their files."""
+    running = Launcher([], 1, Reporter())
+    running._on_signal(signal.SIGINT, None)
+    running._ending = True
+    running._on_signal(signal.SIGINT, None)
+    running._ending = False
+    with pytest.raises(BaseException, match="2"):
+        running._on_signal(signal.SIGINT, None)
