@@ -122,7 +122,8 @@ class Pipeline(Weights):
             overrides.settle(followed(plan, overrides.Settings(*said)))
         )
         job, self.num_workers = own_part(transport, num_workers)
-        refuse_options(order, max_grad_norm, num_workers=self.num_workers, num_microbatches=num_microbatches, seed=seed)
+        numbers = {"num_workers": self.num_workers, "num_microbatches": num_microbatches, "seed": seed}
+        refuse_options(order, max_grad_norm, stall_s, **numbers)
         training = Training(optimizer, lr_scheduler, grad_scaler, ema_decay, accumulate, deferred_batch_norm)
         refuse_training(loss_fn, training)
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)

@@ -27,7 +27,7 @@ INDEX = "model.safetensors.index.json"
 _HIDDEN = ".step-"
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 #: no manifest is larger
-_MOST_BYTES = 2**30
+_MOST_BYTES = 2**27
 
 
 def complete(folder: Path) -> list[Path]:

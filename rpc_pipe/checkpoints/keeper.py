@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..dependency import ConfigError, Stalled
+from ..dependency import ConfigError, PipeError, Stalled
+from ..dependency.files import DAMAGED
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from ..workers.compute.stash import StashingShard
 from . import folder
-from .plain import decoded, encoded
+from .plain import encoded
 from .pretrained import Loaded, Pretrained, begin_export
 from .random_state import NAMES, random_state, set_random_state
 from .reading import Checkpoint
@@ -124,18 +126,20 @@ class Keeper:
 
         def load(actor: WorkerActor) -> Restored:
             checkpoint, steps = _prepared(actor, where, self._elastic)
-            for step in steps:
-                step()
-            return Restored(checkpoint.path, checkpoint.step, decoded(checkpoint.about.get("extra")))
+            with _understood(checkpoint.path):
+                for step in steps:
+                    step()
+            return Restored(checkpoint.path, checkpoint.step, checkpoint.extra)
 
         restored: Restored = self._each(load)[0]
         checkpoint = Checkpoint(restored.path)
         rest = checkpoint.rest([*NAMES, _RESULTS])
-        self.results = Resumption(rest[_RESULTS], str(checkpoint.about.get("batch", "")))
-        if anew:
-            self.results.replay()
-        else:
-            set_random_state(rest)
+        with _understood(checkpoint.path):
+            self.results = Resumption(rest[_RESULTS], str(checkpoint.about.get("batch", "")))
+            if anew:
+                self.results.replay()
+            else:
+                set_random_state(rest)
         return restored
 
     def save_pretrained(self, where: Path) -> None:
@@ -247,7 +251,8 @@ def _prepared(actor: WorkerActor, where: str | Path, elastic: bool) -> tuple[Che
 
     failed, checkpoint = "", None
     try:
-        checkpoint = prepare()
+        with _understood(where):
+            checkpoint = prepare()
     except ConfigError as error:
         failed = str(error)
     told = actor.exchange(
@@ -263,6 +268,22 @@ def _prepared(actor: WorkerActor, where: str | Path, elastic: bool) -> tuple[Che
     if left:
         raise ConfigError(f"checkpoint {checkpoint.path}: has {min(left)}, which this model does not have")
     return checkpoint, steps
+
+
+@contextmanager
+def _understood(checkpoint: str | Path) -> Iterator[None]:
+    """Turn what is raised where a manifest says something else than it should into a sentence.
+
+    Raises:
+        ConfigError: instead of that.
+    """
+    try:
+        yield
+    except PipeError:
+        raise
+    except DAMAGED as error:
+        what = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"checkpoint {checkpoint}: is damaged, or of another version: {what}") from error
 
 
 def _putting(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:

@@ -10,7 +10,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..dependency import ConfigError
+from ..dependency.files import DAMAGED
 from . import folder
+from .plain import decoded
 from .shard_state import Stages, of_route
 from .writing import FORMAT
 
@@ -37,6 +39,10 @@ class Checkpoint:
         try:
             self.about: dict[str, Any] = {key: each for key, each in manifest.items() if key not in ("files", "stages")}
             self.step = int(manifest["step"])
+            if not 0 <= self.step < 2**53:
+                raise ValueError(f"step {self.step}")
+            #: what was given to be kept with it
+            self.extra = decoded(manifest.get("extra"))
             #: name of a tensor -> (file, dtype and shape), by what it is for
             self._tensors: dict[str, dict[str, tuple[str, list[Any]]]] = {"model": {}, "optimizer": {}}
             sizes = {name: int(each["bytes"]) for name, each in manifest["files"].items()}
@@ -55,7 +61,7 @@ class Checkpoint:
                 )
                 for number in range(self.num_routes)
             ]
-        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        except DAMAGED as error:
             raise ConfigError(f"{found / folder.MANIFEST}: is damaged: {type(error).__name__} {error}") from error
         for name, size in sizes.items():
             self._see(name, size)
@@ -88,7 +94,11 @@ class Checkpoint:
                     f"checkpoint {self.path / file}: tensor {name} is {dtype} of shape {tuple(shape)}, and "
                     f"{expected} of shape {tuple(tensor.shape)} in this model"
                 )
-        return self.tensors("model", own)
+        found = self.tensors("model", own)
+        for name, tensor in found.items():
+            if tensor.shape != own[name].shape:
+                raise ConfigError(f"checkpoint {self.path}: is damaged: tensor {name} has shape {tuple(tensor.shape)}")
+        return found
 
     def rest(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return tensors of optimizers, or others that were saved with them."""
@@ -107,6 +117,8 @@ class Checkpoint:
         """Read these of the `model`'s or the `optimizer`s' tensors."""
         by_file: dict[str, list[str]] = {}
         for name in names:
+            if name not in self._tensors[what]:
+                raise ConfigError(f"checkpoint {self.path}: is damaged: it has no tensor {name}")
             by_file.setdefault(self._tensors[what][name][0], []).append(name)
         found: dict[str, Tensor] = {}
         for file, keys in by_file.items():

@@ -58,6 +58,7 @@ class Weights:
         Raises:
             ConfigError: it cannot be written; checkpoints from before are as they were.
         """
+        _refuse_less_than_one(keep=1 if keep is None else keep)
         return self._keeper.save(Path(folder), keep, extra, wait)
 
     def load_checkpoint(self, folder: str | Path) -> Restored:
@@ -85,7 +86,12 @@ class Weights:
         return self._keeper.results.batch
 
     def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
-        """Write a checkpoint after every so many steps from here on, beside training."""
+        """Write a checkpoint after every so many steps from here on, beside training.
+
+        Raises:
+            ConfigError: a number that is not at least 1.
+        """
+        _refuse_less_than_one(steps=steps, keep=1 if keep is None else keep)
         self._keeper.every = steps, Path(folder), keep
 
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
@@ -136,3 +142,9 @@ class Weights:
             yield
         finally:
             swap(found)
+
+
+def _refuse_less_than_one(**numbers: object) -> None:
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ConfigError(f"{name} {value!r}: must be a whole number, at least 1")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -39,7 +40,8 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
     """Write a safetensors file, complete or not at all.
 
     Raises:
-        ConfigError: what has that name is no regular file, but a device, say, whose place another file would take.
+        ConfigError: it cannot be written, or what has that name is no regular file, but a device, say, whose place
+            another file would take.
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"{path}: is not a regular file")
@@ -49,9 +51,12 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
             shutil.rmtree(left, ignore_errors=True)  # of a process that was killed while it wrote
     # A folder, as the library writes to a file of its own beside the one that is named. No user has one of this name.
     temporary = folder / f".{name}.{os.getpid()}{_PARTIAL}"
-    temporary.mkdir()
     try:
+        temporary.mkdir()
         save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary / name)
         (temporary / name).replace(path)
+    except (OSError, SafetensorError) as error:
+        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ConfigError(f"{path}: cannot be written: {said}; what was there is as it was") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

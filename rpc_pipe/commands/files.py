@@ -56,5 +56,13 @@ def _try_old(option: str, path: Path) -> None:
 
 
 def write(path: str, text: str) -> None:
-    """Write a text file."""
-    Path(path).write_text(text, encoding="utf-8")
+    """Write a text file.
+
+    Raises:
+        OSError: it cannot be; the error names it.
+    """
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        error.filename = path  # of a full disk none is told
+        raise

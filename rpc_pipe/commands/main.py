@@ -10,6 +10,7 @@ import errno
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from ..dependency import ConfigError, ScheduleError
 from ..launching.report import Reporter
@@ -26,16 +27,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(argv)
+        code = _dispatch(argv)
+        _flush()  # here, where it can be told that it cannot be written
+        return code
     except (ConfigError, ScheduleError) as error:
         Reporter().error(str(error))
         return 2
     except BrokenPipeError:  # whoever read what we print, such as `head`, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _give_up_stdout()
         return 0
     except OSError as error:
+        with suppress(OSError):
+            _flush()
         if error.errno in _FULL:
-            Reporter().error(f"{error.filename or 'a file'}: cannot be written: {error.strerror}")
+            Reporter().error(f"{error.filename or 'standard output, or a file'}: cannot be written: {error.strerror}")
         elif error.errno in _NAMED and error.filename is not None:
             Reporter().error(f"{error.filename}: {error.strerror}")
         else:
@@ -43,6 +48,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:  # before there was anything to stop in good order
         return 130
+
+
+def _flush() -> None:
+    """Write what waits to be written; if that fails, let it go, or the interpreter tries once more at its end."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except ValueError:  # a script has closed it
+        pass
+    except OSError:
+        _give_up_stdout()
+        raise
+
+
+def _give_up_stdout() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _dispatch(argv: list[str]) -> int:

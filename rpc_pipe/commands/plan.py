@@ -26,6 +26,7 @@ from .topology import HERE, machines_of, parse_link, read_topology
 
 #: how long is searched if nothing else is typed
 _SECONDS = 20.0
+_MOST_SECONDS = 1e6
 #: how long before a run
 AUTO_SECONDS = 8.0
 #: and how long of it at most a program of its own is searched
@@ -70,8 +71,8 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
     try_files(typed, ("output", "svg"))
     refuse_unknown(typed.get("schedule", ()))
     seconds = typed.get("seconds", _SECONDS)
-    if not seconds > 0:
-        raise ConfigError(f"--seconds {seconds:g}: must be above 0")
+    if not 0 < seconds <= _MOST_SECONDS:
+        raise ConfigError(f"--seconds {seconds:g}: must be above 0, and at most {_MOST_SECONDS:g}")
     if "auto" in typed:
         return _keep_up(typed, seconds, reporter)
     question, _ = _question(typed, seconds, reporter)

@@ -26,6 +26,7 @@ from ..planning.profile import Profile, as_json, from_json
 from ..tracing import run_folders
 from .files import try_files, write
 from .options import Parser, add_json, whole
+from .topology import machines_of
 
 if TYPE_CHECKING:
     from ..planning.profiling import Made
@@ -80,11 +81,11 @@ def _show(profile: Profile, path: Path, reporter: Reporter) -> None:
     console.print(profile_table(profile, max(profile.measured)))
     if profile.topology:
         usual = profile.topology.get("link")
-        speeds = ", ".join(f"{worker['speed']:g}" for worker in profile.topology["workers"])
+        speeds = ", ".join(f"{worker.get('speed', 1):g}" for worker in profile.topology["workers"])
         console.print(f"{profile.workers} workers at once, of speed {speeds}", markup=False)
         for name, way in {"any two": usual, **profile.topology.get("links", {})}.items():
             if way:
-                where = f"{way['latency_ms']:g} ms and {way['bandwidth']}/s"
+                where = f"{way.get('latency_ms', 0):g} ms and {way.get('bandwidth', 'any number of bytes')}/s"
                 console.print(f"between {name.replace('-', ' and ')}: {where}", markup=False)
         console.print(f"a step takes {profile.per_step:.2g} ms besides its actions", markup=False)
     console.print(f"kept in {path}, which may be edited", markup=False)
@@ -254,7 +255,10 @@ def read_profile(path: Path) -> Profile:
         ConfigError: there is none, or it is none.
     """
     said = f"--profile {path}"
-    return from_json(read_json(path, said), said)
+    profile = from_json(read_json(path, said), said)
+    if profile.topology:
+        machines_of(f"{said}: topology", profile.topology)
+    return profile
 
 
 def progress(reporter: Reporter) -> Progress:

@@ -17,6 +17,7 @@ from ..checkpoints.options import try_checkpoints
 from ..demo.settings import TrainOptions
 from ..demo.text import find_text
 from ..dependency import ConfigError
+from ..dependency.files import refuse_large_code
 from ..launching import launcher_link as link
 from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
 from ..launching.launcher import How, as_worker, launch
@@ -262,6 +263,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     script = typed["script"]
     if not Path(script).is_file():
         raise ConfigError(f"{script}: there is no such file")
+    refuse_large_code(Path(script), "run")
     for name in (*_GPT, "beat_bigram"):
         if name in typed:
             raise ConfigError(

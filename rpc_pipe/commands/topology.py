@@ -102,8 +102,8 @@ def read_link(where: str, told: Any) -> Link:
 
 
 def _number(where: str, name: str, value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < float("inf"):
-        raise ConfigError(f"{where}: {name} {value!r}: must be a number of at least 0")
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1e100:
+        raise ConfigError(f"{where}: {name} {value!r}: must be a number from 0 to 1e+100")
     return float(value)
 
 

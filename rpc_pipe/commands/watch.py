@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from ..dependency.files import DAMAGED
 from ..dispatch.recording import Replay
 from ..dispatch.watcher import Watcher, Wishes
 from ..tracing import run_folders
@@ -61,7 +62,7 @@ def _watch(typed: dict[str, Any], argv: list[str]) -> int:
     watcher = Watcher(source, filled(Wishes, typed))
     try:
         asyncio.run(watcher.run())
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+    except DAMAGED as error:
         if not isinstance(source, Replay) or isinstance(error, ConfigError):
             raise
         what = f"{type(error).__name__}: {error}"

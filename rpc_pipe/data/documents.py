@@ -15,6 +15,8 @@ from .storage import Storage
 ENDINGS = (".jsonl", ".txt", ".md", ".py", ".json", ".parquet")
 #: text files are read in pieces of about so many bytes
 _PIECE = 2**20
+#: no line of JSON is longer
+_MOST_LINE = 2**26
 
 
 class Document(NamedTuple):
@@ -54,8 +56,10 @@ def documents(files: Sequence[Shard], storage: Storage, field: str, file: int, a
 def _lines(path: Path, shard: Shard, field: str, number: int, at: int) -> Iterator[Document]:
     with path.open("rb") as file:
         file.seek(at)
-        while line := file.readline():
+        while line := file.readline(_MOST_LINE):
             begin, at = at, at + len(line)
+            if len(line) == _MOST_LINE:
+                raise DataError(f"shard {shard.name}: the line at byte {begin} is longer than {_MOST_LINE} bytes")
             if line.isspace():
                 continue
             try:

@@ -20,8 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dependency import ConfigError, DataError
+from ..dependency.files import DAMAGED, read_json
 from .documents import ENDINGS, Document, documents
-from .shards import INDEX, Roots, find_shards, fingerprint
+from .shards import INDEX, MOST_INDEX, Roots, find_shards, fingerprint
 from .storage import Storage, checksum
 from .tokenizing import Tokenizer
 
@@ -109,8 +110,9 @@ def _begun(folder: Path, new: Packed) -> Packed:
         folder.mkdir(parents=True, exist_ok=True)
         for name in (INDEX, _NOTE):
             if (folder / name).exists():
-                told = json.loads((folder / name).read_text())
+                told = read_json(folder / name, f"{folder}: its {name}", MOST_INDEX)
                 found = Packed(**{key: told[key] for key in asdict(new)})
+                _refuse_impossible(found)
                 if found.identity != new.identity:
                     raise ConfigError(
                         f"{folder}: holds shards of another text, or made otherwise ({len(found.shards)} shards, "
@@ -120,13 +122,20 @@ def _begun(folder: Path, new: Packed) -> Packed:
         others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ConfigError:
+        raise
+    except DAMAGED as error:
         raise ConfigError(f"{folder}: its {INDEX} is not one of rpc-pipe; name another folder") from error
     if others:
         raise ConfigError(f"{folder}: is not empty ({others[0]}); name another folder")
     return new
+
+
+def _refuse_impossible(packed: Packed) -> None:
+    """Raise ValueError if a note has been changed by somebody."""
+    numbers = [packed.tokens, packed.file, packed.at, packed.skip, *(each["bytes"] for each in packed.shards)]
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ValueError("numbers must be whole")
 
 
 class _Writer:

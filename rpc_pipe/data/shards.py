@@ -17,9 +17,14 @@ from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from ..dependency import ConfigError, DataError
+from ..dependency.files import DAMAGED, read_file
 from .elsewhere import file_system, patiently
 
 INDEX = "index.json"
+#: no index is larger
+MOST_INDEX = 2**26
+#: types of tokens that an index may name
+_DTYPES = "uint8", "uint16", "uint32"
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
 #: bytes of a place that an identity looks at, and how many places: all of 32 MB, and something of what is more
 _PLACE, _PLACES = 2**16, 512
@@ -110,7 +115,8 @@ def _local(root: str, endings: Sequence[str]) -> tuple[list[Shard], dict[str, An
     if not path.is_dir():
         raise ConfigError(f"data {root}: is {_kind_of(path)}; must be a file or a folder")
     if (path / INDEX).is_file():
-        return _indexed(root, (path / INDEX).read_text(), lambda name: _size(path / name))
+        text = read_file(path / INDEX, f"data {root}: its {INDEX}", MOST_INDEX)
+        return _indexed(root, text, lambda name: _size(path / name))
     return sorted(_walked(root, root, tuple(endings)), key=lambda shard: shard.name), {}
 
 
@@ -214,7 +220,9 @@ def _indexed(
             )
             for entry in index.pop("shards")
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if index.get("dtype") not in _DTYPES or not all(_is_possible(shard) for shard in listed):
+            raise ValueError("names, sizes or dtype cannot be")
+    except DAMAGED as error:
         raise DataError(f"data {root}: its {INDEX} cannot be read: {error!r}; pack it again, or remove it") from error
     _refuse_twins(listed)
     for shard in () if remote else listed:
@@ -227,6 +235,13 @@ def _indexed(
                 f"it is {'truncated' if size < shard.num_bytes else 'not the one that was packed'}; bring it back whole"
             )
     return listed, index
+
+
+def _is_possible(shard: Shard) -> bool:
+    """Tell whether an index may say so of a shard: a file of the folder with whole numbers of bytes and tokens."""
+    count = shard.num_tokens
+    named = isinstance(shard.name, str) and shard.name not in ("", ".", "..") and "/" not in shard.name
+    return named and shard.num_bytes >= 0 and isinstance(count, int) and 0 <= count <= shard.num_bytes
 
 
 def fingerprint(shards: Sequence[Shard], *more: object) -> str:

@@ -18,7 +18,7 @@ def num_bytes(size: int | str, what: str = "memory") -> int:
     found = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]*)\s*", str(size).lower())
     try:
         value = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         value = 0
     if value < 1:
         raise ConfigError(f"{what} {size!r}: must be a number of bytes above 0, such as 500MB, 2GB or 1.5GiB")

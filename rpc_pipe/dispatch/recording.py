@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import time
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..dependency import Action, ConfigError
-from ..dependency.files import read_file
+from ..dependency.files import DAMAGED, opened
 from ..tracing.board import Live, State
 from ..tracing.boards import News
 from ..tracing.ending import Ending
@@ -101,8 +100,8 @@ class Recording:
         self._file.write(json.dumps(content, separators=(",", ":")) + "\n")
 
 
-#: no recording that is looked at is larger
-_MOST_BYTES = 2**28
+#: no recording that is looked at is larger, and no line of it
+_MOST_BYTES, _MOST_LINE = 2**28, 2**23
 #: what is read of a worker's header
 _HEADER = {"worker": int, "num_workers": int, "schedule": str, "microbatches": int, "shards": list}
 
@@ -164,21 +163,22 @@ class Replay:
 
 
 def _read(path: Path) -> Iterator[dict[str, Any]]:
-    for number, text in enumerate(io.StringIO(read_file(path, f"watch {path}", _MOST_BYTES)), 1):
-        try:
-            yield _checked(json.loads(text))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if text.endswith("\n"):
-                what = f"{type(error).__name__}: {error}"
-                raise ConfigError(f"watch {path}: line {number} is not of a recording: {what}") from None
-            return  # the last line of a recording that was cut off
+    with opened(path, f"watch {path}", _MOST_BYTES, "utf-8-sig") as file:
+        for number, text in enumerate(iter(lambda: file.readline(_MOST_LINE), ""), 1):
+            try:
+                yield _checked(json.loads(text))
+            except DAMAGED as error:
+                if text.endswith("\n") or len(text) == _MOST_LINE:
+                    what = f"{type(error).__name__}: {error}"
+                    raise ConfigError(f"watch {path}: line {number} is not of a recording: {what}") from None
+                return  # the last line of a recording that was cut off
 
 
 def _checked(line: dict[str, Any]) -> dict[str, Any]:
     """Return a line with its records decoded.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: something is missing, or of another type.
+        Exception: one of DAMAGED: something is missing, or of another type.
     """
     if line["kind"] == "run":
         float(line["clock_error_ms"])

@@ -183,9 +183,10 @@ class Watcher:
             if not there and time.monotonic() > deadline:
                 break
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S / 5)
-        missing = [step for step in range(first, last + 1) if step not in found] if self._wishes.steps else []
-        if not found or missing:
-            what = f"step {missing[0]} is not there" if missing else "it has no complete step"
+        asked = range(first, last + 1) if self._wishes.steps else ()
+        missing = next((step for step in asked if step not in found), None)
+        if not found or missing is not None:
+            what = "it has no complete step" if missing is None else f"step {missing} is not there"
             raise ConfigError(f"--steps {wanted}: {self._source.name}: {what}" if wanted else f"--trace: {what}")
         self._write_trace(found)
 

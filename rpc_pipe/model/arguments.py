@@ -15,7 +15,7 @@ from ..dependency import ConfigError, Spec
 from ..workers.compute.updating import Training
 
 
-def refuse_options(order: object, max_grad_norm: object, **numbers: object) -> None:
+def refuse_options(order: object, max_grad_norm: object, stall_s: object, **numbers: object) -> None:
     """Refuse numbers that are not whole or too small, and an unknown order."""
     for name, value in numbers.items():
         least = 0 if name == "seed" else 1
@@ -23,6 +23,8 @@ def refuse_options(order: object, max_grad_norm: object, **numbers: object) -> N
             raise ConfigError(f"{name} {value!r}: must be a whole number, at least {least}")
     if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         raise ConfigError(f"max_grad_norm {max_grad_norm!r}: must be a number above 0, or None")
+    if not isinstance(stall_s, (int, float)) or isinstance(stall_s, bool) or not stall_s > 0:
+        raise ConfigError(f"stall_s {stall_s!r}: must be a number of seconds above 0")
     if order not in (None, "ready", "fixed"):
         raise ConfigError(f"order {order!r}: must be ready or fixed, or None for the schedule's own")
 

@@ -97,6 +97,9 @@ def program_of(plan: Plan) -> type[Spec]:
         rows = tuple(tuple(map(Action.parse, row)) for row in plan.program)
     except ValueError as error:
         raise ConfigError(f"plan: program: {error}") from None
+    listed = sum(map(len, rows))
+    if plan.num_microbatches > listed:
+        raise ConfigError(f"plan: num_microbatches {plan.num_microbatches}: the program lists {listed} actions")
     routes = plan.routes or (0,) * plan.num_microbatches
     if len(routes) != plan.num_microbatches or any(route >= len(plan.placement) for route in routes):
         raise ConfigError(

@@ -8,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..dependency.files import read_json
+from ..dependency.files import DAMAGED, read_json
+
+#: no plan has more microbatches, blocks or workers
+_MOST = 2**31
 
 
 @dataclass(frozen=True)
@@ -90,13 +93,11 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
     if not isinstance(source, Mapping):
         where = f"plan {source}"
         told = read_json(Path(source), where)
-    if isinstance(told, Mapping) and "plans" in told:
-        if not told["plans"]:
-            raise ConfigError(f"{where}: holds no plan that fits; rpc-pipe plan says what would")
-        told = told["plans"][0]
+    if isinstance(told, Mapping) and "plans" in told and not told["plans"]:
+        raise ConfigError(f"{where}: holds no plan that fits; rpc-pipe plan says what would")
     try:
-        return _from_plain(told)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return _from_plain(told["plans"][0] if "plans" in told else told)
+    except DAMAGED as error:
         raise ConfigError(
             f"{where}: is no plan ({type(error).__name__}: {error}); it must have schedule, cut and num_microbatches"
         ) from None
@@ -107,7 +108,7 @@ def _from_plain(told: Mapping[str, Any]) -> Plan:
         return whole(name, told.get(name, ()))
 
     def whole(name: str, values: Any) -> tuple[int, ...]:
-        if not isinstance(values, Sequence) or not all(isinstance(v, int) and v >= 0 for v in values):
+        if not isinstance(values, Sequence) or not all(isinstance(v, int) and 0 <= v < _MOST for v in values):
             raise ValueError(f"{name} must be a list of whole numbers")
         return tuple(values)
 
@@ -115,7 +116,7 @@ def _from_plain(told: Mapping[str, Any]) -> Plan:
     if not cut or min(cut) < 1:
         raise ValueError("cut must list how many blocks each stage has")
     count = told["num_microbatches"]
-    if not isinstance(count, int) or count < 1:
+    if not isinstance(count, int) or not 1 <= count < _MOST:
         raise ValueError("num_microbatches must be a whole number of at least 1")
     return Plan(
         str(told["schedule"]),
@@ -126,7 +127,7 @@ def _from_plain(told: Mapping[str, Any]) -> Plan:
         float(told.get("predicted_ms", 0)),
         1e6 * float(told.get("predicted_memory_mb", 0)),
         float(told.get("bubble", 0)),
-        num_workers=int(told.get("num_workers", 0)),
+        num_workers=whole("num_workers", [told.get("num_workers", 0)])[0],
         memory_by_worker=tuple(1e6 * float(used) for used in told.get("memory_by_worker_mb", ())),
         busy_by_worker=tuple(float(t) for t in told.get("busy_by_worker_ms", ())),
         messages=int(told.get("messages", 0)),

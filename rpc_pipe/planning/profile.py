@@ -9,11 +9,14 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ..dependency import B, ConfigError, F, G, I, Kind, R, U, W
+from ..dependency.files import DAMAGED
 from .footprint import Size
 from .simulator import Link
 
 #: what costs nothing
 _NO_WAY = Link()
+#: no time, size or number is larger: sums and products of many stay finite
+_MOST = 1e100
 #: kinds that a profile has times of
 TIMED = (F, B, I, W, R, U, G)
 
@@ -312,13 +315,36 @@ def from_json(told: Any, where: str) -> Profile:
             dict(told.get("topology", {})),
             float(told.get("per_step_ms", 0)),
         )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except DAMAGED as error:
         raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None
+    _refuse(profile, where)
+    return profile
+
+
+def _refuse(profile: Profile, where: str) -> None:
+    """Refuse numbers that cannot be.
+
+    Raises:
+        ConfigError: one is negative or not finite, or blocks differ from one number of rows to another.
+    """
+    measured = profile.measured
     if not measured or len({len(blocks) for blocks in measured.values()}) != 1 or not profile.num_blocks:
         raise ConfigError(f"{where}: every number of rows must list the same blocks, at least one")
+    around = [*profile.per_stage.values(), profile.per_step, profile.workers, profile.batch_rows]
+    if not all(0 <= value < _MOST for value in around):
+        raise ConfigError(f"{where}: times and numbers must be at least 0, and finite")
     for rows, blocks in measured.items():
         for block in blocks:
             values = [*block.times.values(), *astuple(block.size)]
-            if rows < 1 or not all(0 <= value < float("inf") for value in values):
+            if rows < 1 or not all(0 <= value < _MOST for value in values):
                 raise ConfigError(f"{where}: rows {rows}, block {block.name!r}: times and bytes must be at least 0")
-    return profile
+    for few, many in pairwise(sorted(measured)):
+        for a, b in zip(measured[few], measured[many], strict=True):
+            if lacking := a.times.keys() - b.times.keys():
+                raise ConfigError(f"{where}: rows {many}, block {b.name!r}: has no time of {min(map(str, lacking))}")
+    for tie in profile.ties:
+        ends, sizes = (tie.first, tie.last), (tie.weights, tie.gradients, tie.optimizer)
+        if not all(isinstance(end, int) for end in ends) or not 0 <= tie.first < tie.last < profile.num_blocks:
+            raise ConfigError(f"{where}: ties {list(ends)}: must be two of the {profile.num_blocks} blocks")
+        if not all(isinstance(size, (int, float)) and 0 <= size < _MOST for size in sizes):
+            raise ConfigError(f"{where}: ties {list(ends)}: bytes must be at least 0")

@@ -96,7 +96,7 @@ def make_spec(
             num_stages = spec.num_stages
             if not isinstance(num_stages, int):
                 raise TypeError(f"num_stages is {num_stages!r}; must be a whole number")
-    except (TypeError, NotImplementedError) as error:
+    except (AttributeError, TypeError, NotImplementedError) as error:
         raise ConfigError(f"schedule {name}: {error}") from error
     asked = "".join(f" with {key}={value}" for key, value in values.items())
     if recomputed and max(recomputed) >= num_stages:
@@ -113,14 +113,15 @@ def make_spec(
 
 def _stages(said: Any) -> frozenset[int] | None:
     """Read which stages recompute; None: all."""
-    if not isinstance(said, str):
-        return frozenset(said)
     if said in ("all", "none", ""):
         return None if said == "all" else frozenset()
     try:
-        return frozenset(int(part) for part in said.split("+"))
-    except ValueError:
-        raise ConfigError(f"recompute={said}: must be all, none or stages, such as 0+1") from None
+        stages = frozenset(map(int, said.split("+") if isinstance(said, str) else said))
+    except (TypeError, ValueError, OverflowError):
+        stages = frozenset([-1])
+    if min(stages, default=0) < 0:
+        raise ConfigError(f"recompute={said}: must be all, none or stages, such as 0+1")
+    return stages
 
 
 def parameter_types(cls: type[Spec]) -> dict[str, Any]:

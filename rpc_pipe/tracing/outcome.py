@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from ..dependency import ConfigError
 from .history import History
 from .trace import Trace, planned_and_actual
 
@@ -54,8 +55,16 @@ def lost_lines(found: dict[str, Any]) -> list[str]:
 
 
 def write_timelines(trace: Trace, device: str, *, chrome: str | None, html: str | None) -> None:
-    """Write the recorded steps for Chrome's tracing, and the last one, planned and actual, as a page."""
-    if chrome is not None:
-        trace.write_chrome(chrome, device)
-    if html is not None:
-        Path(html).write_text(planned_and_actual(trace), encoding="utf-8")
+    """Write the recorded steps for Chrome's tracing, and the last one, planned and actual, as a page.
+
+    Raises:
+        ConfigError: one cannot be written.
+    """
+    try:
+        if chrome is not None:
+            trace.write_chrome(chrome, device)
+        if html is not None:
+            Path(html).write_text(planned_and_actual(trace), encoding="utf-8")
+    except OSError as error:
+        named = " or ".join(filter(None, (chrome, html)))
+        raise ConfigError(f"{named}: cannot be written: {error.strerror}") from error

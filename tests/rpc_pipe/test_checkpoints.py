@@ -159,10 +159,20 @@ def flipped(path):
     file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
 
 
-def without_manifest_entry(path):
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["stages"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
+def changed(change):
+    """Return what changes the manifest of a checkpoint."""
+
+    def damage(path):
+        manifest = json.loads((path / "manifest.json").read_text())
+        change(manifest)
+        (path / "manifest.json").write_text(json.dumps(manifest))
+
+    return damage
+
+
+def wrong_form(manifest):
+    for file in manifest["files"].values():
+        file["tensors"] = dict.fromkeys(file["tensors"], 5)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +186,11 @@ def without_manifest_entry(path):
             "manifest.json: cannot be read as JSON",
         ),
         (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json: is not of format 1"),
-        (without_manifest_entry, "manifest.json: is damaged: KeyError 'stages'"),
+        (changed(lambda told: told.pop("stages")), "manifest.json: is damaged: KeyError 'stages'"),
+        (changed(lambda told: told.update(step=float("inf"))), "manifest.json: is damaged: OverflowError"),
+        (changed(lambda told: told.update(extra={"$tensor": [1, "load"]})), "manifest.json: is damaged: TypeError"),
+        (changed(lambda told: told["stages"]["0"].pop("optimizer")), "is damaged, or of another version: KeyError"),
+        (changed(wrong_form), "is damaged, or of another version: TypeError"),
         (lambda path: (path / "manifest.json").unlink(), "holds no complete checkpoint"),
     ],
 )

@@ -30,7 +30,15 @@ class Stops(Spec):
 class Hosted(Spec):
     def hosted(self, worker):
         return 3
+
+class Bare(Spec):
+    def __init__(self, **more):
+        pass
 """
+PLAN = {"schedule": "1f1b", "cut": [1], "num_microbatches": 2}
+BLOCKS = [{"ms": {"F": 1.0}, "bytes": {}}]
+PROFILE = {"rows": {"1": BLOCKS}}
+SHARD = {"name": "x", "bytes": 1, "crc32": "0", "tokens": 1}
 RUN = {"kind": "run", "workers": [], "listings": [], "clock_error_ms": 0}
 FILES = {
     "huge.csv": "99999999999F0,99999999999B0\n",
@@ -52,6 +60,24 @@ FILES = {
     "none.jsonl": json.dumps(RUN) + "\n" + json.dumps({"kind": "step", "records": []}) + "\n",
     "fields.jsonl": json.dumps(RUN) + "\n" + json.dumps({"kind": "step", "records": [{"worker": 0}]}) + "\n",
     "types.jsonl": json.dumps(RUN | {"workers": [{"worker": "0"}]}) + "\n",
+    "infinite.jsonl": json.dumps(RUN | {"listings": [{"worker": float("inf"), "microbatches": 1}]}) + "\n",
+    "long.jsonl": " " * 2**23 + "\n",
+    "plans.json": json.dumps({"plans": {"a": 1}}),
+    "infinite.json": json.dumps(PLAN | {"num_workers": float("inf")}),
+    "large.json": json.dumps(PLAN | {"predicted_ms": 10**400}),
+    "list.json": json.dumps(PLAN | {"parameters": {"recompute": [[]]}}),
+    "program.json": json.dumps(PLAN | {"program": ["0F0 0B0"], "placement": [[0]], "num_microbatches": 2**30}),
+    "ties.json": json.dumps(PROFILE | {"ties": [{"first": "a", "last": 10**12, "together": True}]}),
+    "topology.json": json.dumps(PROFILE | {"topology": {"a": 1}}),
+    "nan.json": json.dumps(PROFILE | {"per_step_ms": float("nan")}),
+    "uneven.json": json.dumps(PROFILE | {"rows": {"1": BLOCKS, "2": [{"ms": {}, "bytes": {}}]}}),
+    "wide.py": " " * (2**21 + 1),
+    "wide.json": "[" + "[]," * 10**6,
+    "latin/index.json": b"\xe4",
+    "above/index.json": json.dumps({"dtype": "uint8", "shards": [SHARD | {"name": "../x"}]}),
+    "type/index.json": json.dumps({"dtype": "object", "shards": [SHARD]}),
+    "infinite/index.json": json.dumps({"dtype": "uint8", "shards": [SHARD | {"bytes": float("inf")}]}),
+    "begun/.packing.json": "[" * 10**5,
 }
 
 
@@ -59,6 +85,7 @@ FILES = {
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("malformed")
     for name, content in FILES.items():
+        (made / name).parent.mkdir(exist_ok=True)
         (made / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     os.mkfifo(made / "pipe")
     (made / "loop.svg").symlink_to("loop.svg")
@@ -88,6 +115,7 @@ def folder(tmp_path_factory):
         ("simulate --chrome /dev/full", "cannot be written: No space left on device"),
         ("simulate --schedule specs.py:Stops", "actions(0, 0) raised StopIteration"),
         ("simulate --schedule specs.py:Hosted", "hosted is not for a schedule to say"),
+        ("simulate --schedule specs.py:Bare", "'Bare' object has no attribute 'num_workers'"),
         ("simulate --svg loop.svg", "cannot be written: Too many levels of symbolic links"),
         ("simulate --svg " + "n/" * 3000 + "n", "cannot be written: File name too long"),
         ("run --data " + "n" * 300, "File name too long"),
@@ -99,6 +127,8 @@ def folder(tmp_path_factory):
         ("plan --batch 8 --profile deep.jsonl", "cannot be read as JSON: maximum recursion depth exceeded"),
         ("plan models.py:make --topology links.json", "links [1]: must be such as"),
         ("run --width 99999999999 --heads 1", "this machine has"),
+        ("run wide.py", "has 2097153 bytes; at most 2097152 of code are read"),
+        ("run --checkpoint-folder= --checkpoint-every 1", "--checkpoint-folder: must name a folder"),
         ("run exits.py --workers 99999", "at most 1024 processes are started on one machine"),
         ("run --data pipe", "is not a regular file"),
         ("run --save /dev/full", "is not a regular file"),
@@ -112,6 +142,26 @@ def folder(tmp_path_factory):
         ("watch deep.jsonl --once", "line 1 is not of a recording: RecursionError"),
         ("watch fields.jsonl --once", "line 2 is not of a recording: KeyError: 'step'"),
         ("watch types.jsonl --once", "line 1 is not of a recording: TypeError: worker is '0'"),
+        ("watch infinite.jsonl --once", "line 1 is not of a recording: OverflowError"),
+        ("watch long.jsonl --once", "line 1 is not of a recording: JSONDecodeError"),
+        ("run models.py --plan plans.json", "is no plan (KeyError: 0)"),
+        ("run models.py --plan infinite.json", "num_workers must be a list of whole numbers"),
+        ("run models.py --plan large.json", "is no plan (OverflowError"),
+        ("run models.py --plan list.json", "recompute=[[]]: must be all, none or stages"),
+        ("simulate --schedule program.json --workers 1", "num_microbatches 1073741824: the program lists 2 actions"),
+        ("simulate --set recompute=-1", "recompute=-1: must be all, none or stages"),
+        ("profile --profile ties.json", "must be two of the 1 blocks"),
+        ("profile --profile topology.json", 'topology: must have "workers"'),
+        ("profile --profile nan.json", "must be at least 0, and finite"),
+        ("profile --profile uneven.json", "rows 2, block '': has no time of F"),
+        ("plan --batch 8 --profile wide.json", "has 2000001 values; at most 2000000 are read"),
+        ("plan models.py:make --seconds inf", "must be above 0, and at most 1e+06"),
+        ("data latin", "its index.json: is no text"),
+        ("data above", "its index.json cannot be read: ValueError"),
+        ("data type", "its index.json cannot be read: ValueError"),
+        ("data infinite", "its index.json cannot be read: OverflowError"),
+        ("data pack specs.py begun", "cannot be read as JSON: maximum recursion depth"),
+        ("data pack specs.py out --shard " + "9" * 400, "must be a number of bytes above 0"),
     ],
 )
 def test_bad_input_gives_one_error(folder, monkeypatch, capsys, typed, said):
@@ -126,3 +176,11 @@ def test_a_cache_that_cannot_be_written_is_named(folder, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no")
     assert main(["run", "--data", str(folder)]) == 2
     assert "set XDG_CACHE_HOME to a folder that can be written" in capsys.readouterr().err
+
+
+def test_standard_output_that_is_full_is_told(monkeypatch, capsys):
+    """It was told by the interpreter at its end, as an exception that it ignored, with exit code 120."""
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        assert main(["schedules", "--json"]) == 2
+    assert "standard output, or a file: cannot be written: No space left on device" in capsys.readouterr().err

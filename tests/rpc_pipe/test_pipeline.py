@@ -353,6 +353,8 @@ def test_a_closed_pipeline_has_no_threads_and_others_go_on():
         (lambda pipe: pipe.step(X), r"batch is a Tensor: must be \(inputs, targets\)"),
         (lambda pipe: pipe.step((X, Y, X)), "batch is a tuple of 3: must be"),
         (lambda pipe: pipe.step((X[:0], Y[:0])), "the batch has no rows: needs at least 1"),
+        (lambda pipe: pipe.checkpoint_every(0, "x"), "steps 0: must be a whole number, at least 1"),
+        (lambda pipe: pipe.save_checkpoint("x", keep=-1), "keep -1: must be a whole number, at least 1"),
         (lambda pipe: pipe.step(), r"pass a batch, \(inputs, targets\), or else microbatches="),
         (lambda pipe: pipe.step((X, Y), microbatches=[(X, Y)]), "pass a batch, "),
         (lambda pipe: pipe.step(microbatches=[]), "must be a list of at least one"),
@@ -360,7 +362,7 @@ def test_a_closed_pipeline_has_no_threads_and_others_go_on():
         (lambda pipe: pipe.evaluate(microbatches=[(X, Y), X]), "microbatch 1 is a Tensor"),
     ],
 )
-def test_a_batch_that_is_none_is_refused_in_one_sentence(call, message):
+def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message):
     with pytest.raises(ConfigError, match=message):
         call(pipeline())
 
@@ -414,6 +416,7 @@ def test_updates_of_a_stream_are_not_placed_by_hand():
         ({"num_workers": 9}, "stages 9: the model has only 4 layers"),
         ({"num_workers": 0}, "num_workers 0: must be a whole number, at least 1"),
         ({"num_microbatches": 0}, "num_microbatches 0: must be a whole number, at least 1"),
+        ({"stall_s": float("nan")}, "stall_s nan: must be a number of seconds above 0"),
         ({"num_microbatches": 4.0}, r"num_microbatches 4\.0: must be a whole number"),
         ({"seed": None}, "seed None: must be a whole number, at least 0"),
         ({"order": "best"}, "order 'best': must be ready or fixed, or None"),
