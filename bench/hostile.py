@@ -45,6 +45,10 @@ for step in range(int(sys.argv[1])):
 if pipe.worker == 0:
     print("loss", loss.hex(), flush=True)
 """
+#: of a packet: length of the header of Ethernet, and what any protocol is called
+_ETHERNET, _ALL_PROTOCOLS = 14, 3
+#: so much of what a worker said is said again
+_MOST_REPLAYED = 2**16
 _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01"
 
 
@@ -86,11 +90,46 @@ _KINDS: list[Callable[[random.Random], bytes]] = [
 ]  # fmt: skip
 
 
-class Attack(threading.Thread):
-    """Connections to a port, one after the other; slow ones stay."""
+class Sniffer(threading.Thread):
+    """Notes what workers say to each other first, where this process may look at the loopback interface."""
 
-    def __init__(self, port: int, connections: int) -> None:
+    def __init__(self) -> None:
         super().__init__(daemon=True)
+        #: by (port it comes from, port it goes to)
+        self.said: dict[tuple[int, int], bytearray] = {}
+        self._socket = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(_ALL_PROTOCOLS))
+        self._socket.bind(("lo", 0))
+        self._over = False
+
+    def run(self) -> None:
+        while not self._over:
+            packet, (_, _, kind, *_) = self._socket.recvfrom(2**16)
+            ip = packet[_ETHERNET:]
+            if kind != socket.PACKET_OUTGOING or len(ip) < 40 or ip[0] >> 4 != 4 or ip[9] != socket.IPPROTO_TCP:
+                continue  # on this interface each packet is seen twice
+            tcp = ip[4 * (ip[0] & 15) :]
+            payload = tcp[4 * (tcp[12] >> 4) :]
+            said = self.said.setdefault(struct.unpack_from(">HH", tcp), bytearray())
+            if len(said) < _MOST_REPLAYED:
+                said += payload
+
+    def to(self, port: int) -> list[bytes]:
+        """Return what was said to a port by those who spoke ZeroMQ."""
+        self._over = True
+        told = [bytes(said) for (_, at), said in list(self.said.items()) if at == port]
+        return [said for said in told if said.startswith(_GREETING[:1])]
+
+
+class Attack(threading.Thread):
+    """Connections to a port, one after the other; slow ones stay.
+
+    Args:
+        replayed: what workers have said to the port.
+    """
+
+    def __init__(self, port: int, connections: int, replayed: list[bytes]) -> None:
+        super().__init__(daemon=True)
+        self._replayed = replayed
         self.port, self._connections = port, connections
         self.done: Counter[str] = Counter()
         self._open: list[socket.socket] = []
@@ -99,8 +138,11 @@ class Attack(threading.Thread):
         draw = random.Random(self.port)
         for number in range(self._connections):
             kind = _KINDS[number % len(_KINDS)]
+            name, data = kind.__name__[1:].replace("_", " "), kind(draw)
+            if self._replayed and kind is _handshake and number % 2:
+                name, data = "replayed", draw.choice(self._replayed)
             with suppress(OSError):
-                self._connect(kind.__name__[1:].replace("_", " "), kind(draw))
+                self._connect(name, data)
         self._forge()
 
     def _connect(self, name: str, data: bytes) -> None:
@@ -134,6 +176,7 @@ def train(transport: str, steps: int, connections: int) -> tuple[str, list[str]]
         port = _free_port()
         command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "3", "--transport", transport]
         command += ["--port", str(port), "--", str(steps)]
+        sniffer = _sniffer() if connections else None
         environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -143,20 +186,30 @@ def train(transport: str, steps: int, connections: int) -> tuple[str, list[str]]
             for line in launcher.stdout:
                 lines.append(line.rstrip())
                 if "training" in line and connections:
-                    _attack(launcher.pid, connections)
+                    _attack(launcher.pid, connections, sniffer)
             code = launcher.wait()
     losses = re.findall(r"loss (0x\S+|-0x\S+)", "\n".join(lines))
     return losses[0] if losses and code == 0 else f"none: the job ended with {code}", lines
 
 
-def _attack(launcher: int, connections: int) -> None:
+def _sniffer() -> Sniffer | None:
+    try:
+        sniffer = Sniffer()
+    except OSError as error:
+        print(f"nothing is replayed: what workers say cannot be seen here: {error.strerror}")
+        return None
+    sniffer.start()
+    return sniffer
+
+
+def _attack(launcher: int, connections: int, sniffer: Sniffer | None) -> None:
     ports = sorted({
         connection.laddr.port
         for process in psutil.Process(launcher).children(recursive=True)
         for connection in process.net_connections("tcp")
         if connection.status == psutil.CONN_LISTEN
     })  # fmt: skip
-    attacks = [Attack(port, connections) for port in ports]
+    attacks = [Attack(port, connections, [] if sniffer is None else sniffer.to(port)) for port in ports]
     begin = time.perf_counter()
     for attack in attacks:
         attack.start()

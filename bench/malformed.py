@@ -1,6 +1,6 @@
 """Malformed input of all kinds, drawn at random: is each refused with one clear error, at once, in little memory.
 
-    python bench/malformed.py [--count 1000] [--seed 0] [--only options,csv,...] [--list]
+    python bench/malformed.py [--count 1000] [--first 0] [--seed 0] [--only options,csv,...] [--list]
 
 A case is right if the command ends within 5 s with exit code 2 and one error, without a traceback of ours, and no
 process takes 500 MB. A case that may as well be legal, such as a recording with a field too many, may be taken too.
@@ -179,6 +179,7 @@ def try_case(case: Case, number: int, root: Path) -> tuple[Outcome, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="malformed input of all kinds")
     parser.add_argument("--count", type=int, default=1000, help="(1000)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case (0)")
     parser.add_argument("--seed", type=int, default=0, help="(0)")
     parser.add_argument("--only", default=",".join(KINDS), help=f"some of {','.join(KINDS)}")
     parser.add_argument("--list", action="store_true", help="show every case and what was said")
@@ -196,7 +197,7 @@ def main() -> None:
     root = Path(tempfile.mkdtemp())  # no TemporaryDirectory: what a fork inherits would remove it at its end
     try:
         made = given(root / "given", lambda typed, at: run(typed, at, {"RPC_PIPE_LOGS": "off"}))
-        for number in range(options.count):
+        for number in range(options.first, options.first + options.count):
             kind = kinds[number % len(kinds)]
             case = KINDS[kind](random.Random(f"{options.seed} {kind} {number}"), made)
             outcome, what = try_case(case, number, root)

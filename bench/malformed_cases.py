@@ -163,16 +163,25 @@ def csv(draw: random.Random, made: Path) -> Case:
     return Case(typed, bool(special.get("p.csv", "truncated") != "truncated"), {"p.csv": text}, special)
 
 
+_DOCUMENTS = (
+    "plan.json", "searched.json", "profile.json", "topology.json", "recording.jsonl", "manifest.json", "index.json",
+)  # fmt: skip
+
+
 def documents(draw: random.Random, made: Path) -> Case:
-    """A plan, a profile, a topology, a recording or a checkpoint's manifest that is damaged."""
-    name = draw.choice(["plan.json", "profile.json", "topology.json", "recording.jsonl", "manifest.json"])
-    if name == "manifest.json":
-        return _checkpoint(draw, made)
+    """A plan, a profile, a topology, a recording, a checkpoint's manifest or an index of data that is damaged."""
+    name = draw.choice(_DOCUMENTS)
+    if name in ("manifest.json", "index.json"):
+        return _folder(draw, made, name)
     text = (made / name).read_text()
     commands = {
         "plan.json": [
             typed_as("run a model", made, "--plan", name)[:],
             ["simulate", "--schedule", name, "--microbatches", "2"],
+        ],
+        "searched.json": [
+            typed_as("run a model", made, "--plan", name)[:],
+            ["simulate", "--schedule", name, "--microbatches", "2"], ["export", "--schedule", name],
         ],
         "profile.json": [typed_as("plan", made, "--profile", name), ["profile", "--profile", name]],
         "topology.json": [typed_as("plan", made, "--topology", name)],
@@ -182,12 +191,13 @@ def documents(draw: random.Random, made: Path) -> Case:
         ],
     }  # fmt: skip
     typed = draw.choice(commands[name])
-    if name == "plan.json" and "--plan" in typed:
+    if "--plan" in typed:
         at = typed.index("--microbatches")
         typed = typed[:at] + typed[at + 2 :]
     if draw.random() < 0.2:
         what = draw.choice(SPECIAL)
-        return Case(typed, what != "truncated", {name: text}, {name: what}, note=what, codes=(1,))
+        cut = what == "truncated" or (what == "nul" and name.endswith("l"))  # the last line may be cut off
+        return Case(typed, not cut, {name: text}, {name: what}, note=what, codes=(1,))
     if name.endswith("l"):
         lines = [json.loads(line) for line in text.splitlines()]
         at = draw.randrange(len(lines))
@@ -200,17 +210,21 @@ def documents(draw: random.Random, made: Path) -> Case:
     return Case(typed, False, {name: text}, note=note, codes=(1,))
 
 
-def _checkpoint(draw: random.Random, made: Path) -> Case:
-    newest = sorted((made / "checkpoints").iterdir())[-1]
+def _folder(draw: random.Random, made: Path, listing: str) -> Case:
+    """A checkpoint, or shards of tokens, whose list of files is damaged, or a file of it."""
+    newest = sorted((made / "checkpoints").iterdir())[-1] if listing == "manifest.json" else made / "packed"
     files: dict[str, str | bytes] = {f"c/{path.name}": path.read_bytes() for path in newest.iterdir()}
     typed = typed_as("run a model", made, "--resume", "c")
+    if listing == "index.json":
+        typed = draw.choice([["data", "c", "--context", "8"], ["data", "pack", f"{made}/text.txt", "c"]])
     if draw.random() < 0.3:
         name = draw.choice(list(files))
         what = draw.choice(SPECIAL)
-        return Case(typed, name.endswith("manifest.json") and what != "truncated", files, {name: what}, note=what)
-    manifest = json.loads(files["c/manifest.json"])
-    note = damage(draw, manifest)
-    return Case(typed, False, {**files, "c/manifest.json": json.dumps(manifest)}, note=note)
+        wrong = name == f"c/{listing}" and listing == "manifest.json" and what != "truncated"
+        return Case(typed, wrong, files, {name: what}, note=what)
+    document = json.loads(files[f"c/{listing}"])
+    note = damage(draw, document)
+    return Case(typed, False, {**files, f"c/{listing}": json.dumps(document)}, note=note)
 
 
 def damage(draw: random.Random, document: Any) -> str:

@@ -51,7 +51,10 @@ VALUES: tuple[Any, ...] = (
     {"a": 1}, [{"workers": "²"}], 99999999999, "99999999999F0",
 )  # fmt: skip
 #: how the files of a case are made, by the end of their text
-SPECIAL = ("folder", "fifo", "missing", "endless", "binary", "empty", "large", "utf-16", "loop", "deep", "truncated")
+SPECIAL = (
+    "folder", "fifo", "missing", "endless", "binary", "empty", "large", "utf-16", "loop", "deep", "truncated", "wide",
+    "nul", "newlines", "latin",
+)  # fmt: skip
 
 
 @dataclass
@@ -100,6 +103,14 @@ def _make_special(path: Path, what: str) -> None:
             file.truncate(3 * 2**30)
     elif what == "utf-16":
         path.write_bytes(before.decode(errors="replace").encode("utf-16"))
+    elif what == "wide":
+        path.write_bytes(b"[" + b"[]," * 8_000_000)
+    elif what == "newlines":
+        path.write_bytes(b"\n" * 20_000_000)
+    elif what == "nul":
+        path.write_bytes(before + bytes(100))
+    elif what == "latin":
+        path.write_bytes(b"\xe4\xf6" + before)
     elif what == "deep":
         path.write_bytes(b"[" * 200_000)
     elif what == "truncated":
@@ -125,13 +136,30 @@ def given(folder: Path, run: Callable[..., Any]) -> Path:
         ["plan", "--profile", "profile.json", "--batch", "8", "--seconds", "3", "--output", "plan.json"],
         ["run", "--model", "good.py:make", "--steps", "2", "--transport", "local", "--checkpoint-every", "1",
          "--microbatches", "2"],
+        ["data", "pack", "text.txt", "packed"],
     ]  # fmt: skip
     for typed in made:
         outcome = run(typed, folder)
         assert outcome.code == 0, outcome.said
+    profile = json.loads((folder / "profile.json").read_text())
+    profile |= {"topology": {**topology, "links": {"0-1": {"latency_ms": 5}}}, "workers": 2}
+    profile["ties"] = [{"first": 0, "last": 2, "weights": 8.0, "gradients": 8.0, "optimizer": 0, "together": False}]
+    (folder / "profile.json").write_text(json.dumps(profile))
+    (folder / "searched.json").write_text(json.dumps({"plans": [_SEARCHED]}))
+    for typed in (["profile", "--profile", "profile.json"], ["simulate", "--schedule", "searched.json", *_TWO]):
+        assert run(typed, folder).code == 0, run(typed, folder).said
     (folder / "recording.jsonl").write_text(_recording())
     assert run(["watch", "recording.jsonl", "--once"], folder).code == 0
     return folder
+
+
+#: a plan that lists each worker's actions
+_SEARCHED = {
+    "schedule": "searched", "parameters": {}, "cut": [3, 3], "num_microbatches": 2, "num_workers": 2, "recompute": [],
+    "predicted_ms": 1.5, "memory_by_worker_mb": [1, 2], "busy_by_worker_ms": [1, 1], "messages": 4,
+    "placement": [[0, 1]], "routes": [0, 0], "program": ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"],
+}  # fmt: skip
+_TWO = ("--microbatches", "2")
 
 
 def _recording() -> str:
