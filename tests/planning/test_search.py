@@ -134,9 +134,12 @@ def test_recomputation_is_chosen_where_memory_asks_for_it():
 
 def test_a_profile_is_read_as_it_was_written_and_lies_on_lines_between_what_was_measured():
     profile = Profile(
-        {2: [block(2, "a", activations=20, weights=7)], 4: [block(3, "a", activations=40, weights=7)]},
+        {
+            2: [block(2, "a", activations=20, weights=7), block(1, "b")],
+            4: [block(3, "a", activations=40, weights=7), block(1, "b")],
+        },
         {F: 0.5},
-        (Tie(0, 0, 3),),
+        (Tie(0, 1, 3),),
         "model",
         "signature",
     )
