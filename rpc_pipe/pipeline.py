@@ -338,8 +338,9 @@ class Pipeline(Weights):
         how = self.spec.num_microbatches, self._num_cut, used, pair or self.partition.pair
         found = Microbatches.of(batch, microbatches, *how)
         if self._maker is not None:
-            self.partition.observe(found.inputs[0], trained=pair is None)
-            self._make(self._maker)
+            with torch.inference_mode(False):  # what is made now is trained later
+                self.partition.observe(found.inputs[0], trained=pair is None)
+                self._make(self._maker)
         return found
 
     def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:

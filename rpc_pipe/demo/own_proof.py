@@ -19,7 +19,9 @@ from ..dependency import ConfigError, Spec
 from ..model.made import Made, load
 from ..model.microbatches import Microbatches
 from ..model.partition import Partition
+from ..model.partition import replicas as copies_of
 from ..model.skeleton import attributes, put_back
+from ..model.trees import mapped
 from ..model.whole import Whole
 from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor
@@ -84,7 +86,7 @@ def _alone(made: Made, seed: int) -> nn.Module:
         layers = Partition(copy.deepcopy(made.layers()), 1).build(0, Randomness(seed))
         return nn.Sequential(*(module for _, module in layers))
     if isinstance(made.model, nn.Module):
-        return copy.deepcopy(made.model)
+        return copies_of([made.model])[0]
     model: nn.Module = made.model()  # type: ignore[operator, assignment, call-arg]
     return model
 
@@ -122,7 +124,7 @@ class Alone:
         """Run a forward that counts for nothing: some models change themselves for good in their first one."""
         buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
         kept, before = [(*where, where[-1].clone()) for where in buffers], attributes(self.model.modules())
-        with torch.no_grad(), preserved(self._randomness.device):
+        with preserved(self._randomness.device):
             self._loss(0, self.pieces.inputs[0], self.pieces.targets[0])
         put_back(before)
         for module, name, buffer, was in kept:
@@ -161,6 +163,7 @@ class Alone:
 
     def _loss(self, m: int, inputs: Any, target: Any) -> Any:
         args, kwargs = inputs if self._whole.pair is not None else ((inputs,), {})
+        args, kwargs = mapped((tuple(args), kwargs), torch.clone)  # which the model may change
         seed = partial(self._randomness.seed_forward, self._num_steps, m)
         with Keyed(self.model, self._whole.block_names, seed, self._randomness.device):
             output = self.model(*args, **kwargs)

@@ -28,6 +28,8 @@ from .trees import leaves, replaced, tensors
 #: what an operator raises whose result, or its shape, depends on numbers
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _CONVOLUTION = torch.ops.aten.convolution.default
+#: attributes that an absent tensor has, whoever made it
+_OWN_ATTRIBUTES = frozenset({"shapes", "_forms", "_is_param"})
 
 
 class OperatorMode(TorchDispatchMode):
@@ -132,9 +134,12 @@ def on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     def outer(value: Any) -> Any:
         if isinstance(value, FakeTensor):
             same = wrapped.get(id(value))
-            if same is not None and same.shape != value.shape:
-                raise NotImplementedError(f"{func} changes the shape of a tensor in place")
-            return same if same is not None else Absent(value, value.device, next(iter(wrapped.values())).shapes)
+            if same is None:
+                return Absent(value, value.device, next(iter(wrapped.values())).shapes)
+            if same.shape != value.shape or same.stride() != value.stride():  # as transpose_() does
+                with _unobserved():
+                    same.data = Absent(value, value.device, same.shapes)
+            return same
         if isinstance(value, (tuple, list)):
             return type(value)(map(outer, value))
         return value
@@ -216,6 +221,7 @@ class Shapes:
         if parameter.requires_grad:
             made.requires_grad_()
         made._is_param = True  # as nn.Parameter does, without another view
+        vars(made).update(attributes_of(parameter))
         return made  # type: ignore[return-value]
 
     def without_numbers(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -226,6 +232,11 @@ class Shapes:
         with self.fake_mode:
             made = func(*args, **kwargs)
         return Absent(made, made.device, self) if isinstance(made, FakeTensor) else made
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes that someone has given a parameter, such as `no_weight_decay`."""
+    return {name: value for name, value in vars(parameter).items() if name not in _OWN_ATTRIBUTES}
 
 
 def _unobserved() -> AbstractContextManager[None]:

@@ -16,6 +16,8 @@ from ..dependency import ConfigError
 from .absent import storage_of
 from .observation import Event, Kind, Observation, Value, Version
 
+_IN_PLACE = "leave out the change in place"
+_FUNCTION = "call it inside a block"
 #: parameter -> the stages that need it
 Owners = dict[str, set[int]]
 
@@ -97,6 +99,10 @@ class Assignment:
                 takers = [stage_of[reader.index] for value in event.made for reader, _ in self._readers.get(value, ())]
                 wanted = [stage for stage in takers if stage is not None]
                 stage_of[event.index] = min(wanted) if wanted else stage_of[event.index]
+        for event in self._observation.events:
+            makers = [value.made for value, _ in event.reads if event.is_hook and value.made >= 0]
+            if makers:  # where the tensor was made its whole gradient comes together
+                stage_of[event.index] = stage_of[makers[0]]
         return stage_of
 
     def _switch(self, call: int) -> int:
@@ -105,16 +111,28 @@ class Assignment:
         first, end = calls[call].index + 1, calls[call + 1].index
         if stages[call] == stages[call + 1]:
             return end
-        # where a parameter's place is settled, its uses stay on that side
         for event in self._observation.events[first:end]:
+            if event.in_function and event.kind:  # what it is called with may cross, not what it computes
+                end = min(end, event.index)
+            # where a parameter's place is settled, its uses stay on that side
             if self._owners is not None and event.kind is Kind.BLOCKS and event.params:
                 settled = [self._owners.get(name, set()) for name in event.params]
                 if any(stages[call] in stages_of and stages[call + 1] not in stages_of for stages_of in settled):
                     first = event.index + 1
                 elif any(stages[call] not in stages_of for stages_of in settled):
                     end = min(end, event.index)
-        end = max(first, end)
-        return min(range(end, first - 1, -1), key=self._bytes_crossing)
+        places = [i for i in range(max(first, end), first - 1, -1) if not self._is_inside_checkpoint(i)]
+        if not places:
+            raise ConfigError(
+                f"model: a cut between {calls[call].where} and {calls[call + 1].where} would fall inside one call of "
+                f"torch.utils.checkpoint, which computes both again; call it for each block, or cut elsewhere"
+            )
+        return min(places, key=self._bytes_crossing)
+
+    def _is_inside_checkpoint(self, before: int) -> bool:
+        """Tell whether an event and the one before it belong to one call of `checkpoint`."""
+        events = self._observation.events
+        return 0 < events[before].checkpoint == events[before - 1].checkpoint
 
     def _bytes_crossing(self, before: int) -> int:
         """Return the size of the tensors that are made before an event and taken from it on."""
@@ -155,6 +173,10 @@ class Assignment:
                     continue
                 if value.made < 0:
                     raise self._refuse(value, "was there before and is written by a stage that others follow")
+                if value.made >= 0 and self._observation.events[value.made].in_function:
+                    raise self._refuse(
+                        value, "is made by an autograd.Function, whose backward runs on its own stage alone", _FUNCTION
+                    )
                 _, furthest = found.get((value, version), (made_on, made_on))
                 found[value, version] = made_on, max(furthest, taken_on)
         order = {value: i for i, value in enumerate(self._observation.values)}
@@ -194,9 +216,9 @@ class Assignment:
                     raise self._refuse(value, f"is written on stage {stage} while another view of it is used there")
                 role.copied.add(value)
 
-    def _refuse(self, value: Value, why: str) -> ConfigError:
+    def _refuse(self, value: Value, why: str, rather: str = _IN_PLACE) -> ConfigError:
         maker = self._observation.events[value.made].where if value.made >= 0 else "an input or a buffer of the model"
         return ConfigError(
             f"model: the tensor of shape {tuple(value.tensor.shape)} from {maker} {why}, so that it cannot cross the "
-            f"cut; leave out the change in place, or cut elsewhere"
+            f"cut; {rather}, or cut elsewhere"
         )

@@ -75,11 +75,20 @@ class Event:
     writes: set[int] = field(default_factory=set)
     #: draws random numbers: counted from 1 among those at its position
     random: int = 0
+    #: runs in the forward of an `autograd.Function`, whose backward stands for its own
+    in_function: bool = False
+    #: number of the call of `checkpoint` that will compute it again; 0: none
+    checkpoint: int = 0
 
     @property
     def is_block(self) -> bool:
         """Whether it is the call of a block."""
         return self.module is not None
+
+    @property
+    def is_hook(self) -> bool:
+        """Whether it hangs a hook on a tensor's gradient."""
+        return self.func is Tensor.register_hook
 
 
 @dataclass(eq=False, slots=True)

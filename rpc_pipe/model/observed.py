@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..dependency import ConfigError
 from ..dependency.garbage import uncollected
 from .absent import Absent
 from .assignment import Assignment, Owners
+from .attached import attach, refuse_hooks
 from .deferred import Deferred
 from .observation import Observation
 from .observer import observe_forward
@@ -118,6 +120,10 @@ class Observed:
         self.blocks = [_block(skeleton, event.module) for event in observation.calls if event.module is not None]
 
     @property
+    def _model(self) -> nn.Module:
+        return self._source if isinstance(self._source, nn.Module) else self._source.model
+
+    @property
     def num_blocks(self) -> int:
         """How many calls of blocks there are to cut between."""
         return len(self.blocks)
@@ -126,11 +132,14 @@ class Observed:
         """Check that the model can be cut so.
 
         Raises:
-            ConfigError: something would have to cross the cut that cannot.
+            ConfigError: something would have to cross the cut that cannot, or a hook would see a part of a gradient.
         """
         assignment = self._assigned(cut)
         for stage in range(len(cut)):
             assignment.role(stage)
+        parameters = dict(self._model.named_parameters())
+        for name, stages in self.shared(cut).items():
+            refuse_hooks(parameters[name], name, stages)
 
     def stages(self, cut: Sequence[range]) -> list[StageSpec]:
         """Return what the stages of a cut would be."""
@@ -180,13 +189,12 @@ class Observed:
         """
         device = torch.device(device)
         owners = self._owners(self._assigned(cut), len(cut))
-        model = self._source if isinstance(self._source, nn.Module) else self._source.model
         with uncollected():
-            skeleton = Skeleton(model, device)
+            skeleton = Skeleton(self._model, device)
         _without_caches(skeleton.module)
         skeleton.choose([skeleton.module.get_submodule(name) for name in self._block_names])
         own = {}
-        for name, parameter in model.named_parameters():
+        for name, parameter in self._model.named_parameters():
             if stage in owners[name]:
                 copy = copied or stage > min(owners[name])
                 own[name] = self._real(name, parameter, device, copied=copy, initialise=initialise)
@@ -228,7 +236,9 @@ class Observed:
         elif device == parameter.device and not copied:
             return parameter
         moved = tensor.to(device)
-        return nn.Parameter(moved.clone() if copied and moved is tensor else moved, parameter.requires_grad)
+        made = nn.Parameter(moved.clone() if copied and moved is tensor else moved, parameter.requires_grad)
+        attach(made, parameter)
+        return made
 
     def _owners(self, assignment: Assignment, num_stages: int) -> Owners:
         """Return the stages that hold each parameter; those that no forward uses are with the last."""
@@ -254,7 +264,9 @@ def _named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
         try:
             part = module.get_submodule(name)
         except AttributeError:
-            raise ConfigError(f"blocks {name!r}: the model has no module of this name") from None
+            known = [known for known, _ in module.named_modules() if known]
+            near = "".join(f"; the nearest is {each}" for each in get_close_matches(name, known, 1, 0.0))
+            raise ConfigError(f"blocks {name!r}: the model has no module of this name{near}") from None
         found += members(part) if isinstance(part, (nn.ModuleList, nn.Sequential)) else [part]
     return found
 
@@ -268,10 +280,12 @@ def _find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, A
     """
     chosen: list[nn.Module] = []
     observation: Observation | None = None
-    candidates = _with_parameters(members(skeleton.module)) or list(skeleton.module.children())
+    candidates = _with_parameters(members(skeleton.module)) or _children(skeleton.module)
+    tried: list[set[nn.Module]] = []
     if not candidates:
         raise ConfigError(f"model {type(skeleton.module).__name__}: has no parts to cut between")
-    while candidates != chosen:
+    while candidates != chosen and set(candidates) not in tried:
+        tried.append(set(candidates))
         skeleton.choose(list(dict.fromkeys(candidates)))
         try:
             finer = observe_forward(skeleton, args, kwargs)
@@ -314,10 +328,15 @@ def _beside(module: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
 
 def _parts(module: nn.Module) -> list[nn.Module]:
     """Return the children with parameters, those of lists in their place; the module, if it has none."""
+    return _with_parameters(_children(module)) or [module]
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """Return the children, those of lists and dicts in their place."""
     found: list[nn.Module] = []
     for child in module.children():
-        found += _parts(child) if isinstance(child, _CONTAINERS) else [child]
-    return _with_parameters(found) or [module]
+        found += _children(child) if isinstance(child, _CONTAINERS) else [child]
+    return found
 
 
 def _with_parameters(modules: Sequence[nn.Module]) -> list[nn.Module]:
@@ -325,6 +344,6 @@ def _with_parameters(modules: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _inside(block: nn.Module, among: int) -> list[nn.Module]:
-    inner = _with_parameters(members(block)) or (list(block.children()) if among == 1 else [])
+    inner = _with_parameters(members(block)) or (_children(block) if among == 1 else [])
     most = len(inner) > 1 and num_bytes(inner) >= 0.8 * num_bytes(block)
     return inner if most or (among == 1 and inner) else [block]

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path as File
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from ..dependency import ConfigError
 from ..dependency.garbage import uncollected
 from ..workers.compute.randomness import preserved
 from .absent import NEEDS_NUMBERS, Absent, OperatorMode, numbers, on_ones, on_shapes, storage_of, without_masks, written
+from .frames import caller, checkpoint_frame, in_function, is_of_model
 from .observation import Event, Kind, Observation, Part, Value
 from .skeleton import Skeleton
 from .trees import leaves, mapped, replaced, tensors
@@ -55,6 +57,8 @@ class Observer(TorchFunctionMode):
         #: storage -> the last event that wrote it and depends on more than fields
         self._writer: dict[int, Event] = {}
         self._randoms = 0
+        #: calls of `checkpoint`, by the ids of their frames, which live on so that no id is used again
+        self._checkpoints: dict[int, tuple[int, FrameType]] = {}
         self._ops = _Operators(self)
 
     # --- around the blocks
@@ -70,7 +74,7 @@ class Observer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        event = self._begin(func=func, where=_caller())
+        event = self._begin(func=func, where=caller(), in_function=in_function())
         for tensor in tensors((args, kwargs)):
             self.read(event, tensor)
         self._current = event
@@ -88,14 +92,16 @@ class Observer(TorchFunctionMode):
         return result
 
     def _begin(self, **what: Any) -> Event:
-        event = Event(len(self.events), len(self.calls), **what)
+        frame = checkpoint_frame()
+        group = 0 if frame is None else self._checkpoints.setdefault(id(frame), (len(self._checkpoints) + 1, frame))[0]
+        event = Event(len(self.events), len(self.calls), checkpoint=group, **what)
         self.events.append(event)
         return event
 
     def _end(self, event: Event, result: Any) -> None:
         event.parts.append(Part(result))
         found = list(tensors(result))
-        if not found and not event.writes:
+        if not found and not event.writes and not event.is_hook:
             # A question about a tensor, such as its shape: every stage may ask it of whatever stands there
             # (not all such answers must be the same for what arrived: is_leaf).
             mere_form = isinstance(result, bool) and any(self._kinds(event))
@@ -138,7 +144,8 @@ class Observer(TorchFunctionMode):
     def _block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         event = self._begin(module=module, where=self._skeleton.name_of(module))
         event.kind = Kind.BLOCKS
-        event.params = {self._params[id(parameter)] for parameter in module.parameters()}
+        # others stand in their place where torch.func.functional_call has put them
+        event.params = {self._params[id(p)] for p in module.parameters() if id(p) in self._params}
         parts: list[Part] = []
 
         def note(inner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -205,6 +212,9 @@ class Observer(TorchFunctionMode):
         if key in self._params or (key in self._buffers and storage_of(tensor) not in self._writer):
             return
         value = self.values.get(key)
+        if value is None and (maker := self._made_by.get(key)) is not None and maker.is_block and event is not None:
+            # What is written in place was a view of something that its block made, as of linear layers.
+            value = next((each for each in maker.made if storage_of(each.tensor) == storage_of(tensor)), None)
         if value is None:
             if key in self._made_by:
                 raise self._lost(tensor, self._made_by[key])
@@ -217,7 +227,7 @@ class Observer(TorchFunctionMode):
             event.reads.add((value, max(value.made, writer.index if writer else -1)))
 
     def _lost(self, tensor: Tensor, maker: Event | None) -> ConfigError:
-        what = f"a tensor of shape {tuple(tensor.shape)} that {_caller()} takes"
+        what = f"a tensor of shape {tuple(tensor.shape)} that {caller()} takes"
         if maker is not None and maker.is_block:
             return ConfigError(
                 f"model: {what} was made in block {maker.where} and left it otherwise than by its return value; "
@@ -317,18 +327,6 @@ def name_of(func: Any) -> str:
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
 
 
-_TORCH = str(File(torch.__file__).parent)
-_OWN = str(File(__file__).parent)
-
-
-def _caller() -> str:
-    """Return the file and line of the model that runs now."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith((_TORCH, _OWN)):
-        frame = frame.f_back
-    return f"{File(frame.f_code.co_filename).name}:{frame.f_lineno}"
-
-
 @uncollected()
 def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
     """Run the model once on shapes and return what it did; generators, buffers and inputs are left as they were.
@@ -336,6 +334,7 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     Raises:
         ConfigError: the model does something that stages could not do alike; the text names it.
     """
+    skeleton.refuse_hooks()
     given = mapped((tuple(args), dict(kwargs)), torch.clone)
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast of a weight is part of every operation that uses it
@@ -344,7 +343,8 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
         saving = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with preserved(skeleton.device), skeleton.without_numbers(), _eager(), _quiet(), saving:
             before = _python_generators()
-            observation = Observer(skeleton, given).run(*given)
+            # in dicts and lists of its own, which the model may take something out of
+            observation = Observer(skeleton, given).run(*mapped(given, lambda tensor: tensor))
             observation.draws_in_python = _python_generators() != before
             return observation
     except (ConfigError, KeyboardInterrupt):
@@ -358,7 +358,7 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
 def _raised(model: nn.Module, error: Exception) -> str:
     """Say what a forward raised, and where in the model."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith((_TORCH, _OWN))]
+    own = [frame for frame in frames if is_of_model(frame.filename)]
     where = f" at {File(own[-1].filename).name}:{own[-1].lineno}" if own else ""
     return (
         f"model {type(model).__name__}: its forward raised {type(error).__name__}{where} when it was run on shapes: "

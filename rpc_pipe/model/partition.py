@@ -15,6 +15,7 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
+from .attached import attach
 from .cut import cut
 from .ties import Ties, groups
 
@@ -178,16 +179,9 @@ def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = N
                 f"model: a {type(layer).__name__} cannot be copied for the second replica of its stage ({error}); "
                 "pass a callable that builds it"
             ) from error
-    # A deep copy leaves out what hangs on parameters: hooks, and attributes such as `no_weight_decay`.
     for parameter in dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()):
-        copied = memo[id(parameter)]
-        if copied is parameter:
-            continue
-        vars(copied).update(copy.deepcopy(vars(parameter), memo))
-        for hook in (parameter._backward_hooks or {}).values():
-            copied.register_hook(copy.deepcopy(hook, memo))
-        for hook in (parameter._post_accumulate_grad_hooks or {}).values():
-            copied.register_post_accumulate_grad_hook(copy.deepcopy(hook, memo))
+        if memo[id(parameter)] is not parameter:
+            attach(memo[id(parameter)], parameter, memo)
     return copies
 
 

@@ -12,10 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..dependency import ConfigError
-from ..workers.compute.recomputation import set_attributes
+from ..workers.compute.recomputation import Hooks, hooks_of, put_hooks_back, set_attributes
 from .absent import Absent, Shapes
 
 _LISTS = (nn.ModuleList, nn.Sequential)
@@ -50,13 +51,20 @@ class Skeleton:
                     f"let torch.compile(block) stand in the block's place instead"
                 )
         memo: dict[int, Any] = {}
-        for _, module in modules:
+        for name, module in modules:
             for parameter in module._parameters.values():
+                if is_lazy(parameter):
+                    raise ConfigError(
+                        f"model: {name or type(model).__name__} has a parameter whose shape is not known before the "
+                        f"first forward; run the model once on a batch before it is cut"
+                    )
                 if parameter is not None and id(parameter) not in memo:
                     memo[id(parameter)] = self.shapes.parameter_like(parameter, device)
             for value in vars(module).values():
                 if type(value) in (OrderedDict, set) and not value:  # of hooks: most of a deep copy's time
                     memo[id(value)] = type(value)()
+                elif isinstance(value, Tensor) and not value.is_leaf:  # computed anew by every forward: weight_norm
+                    memo[id(value)] = value.detach().clone()
         try:
             self.module: nn.Module = copy.deepcopy(model, memo)
         except (TypeError, RuntimeError) as error:
@@ -80,7 +88,8 @@ class Skeleton:
         self._names = {id(module): name for name, module in modules}
         self._fakes = dict(self.parameters)
         self.blocks: list[nn.Module] = []
-        self._forwards: list[Callable[..., Any]] = []
+        #: what stood where the blocks' calls are told: attribute, and what it was
+        self._forwards: list[tuple[str, Callable[..., Any] | None]] = []
         #: who runs a forward now; None: blocks run as they are
         self.run: Run | None = None
         #: modules that have been seen to change attributes of theirs in a forward
@@ -126,22 +135,37 @@ class Skeleton:
 
     def choose(self, blocks: Sequence[nn.Module]) -> None:
         """Let `blocks` be the modules that tell whoever runs the forward that they are called."""
-        for block, forward in zip(self.blocks, self._forwards, strict=True):
-            vars(block)["forward"] = forward
+        for block, (name, forward) in zip(self.blocks, self._forwards, strict=True):
+            vars(block)[name] = forward
         self.blocks = list(blocks)
-        self._forwards = [block.forward for block in blocks]
+        self._forwards = [("_compiled_call_impl", None) if _sees_ends(b) else ("forward", b.forward) for b in blocks]
         for block in self.blocks:
             self._wrap(block)
 
+    def refuse_hooks(self) -> None:
+        """Refuse modules around the blocks whose backward hooks would have to see what passes through several stages.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for module in self.module.modules():
+            if _sees_ends(module) and module not in self.blocks and any(m in self.blocks for m in module.modules()):
+                raise ConfigError(
+                    f"model: a backward hook of {self.name_of(module)} would have to see what goes into the first of "
+                    f"its blocks and comes out of the last; register it on a block, or on a module inside one"
+                )
+
     def _wrap(self, block: nn.Module) -> None:
-        forward = block.forward
+        # Backward hooks see what goes into a call and what comes out: they are inside of what is told.
+        name = "_compiled_call_impl" if _sees_ends(block) else "forward"
+        forward: Callable[..., Any] = block._call_impl if _sees_ends(block) else block.forward
 
         @wraps(forward)
         def told(*args: Any, **kwargs: Any) -> Any:
             # Without a run: backward computes a forward again, or the block is called inside another one.
             return forward(*args, **kwargs) if self.run is None else self.run.block(block, forward, args, kwargs)
 
-        vars(block)["forward"] = told  # a compiled module would hand an attribute on to the module inside
+        vars(block)[name] = told  # a compiled module would hand an attribute on to the module inside
 
     @contextmanager
     def inside_block(self, mode: TorchFunctionMode) -> Iterator[None]:
@@ -157,16 +181,26 @@ class Skeleton:
             self.run = run
 
 
-def attributes(modules: Iterable[nn.Module]) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Return the attributes that modules have now."""
-    return [(module, dict(vars(module))) for module in modules]
+def _sees_ends(module: nn.Module) -> bool:
+    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-def put_back(before: Iterable[tuple[nn.Module, dict[str, Any]]]) -> set[nn.Module]:
-    """Give modules the attributes that they had; return those that have changed them."""
+#: a module, and what its attributes and hooks are
+Held = tuple[nn.Module, dict[str, Any], list[Hooks]]
+
+
+def attributes(modules: Iterable[nn.Module]) -> list[Held]:
+    """Return the attributes and hooks that modules have now."""
+    return [(module, dict(vars(module)), hooks_of(module)) for module in modules]
+
+
+def put_back(before: Iterable[Held]) -> set[nn.Module]:
+    """Give modules the attributes and hooks that they had; return those that have changed them."""
     changed = set()
-    for module, held in before:
+    for module, held, hooks in before:
         now = vars(module)
+        if put_hooks_back(hooks):
+            changed.add(module)
         if len(now) != len(held) or any(name not in now or now[name] is not value for name, value in held.items()):
             set_attributes(module, held)
             changed.add(module)

@@ -95,7 +95,8 @@ class Stage:
         """
         device = self._skeleton.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        modes = torch.is_grad_enabled(), tuple([module.training for module in self._modules]), autocast
+        grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        modes = grad, tuple([module.training for module in self._modules]), autocast
         scripts = self._scripts_of((_signature((args, kwargs)), modes))
         departures: list[Departed] = []
         observed: list[Script] = []
@@ -183,9 +184,9 @@ class _Forward(TorchFunctionMode):
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Run the model's forward as far as this stage has a part in it."""
         script = self._script
-        if script.fields_written:
-            args, kwargs = mapped((tuple(args), kwargs), torch.clone)
-        fields = (tuple(args), kwargs)
+        # Dicts and lists of its own: a model may take something out of its batch, which other stages and backward need.
+        change = torch.clone if script.fields_written else lambda tensor: tensor
+        args, kwargs = fields = mapped((tuple(args), kwargs), change)
         self._now |= {key: at(fields, path) for path, key in script.fields}
         self._skeleton.run = self
         output = None

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from ..dependency import ConfigError
+from .attached import refuse_hooks
 
 
 class Ties:
@@ -25,13 +26,14 @@ class Ties:
         shared: parameters that several stages hold -> those stages.
 
     Raises:
-        ConfigError: a module that has buffers is in several stages.
+        ConfigError: a module that has buffers is in several stages, or a hook would see a part of a gradient.
     """
 
     def __init__(self, layers: Sequence[object], ranges: Sequence[range]) -> None:
         self.names: dict[str, str] = {}
         self.shared: dict[str, list[int]] = {}
         first: dict[int, str] = {}
+        parameters: dict[str, nn.Parameter] = {}
         held: dict[str, set[int]] = {}
         buffers: dict[int, tuple[int, int]] = {}
         for stage, i in ((stage, i) for stage, own in enumerate(ranges) for i in own):
@@ -40,6 +42,7 @@ class Ties:
                 continue
             for name, parameter in layer.named_parameters(f"{i}", remove_duplicate=False):
                 known = first.setdefault(id(parameter), name)
+                parameters[known] = parameter
                 held.setdefault(known, set()).add(stage)
                 if known != name:
                     self.names[name] = known
@@ -51,6 +54,8 @@ class Ties:
                         f"into stages {other_stage} and {stage}; choose a split that keeps them together"
                     )
         self.shared = {name: sorted(stages) for name, stages in held.items() if len(stages) > 1}
+        for name, stages in self.shared.items():
+            refuse_hooks(parameters[name], name, stages)
 
     def copied(self, stage: int, layers: Iterable[tuple[int, nn.Module]]) -> tuple[list[nn.Module], set[int]]:
         """Return the layers of a stage that hold what an earlier one trains too, and the ids of those parameters.

@@ -114,6 +114,8 @@ CASES = {
     "experts, by an attribute": (lambda: models.Experts("attribute"), [floats(2, 5, 8)], {}),
     "shared bias": (models.SharedBias, [floats(2, 5, 8)], {}),
     "in place": (models.InPlace, [floats(2, 8)], {}),
+    "a function of one's own": (models.OwnFunction, [floats(2, 8)], {}),
+    "a hook on a skip": (models.HookedSkip, [floats(2, 8)], {}),
     "no list": (models.NoList, [floats(2, 8)], {"y": floats(8)}),
     "images": (models.ImageNet, [floats(2, 3, 8, 8)], {}),
     "sequence": (lambda: nn.Sequential(*(nn.Linear(8, 8) for _ in range(5))), [floats(2, 8)], {}),

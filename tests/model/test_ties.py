@@ -101,3 +101,7 @@ def test_what_cannot_be_shared_across_a_cut_is_refused():
         trained(2, layers=[nn.Linear(8, 8), norm, nn.Tanh(), norm])
     with pytest.raises(ConfigError, match="stages 0, 1 share weights, but each updates its own at another time"):
         trained(2, layers=tied(), schedule="pipedream")
+    layers = tied()
+    layers[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
+    with pytest.raises(ConfigError, match=r"a hook of the gradient of 0\.weight would run on stages 0, 1, on a part"):
+        trained(2, layers=layers)

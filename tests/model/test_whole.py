@@ -197,96 +197,6 @@ def test_a_metric_takes_the_place_of_the_loss_where_the_output_is():
     )
 
 
-class BareParameters(nn.Module):
-    """Parameters and a buffer used around its only modules, one of them twice, and a skip past all of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = (nn.Parameter(0.3 * torch.randn(6, 6)) for _ in range(2))
-        self.register_buffer("constant", torch.randn(6))
-        self.lin0, self.lin1, self.lin2 = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = skip = x @ self.first
-        x = self.lin0(x.relu() + self.constant)
-        x = self.lin1((x @ self.second).relu())
-        x = self.lin2((x @ self.first).relu() + skip)
-        return x @ self.second
-
-
-class WithKeywords(nn.Module):
-    """Arguments by keyword, with a default, and None."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(6, 6) for _ in range(4)])
-
-    def forward(self, x: Tensor, y: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
-        for i, layer in enumerate(self.layers):
-            x = layer(x).relu() + (y if i == 2 and y is not None else 0)
-        return x * scale
-
-
-class SeveralOfEach(nn.Module):
-    """Blocks that take and return several values, None and numbers among them."""
-
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(6, 6), nn.Linear(6, 6)
-
-        def forward(self, x: Tensor, y: Tensor, nothing: None, count: int) -> tuple[Tensor, Tensor, None, int]:
-            return self.a(y).tanh(), self.b(x).tanh() + count, nothing, count + 1
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([self.Both() for _ in range(4)])
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        nothing, count = None, 0
-        for block in self.blocks:
-            x, y, nothing, count = block(x, y, nothing, count)
-        return {"sum": x + y, "product": x * y * count}
-
-
-class Unequal(nn.Module):
-    """Layers of different widths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        sizes = [6, 3, 12, 5, 9, 6]
-        self.layers = nn.ModuleList(map(nn.Linear, sizes, sizes[1:]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x).tanh()
-        return x
-
-
-#: (model, batch, split, whether sums have the same order)
-SCENARIOS = {
-    "bare parameters": (BareParameters, (floats(2, 6),), None, False),
-    "keywords": (WithKeywords, {"x": floats(2, 6), "y": floats(3, 6)[:2], "scale": 0.5}, None, True),
-    "a default": (WithKeywords, {"x": floats(2, 6)}, None, True),
-    "None by keyword": (WithKeywords, {"x": floats(2, 6), "y": None}, None, True),
-    "several of each": (SeveralOfEach, (floats(2, 6), floats(3, 6)[:2]), None, True),
-    "unequal layers": (Unequal, (floats(2, 6),), [1, 3, 1], True),
-}
-
-
-@pytest.mark.parametrize("scenario", SCENARIOS)
-def test_scenarios_of_torchs_own_pipelining(scenario):
-    make, batch, split, exactly = SCENARIOS[scenario]
-    model = made(make)
-    expected = copy.deepcopy(model)
-    pipe = Pipeline(model, whole_loss, optimizer=SGD, num_workers=3, num_microbatches=2, split=split)
-    args, kwargs = ((), batch) if isinstance(batch, dict) else (batch, {})
-    losses = [pipe.step(microbatches=[batch] * 2) for _ in range(2)]
-    expected_losses = plain(expected, [[(args, kwargs)] * 2] * 2)
-    assert losses == expected_losses if exactly else losses == pytest.approx(expected_losses, rel=1e-6)
-    assert_same_state(pipe, expected, exactly=exactly)
-
-
 class Counting(nn.Module):
     """Blocks that count their calls in attributes, and remember an output."""
 
@@ -367,23 +277,23 @@ class Answer:
 
 
 class TakesBatch(nn.Module):
-    """Takes a batch as one nested dict."""
+    """Takes a batch as one nested dict, and things out of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, batch: dict[str, Any], scale: float = 1.0) -> Answer:
-        x = batch["inputs"]["x"]
+        x, y = batch["inputs"].pop("x"), batch.pop("y", None)  # out of what is its own
         for layer in self.layers:
             x = layer(x).tanh() * scale
-        return Answer(x, nn.functional.mse_loss(x, batch["y"]) if "y" in batch else None)
+        return Answer(x, None if y is None else nn.functional.mse_loss(x, y))
 
 
 def test_a_nested_dict_goes_in_whole_and_a_dataclass_comes_out():
     model = made(TakesBatch)
     batch = {"inputs": {"x": floats(4, 4)}, "y": floats(4, 4)}
-    expected = model(batch)
+    expected = model(copy.deepcopy(batch))
     pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=3, num_microbatches=1)
     assert pipe.step(batch) == expected.loss.item()
     pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=3, num_microbatches=2, example=batch)
@@ -392,3 +302,60 @@ def test_a_nested_dict_goes_in_whole_and_a_dataclass_comes_out():
     torch.testing.assert_close(found.logits, expected.logits)
     with pytest.raises(ConfigError, match="leave labels out of the batch if it is a loss"):
         pipe.predict(batch)
+
+
+class Hooked(models.Nested):
+    """What hangs on parameters: a hook of a gradient, one of its sum, and an attribute by which groups are made."""
+
+    def __init__(self, of_sum: bool) -> None:
+        super().__init__()
+        self.stem.weight.no_decay = True
+        self.stages[0][0].up.weight.register_hook(lambda grad: grad / 2)
+        if of_sum:  # of two replicas, each has a sum of its own
+            self.stages[2][1].up.bias.register_post_accumulate_grad_hook(self._halve)
+
+    def _halve(self, parameter: Tensor) -> None:
+        parameter.grad.mul_(0.5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_what_hangs_on_parameters_hangs_on_copies_too(schedule):
+    """Hooks and attributes of parameters that a function made, or a second replica copied, were lost in silence."""
+    x, marked, make = floats(4, 6), [], partial(Hooked, schedule == "1f1b")
+
+    def optimizer(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        marked.extend(name for name, parameter in named if getattr(parameter, "no_decay", False))
+        return SGD(named)
+
+    pipe = Pipeline(
+        make, whole_loss, optimizer=optimizer, schedule=schedule, num_workers=2, num_microbatches=2, example=(x,)
+    )
+    assert set(marked) == {"stem.weight"}
+    expected = make()
+    expected.load_state_dict(pipe.state_dict())
+    losses = [pipe.step((x,)) for _ in range(2)]
+    assert losses == pytest.approx(plain(expected, [[((half,), {}) for half in x.tensor_split(2)]] * 2), rel=1e-6)
+    assert_same_state(pipe, expected, exactly=False)
+
+
+def test_a_hook_that_would_see_a_part_of_a_gradient_is_refused():
+    model = models.Tied()
+    model.embed.weight.register_hook(lambda grad: grad.clamp(-1, 1))
+    with pytest.raises(ConfigError, match=r"a hook of the gradient of embed\.weight would run on stages 0, 2,"):
+        Pipeline(model, optimizer=SGD, num_workers=3, num_microbatches=2, example=lm_batch())
+    Pipeline(model, optimizer=SGD, num_workers=1, num_microbatches=2, example=lm_batch())
+
+
+@pytest.mark.parametrize("case", ["no mask", "images"])
+def test_a_model_may_be_cut_by_an_evaluation_in_inference_mode(case):
+    """Copies of tied parameters and buffers were made in that mode too, and could not be trained afterwards."""
+    make, args, kwargs = CASES[case]
+    model = made(make)
+    expected = copy.deepcopy(model)
+    pipe = Pipeline(model, whole_loss, optimizer=SGD, num_workers=3, num_microbatches=2)
+    batches = [as_pipeline_takes_it(args, kwargs, model)] * 2
+    with torch.inference_mode():
+        pipe.evaluate(microbatches=batches, metric=lambda output, batch: 0.0)
+    losses = [pipe.step(microbatches=batches) for _ in range(2)]
+    assert losses == pytest.approx(plain(expected, [[(tuple(args), kwargs)] * 2] * 2), rel=1e-6)
+    assert_same_state(pipe, expected, exactly=case not in SUMMED_BY_STAGE)

@@ -241,6 +241,50 @@ class InPlace(nn.Module):
         return x, collected
 
 
+class Narrowed(torch.autograd.Function):
+    """A mean with a backward of its own, which is not that of what it computes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.mean(-1, keepdim=True).expand_as(x) * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * 3
+
+
+narrowed = Narrowed.apply
+
+
+class OwnFunction(nn.Module):
+    """An `autograd.Function` between the blocks, in which the fewest bytes would cross a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + narrowed(layer(x))
+        return x
+
+
+class HookedSkip(nn.Module):
+    """A hook that bounds a gradient which comes together from several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = skip = self.layers[0](x)
+        if x.requires_grad:
+            x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        for layer in self.layers[1:]:
+            x = layer(x).tanh() + skip
+        return x
+
+
 class NoList(nn.Module):
     """Children and no list."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
 
@@ -28,12 +28,16 @@ class World:
 
     Args:
         constant: tensors that need no copy, with their versions.
+        called: modules whose hooks count too: those that only stand there for other stages' are called as well.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], constant: Mapping[Tensor, int]) -> None:
-        self.modules = modules
+    def __init__(
+        self, modules: Sequence[nn.Module], constant: Mapping[Tensor, int], called: Sequence[nn.Module]
+    ) -> None:
+        self.modules, self.called = modules, called
         self._attributes = [(module, dict(vars(module))) for module in modules]
         self._buffers = [dict(module._buffers) for module in modules]
+        self._hooks = [hooks for module in called for hooks in hooks_of(module)]
         tensors = [
             tensor
             for held in (*(attributes for _, attributes in self._attributes), *self._buffers)
@@ -79,6 +83,8 @@ class World:
                     "it a buffer that is smaller or written always, or use a schedule that does not recompute"
                 )
         now = [(module, dict(vars(module))) for module, _ in self._attributes]
+        hooks = [hooks for module in self.called for hooks in hooks_of(module)]
+        put_hooks_back(self._hooks)
         for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
             set_attributes(module, self._copied(attributes) | {"_buffers": self._copied(buffers)})
         try:
@@ -86,6 +92,7 @@ class World:
         finally:
             for module, attributes in now:
                 set_attributes(module, attributes)
+            put_hooks_back(hooks)
 
     def put_back(self) -> None:
         """Make the modules hold what they held then."""
@@ -94,6 +101,7 @@ class World:
         for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
             set_attributes(module, attributes)
             module._buffers.update(buffers)
+        put_hooks_back(self._hooks)
 
     def _copied(self, held: Mapping[str, Any]) -> dict[str, Any]:
         return {k: self._copies.get(v, v) if isinstance(v, Tensor) else v for k, v in held.items()}
@@ -104,6 +112,25 @@ def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
     for name in vars(module).keys() - attributes.keys():
         del vars(module)[name]
     vars(module).update(attributes)
+
+
+#: a module's dict of hooks, and what was in it
+Hooks = tuple[dict[Any, Any], dict[Any, Any]]
+
+
+def hooks_of(module: nn.Module) -> list[Hooks]:
+    """Return the hooks of a module's calls: a first forward may register some, such as those that capture outputs."""
+    named = vars(module).items()
+    return [(hooks, dict(hooks)) for name, hooks in named if "_hooks" in name and isinstance(hooks, dict)]
+
+
+def put_hooks_back(before: Iterable[Hooks]) -> bool:
+    """Let these hooks be as they were, in the same dicts, which their handles know; return whether any were not."""
+    changed = [(hooks, held) for hooks, held in before if hooks.keys() != held.keys()]
+    for hooks, held in changed:
+        hooks.clear()
+        hooks.update(held)
+    return bool(changed)
 
 
 class Noted(NamedTuple):
@@ -118,10 +145,11 @@ class Recomputation:
 
     Args:
         modules: all that run in them.
+        called: those, and others that are called in them.
     """
 
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
+    def __init__(self, modules: Sequence[nn.Module], called: Sequence[nn.Module]) -> None:
+        self._modules, self._called = modules, called
         #: large tensors that forwards do not write, with their versions; None until it has been seen
         self._constant: dict[Tensor, int] | None = None
         #: modes -> modules that a step in training has changed
@@ -134,7 +162,8 @@ class Recomputation:
     def before_step(self) -> World:
         """Return what the modules hold now that forwards change: all, until that has been seen."""
         changing = self._changing.get(self._modes())
-        return World(self._modules if changing is None else changing, self._constant or {})
+        modules = (self._modules, self._called) if changing is None else (changing, changing)
+        return World(modules[0], self._constant or {}, modules[1])
 
     def after_step(self, before: World) -> None:
         """Take note of what a step in training has changed."""
@@ -144,7 +173,7 @@ class Recomputation:
 
     def now(self, before: World) -> World:
         """Return what the modules of another world hold now."""
-        return World(before.modules, self._constant or {})
+        return World(before.modules, self._constant or {}, before.called)
 
     def _note_constant(self, world: World) -> None:
         if self._constant is None:
@@ -155,7 +184,7 @@ class Recomputation:
 
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, Noted]:
         """Run `forward`; return its output, which has a graph, but nothing in it to go backward with."""
-        world = World(self._modules, self._constant or {})
+        world = World(self._modules, self._constant or {}, self._called)
         try:
             with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
                 tree = forward()

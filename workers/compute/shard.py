@@ -82,7 +82,7 @@ class Shard:
         self._inputs: dict[int, tuple[Callable[[], Tree], Noted]] = {}
         #: microbatch -> step, and what is left of its backward
         self._deferred: dict[int, tuple[int, Deferred]] = {}
-        self.recomputation = Recomputation(slice.own)
+        self.recomputation = Recomputation(slice.own, slice.modules)
         self._written_buffers = WrittenBuffers(slice.own)
         self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
 
