@@ -34,8 +34,8 @@ def main() -> None:
     print(f"loss {first:.3f}, then {loss:.3f}")
     state = pipe.state_dict()
     if state is not None:  # on worker 0
-        adapter = {name: tensor for name, tensor in state.items() if "lora_" in name}
-        print(f"{len(adapter)} tensors of the adapter, {sum(t.numel() for t in adapter.values()):,} numbers")
+        model.save_pretrained("adapter", state_dict=state)  # PeftModel.from_pretrained takes it back
+        print(f"adapter: {sum(t.numel() for name, t in state.items() if 'lora_' in name):,} numbers")
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@ from functools import partial
 import torch
 
 from ..launching import launcher_link as link
-from ..model.made import load
 from ..pipeline import Pipeline
+from .own_proof import seeded
 
 
 def main() -> None:
@@ -16,10 +16,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    made = load(options.model)
+    made = seeded(options.model, options.seed)  # all workers must draw the same batch
     optimizer = partial(torch.optim.AdamW, lr=options.lr)
-    pipe = Pipeline(made.model, made.loss_fn, optimizer=optimizer, num_microbatches=8, example=made.batch)
+    pipe = Pipeline(
+        made.model, made.loss_fn, optimizer=optimizer, num_microbatches=8, example=made.batch, seed=options.seed
+    )
     for step in range(options.steps):
         loss = pipe.step(made.batch)
         if pipe.worker == 0:

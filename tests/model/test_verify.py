@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.commands.run import run
+from rpc_pipe.demo.own_proof import seeded
 from rpc_pipe.dependency import ConfigError
 
 MODELS = """
+import random
 import sys
 sys.path.insert(0, {folder!r})
 import torch
@@ -24,6 +27,11 @@ from torch import nn
 def tied():
     ids = torch.randint(11, (5, 6))
     return models.Tied(dropout=0.2), {{"ids": ids, "labels": ids}}
+
+
+def drawn():
+    ids = torch.tensor([[random.randrange(11) for _ in range(6)] for _ in range(4)])
+    return models.Tied(), {{"ids": ids, "labels": ids}}
 
 
 def unet():
@@ -94,7 +102,7 @@ def test_a_model_of_the_users_trains_as_in_one_process(file, capsys, name, verdi
         (["{file}:tied", "--workers", "90"], "stages 90: the model has only"),
         (["{file}:missing"], "has no function 'missing'"),
         (["{file}x:tied"], "must be gpt, conv, mlp, or path/to/file.py:make"),
-        (["{file}:tied", "--blocks", "block"], "blocks 'block': the model has no module of this name"),
+        (["{file}:tied", "--blocks", "block"], "the model has no module of this name; the nearest is blocks"),
         (["{file}:tied", "--rows", "3"], "--rows: is of the built-in models"),
         (["--list-blocks"], "--list-blocks: is of a model of yours"),
     ],
@@ -126,7 +134,12 @@ def test_run_and_compare_take_the_same_model(file, capsys):
 
 
 def test_a_model_of_the_users_is_trained_by_run(file):
-    typed = ["run", "--model", f"{file}:tied", "--steps", "2", "--microbatches", "2", "--transport", "local", "--json"]
+    """Only torch's generator was alike in all processes: batches that others drew differed, and ended the run."""
+    typed = ["run", "--model", f"{file}:drawn", "--steps", "2", "--microbatches", "2", "--transport", "local", "--json"]
+    typed += ["--seed", "5"]
+    made = seeded(f"{file}:drawn", 5)
+    loss = made.model(**made.batch)["loss"].item()
     done = subprocess.run([sys.executable, "-m", "rpc_pipe", *typed], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2 and "step 2 of 2: loss" in done.stderr
+    assert float(re.search(r"step 1 of 2: loss (\S+)", done.stderr)[1]) == pytest.approx(loss, abs=1e-3)

@@ -75,7 +75,7 @@ def written(tmp_path_factory):
     return folder, path, losses, bits(pipe), drawn
 
 
-@pytest.mark.parametrize("num_workers, schedule", [(2, "zb-h1"), (3, "1f1b"), (1, "eager-1f1b"), (2, "interleaved")])
+@pytest.mark.parametrize("num_workers, schedule", [(2, "zb-h1"), (3, "zb-h2"), (1, "eager-1f1b"), (2, "interleaved")])
 def test_training_goes_on_as_if_nothing_had_been(written, num_workers, schedule):
     folder, path, losses, weights, drawn = written
     pipe = pipeline(num_workers, schedule)
