@@ -20,7 +20,7 @@ from ..model.made import Made, load
 from ..model.microbatches import Microbatches
 from ..model.partition import Partition
 from ..model.partition import replicas as copies_of
-from ..model.skeleton import attributes, put_back
+from ..model.skeleton import MARK, attributes, is_mark, put_back
 from ..model.trees import mapped
 from ..model.whole import Whole
 from ..pipeline import Pipeline
@@ -184,7 +184,9 @@ class Keyed(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._seed = seed
-        self._blocks = [model if not name else model.get_submodule(name) for name in dict.fromkeys(blocks)]
+        self._marked = MARK in blocks
+        names = [name for name in dict.fromkeys(blocks) if name != MARK]
+        self._blocks = [model if not name else model.get_submodule(name) for name in names]
         self._generators = [torch.default_generator]
         if device.type == "cuda":
             self._generators.append(torch.cuda.default_generators[device.index or 0])
@@ -225,14 +227,19 @@ class Keyed(TorchFunctionMode):
             result = forward(*args, **kwargs)
         finally:
             self._inside = False
+        self._advance()
+        return result
+
+    def _advance(self) -> None:
         self._position, self._number = self._position + 1, 0
         with torch._C.DisableTorchFunction():
             self._begin()
-        return result
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._inside:
             return func(*args, **(kwargs or {}))
+        if self._marked and is_mark(func):
+            return self._advance()
         self._seed(self._position, self._number + 1)
         before = [generator.get_state() for generator in self._generators]
         result = func(*args, **(kwargs or {}))

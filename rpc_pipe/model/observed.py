@@ -193,6 +193,7 @@ class Observed:
             skeleton = Skeleton(self._model, device)
         _without_caches(skeleton.module)
         skeleton.choose([skeleton.module.get_submodule(name) for name in self._block_names])
+        skeleton.marked = self._skeleton.marked
         own = {}
         for name, parameter in self._model.named_parameters():
             if stage in owners[name]:
@@ -302,6 +303,11 @@ def _find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, A
         candidates = _finer(skeleton.module, chosen, len(observation.calls), at_least)
     assert observation is not None
     skeleton.choose(chosen)
+    if len(observation.calls) < at_least:  # torch's own marks may say where else it can be cut
+        skeleton.marked = True
+        marked = observe_forward(skeleton, args, kwargs)
+        skeleton.marked = len(marked.calls) > len(observation.calls)
+        return marked if skeleton.marked else observation
     return observation
 
 

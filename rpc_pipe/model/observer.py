@@ -29,7 +29,7 @@ from ..workers.compute.randomness import preserved
 from .absent import NEEDS_NUMBERS, Absent, OperatorMode, numbers, on_ones, on_shapes, storage_of, without_masks, written
 from .frames import caller, checkpoint_frame, in_function, is_of_model
 from .observation import Event, Kind, Observation, Part, Value
-from .skeleton import Skeleton
+from .skeleton import Skeleton, is_mark
 from .trees import leaves, mapped, replaced, tensors
 
 _LARGE = 2**20
@@ -74,6 +74,8 @@ class Observer(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._skeleton.marked and is_mark(func):
+            return self._block(self._skeleton.mark, lambda: None, (), {})
         event = self._begin(func=func, where=caller(), in_function=in_function())
         for tensor in tensors((args, kwargs)):
             self.read(event, tensor)

@@ -20,6 +20,8 @@ from ..workers.compute.recomputation import Hooks, hooks_of, put_hooks_back, set
 from .absent import Absent, Shapes
 
 _LISTS = (nn.ModuleList, nn.Sequential)
+#: what a mark is called among the blocks
+MARK = "pipe_split()"
 
 
 class Run(Protocol):
@@ -90,6 +92,10 @@ class Skeleton:
         self.blocks: list[nn.Module] = []
         #: what stood where the blocks' calls are told: attribute, and what it was
         self._forwards: list[tuple[str, Callable[..., Any] | None]] = []
+        #: stands for a call of torch's `pipe_split()`, which counts as a block that does nothing if `marked`
+        self.mark = nn.Identity()
+        self.marked = False
+        self._names[id(self.mark)] = MARK
         #: who runs a forward now; None: blocks run as they are
         self.run: Run | None = None
         #: modules that have been seen to change attributes of theirs in a forward
@@ -179,6 +185,11 @@ class Skeleton:
         finally:
             TorchFunctionMode.__enter__(mode)
             self.run = run
+
+
+def is_mark(func: Any) -> bool:
+    """Tell whether a torch function is `torch.distributed.pipelining.pipe_split`."""
+    return getattr(func, "_qualified_op_name", "") == "pippy::_pipe_split"
 
 
 def _sees_ends(module: nn.Module) -> bool:

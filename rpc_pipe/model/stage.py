@@ -17,7 +17,7 @@ from .assignment import Owners
 from .observation import Part
 from .observer import name_of, observe_forward
 from .script import Departed, Script, Step, agrees
-from .skeleton import Skeleton, attributes, put_back
+from .skeleton import Skeleton, attributes, is_mark, put_back
 from .trees import Path, at, leaves, mapped, replaced, tensors
 
 #: (call of a block that comes next, number of the operation around the blocks; 0: the block): what is drawn next
@@ -223,8 +223,11 @@ class _Forward(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._over:  # contexts are being left
             return func(*args, **(kwargs or {}))
-        step = self._step(func)
-        if not step.runs:
+        is_block = self._skeleton.marked and is_mark(func)
+        step = self._step(self._skeleton.mark if is_block else func)
+        if is_block:
+            self._seed(step.position + 1, 0)
+        elif not step.runs:
             return self._stand_in(step)[0].tree
         if step.number:
             self._seed(step.position, step.number)

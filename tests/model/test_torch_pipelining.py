@@ -1,7 +1,7 @@
 """What torch's own pipelining is tested with, as it is: every model and scenario trains as in one process.
 
 After pytorch/test/distributed/pipelining: model_registry.py, test_pipe.py, test_unflatten.py, test_transformer.py and
-test_schedule_multiproc.py. The models keep the marks at which torch would split them; they mean nothing here.
+test_schedule_multiproc.py. The models keep the marks at which torch splits them; here they count where blocks are few.
 """
 
 from __future__ import annotations
@@ -228,6 +228,8 @@ X, Y = floats(4, 6), floats(5, 6)[:4]
 IMAGES, CONSTANT = floats(4, 2, 6, 6), floats(5, 2, 6, 6)[:4]
 SCENARIOS = {
     "skips and a parameter used twice": Scenario(BareParameters, (X, Y), exactly=False),
+    "marks beside few blocks": Scenario(BareParameters, (X, Y), 4, exactly=False),
+    "marks beside aliases": Scenario(Aliases, (X, Y), 3, exactly=False),
     "aliases": Scenario(Aliases, (X, Y), 2, exactly=False),
     "two inputs and no list": Scenario(Children, (X, Y), 4),
     "a keyword that nothing takes": Scenario(Listed, {"x": X, "unused": torch.zeros(1)}, 4, "gpipe"),
