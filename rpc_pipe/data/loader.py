@@ -20,7 +20,7 @@ from .bijection import Numbers
 from .order import Order
 from .reading import Reader, Share, Shares
 from .residency import chunk_memory, widest_window
-from .sizes import num_bytes
+from .sizes import num_bytes, told
 from .source import Source, Wanted
 
 #: of the memory, batches that are made ahead take this share at most
@@ -114,10 +114,10 @@ class Loader:
         return self._opened
 
     def _ordered(self, source: Source, room: int, window: int | None, lets_go: bool) -> Order:
-        widest = widest_window(source.num_bytes, room)
+        widest = widest_window(source.num_bytes, room, self._memory)
         if window is not None and not 1 <= window <= max(widest, 1):
             raise ConfigError(
-                f"window {window}: must be 1 to {widest} chunks, which is what {self._memory / 1e6:.0f} MB hold; "
+                f"window {window}: must be 1 to {widest} chunks, which is what {told(self._memory)} hold; "
                 "raise memory for more"
             )
         return Order(source.sizes, self.seed, window or widest, self._shuffle, lets_go)

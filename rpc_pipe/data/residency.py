@@ -15,6 +15,7 @@ import numpy as np
 from ..dependency import ConfigError, Stalled
 from .bijection import Numbers
 from .order import Epoch, Order
+from .sizes import told
 from .source import Busy, Chunk, Source
 
 #: chunks that are loaded at once
@@ -33,7 +34,7 @@ def chunk_memory(memory: int, batch_bytes: int) -> int:
     return int(_USED * memory) - batch_bytes
 
 
-def widest_window(num_bytes: Numbers, room: int) -> int:
+def widest_window(num_bytes: Numbers, room: int, memory: int) -> int:
     """Return how many chunks may take part in a block, so that they and the next one always fit into `room` bytes.
 
     Raises:
@@ -45,10 +46,11 @@ def widest_window(num_bytes: Numbers, room: int) -> int:
     spare = max(int(largest[0]), room // _AHEAD)
     window = int(np.searchsorted(np.cumsum(largest), room - spare, side="right"))
     if window < 1:
-        least = (2 * int(largest[0])) / _USED / 1e6
+        both = 2 * int(largest[0])
+        least = (both + max(memory * _USED - room, both / _AHEAD)) / _USED
         raise ConfigError(
-            f"memory: chunks have up to {largest[0] / 1e6:.1f} MB, and one must fit beside another: "
-            f"needs {least:.0f} MB and room for batches, or smaller chunks (chunk_bytes, smaller shards)"
+            f"memory {told(memory)}: chunks have up to {told(largest[0])}, and one must fit beside another and batches "
+            f"that are made ahead: needs {told(1.01 * least)}, or smaller chunks (chunk_bytes, smaller shards)"
         )
     return window
 

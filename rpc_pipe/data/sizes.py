@@ -6,6 +6,7 @@ import re
 
 from ..dependency import ConfigError
 
+_TOLD = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -23,3 +24,9 @@ def num_bytes(size: int | str, what: str = "memory") -> int:
     if value < 1:
         raise ConfigError(f"{what} {size!r}: must be a number of bytes above 0, such as 500MB, 2GB or 1.5GiB")
     return value
+
+
+def told(size: float) -> str:
+    """Return a number of bytes as errors show it, with three digits at least."""
+    unit, factor = next(((unit, factor) for unit, factor in _TOLD if size >= factor), ("bytes", 1))
+    return f"{size / factor:,.{0 if unit == 'bytes' else 2}f} {unit}"

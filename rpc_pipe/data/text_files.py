@@ -41,4 +41,6 @@ def text(
     folder = storage.folder.parent / "packed" / name
     with storage.alone(name):
         pack(source, folder, tokenizer=tokenizer, text_field=text_field, storage=storage)
-    return tokens(Path(folder), context, storage=storage)
+    made = tokens(Path(folder), context, storage=storage)
+    made.shards, made.stored_bytes = [file.name for file in files], sum(file.num_bytes for file in files)
+    return made

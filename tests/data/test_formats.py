@@ -119,6 +119,7 @@ def test_text_is_made_into_tokens_once(tmp_path):
     whole = "".join(line["text"] for line in lines).encode()
     inputs = torch.cat([batch[0] for batch in Loader(source, rows=4, epochs=1, shuffle=False)])
     assert bytes(inputs.flatten().tolist()) == whole[: (len(whole) - 1) // 8 * 8]
+    assert source.shards == ["a.jsonl"] and source.stored_bytes == (tmp_path / "a.jsonl").stat().st_size
     (packed,) = (tmp_path / "cache" / "packed").iterdir()
     before = (packed / "index.json").stat().st_mtime_ns
     assert text(tmp_path / "a.jsonl", 8, storage=storage).identity == source.identity

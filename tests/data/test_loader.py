@@ -90,7 +90,10 @@ def test_unshuffled_samples_come_as_they_are_stored(shards):
         ({"rows": 0}, "rows 0: must be a whole number, at least 1"),
         ({"replica": 2, "replicas": 2}, "replica 2 of 2"),
         ({"memory": "2 XB"}, "memory '2 XB': must be"),
-        ({"memory": 300}, "chunks have up to 0.0 MB, and one must fit beside another"),
+        (
+            {"memory": 300},
+            "memory 300 bytes: chunks have up to 82 bytes, and one must fit beside another .* needs 1.18 kB",
+        ),
         ({"memory": 1200, "window": 99, "rows": 1}, "window 99: must be 1 to"),
     ],
 )
