@@ -1,10 +1,11 @@
 """Random faults, one after the other: whether the first cause is named, how soon, and whether anything is left.
 
-    python bench/faults.py [--count 10] [--seed 0] [--transport zmq] [--only "kill; hang in optimizer"] [--list]
+    python bench/faults.py [--count 10] [--seed 0] [--transport zmq] [--only "kill in loss"] [--exec]
 
 Each fault hits a training of three workers: something in a worker's own code, wherever that is called, or a signal from
 outside. It counts as right if the block on the console names the worker and what happened, the exit code is not 0, and
-no process and no file is left in TMPDIR and in the folder of runs.
+no process and no file is left in TMPDIR and in the folder of runs. Launcher and workers are forks of a process that has
+imported torch; with --exec, and where a signal comes early, each is started as usual.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ if __package__ is None or __package__ == "":
 
 import psutil
 
+from bench.forked import Forked, prepare
 from rpc_pipe.tracing import run_folders
 
 _ROOT = Path(__file__).parents[1]
@@ -117,8 +119,8 @@ def _draw_call(place: str, draw: random.Random) -> int:
     return draw.randrange(2, 9) if place in _RARE else draw.randrange(5, 40)
 
 
-def inflict(what: str, draw: random.Random, transport: str) -> Outcome:
-    """Train, let a fault happen, and judge what is said and left."""
+def inflict(what: str, draw: random.Random, transport: str, *, anew: bool = False) -> Outcome:
+    """Train, let a fault happen, and judge what is said and left; `anew`: not in forks."""
     fault, _, place = what.partition(" in ")
     rank = 2 if place in ("loss", "metric") else draw.randrange(3)  # who has the last stage
     with tempfile.TemporaryDirectory() as folder:
@@ -129,9 +131,13 @@ def inflict(what: str, draw: random.Random, transport: str) -> Outcome:
         command += ["--", fault, place, str(rank), str(_draw_call(place, draw)), str(_STALL_S)]
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TMPDIR": str(temporary), "RPC_PIPE_LOGS": "off"}
         environment["RPC_PIPE_JOIN_TIMEOUT"] = str(_START_S)
-        launcher = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=_ROOT
-        )
+        launcher: subprocess.Popen[str] | Forked
+        if anew or "early" in what:
+            launcher = subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=_ROOT
+            )
+        else:
+            launcher = Forked(command, text=True, env=environment, cwd=_ROOT)
         lines, workers, seconds = _follow(launcher, what, rank, draw)
         code = launcher.wait()
         wrong = _wrong(what, rank, code, "".join(lines))
@@ -152,7 +158,7 @@ def inflict(what: str, draw: random.Random, transport: str) -> Outcome:
 
 
 def _follow(
-    launcher: subprocess.Popen[str], what: str, rank: int, draw: random.Random
+    launcher: subprocess.Popen[str] | Forked, what: str, rank: int, draw: random.Random
 ) -> tuple[list[str], list[psutil.Process], float]:
     """Read what the launcher says to its end; return it, the workers, and how long it took since the last step."""
     assert launcher.stdout is not None
@@ -166,12 +172,11 @@ def _follow(
         lines.append(line)
         if not re.search(r"\| step \d+$", line) or "early" in what:
             continue
-        last, workers = time.monotonic(), workers or psutil.Process(launcher.pid).children(recursive=True)
+        last, workers = time.monotonic(), workers or _in_order(psutil.Process(launcher.pid).children())
         if "step 5" not in line:
             continue
         if what in _FROM_OUTSIDE:
-            victim = next(w for w in workers if w.environ().get("RANK") == str(rank))
-            victim.send_signal(_FROM_OUTSIDE[what])
+            workers[rank].send_signal(_FROM_OUTSIDE[what])
         if what in _TO_LAUNCHER:
             if "stopped" in what:
                 workers[rank].send_signal(signal.SIGSTOP)
@@ -181,6 +186,11 @@ def _follow(
                 with suppress(ProcessLookupError):
                     launcher.send_signal(_TO_LAUNCHER[what])
     return lines, workers, time.monotonic() - last
+
+
+def _in_order(workers: list[psutil.Process]) -> list[psutil.Process]:
+    """Return the workers by rank, which is the order in which they were started."""
+    return sorted(workers, key=lambda worker: (worker.create_time(), worker.pid))
 
 
 def _is_zombie(process: psutil.Process) -> bool:
@@ -212,7 +222,9 @@ def main() -> None:
     parser.add_argument("--only", metavar="KINDS", help="some kinds, with semicolons")
     parser.add_argument("--list", action="store_true", help="list the kinds, and what must be said of each")
     parser.add_argument("--transport", choices=("rpc", "zmq"), default="zmq")
+    parser.add_argument("--exec", action="store_true", help="start every process as usual, not as a fork")
     options = parser.parse_args()
+    prepare()
     chosen = options.only.split("; ") if options.only else kinds()
     if options.list:
         sys.exit("\n".join(f"{what:32} {said_of(what)}" for what in chosen))
@@ -221,7 +233,7 @@ def main() -> None:
     outcomes = []
     for number in range(options.count):
         what = chosen[number % len(chosen)]
-        found = inflict(what, draw, options.transport)
+        found = inflict(what, draw, options.transport, anew=options.exec)
         outcomes.append(found)
         print(f"{what:32} {found.seconds:6.1f} s  {found.wrong or 'right'}", flush=True)
     right = sum(not outcome.wrong for outcome in outcomes)

@@ -10,34 +10,26 @@ Commands and their workers are forks of one process that has imported torch.
 from __future__ import annotations
 
 import argparse
-import atexit
 import os
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import IO, Any, NamedTuple
+from typing import NamedTuple
 
 if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
-
-import rpc_pipe.pipeline
 from bench import malformed_cases, malformed_code
+from bench.forked import end_with, prepare
 from bench.malformed_input import Case, given
-from rpc_pipe.commands.main import main as rpc_pipe_command
-from rpc_pipe.launching import worker_process
 
 _MOST_S, _MOST_MB, _KILL_S = 5.0, 500, 40.0
 _MOST_ADDRESSES = 2 * 2**30
@@ -76,51 +68,6 @@ class Outcome(NamedTuple):
         return "an endless error" if any(len(line) > 2000 for line in errors) else ""
 
 
-class Forked:
-    """A worker's process as `subprocess.Popen` would start it, but a fork that has imported everything."""
-
-    def __init__(self, command: list[str], *, env: Mapping[str, str], **_: Any) -> None:
-        read, write = os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            os.dup2(write, 1)
-            os.dup2(write, 2)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(number, signal.SIG_DFL)
-            os.environ.clear()
-            os.environ.update(env)
-            _end_with(command[3:])
-        os.close(write)
-        self.stdout: IO[bytes] = open(read, "rb")
-        self.returncode: int | None = None
-
-    def wait(self) -> int:
-        """Return the exit code once the process has ended."""
-        if self.returncode is None:
-            try:
-                self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-            except ChildProcessError:  # another thread was faster
-                time.sleep(0.1)
-        return self.returncode or 0
-
-
-def _end_with(argv: list[str]) -> None:
-    """Run a command and end this process with its exit code, as the interpreter would."""
-    code = 1
-    try:
-        code = rpc_pipe_command(argv)
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    threading._shutdown()  # type: ignore[attr-defined]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
-
-
 def run(typed: list[str], folder: Path, environment: Mapping[str, str]) -> Outcome:
     """Run a command in `folder`."""
     said = folder.with_suffix(".said")
@@ -155,7 +102,7 @@ def _be(typed: list[str], folder: Path, environment: Mapping[str, str], said: Pa
     os.chdir(folder)
     os.environ.update(environment)
     resource.setrlimit(resource.RLIMIT_AS, (_addresses() + _MOST_ADDRESSES,) * 2)
-    _end_with(typed)
+    end_with(typed)
 
 
 def _addresses() -> int:
@@ -184,12 +131,8 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(KINDS), help=f"some of {','.join(KINDS)}")
     parser.add_argument("--list", action="store_true", help="show every case and what was said")
     options = parser.parse_args()
-    vars(worker_process)["subprocess"] = SimpleNamespace(
-        Popen=Forked, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT
-    )
-    torch.set_num_threads(1)
+    prepare()
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-    assert rpc_pipe.pipeline
     kinds = options.only.split(",")
     codes: Counter[str] = Counter()
     wrong = 0

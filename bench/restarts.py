@@ -3,7 +3,8 @@
     python bench/restarts.py [--count 10] [--seed 0] [--transport zmq]
 
 Each run trains with dropout, momentum and data that are drawn anew in every step. A worker is killed (SIGKILL) at a
-random step, also while a checkpoint is written, some while they start again; the launcher starts the job again.
+random step, also while a checkpoint is written, some while they start again; the launcher starts the job again. All are
+forks of a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -14,13 +15,18 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
+if __package__ is None or __package__ == "":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import psutil
+
+from bench.forked import Forked, prepare
 
 _ROOT = Path(__file__).parents[1]
 _STEPS = 24
@@ -57,10 +63,7 @@ def train(kills: list[tuple[int, int, float]], transport: str, workers: int) -> 
         command += ["--transport", transport, "--max-restarts", "4", "--checkpoint-every", "3", "--save", str(weights)]
         command += ["--checkpoint-folder", str(folder / "checkpoints"), "--checkpoint-keep", "2"]
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), "RPC_PIPE_LOGS": "off"}
-        launcher = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=_ROOT
-        )
-        assert launcher.stdout is not None
+        launcher = Forked(command, text=True, env=environment, cwd=_ROOT)
         lines, left = [], list(kills)
         for line in launcher.stdout:
             lines.append(line)
@@ -77,12 +80,9 @@ def train(kills: list[tuple[int, int, float]], transport: str, workers: int) -> 
 
 
 def _kill(launcher: int, rank: int) -> None:
-    for worker in psutil.Process(launcher).children():
-        try:
-            if worker.environ().get("RANK") == str(rank):
-                worker.send_signal(signal.SIGKILL)
-        except psutil.Error:  # it has ended by itself
-            continue
+    with suppress(psutil.Error, IndexError):  # it has ended by itself
+        workers = psutil.Process(launcher).children()
+        sorted(workers, key=lambda worker: (worker.create_time(), worker.pid))[rank].send_signal(signal.SIGKILL)
 
 
 def main() -> None:
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="(2)")
     parser.add_argument("--transport", choices=("rpc", "zmq"), default="zmq")
     options = parser.parse_args()
+    prepare()
     draw = random.Random(options.seed)
     wanted, _, said = train([], options.transport, options.workers)
     if len(wanted) != 64:
