@@ -14,6 +14,7 @@ import argparse
 import os
 import random
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -123,9 +124,8 @@ def inflict(what: str, draw: random.Random, transport: str, *, anew: bool = Fals
     """Train, let a fault happen, and judge what is said and left; `anew`: not in forks."""
     fault, _, place = what.partition(" in ")
     rank = 2 if place in ("loss", "metric") else draw.randrange(3)  # who has the last stage
-    with tempfile.TemporaryDirectory() as folder:
-        temporary = Path(folder, "tmp")
-        temporary.mkdir()
+    temporary = Path(tempfile.mkdtemp())  # no TemporaryDirectory: what a fork inherits would remove it at its end
+    try:
         script = str(Path(__file__).with_name("faulty.py"))
         command = [sys.executable, "-m", "rpc_pipe", "run", script, "--workers", "3", "--transport", transport]
         command += ["--", fault, place, str(rank), str(_draw_call(place, draw)), str(_STALL_S)]
@@ -154,6 +154,8 @@ def inflict(what: str, draw: random.Random, transport: str, *, anew: bool = Fals
             wrong = f"files are left: {left}"
         if wrong:
             print("".join(lines[-40:]))
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
     return Outcome(wrong, seconds)
 
 

@@ -14,6 +14,7 @@ import hashlib
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import tempfile
@@ -55,8 +56,8 @@ def train(kills: list[tuple[int, int, float]], transport: str, workers: int) -> 
     Args:
         kills: step, worker, seconds after the step; the second one is for the workers of the second attempt.
     """
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    folder = Path(tempfile.mkdtemp())  # no TemporaryDirectory: what a fork inherits would remove it at its end
+    try:
         (folder / "train.py").write_text(_SCRIPT)
         weights = folder / "weights.safetensors"
         command = [sys.executable, "-m", "rpc_pipe", "run", str(folder / "train.py"), "--workers", str(workers)]
@@ -77,6 +78,8 @@ def train(kills: list[tuple[int, int, float]], transport: str, workers: int) -> 
         if code or not weights.exists():
             return f"exit code {code}", said.count("starting again"), said
         return hashlib.sha256(weights.read_bytes()).hexdigest(), said.count("starting again"), said
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _kill(launcher: int, rank: int) -> None:
