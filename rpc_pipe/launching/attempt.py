@@ -26,6 +26,8 @@ from .worker_process import Event, Events, WorkerProcess
 
 #: how long consequences wait for their cause
 _GRACE_S = 3.0
+#: and how long who was asked for something else than a worker that may just have died
+_DISAGREED_S = 1.0
 #: after how long it is told for whom the others wait at the start
 _JOIN_TOLD_S = 20.0
 #: how often the boards are looked at
@@ -63,6 +65,8 @@ class Attempt:
         self._ended: dict[int, int] = {}
         self._lines: dict[int, deque[str]] = {rank: deque(maxlen=LAST_LINES) for rank in range(num_processes)}
         self._cause: Cause | None = None
+        #: that workers were asked for different things, unless one of them has died
+        self._disagreement: Cause | None = None
         self._consequences: dict[int, str] = {}
         #: what is said if no cause turns up
         self._vague = ""
@@ -105,7 +109,8 @@ class Attempt:
                 self._look()
             if self._cause is not None:
                 return self._cause
-            if self._consequences and time.monotonic() > self._failed_at + _GRACE_S:
+            grace_s = _GRACE_S if self._disagreement is None else _DISAGREED_S
+            if self._consequences and time.monotonic() > self._failed_at + grace_s:
                 break
         return self._cause or self._without_cause()
 
@@ -167,7 +172,9 @@ class Attempt:
         return f"; {names} {'has' if len(missing) == 1 else 'have'} made no Pipeline so far"
 
     def _failed(self, rank: int, message: dict[str, Any]) -> None:
-        if message["consequence"]:
+        if message["consequence"] or message.get("disagreement"):
+            if not message["consequence"]:
+                self._disagreement = self._disagreement or Cause(f"worker {rank} failed", message["text"])
             self._follow_up(rank, message["text"])
         elif self._cause is None and message.get("stalled"):
             self._cause = self._who_stalls(message["text"])
@@ -197,6 +204,8 @@ class Attempt:
         if quiet and self._vague == _NO_CAUSE:
             live = self._view.lives.get(quiet[0], Live())
             return of_death(quiet[0], self._ended[quiet[0]], live, [], rpc=self._rpc, out_of_memory=False)
+        if self._disagreement is not None:
+            return self._disagreement
         return Cause(self._vague, "\n".join(self._consequences.values()), FAILED)
 
     def _follow_up(self, rank: int, text: str, vague: str = "") -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ..dependency import ConfigError, PeerLost, PipeError, ScheduleError, Stalled
+from ..dependency import ConfigError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled
 from ..tracing import run_folders
 from ..tracing.boards import Boards
 from ..tracing.ending import RUN_FAILED, RUN_STOPPED, Ending, tell_end
@@ -274,8 +274,8 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
         if isinstance(error.__cause__, ConfigError):  # found out only when the workers computed
             link.tell(kind="wrong input", text=str(error.__cause__))
             return WRONG_INPUT
-        lost, stalled = isinstance(error, PeerLost), isinstance(error, Stalled)
-        link.tell(kind="failure", consequence=lost, stalled=stalled, text=str(error))
+        kinds = {"consequence": PeerLost, "stalled": Stalled, "disagreement": Disagreement}
+        link.tell(kind="failure", text=str(error), **{name: isinstance(error, kind) for name, kind in kinds.items()})
         return FAILED
     except (KeyboardInterrupt, SystemExit) as error:
         well = isinstance(error, SystemExit) and error.code in (None, 0)

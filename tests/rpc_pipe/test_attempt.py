@@ -64,6 +64,19 @@ def test_who_ends_as_if_stopped_though_nobody_asked_is_the_cause():
     assert found._without_cause().text == "worker 1 ended with exit code 130 while starting up"
 
 
+@pytest.mark.parametrize("done", [True, False])
+def test_who_calls_nothing_more_has_died_or_ended_early(done):
+    """A worker that ended by os._exit before it had said anything was said to end its loop early."""
+    found = of(2)
+    found._take(Event("told", 0, {"kind": "failure", "consequence": False, "disagreement": True, "text": "early"}))
+    if done:
+        found._take(Event("told", 1, {"kind": "done"}))
+    found._take(Event("ended", 1, 0))
+    found._take(Event("ended", 0, 1))
+    death = "worker 1 ended with exit code 0 while starting up; it may call os._exit or sys.exit"
+    assert found.watch(lambda: None).text == ("early" if done else death)
+
+
 @pytest.mark.parametrize(
     "error, stopping, failure",
     [
