@@ -1,0 +1,164 @@
+"""What people write that no test had: each was refused, differed in silence or never ended."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_observed import assert_same, floats, in_turn, stages_of, uncut
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint_sequential
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.model.cut import cut
+from rpc_pipe.model.observed import observe
+
+
+def linears(count: int = 4) -> list[nn.Linear]:
+    return [nn.Linear(8, 8) for _ in range(count)]
+
+
+class Listed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(linears())
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x
+
+
+class Dicts(nn.Module):
+    """Blocks in a dict, parameters in a list and in a dict: the search for blocks went in a circle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(8)) for _ in range(4)])
+        self.biases = nn.ParameterDict({"last": nn.Parameter(torch.zeros(8))})
+        self.layers = nn.ModuleDict({f"number{i}": layer for i, layer in enumerate(linears())})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for scale, layer in zip(self.scales, self.layers.values(), strict=True):
+            x = layer(x * scale).relu()
+        return x + self.biases["last"]
+
+
+class Recurrent(nn.Module):
+    """Recurrent layers, which change shapes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.GRU(8, 4, batch_first=True, bidirectional=True) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x
+
+
+class Normed(Listed):
+    """Weights computed by every forward, which no deep copy takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.utils.weight_norm(layer) for layer in self.layers])
+
+
+class Generated(Listed):
+    """Blocks that are called with weights that another module has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = nn.Linear(3, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.made(torch.ones(3)).view(8, 8)
+        for layer in self.layers:
+            x = torch.func.functional_call(layer, {"weight": layer.weight + weight}, (x,)).tanh()
+        return x
+
+
+class InPlaceOnViews(Listed):
+    """What a linear layer makes of three dimensions is a view, which is then written."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            x = y.tanh()
+        return x
+
+
+class Hooked(Listed):
+    """Hooks of every kind on blocks; that of the second is where a stage ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0].register_forward_pre_hook(lambda module, args: (args[0] + 1,))
+        self.layers[1].register_full_backward_hook(lambda module, into, out: (into[0] / 2,))
+        self.layers[2].register_full_backward_pre_hook(lambda module, out: (out[0] / 4,))
+        self.layers[3].register_forward_hook(lambda module, args, output: output * 2)
+
+
+#: (model, shape of its input, how the names begin of what is summed by stage first)
+CASES = {
+    "dicts": (Dicts, (2, 8), ()),
+    "recurrent": (Recurrent, (2, 5, 8), ()),
+    "weights that forwards compute": (Normed, (2, 8), ()),
+    "weights that a module makes": (Generated, (2, 8), ("made",)),
+    "views in place": (InPlaceOnViews, (2, 3, 8), ()),
+    "hooks of blocks": (Hooked, (2, 8), ()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm")
+@pytest.mark.parametrize("case", CASES)
+def test_strange_models_are_as_uncut(case):
+    make, shape, summed = CASES[case]
+    torch.manual_seed(0)
+    model = make()
+    x = floats(*shape)
+    observed = observe(model, [x])
+    outcomes = [in_turn(stages_of(observed, count), x) for count in (1, 2, observed.num_blocks)]
+    expected = uncut(model, x)
+    names = {name for name in expected.grads if name.startswith(summed)} if summed else ()
+    for outcome in outcomes:
+        assert_same(outcome, expected, names)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*linears())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)
+
+
+def test_a_checkpoint_around_blocks_of_two_stages_is_refused():
+    """Its backward computed blocks of the other stage, which have no numbers."""
+    observed = observe(Checkpointed(), [floats(2, 8)])
+    observed.check(cut(4, 2))
+    with pytest.raises(
+        ConfigError, match=r"between layers\.0 and layers\.1 would fall inside one call of torch\.utils"
+    ):
+        observed.check(cut(4, 4))
+
+
+def hooked_whole() -> nn.Module:
+    model = Listed()
+    model.register_full_backward_hook(lambda module, into, out: None)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (hooked_whole, "a backward hook of Listed would have to see what goes into the first of its blocks"),
+        (lambda: nn.ModuleList([nn.LazyLinear(8)]), "0 has a parameter whose shape is not known before the first"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules")
+def test_what_no_stage_can_do_is_refused(make, says):
+    with pytest.raises(ConfigError, match=says):
+        observe(make(), [floats(2, 8)])
