@@ -139,7 +139,6 @@ class Pipeline(Weights):
         self._threads = None if job else WorkerThreads(self._actors)
         self.worker = workers[0]
         self._stopped = self._closed = False
-        self._grad_norm: float | None = None
         self._num_cut = 0
         self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, self.spec.elasticity > 0)
         randomness = Randomness(seed, self._actors[0].courier.device)
@@ -291,13 +290,13 @@ class Pipeline(Weights):
 
     @property
     def steps_done(self) -> int:
-        """Training steps that the weights have behind them."""
-        return self._actors[0].step
+        """Training steps that the weights have behind them; of a script that is resumed, those that it has made."""
+        return self._keeper.results.steps_done(self._actors[0].step)
 
     @property
     def grad_norm(self) -> float | None:
         """Norm of the gradients of the last step before they were clipped; None: they are not clipped."""
-        return self._grad_norm
+        return self._keeper.results.norm
 
     @property
     def actors(self) -> list[WorkerActor]:
@@ -374,8 +373,7 @@ class Pipeline(Weights):
         assert result.loss is not None
         self._stopped |= result.stop
         self._ending.told(result)
-        self._grad_norm = result.norm
-        self._keeper.results.note("step", result.loss, batch)
+        self._keeper.results.note("step", result.loss, batch, result.norm)
         self._keeper.after(self.steps_done, result.stop)
         return result.loss
 

@@ -37,7 +37,12 @@ class Weights:
         return None if parts is None else merged(parts, self.partition.place_of)
 
     def save(self, path: str | Path) -> None:
-        """Write the whole model as one safetensors file, from worker 0; complete or not at all."""
+        """Write the whole model as one safetensors file, from worker 0; complete or not at all.
+
+        A script that is resumed has written it already where its calls are answered.
+        """
+        if self._keeper.results.behind:
+            return
         state = self.state_dict()
         if state is not None:
             save_whole(state, path)
@@ -119,6 +124,8 @@ class Weights:
         Raises:
             ConfigError: it cannot be written, or has a file that would be read in its place.
         """
+        if self._keeper.results.behind:
+            return
         self._keeper.save_pretrained(Path(folder))
 
     @property

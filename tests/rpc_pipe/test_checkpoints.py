@@ -100,7 +100,8 @@ def test_a_script_that_knows_nothing_of_checkpoints_is_told_what_it_was_told(tmp
     def script(pipe, stop=99):
         told = []
         for batch in BATCHES[:5]:
-            told += [pipe.step(batch), pipe.evaluate(BATCHES[0])]
+            told += [pipe.step(batch), pipe.grad_norm, pipe.steps_done, pipe.evaluate(BATCHES[0])]
+            pipe.save(tmp_path / f"{len(told)}.safetensors")
             if len(told) == stop:
                 break
         return told
@@ -108,12 +109,14 @@ def test_a_script_that_knows_nothing_of_checkpoints_is_told_what_it_was_told(tmp
     undisturbed = script(pipeline(2))
     pipe = pipeline(3)
     pipe.checkpoint_every(2, tmp_path, keep=1)
-    script(pipe, stop=8)
+    script(pipe, stop=16)
     pipe.close()
+    first = (tmp_path / "4.safetensors").read_bytes()
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000004"]
     pipe = pipeline(1)
     pipe.resume(tmp_path)
     assert script(pipe) == undisturbed
+    assert (tmp_path / "4.safetensors").read_bytes() == first, "weights of then, not of the checkpoint"
     pipe = pipeline(2)
     pipe.resume(tmp_path)
     with pytest.raises(ConfigError, match="call 1 of the script is step, and was evaluate"):
