@@ -29,7 +29,8 @@ class Resumption:
 
     def __init__(self, past: Tensor | None = None, batch: str = "") -> None:
         #: which call it was, loss, norm of the gradients or nan
-        self._told = [] if past is None else [(int(kind), loss, norm) for kind, loss, norm in past.tolist()]
+        told = [] if past is None else past.tolist()
+        self._told: list[tuple[int, float, float]] = [(int(kind), loss, norm) for kind, loss, norm in told]
         self.batch = batch
         self.norm: float | None = None
         for kind, _, norm in self._told:
