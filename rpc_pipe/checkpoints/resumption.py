@@ -28,8 +28,8 @@ class Resumption:
     """
 
     def __init__(self, past: Tensor | None = None, batch: str = "") -> None:
-        #: which call it was, loss, norm of the gradients or nan
         told = [] if past is None else past.tolist()
+        #: which call it was, loss, norm of the gradients or nan
         self._told: list[tuple[int, float, float]] = [(int(kind), loss, norm) for kind, loss, norm in told]
         self.batch = batch
         self.norm: float | None = None
