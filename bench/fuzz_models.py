@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.fuzz_operations import OPERATIONS, Calls, linear
+from bench.fuzz_layers import Calls, linear
+from bench.fuzz_operations import OPERATIONS
 from rpc_pipe.workers.transport.payload import Tree, tensors_of
 
 Pair = namedtuple("Pair", "left right")
@@ -75,12 +76,12 @@ def _real(tensor: Tensor) -> Tensor:
     """Return numbers that a layer can compute with; the tensor itself if it has such."""
     if tensor.is_complex():
         return tensor.real + tensor.imag
-    return tensor if tensor.is_floating_point() else tensor.float()
+    return tensor if tensor.is_floating_point() else tensor.to(torch.get_default_dtype())
 
 
 def _fit(x: Tensor, module: nn.Module) -> Tensor:
-    x = _real(x)
-    return x if x.dtype == torch.float32 or isinstance(module, Calls) else x.float()
+    x, usual = _real(x), torch.get_default_dtype()
+    return x if x.dtype == usual or isinstance(module, Calls) else x.to(usual)
 
 
 class Made:
@@ -146,6 +147,8 @@ def written(output: Tree, target: Tensor) -> Tensor:
 
 
 LOSSES = (mean, mean, everything, summed, masked, noisy, classes, of_one_number, written)
+#: those that give a mean, and draw nothing
+MEANS = (mean, everything, classes, of_one_number, written)
 
 
 class Unsplit(nn.Module):
@@ -168,5 +171,5 @@ class Unsplit(nn.Module):
                 x = x + start
             if self.draws and number % 2:
                 x = functional.dropout(x, 0.2, self.training)
-        out: Tensor = self.head(x.float())
+        out: Tensor = self.head(x.to(torch.get_default_dtype()))
         return out

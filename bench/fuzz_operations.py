@@ -3,343 +3,49 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
-
-WIDTH = 8
-
-
-def linear() -> nn.Linear:
-    return nn.Linear(WIDTH, WIDTH)
-
-
-class Calls(nn.Module):
-    """Calls a function, which keeps nothing."""
-
-    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.function(x)
-
-
-class Shaped(nn.Module):
-    """Calls a module with rows of another shape."""
-
-    def __init__(self, module: nn.Module, *shape: int) -> None:
-        super().__init__()
-        self.module, self.shape = module, shape
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.module(x.reshape(len(x), *self.shape))
-        return (y[0] if isinstance(y, tuple) else y).reshape(len(x), -1)
-
-
-class Average(nn.Module):
-    """Depends on a moving average, a counter in a buffer, one in an attribute, and a buffer that it replaces."""
-
-    mean: Tensor
-    count: Tensor
-    last: Tensor
-
-    def __init__(self, quietly: bool, persistent: bool) -> None:
-        super().__init__()
-        self.quietly = quietly
-        self.register_buffer("mean", torch.zeros(WIDTH), persistent=persistent)
-        self.register_buffer("count", torch.tensor(0))
-        self.register_buffer("last", torch.zeros(WIDTH))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = (x - self.mean - self.last) * (1 + int(self.count) % 3) / (1 + self.calls % 2)
-        if self.training:
-            with torch.no_grad():
-                (self.mean.data if self.quietly else self.mean).lerp_(x.detach().mean(0).to(self.mean.dtype), 0.1)
-            self.count.add_(1)
-            self.calls += 1
-            self.last = (x.detach()[0] / 2).to(torch.float32)
-        return y
-
-
-class QuietScale(nn.Module):
-    """Scales by a buffer that it has just written, so that autograd does not see it."""
-
-    scale: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("scale", torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.scale.data.lerp_(1 + x.detach().abs().mean(0).to(self.scale.dtype), 0.1)
-        return x * self.scale
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
-        super().__init__()
-        self.inner, self.reentrant = inner, reentrant
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
-
-
-class Complex(nn.Module):
-    def __init__(self, conjugate: bool) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.cfloat) / 4)
-        self.conjugate = conjugate
-
-    def forward(self, x: Tensor) -> Tensor:
-        z = x.to(torch.cfloat) @ self.weight
-        z = z / (1 + z.abs())
-        return z.conj() if self.conjugate else torch.view_as_real(z).sum(-1)
-
-
-class Embedded(nn.Module):
-    """Looks rows up by what comes in, with sparse or dense gradients."""
-
-    def __init__(self, table: nn.Module) -> None:
-        super().__init__()
-        self.table = table
-
-    def forward(self, x: Tensor) -> Tensor:
-        ids = x.detach().argsort(1)[:, :3]
-        rows = self.table(ids)
-        return x + (rows if rows.dim() == 2 else rows.sum(1))
-
-
-class Hooked(nn.Module):
-    """Hooks of parameters, tensors and modules, before and after."""
-
-    accumulated: Tensor
-
-    def __init__(self, chosen: Sequence[str]) -> None:
-        super().__init__()
-        self.linear, self.norm, self.chosen = linear(), nn.LayerNorm(WIDTH), chosen
-        self.register_buffer("accumulated", torch.tensor(0))
-        self.seen = 0
-        weight = self.linear.weight
-        if "parameter" in chosen:
-            weight.register_hook(self._clamped)
-        if "accumulated" in chosen:
-            self.linear.bias.register_post_accumulate_grad_hook(self._count)
-        if "module" in chosen:
-            self.norm.register_full_backward_hook(self._doubled)
-        if "before" in chosen:
-            self.norm.register_full_backward_pre_hook(self._halved)
-        if "forward" in chosen:
-            self.linear.register_forward_hook(self._seen)
-            self.linear.register_forward_pre_hook(self._changed)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        if "tensor" in self.chosen and y.requires_grad:
-            y.register_hook(self._tripled)
-            if "retained" in self.chosen:
-                y.retain_grad()
-        if "node" in self.chosen and y.grad_fn is not None:
-            y.grad_fn.register_prehook(self._node)
-        return self.norm(y)
-
-    def _clamped(self, grad: Tensor) -> Tensor:
-        return grad.clamp(-0.01, 0.01)
-
-    def _tripled(self, grad: Tensor) -> Tensor:
-        return grad * 3
-
-    def _node(self, grads: Any) -> Any:
-        return tuple(None if grad is None else grad * 0.5 for grad in grads)
-
-    def _doubled(self, module: nn.Module, grads: Any, outputs: Any) -> Any:
-        return (None if grads[0] is None else grads[0] * 2,)
-
-    def _halved(self, module: nn.Module, outputs: Any) -> Any:
-        return tuple(None if grad is None else grad / 2 for grad in outputs)
-
-    def _count(self, parameter: Tensor) -> None:
-        self.accumulated.add_(1)
-
-    def _seen(self, module: nn.Module, args: Any, output: Tensor) -> Tensor:
-        self.seen += self.training
-        return output * 0.9
-
-    def _changed(self, module: nn.Module, args: Any) -> Any:
-        return (args[0] + 0.1,)
-
-
-class Penalty(nn.Module):
-    """Forward asks for a gradient itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            y = self.linear(x).tanh()
-            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y + grad
-
-
-class Twice(nn.Module):
-    """One layer is used twice, and its weight once more by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(self.linear(x).tanh())
-        return y + functional.linear(x, self.linear.weight.T) + self.linear.weight.diagonal()
-
-
-class Sometimes(nn.Module):
-    """Stochastic depth: a layer that some microbatches leave out, and one that none uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.unused = linear(), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training and torch.rand(()) < 0.5:
-            return x
-        return x + self.linear(x) / 2 if float(x.detach().sum()) > 0 else self.linear(x)
-
-
-class Straight(torch.autograd.Function):
-    """Rounds, and lets the gradient through."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return (x * weight * 8).round() / 8
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        return grad * weight, (grad * x).sum(0)
-
-
-class Rounded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Straight.apply(x, self.weight.to(x.dtype))
-        return out
-
-
-class Noise(nn.Module):
-    """Draws whether it trains or not, and in backward too."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x + torch.randn_like(x) / 8
-        if y.requires_grad:
-            y.register_hook(self._noisy)
-        return y
-
-    def _noisy(self, grad: Tensor) -> Tensor:
-        return grad + 0 * grad
-
-
-class Cast(nn.Module):
-    def __init__(self, dtype: torch.dtype, back: bool) -> None:
-        super().__init__()
-        self.kind, self.back = dtype, back
-        self.linear = linear().to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x.to(self.kind))
-        return y.to(torch.float32) if self.back else y
-
-
-class Written(nn.Module):
-    """Everything that can be is written in place, the input first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.sub_(x.detach().mean(0))
-        x[:, :2].mul_(0.5)
-        x[:, ::3] += 1
-        y = self.linear(functional.relu(x, inplace=True))
-        y += 1
-        return y.mul_(self.linear.bias)
-
-
-class Handle(nn.Module):
-    """Adds a detached branch, and one without gradients."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.near, self.far = linear(), linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            far = self.far(x)
-        return self.near(x).tanh() + self.near(x.detach()) + far
-
-
-class Multiplied(nn.Module):
-    """A parametrization of its own, of a weight that another parameter makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.zeros(1))
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * self.scale.exp()
-
-
-def parametrized() -> nn.Module:
-    layer = linear()
-    nn.utils.parametrize.register_parametrization(layer, "weight", Multiplied())
-    return layer
-
-
-def frozen() -> nn.Module:
-    layer = nn.Sequential(linear(), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH))
-    return layer.requires_grad_(False).eval()
-
-
-def half_frozen() -> nn.Module:
-    layer = linear()
-    layer.weight.requires_grad_(False)
-    return layer
-
-
-class Both(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(x, x)
-        return out
-
-
-class Lazily(nn.Module):
-    """Makes what it needs in its first forward, as caches of positions do."""
-
-    table: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.table is None:
-            self.table = torch.linspace(0, 1, WIDTH)
-        return x + self.table
-
+from torch import nn
+
+from bench.fuzz_layers import (
+    WIDTH,
+    Average,
+    Both,
+    Calls,
+    Cast,
+    Checkpointed,
+    Complex,
+    Embedded,
+    Handle,
+    Hooked,
+    Lazily,
+    Noise,
+    Penalty,
+    QuietScale,
+    Rounded,
+    Shaped,
+    Sometimes,
+    Twice,
+    Written,
+    frozen,
+    half_frozen,
+    linear,
+    parametrized,
+)
+from bench.fuzz_strange import (
+    Attended,
+    Bounded,
+    Codebook,
+    Counter,
+    Depth,
+    InLists,
+    OfGradients,
+    OwnForward,
+    OwnGenerator,
+    Swapped,
+    scripted,
+)
 
 OPERATIONS: dict[str, Callable[[random.Random], nn.Module]] = {
     "linear": lambda draw: linear(),
@@ -407,4 +113,16 @@ OPERATIONS: dict[str, Callable[[random.Random], nn.Module]] = {
     "func": lambda draw: Calls(lambda x: torch.func.vmap(lambda row: row.softmax(0) * row)(x)),
     "lazy": lambda draw: Lazily(),
     "none": lambda draw: nn.Identity(),
+    "depth": lambda draw: Depth(),
+    "bounded": lambda draw: Bounded(draw.random() < 0.5),
+    "codebook": lambda draw: Codebook(draw.random() < 0.5),
+    "in lists": lambda draw: InLists(draw.random() < 0.4),
+    "own forward": lambda draw: OwnForward(),
+    "counter": lambda draw: Counter(),
+    "own generator": lambda draw: OwnGenerator(),
+    "swapped": lambda draw: Swapped(),
+    "of gradients": lambda draw: OfGradients(),
+    "masked attention": lambda draw: Attended(),
+    "lazy linear": lambda draw: nn.LazyLinear(WIDTH),
+    "scripted": lambda draw: scripted(),
 }

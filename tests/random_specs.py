@@ -8,6 +8,8 @@ from functools import cached_property
 
 from rpc_pipe.dependency import Action, B, F, I, R, Spec, W, entries
 from rpc_pipe.dependency.unroll import all_actions
+from rpc_pipe.schedules.pipedream import PipeDream
+from rpc_pipe.schedules.pipedream_2bw import PipeDream2BW
 
 
 class RandomSpec(Spec):
@@ -146,6 +148,26 @@ class RandomProgram(RandomSpec):
         return listed
 
 
+class RandomLags(PipeDream):
+    """PipeDream whose stages use weights that are newer or older than its own by drawn numbers of updates."""
+
+    seed: int = 0
+
+    def version(self, stage: int, microbatch: int) -> int:
+        lag = random.Random(f"{self.seed} {stage}").choice([-1, 0, 0, 0, 1, 3])
+        return max(0, microbatch + 1 - max(1, self.in_flight(stage) + lag))
+
+
+class RandomStepLags(PipeDream2BW):
+    """PipeDream-2BW whose stages use weights that are drawn numbers of steps old."""
+
+    seed: int = 0
+
+    def version(self, stage: int, microbatch: int) -> int:
+        lag = random.Random(f"{self.seed} {stage}").choice([0, 1, 1, 1, 2, 3])
+        return max(0, microbatch // self.num_microbatches - lag)
+
+
 def _by_microbatch(action: Action) -> tuple[bool, int, int]:
     return action.kind is F, action.microbatch, -action.stage
 
@@ -154,3 +176,11 @@ def random_spec(seed: int) -> RandomSpec:
     rng = random.Random(f"spec {seed}")
     cls = rng.choice([RandomSpec, RandomSlots, RandomSlots, RandomProgram])
     return cls(num_workers=rng.randint(1, 4), num_microbatches=rng.randint(1, 9), seed=seed)
+
+
+def random_stream(seed: int) -> Spec:
+    rng = random.Random(f"stream {seed}")
+    cls: type[RandomLags] | type[RandomStepLags] = rng.choice([RandomLags, RandomStepLags])
+    workers = rng.randint(1, 4)
+    window = rng.choice([None, None, workers + rng.randint(0, 3)])
+    return cls(num_workers=workers, num_microbatches=rng.randint(1, 6), window=window, seed=seed)
