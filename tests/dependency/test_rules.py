@@ -1,0 +1,89 @@
+"""Rules that a check before them usually catches, and those of files and kinds: each says what is wrong."""
+
+import re
+
+import pytest
+from test_asynchronous import broken as stream
+from test_asynchronous import far
+from test_check import Listed
+
+from rpc_pipe.dependency import ConfigError, F, Kind, Part, ScheduleError, Spec, U, check_all, entries, files
+from rpc_pipe.dependency.memory import Memory
+from rpc_pipe.dependency.unroll import unroll
+from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.schedules import PipeDream2BW
+
+
+class Nowhere(Spec):
+    def after(self, a):
+        return [F(0, 9)] if a == F(0, 1) else []
+
+
+class Crossed(Spec):
+    """Two routes; each stage lists the update of its first replica for both."""
+
+    num_routes = 2
+    synchronous = False
+
+    def place(self, stage, route):
+        return (stage + route) % 2
+
+    def updates(self, stage, route):
+        return [U(stage, 0)]
+
+    def slot(self, a):
+        return 2 * a.microbatch + (a.stage if a.kind is F else 2 * self.num_stages - 1 - a.stage)
+
+
+@pytest.mark.parametrize(
+    "looks, says",
+    [
+        (lambda: unroll(Nowhere(num_workers=2, num_microbatches=2)), "0F1 needs 0F9, which no worker runs"),
+        (
+            lambda: Memory(Listed(num_workers=2, num_microbatches=2, mistake="order"), entries).at_any_timing(
+                0, lambda lives: False
+            ),
+            "0B0, 1B1 can never be run: each waits for another",
+        ),
+        (
+            lambda: Part(spec := stream(PipeDream2BW, after=far), 0, entries(spec, 0)),
+            "0F0 needs 1F0 of 1 steps before, which worker 0 does not run",
+        ),
+        (
+            lambda: check_all(Crossed(num_workers=2, num_microbatches=4)),
+            "updates(1, 1) gives 1U0, which is placed on worker 1: the replica is on worker 0",
+        ),
+    ],
+    ids=["unroll", "memory", "part", "updates"],
+)
+def test_what_cannot_be_run_is_named_wherever_it_is_met(looks, says):
+    with pytest.raises(ScheduleError, match=re.escape(says)):
+        looks()
+
+
+@pytest.mark.parametrize("letter", ["F", "f", "FF", ""])
+def test_a_kind_has_a_letter_of_its_own(letter):
+    with pytest.raises(ValueError, match=f"kind '{letter}': must be a capital letter; taken are F, B, I"):
+        Kind(letter, "forward")
+
+
+@pytest.mark.parametrize(
+    "schedule, says",
+    [
+        ("gpipe-recompute", "recompute: schedule GPipeRecompute recomputes by itself; leave it out"),
+        ("pipedream", "recompute: schedule PipeDream lets steps overlap; only synchronous ones recompute"),
+    ],
+)
+def test_what_cannot_recompute_says_so(schedule, says):
+    with pytest.raises(ConfigError, match=says):
+        make_spec(schedule, 2, 4, {"recompute": "all"})
+
+
+def test_files_that_are_too_large_are_not_read(tmp_path, monkeypatch):
+    large = tmp_path / "large.py"
+    large.write_text("raise SystemExit  # nobody runs this")
+    with pytest.raises(ConfigError, match=r"--plan large\.py: has 36 bytes; at most 9 are read"):
+        files.read_file(large, "--plan large.py", 9)
+    monkeypatch.setattr(files, "_MOST_CODE_BYTES", 9)
+    with pytest.raises(ConfigError, match=r"large.py:make: .*/large.py has 36 bytes; at most 9 are read"):
+        files.load_module(large, "large", "large.py:make")
