@@ -22,6 +22,7 @@ from rpc_pipe.dependency import (
     ScheduleError,
     Spec,
     U,
+    WorkerFailure,
     check_all,
     entries,
     most_open,
@@ -452,3 +453,44 @@ def test_a_checkpoint_keeps_every_pipeline_and_what_they_are_pulled_to(tmp_path)
         for shard in actor.shards.values():
             assert same(shard.state_dict(), state), "another number of them begins at the reference"
     assert len(list(three.train((x, x) for x in X[:2]))) == len(list(other.train((x, x) for x in X[:2]))) == 2
+
+
+class Sequenced(nn.Module):
+    """Its layer computes by a list of weights of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.GRU(8, 8, batch_first=True)
+
+    def forward(self, x):
+        return self.cell(x)[0]
+
+
+class Listed(nn.Module):
+    """Computes by a plain list, which nobody sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(8))
+        self.weights = [self.weight]
+
+    def forward(self, x):
+        return x @ self.weights[0]
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_recurrent_layers_use_the_declared_version_and_train(schedule):
+    """They kept using the newest weights, and their gradients were lost."""
+    layers = [partial(nn.Linear, 8, 8), Sequenced, Sequenced]
+    pipe = pipeline(schedule, layers, P=3)
+    before = pipe.state_dict()["1.cell.weight_hh_l0"].clone()
+    replay = replay_of(pipe, layers)
+    assert list(pipe.train((x, x) for x in X[:5])) == list(replay.train((x, x) for x in X[:5]))
+    state = pipe.state_dict()
+    assert same(state, replay.state_dict()) and not torch.equal(before, state["1.cell.weight_hh_l0"])
+
+
+def test_weights_that_are_not_asked_of_their_module_are_refused():
+    pipe = pipeline("pipedream", [partial(nn.Linear, 8, 8), Listed])
+    with pytest.raises(WorkerFailure, match=r"parameter 1.weight is used otherwise than as an attribute of its module"):
+        pipe.step((X[0], X[0]))

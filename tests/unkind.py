@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -18,7 +20,7 @@ from rpc_pipe.demo.proof import add_up, summing_orders
 from rpc_pipe.dependency import Spec
 from rpc_pipe.model.partition import Partition
 from rpc_pipe.pipeline import Pipeline
-from rpc_pipe.workers.compute.randomness import Randomness
+from rpc_pipe.workers.compute.randomness import Randomness, python_too
 from rpc_pipe.workers.transport.payload import Tree, map_tensors, split_rows
 
 WIDTH = 8
@@ -133,6 +135,20 @@ class JustMoved(Linear):
         return self.linear(x * self.seen * self.hidden).tanh()
 
 
+class Bounded(Linear):
+    """Shrinks and bounds its weights before it uses them, which autograd does not see, and moves frozen ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.linear.weight.data.mul_(0.9).clamp_(-0.3, 0.3)
+            self.book.data.lerp_(x.detach().abs().mean(0), 0.5)
+        return (self.linear(x) * self.book).tanh()
+
+
 class CountHandedOn(Linear):
     """A buffer that the next forward writes is handed on."""
 
@@ -222,6 +238,13 @@ class Strided(Linear):
         return y, y[:, :1].expand(-1, 3), y[:, ::2], y.detach()[:1].expand(5, -1), y[1:].T
 
 
+class StridedGradients(Linear):
+    """The gradient of its input is every other element of something: laid out anew, it is summed in another order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.view_as_real(torch.complex(x, self.linear(x)).tanh())[..., 0] + self.linear.bias
+
+
 class Penalty(Linear):
     """Forward asks for a gradient itself."""
 
@@ -241,6 +264,15 @@ class Pairs(Linear):
         left, right = tree if isinstance(tree, Pair) else (tree, None)
         y = self.linear(left).tanh()
         return Pair(y if right is None else y + right, y.square())
+
+
+class Depth(Linear):
+    """Stochastic depth, by Python's and numpy's random numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and random.random() < 0.3:
+            return x
+        return self.linear(x).tanh() * (0.5 + float(numpy.random.rand()))
 
 
 class Recurrent(nn.Module):
@@ -296,8 +328,10 @@ MODELS = {
     "hooks": repeated(Hooks),
     "views": repeated(Views),
     "strided": repeated(Strided),
+    "gradients with strides": repeated(StridedGradients),
     "asks for gradients": repeated(Penalty),
     "named tuples": repeated(Pairs),
+    "stochastic depth": repeated(Depth),
     "recurrent": repeated(Recurrent, inputs=lambda count: torch.randn(count, 3, WIDTH)),
     "spectral norm": repeated(normed(nn.utils.parametrizations.spectral_norm)),
     "spectral norm of old": repeated(normed(nn.utils.spectral_norm)),
@@ -328,7 +362,7 @@ def plainly(
         for m, (x, target) in enumerate(zip(split_rows(inputs, count), split_rows(targets, count), strict=True)):
             x, target = map_tensors(x, torch.clone), target.clone()
             for index, layer in enumerate(replicas[spec.route(m)]):
-                randomness.seed_forward(step, m, index)
+                python_too(partial(randomness.seed_forward, step, m))(index, 0)
                 x = layer(x)
             loss = model.loss_fn(x, target)
             total, weight = loss if isinstance(loss, tuple) else (loss * (len(target) / len(targets)), None)

@@ -16,6 +16,7 @@ from functools import cache
 import torch
 
 from ..dependency import Action, Entry, NotFinite, Part
+from .compute.autocast import forget_casts
 from .compute.recomputation import World
 from .compute.result import Result
 from .compute.shard import Shard
@@ -283,6 +284,7 @@ class Stream:
         else:
             for shard in worker.shards.values():
                 shard.train(True)  # back to the modes that their owner gave them
+            forget_casts()  # made without gradients
         # The count goes up only after a training step, which this may not have been.
         worker.listeners.idle(worker.step - 1)
         assert step.result is not None

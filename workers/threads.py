@@ -22,6 +22,7 @@ import torch
 
 from ..dependency import PeerLost, PipeError, Stalled
 from .actor import WorkerActor
+from .compute.autocast import casting, enabled
 from .compute.stash import StashingShard
 from .transport.local import local_carriers
 
@@ -188,7 +189,7 @@ def callers_settings() -> Callable[[], AbstractContextManager[None]]:
     Torch keeps these settings by thread. The number of threads decides how a sum is divided, and so its last bits.
     """
     num_threads, grad, inference = torch.get_num_threads(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    casts = [(kind, torch.get_autocast_dtype(kind)) for kind in enabled()]
     cached, device = torch.is_autocast_cache_enabled(), torch.get_default_device()
 
     @contextmanager
@@ -198,8 +199,8 @@ def callers_settings() -> Callable[[], AbstractContextManager[None]]:
         with ExitStack() as stack:
             stack.enter_context(torch.inference_mode(inference))
             stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, dtype in casts:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=cached))
+            if casts:
+                stack.enter_context(casting(casts, cached=cached))
             if device.type != "cpu":
                 stack.enter_context(device)
             yield

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch.optim import Optimizer
 
 from ..dependency import Spec, local_order, microbatches_of, takes_steps, update_of
 from ..model.microbatches import update_shares
-from ..workers.compute.randomness import Randomness
+from ..workers.compute.randomness import Randomness, python_too
+from ..workers.compute.stash import holding, places_of
 from ..workers.transport.payload import split_rows
 
 Batch = tuple[Tensor, Tensor]
@@ -33,8 +35,11 @@ class _Replica:
     ) -> None:
         self.layers = list(layers)
         self.named = [(f"{i}.{name}", p) for i, module in layers for name, p in module.named_parameters()]
-        self.optimizer = optimizer(self.named) if self.named else None
+        trained = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
+        self.optimizer = optimizer(trained) if trained else None
         self.lr_scheduler = schedule(self.optimizer) if schedule and self.optimizer else None
+        modules = (part for _, module in self.layers for part in module.modules())
+        self.places = places_of(modules, {parameter: n for n, (_, parameter) in enumerate(self.named)})
         self.num_updates = self.newest = 0
         self.versions: dict[int, list[Tensor]] = {}
         self.grads: dict[int, dict[int, Grads]] = {}  # update -> microbatch -> gradients
@@ -129,12 +134,10 @@ class Replay:
                 for t, (_, p) in zip(stage.versions[version], stage.named, strict=True)
             ]
             self._used.append(leaves)
-            weights = {name: leaf for (name, _), leaf in zip(stage.named, leaves, strict=True)}
-            for layer, module in stage.layers:
-                own = {name: weights[f"{layer}.{name}"] for name, _ in module.named_parameters()}
-                with self._randomness.lock:
-                    self._randomness.seed_forward(self._num_steps, m, layer)
-                    x = functional_call(module, own, (x,))
+            with self._randomness.lock, holding(stage.places, leaves, [parameter for _, parameter in stage.named]):
+                for layer, module in stage.layers:
+                    python_too(partial(self._randomness.seed_forward, self._num_steps, m))(layer, 0)
+                    x = module(x)
         return self._loss_fn(x, target)
 
     def _backward(self, spec: Spec, m: int, loss: Tensor) -> None:

@@ -23,6 +23,7 @@ from .absent import Absent
 from .assignment import Assignment, Owners
 from .attached import attach, refuse_hooks
 from .deferred import Deferred
+from .hanging import carry_over, is_moved, moved_to
 from .observation import Observation
 from .observer import observe_forward
 from .skeleton import Skeleton, members, num_bytes
@@ -178,7 +179,8 @@ class Observed:
         """Return a stage with its own parameters.
 
         Of a model given as a module they are the module's own, so that training the stage trains the module; of a
-        parameter that several stages hold, the later ones hold copies. Buffers are copies.
+        parameter that several stages hold, the later ones hold copies. Buffers are copies, and so is what hooks
+        that are methods of modules belong to.
 
         Args:
             initialise: False leaves the parameters of a model made by a function as they come, to be loaded.
@@ -195,10 +197,15 @@ class Observed:
         skeleton.choose([skeleton.module.get_submodule(name) for name in self._block_names])
         skeleton.marked = self._skeleton.marked
         own = {}
+        change = moved_to(dict(zip(self._model.modules(), skeleton.module.modules(), strict=True)))
         for name, parameter in self._model.named_parameters():
             if stage in owners[name]:
                 copy = copied or stage > min(owners[name])
-                own[name] = self._real(name, parameter, device, copied=copy, initialise=initialise)
+                made = self._real(name, parameter, device, copied=copy, initialise=initialise)
+                if is_moved(parameter, change):  # hooks that would write modules that are not trained
+                    made = nn.Parameter(made.data, parameter.requires_grad)
+                    carry_over(parameter, made, change)
+                own[name] = made
         skeleton.put(own)
         calls = self._observation.calls[cut[stage].start : cut[stage].stop]
         running = {self._skeleton.name_of(call.module) for call in calls if call.module is not None}

@@ -9,7 +9,6 @@ functions that the model calls around its blocks.
 from __future__ import annotations
 
 import logging
-import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError
 from ..dependency.garbage import uncollected
-from ..workers.compute.randomness import preserved
+from ..workers.compute.randomness import preserved, python_state
 from .absent import NEEDS_NUMBERS, Absent, OperatorMode, numbers, on_ones, on_shapes, storage_of, without_masks, written
 from .frames import caller, checkpoint_frame, in_function, is_of_model
 from .observation import Event, Kind, Observation, Part, Value
@@ -148,6 +147,8 @@ class Observer(TorchFunctionMode):
         event.kind = Kind.BLOCKS
         # others stand in their place where torch.func.functional_call has put them
         event.params = {self._params[id(p)] for p in module.parameters() if id(p) in self._params}
+        # hooks may write them
+        event.buffers = {self._buffers[id(b)] for b in module.buffers() if id(b) in self._buffers}
         parts: list[Part] = []
 
         def note(inner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -344,10 +345,10 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
         # Shapes are saved for the model's own `autograd.grad`, whatever becomes of what the caller's forward saves.
         saving = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
         with preserved(skeleton.device), skeleton.without_numbers(), _eager(), _quiet(), saving:
-            before = _python_generators()
+            before = python_state()
             # in dicts and lists of its own, which the model may take something out of
             observation = Observer(skeleton, given).run(*mapped(given, lambda tensor: tensor))
-            observation.draws_in_python = _python_generators() != before
+            observation.draws_in_python = python_state() != before
             return observation
     except (ConfigError, KeyboardInterrupt):
         raise
@@ -366,13 +367,6 @@ def _raised(model: nn.Module, error: Exception) -> str:
         f"model {type(model).__name__}: its forward raised {type(error).__name__}{where} when it was run on shapes: "
         f"{' '.join(str(error).split())}"
     )
-
-
-def _python_generators() -> tuple[Any, ...]:
-    """Return the states of the generators that are not torch's, to compare."""
-    numpy = sys.modules.get("numpy")
-    _, key, *rest = numpy.random.get_state() if numpy else (None, None)
-    return random.getstate(), key is not None and key.tobytes(), rest
 
 
 @contextmanager

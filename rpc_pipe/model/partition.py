@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
@@ -17,6 +18,7 @@ from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
 from .attached import attach
 from .cut import cut
+from .hanging import refuse_lazy
 from .ties import Ties, groups
 
 #: one layer: a module, or a callable that builds it
@@ -173,6 +175,8 @@ def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = N
     copies = []
     for layer in layers:
         try:
+            if any(isinstance(module, torch.jit.ScriptModule) for module in layer.modules()):
+                raise TypeError("a script is in it")
             copies.append(copy.deepcopy(layer, memo))
         except Exception as error:
             raise ConfigError(
@@ -199,6 +203,7 @@ def refuse_no_layer(layer: object, index: int) -> None:
 
 def _realize(layer: LayerLike, index: int, randomness: Randomness) -> nn.Module:
     if isinstance(layer, nn.Module):
+        refuse_lazy(layer, f"layer {index}")
         return layer
     refuse_no_layer(layer, index)
     with randomness.initial(index):
@@ -210,6 +215,7 @@ def _realize(layer: LayerLike, index: int, randomness: Randomness) -> nn.Module:
             raise ConfigError(f"model: layer {index} could not be made: {what}") from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model: layer {index} made a {type(made).__name__}, which is no module")
+    refuse_lazy(made, f"layer {index}")
     return made
 
 

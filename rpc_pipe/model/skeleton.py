@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..dependency import ConfigError
+from ..workers.compute.inner_state import InnerState, places_in
 from ..workers.compute.recomputation import Hooks, hooks_of, put_hooks_back, set_attributes
 from .absent import Absent, Shapes
 
@@ -196,21 +197,22 @@ def _sees_ends(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
-#: a module, and what its attributes and hooks are
-Held = tuple[nn.Module, dict[str, Any], list[Hooks]]
+#: a module, and what its attributes, its hooks and the insides of attributes are
+Held = tuple[nn.Module, dict[str, Any], list[Hooks], InnerState]
 
 
 def attributes(modules: Iterable[nn.Module]) -> list[Held]:
     """Return the attributes and hooks that modules have now."""
-    return [(module, dict(vars(module)), hooks_of(module)) for module in modules]
+    return [(m, dict(vars(m)), hooks_of(m), InnerState(places_in([m]))) for m in modules]
 
 
 def put_back(before: Iterable[Held]) -> set[nn.Module]:
     """Give modules the attributes and hooks that they had; return those that have changed them."""
     changed = set()
-    for module, held, hooks in before:
+    for module, held, hooks, inner in before:
         now = vars(module)
-        if put_hooks_back(hooks):
+        if put_hooks_back(hooks) or inner.changed():
+            inner.put_back()
             changed.add(module)
         if len(now) != len(held) or any(name not in now or now[name] is not value for name, value in held.items()):
             set_attributes(module, held)

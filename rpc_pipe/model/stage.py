@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError
+from ..workers.compute.randomness import Seed, python_too
 from .absent import Absent
 from .assignment import Owners
 from .observation import Part
@@ -20,8 +19,6 @@ from .script import Departed, Script, Step, agrees
 from .skeleton import Skeleton, attributes, is_mark, put_back
 from .trees import Path, at, leaves, mapped, replaced, tensors
 
-#: (call of a block that comes next, number of the operation around the blocks; 0: the block): what is drawn next
-Seed = Callable[[int, int], None]
 #: ways through the forward that are remembered for inputs of one form
 _MOST_SCRIPTS = 8
 #: forms of inputs whose ways are remembered: those that were used last
@@ -169,7 +166,7 @@ class _Forward(TorchFunctionMode):
         self._script = script
         self._payload = payload
         self._nodes = [tensor.grad_fn for tensor in payload]
-        self._seed = _seed_python_too(seed) if script.draws_in_python else seed
+        self._seed = python_too(seed) if script.draws_in_python else seed
         self._next = 0
         #: the forward has ended here, by an exception that is on its way
         self._over = False
@@ -343,15 +340,3 @@ def _signature(tree: Any) -> Any:
     except TypeError:
         return type(tree)
     return tree
-
-
-def _seed_python_too(seed: Seed) -> Seed:
-    def all_alike(position: int, number: int) -> None:
-        seed(position, number)
-        drawn = int(torch.randint(2**32, ()).item())
-        seed(position, number)
-        random.seed(drawn)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(drawn)
-
-    return all_alike

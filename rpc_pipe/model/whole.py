@@ -10,13 +10,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
-from ..workers.compute.randomness import Randomness
+from ..workers.compute.randomness import Randomness, Seed
 from ..workers.compute.shard import LossFn
-from ..workers.compute.slices import Seed, Slice, Times, note
+from ..workers.compute.slices import Slice, Times, note
 from ..workers.transport.payload import Tree
 from .absent import Absent
 from .cut import cut
 from .deferred import Deferred
+from .hanging import refuse_lazy
 from .observed import Observed, observe
 from .stage import Stage
 from .ties import groups
@@ -50,7 +51,8 @@ class Whole:
         self._split = split
         self._blocks = blocks
         self._observed: Observed | None = None
-        whole = self._source if isinstance(self._source, nn.Module) else self._source.model
+        whole = self._whole()
+        refuse_lazy(whole, "the model")
         self._call = CallForm(whole, loss_fn)
         self.pair, self.measured = self._call.pair, self._call.measured
         self.loss_fn: LossFn = loss_of_output if loss_fn is None else loss_fn
@@ -96,8 +98,11 @@ class Whole:
 
     def modules(self) -> list[nn.Module]:
         """Return all modules of the model, while it is whole."""
+        return list(self._whole().modules())
+
+    def _whole(self) -> nn.Module:
         assert self._source is not None, "released"
-        return list((self._source if isinstance(self._source, nn.Module) else self._source.model).modules())
+        return self._source if isinstance(self._source, nn.Module) else self._source.model
 
     def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
         """Return a stage's slice of the model, on the device of `randomness`.

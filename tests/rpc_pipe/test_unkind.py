@@ -1,5 +1,6 @@
 """Unkind models train as in one process, bit for bit, whatever the schedule, wherever they are cut."""
 
+import copy
 import random
 import threading
 import weakref
@@ -9,9 +10,10 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from unkind import MODELS, WIDTH, Linear, batches_for, differences, mse, repeated
+from torch.utils.checkpoint import checkpoint
+from unkind import MODELS, WIDTH, Bounded, Linear, batches_for, differences, mse, repeated
 
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import Partition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
@@ -34,6 +36,19 @@ def test_identical_to_one_process(name, schedule):
     options = {"num_workers": workers, "num_microbatches": microbatches, "order": order, "seed": 1}
     pipe = pipeline(MODELS[name], schedule, **options)
     assert differences(pipe, MODELS[name], batches_for(name, microbatches), 1) == [], options
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "chimera", "gpipe-recompute", "pipedream"])
+def test_weights_that_forwards_write_are_those_of_the_forward_in_backward(schedule):
+    """Backward read what later microbatches' forwards had made of them, where autograd did not see it."""
+    torch.manual_seed(0)
+    bounded = repeated(Bounded)
+    pipe = pipeline(bounded, schedule, num_workers=2, num_microbatches=4, seed=1)
+    if schedule in ("gpipe-recompute", "pipedream"):
+        with pytest.raises((ConfigError, WorkerFailure), match=r"a layer writes .*parameter"):
+            pipe.step((torch.ones(8, WIDTH), torch.ones(8, WIDTH)))
+        return
+    assert differences(pipe, bounded, [(torch.randn(9, WIDTH), torch.randn(9, WIDTH)) for _ in range(2)], 1) == []
 
 
 class Noisy(Linear):
@@ -134,3 +149,106 @@ def test_a_pipeline_lets_go_of_layers_that_it_does_not_hold():
     other = weakref.ref(partition.build(1, Randomness(0))[0][1])
     partition.release()
     assert other() is None and mine is not None
+
+
+class Full(torch.autograd.Function):
+    """A product whose backward is in single precision, unless autocast is on there."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return (grad.float() @ weight.T).to(x.dtype), x.float().T @ grad.float()
+
+
+class Recast(Linear):
+    """A weight is used twice, inside of a checkpoint that computes without gradients first."""
+
+    def forward(self, x):
+        return checkpoint(lambda x: self.linear(self.linear(x).tanh()), x, use_reentrant=True) + x
+
+
+class InFull(Linear):
+    def forward(self, x):
+        return Full.apply(self.linear(x), self.linear.weight).float()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("schedule, workers", [("1f1b", 1), ("1f1b", 3), ("gpipe", 2)])
+def test_autocast_is_around_forwards_and_losses_alone(schedule, workers):
+    """Casts are kept for all threads until one leaves autocast, so timing decided which sums were of cast gradients; a
+    checkpoint's casts, and those of an evaluation, had no gradients, and so had their weights none."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH), Recast(), InFull(), Recast(), nn.Linear(WIDTH, WIDTH)]
+    model = nn.Sequential(*copy.deepcopy(layers))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = [(torch.randn(6, WIDTH), torch.randn(6, WIDTH)) for _ in range(3)]
+    pipe = Pipeline(
+        layers, mse, optimizer=partial(torch.optim.SGD, lr=0.1), schedule=schedule,
+        num_workers=workers, num_microbatches=3,
+    )  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in pipe.train(batches):
+            pipe.evaluate(batches[0])
+    for x, y in batches:
+        for a, b in zip(x.split(2), y.split(2), strict=True):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = mse(model(a), b) / 3
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = pipe.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
+
+
+class OfGradients(Linear):
+    """Uses gradients that `torch.func` makes, which bears no hooks of what is saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.ones(WIDTH))
+
+    def forward(self, x):
+        return x + torch.func.vmap(torch.func.grad(lambda row: self.linear(row).tanh().sum()))(x) * self.shift
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe-recompute"])
+def test_a_forward_that_bears_no_hooks_is_run_without(schedule):
+    """It was refused beside a buffer, and where forwards are run again."""
+    torch.manual_seed(0)
+    model = repeated(OfGradients)
+    pipe = pipeline(model, schedule, num_workers=2, num_microbatches=3, seed=1)
+    assert differences(pipe, model, batches_for("hooks", 3), 1) == []
+
+
+class Inside(Linear):
+    """Draws from a generator of its own, and counts in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.calls = torch.Generator().manual_seed(5), [0]
+
+    def forward(self, x):
+        if self.training:
+            self.calls[0] += 1
+            x = x + torch.randn(x.shape, generator=self.generator)
+        return self.linear(x).tanh() * (1 + self.calls[0] % 3)
+
+
+def test_what_attributes_hold_inside_is_computed_again_and_shown_as_it_was():
+    """The second forward drew on; the body of a loop saw what forwards of the next step had left."""
+    torch.manual_seed(0)
+    inside = repeated(Inside)
+    pipe = pipeline(inside, "gpipe-recompute", num_workers=2, num_microbatches=3, order="fixed", seed=1)
+    assert differences(pipe, inside, [(torch.randn(7, WIDTH), torch.randn(7, WIDTH)) for _ in range(2)], 1) == []
+    found = []
+    for streams in (True, False):
+        pipe = pipeline(inside, "1f1b", num_workers=2, num_microbatches=2, order="fixed", seed=1)
+        batches = [(torch.ones(4, WIDTH), torch.ones(4, WIDTH))] * 3
+        losses = pipe.train(batches) if streams else map(pipe.step, batches)
+        found.append([(loss, pipe.evaluate(batches[0])) for loss in losses])
+    assert found[0] == found[1]

@@ -1,5 +1,6 @@
 """A shard computes what its layers compute inside one model, or says in one sentence why not."""
 
+from collections import deque
 from functools import partial
 
 import pytest
@@ -68,17 +69,20 @@ def test_the_users_batch_is_left_alone(recompute):
     assert torch.equal(stage.parameters()[0].grad, torch.full((4, 4), 2.0))
 
 
-def test_a_batch_that_nobody_writes_is_not_copied():
+def test_a_large_batch_that_nobody_writes_is_not_copied():
+    """A small one always is: a layer that leaves out another by chance hands the batch itself to one that writes it."""
+
     class Seeing(nn.Module):
         def forward(self, x):
             seen.append(x.data_ptr())
             return x
 
-    seen, x = [], torch.ones(4, 4)
+    seen, x = [], torch.ones(4, 2**13)
     stage = shard(Seeing(), stage=0)
-    for m in range(3):
-        stage.forward(0, m, pack(x))
-    assert seen[0] != x.data_ptr() and seen[1:] == [x.data_ptr()] * 2, "the first time it is not known yet"
+    for m in range(4):
+        stage.forward(0, m, pack(x if m < 3 else x[:1]))
+    first, *others, small = [address == x.data_ptr() for address in seen]
+    assert not first and all(others) and not small, "the first time it is not known yet"
 
 
 def test_what_is_handed_on_and_lives_on_is_a_copy():
@@ -132,17 +136,25 @@ class Depending(nn.Module):
         return y
 
 
-def test_a_list_that_grows_is_noticed():
+def test_a_queue_that_grows_is_noticed():
     layer = Depending()
-    layer.change = lambda: layer.calls.append(1)
-    with pytest.raises(RuntimeError, match=r"recomputed activations differ .* or a list that grows"):
+    layer.calls, layer.change = deque(), lambda: layer.calls.append(1)
+    with pytest.raises(RuntimeError, match=r"recomputed activations differ .* or a queue that grows"):
         recomputed(layer)
+
+
+@pytest.mark.parametrize("what", [1, torch.ones(1)], ids=["numbers", "tensors"])
+def test_a_list_that_grows_is_what_it_was(what):
+    layer = Depending()
+    layer.change = lambda: layer.calls.append(what)
+    recomputed(layer)
+    assert len(layer.calls) == 3
 
 
 def test_a_frozen_parameter_that_is_written_is_noticed():
     layer = Depending()
     layer.change = lambda: layer.frozen.add_(1e-6)
-    with pytest.raises(RuntimeError, match=r"a layer wrote its frozen parameter, .* of shape \(4,\)"):
+    with pytest.raises(RuntimeError, match=r"a layer writes its parameter of shape \(4,\) .* cannot be recomputed"):
         recomputed(layer)
 
 

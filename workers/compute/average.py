@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from .autocast import forget_casts
+
 
 class Average:
     """Averages of parameters, by name; the first update copies them.
@@ -45,4 +47,4 @@ def swap(averages: Iterable[Average]) -> None:
     """Exchange averages with what they are of."""
     for average in averages:
         average.swap()
-    torch.clear_autocast_cache()
+    forget_casts()

@@ -7,6 +7,7 @@ batch. Only where layers write the batch it is copied.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -18,6 +19,10 @@ from ..transport.payload import Payload, Tree, as_leaf, is_dense, pack, span, te
 
 #: what is smaller is copied sooner than it is shared
 _SMALL_BYTES = 2**12
+#: and what of a batch sooner than it is found out whether it is written
+_SMALL_BATCH_BYTES = 2**16
+#: attribute of a leaf
+_AS_IT_CAME = "_grad_as_it_came"
 
 
 class Entered(NamedTuple):
@@ -54,9 +59,10 @@ def enter(payload: Payload, *, copied: bool = False) -> Entered:
     given: list[tuple[Tensor, Tensor, int]] = []
 
     def take(tensor: Tensor, owes_grad: bool) -> Tensor:
-        free = leaf = as_leaf(_copied(tensor) if copied else tensor, owes_grad)
+        free = leaf = as_leaf(copy_of(tensor) if copied else tensor, owes_grad)
         if owes_grad:
             owing.append(leaf)
+            _keep_strides(leaf)
             # Neither a leaf nor a view: to autograd it is what a layer has returned. The same memory, if large.
             # A copy would not have the strides of what repeats elements or leaves some out, and so sums other orders.
             alike = leaf.layout is not torch.strided or (leaf.nbytes <= _SMALL_BYTES and is_dense(leaf))
@@ -67,7 +73,25 @@ def enter(payload: Payload, *, copied: bool = False) -> Entered:
     return Entered(unpack(payload, take), owing, given)
 
 
-def _copied(tensor: Tensor) -> Tensor:
+def _keep_strides(leaf: Tensor) -> None:
+    """Let a leaf keep its gradient as it comes, where autograd would lay it out as the leaf is."""
+    this, strides = weakref.ref(leaf), leaf.stride() if leaf.layout is torch.strided else ()
+
+    def keep(grad: Tensor) -> None:
+        leaf = this()
+        if leaf is not None and grad.layout is torch.strided and grad.stride() != strides:
+            vars(leaf)[_AS_IT_CAME] = grad
+
+    leaf.register_hook(keep)
+
+
+def grad_of(leaf: Tensor) -> Tensor | None:
+    """Return the gradient that a leaf owes, with the strides that it has inside one model: by them it is summed."""
+    grad: Tensor | None = vars(leaf).get(_AS_IT_CAME, leaf.grad)
+    return grad
+
+
+def copy_of(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides: a copy without would be summed in another order."""
     if tensor.layout is not torch.strided or is_dense(tensor) or not tensor.numel():
         return tensor.clone()
@@ -85,7 +109,7 @@ def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
     if all([_is_activation(tensor) for tensor in tensors_of(tree)]):
         return payload
     addresses = {_address(tensor) for tensor in staying()}
-    tensors = [_copied(tensor) if _address(tensor) in addresses else tensor for tensor in payload.tensors]
+    tensors = [copy_of(tensor) if _address(tensor) in addresses else tensor for tensor in payload.tensors]
     return Payload(tensors, payload.skeleton)
 
 
@@ -98,3 +122,20 @@ def _is_activation(tensor: Tensor) -> bool:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
+
+
+def copies_batch(batch: Payload, written: bool | None) -> bool:
+    """Tell whether layers get copies of a batch: of a small one always, since a layer may write it by chance.
+
+    Args:
+        written: whether they have been seen to write one; None: it has not been looked at.
+    """
+    return written is not False or batch.num_bytes <= _SMALL_BATCH_BYTES
+
+
+def starts(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return what backward starts from, and the gradients there."""
+    if grads is None:
+        return roots, [None] * len(roots)
+    pairs = [(root, grad) for root, grad in zip(roots, unpack(grads), strict=True) if grad is not None]
+    return [root for root, _ in pairs], [grad for _, grad in pairs]

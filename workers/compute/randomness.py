@@ -13,14 +13,18 @@ import random
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-#: A process has one default generator a device; workers that are threads of one process take turns.
-_generator_lock = threading.RLock()
+#: A process has one default generator a device, and one table of cast weights; workers that are threads of one process
+#: take turns.
+computing = threading.RLock()
 
+#: (unit of the model, number of the operation around the units; 0: the unit) whose random numbers are drawn next
+Seed = Callable[[int, int], None]
 #: what a key is for
 _INITIAL, _FORWARD, _BACKWARD, _BACKWARD_WEIGHTS, _UPDATE = range(5)
 _packers = [struct.Struct(f"<{length}q").pack for length in range(8)]
@@ -38,7 +42,7 @@ class Randomness:
         self.seed = seed
         self.device = device or torch.device("cpu")
         #: to be held while numbers may be drawn, and by whoever seeds
-        self.lock = _generator_lock
+        self.lock = computing
         self._generators = [torch.default_generator]
         if self.device.type == "cuda":
             torch.cuda.init()
@@ -103,3 +107,24 @@ def _numpy_state() -> tuple[int, int] | None:
         return None
     bits = numpy.random.mtrand._rand._bit_generator
     return (bits.ctypes.state_address, 4 * 625) if type(bits).__name__ == "MT19937" else None
+
+
+def python_too(seed: Seed) -> Seed:
+    """Return what seeds as `seed` does, and the generators of Python and numpy from there."""
+
+    def all_alike(unit: int, operation: int) -> None:
+        seed(unit, operation)
+        drawn = int(torch.randint(2**32, ()).item())
+        seed(unit, operation)
+        random.seed(drawn)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(drawn)
+
+    return all_alike
+
+
+def python_state() -> tuple[Any, ...]:
+    """Return the states of the generators that are not torch's, to compare."""
+    numpy = sys.modules.get("numpy")
+    _, key, *rest = numpy.random.get_state() if numpy else (None, None)
+    return random.getstate(), key is not None and key.tobytes(), rest

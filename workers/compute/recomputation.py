@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..transport.payload import Tree, tensors_of
+from .inner_state import InnerState, Place, places_in
 
 #: larger tensors that the first forward has left as they were are not copied for later ones
 _LARGE_BYTES = 2**20
@@ -29,12 +30,20 @@ class World:
     Args:
         constant: tensors that need no copy, with their versions.
         called: modules whose hooks count too: those that only stand there for other stages' are called as well.
+        inner: attributes that are looked into.
     """
 
     def __init__(
-        self, modules: Sequence[nn.Module], constant: Mapping[Tensor, int], called: Sequence[nn.Module]
+        self,
+        modules: Sequence[nn.Module],
+        constant: Mapping[Tensor, int],
+        called: Sequence[nn.Module],
+        inner: Sequence[Place] = (),
     ) -> None:
-        self.modules, self.called = modules, called
+        # Scripts change nothing of themselves.
+        self.modules = modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
+        self.called = called
+        self._inner = InnerState(inner)
         self._attributes = [(module, dict(vars(module))) for module in modules]
         self._buffers = [dict(module._buffers) for module in modules]
         self._hooks = [hooks for module in called for hooks in hooks_of(module)]
@@ -57,13 +66,14 @@ class World:
 
     def changed(self) -> list[nn.Module]:
         """Return the modules that hold something else now."""
-        found = []
+        found, inside = [], self._inner.changed()
         for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
             now = vars(module)
             same = len(now) == len(attributes) and all(name in now and now[name] is v for name, v in attributes.items())
             same = same and len(module._buffers) == len(buffers)
             same = same and all(module._buffers.get(name) is buffer for name, buffer in buffers.items())
             held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, Tensor) and v in self._copies]
+            same = same and module not in inside
             if not same or not all(v.layout is torch.strided and torch.equal(v, self._copies[v]) for v in held):
                 found.append(module)
         return found
@@ -82,17 +92,19 @@ class World:
                     f"{tuple(tensor.shape)}: what a forward was computed from is gone and cannot be recomputed; make "
                     "it a buffer that is smaller or written always, or use a schedule that does not recompute"
                 )
-        now = [(module, dict(vars(module))) for module, _ in self._attributes]
+        now, inner = [(module, dict(vars(module))) for module, _ in self._attributes], self._inner.now()
         hooks = [hooks for module in self.called for hooks in hooks_of(module)]
         put_hooks_back(self._hooks)
         for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
             set_attributes(module, self._copied(attributes) | {"_buffers": self._copied(buffers)})
+        self._inner.put_back()
         try:
             yield
         finally:
             for module, attributes in now:
                 set_attributes(module, attributes)
             put_hooks_back(hooks)
+            inner.put_back()
 
     def put_back(self) -> None:
         """Make the modules hold what they held then."""
@@ -102,6 +114,7 @@ class World:
             set_attributes(module, attributes)
             module._buffers.update(buffers)
         put_hooks_back(self._hooks)
+        self._inner.put_back()
 
     def _copied(self, held: Mapping[str, Any]) -> dict[str, Any]:
         return {k: self._copies.get(v, v) if isinstance(v, Tensor) else v for k, v in held.items()}
@@ -154,6 +167,8 @@ class Recomputation:
         self._constant: dict[Tensor, int] | None = None
         #: modes -> modules that a step in training has changed
         self._changing: dict[tuple[bool, ...], list[nn.Module]] = {}
+        #: attributes that can be looked into; None until somebody has
+        self._places: list[Place] | None = None
         #: whether forward can do without what autograd saves in it
         self._drops = True
         #: whether an output was another one when it was made again
@@ -163,7 +178,7 @@ class Recomputation:
         """Return what the modules hold now that forwards change: all, until that has been seen."""
         changing = self._changing.get(self._modes())
         modules = (self._modules, self._called) if changing is None else (changing, changing)
-        return World(modules[0], self._constant or {}, modules[1])
+        return World(modules[0], self._constant or {}, modules[1], self._inner())
 
     def after_step(self, before: World) -> None:
         """Take note of what a step in training has changed."""
@@ -173,7 +188,12 @@ class Recomputation:
 
     def now(self, before: World) -> World:
         """Return what the modules of another world hold now."""
-        return World(before.modules, self._constant or {}, before.called)
+        return World(before.modules, self._constant or {}, before.called, self._inner())
+
+    def _inner(self) -> list[Place]:
+        if self._places is None:
+            self._places = places_in(self._modules)
+        return self._places
 
     def _note_constant(self, world: World) -> None:
         if self._constant is None:
@@ -184,11 +204,13 @@ class Recomputation:
 
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, Noted]:
         """Run `forward`; return its output, which has a graph, but nothing in it to go backward with."""
-        world = World(self._modules, self._constant or {}, self._called)
+        world = World(self._modules, self._constant or {}, self._called, self._inner())
         try:
             with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
                 tree = forward()
-        except _NeededError:
+        except (_NeededError, RuntimeError) as error:
+            if not isinstance(error, _NeededError) and "saved tensor hooks" not in str(error):
+                raise
             self._drops = False
             world.put_back()
             tree = forward()
@@ -215,7 +237,7 @@ class Recomputation:
         if differ and torch.stack(differ).any():
             raise RuntimeError(
                 "recomputed activations differ from those of forward: a layer depends on something besides its inputs, "
-                "parameters, buffers, attributes and torch's random numbers, such as numpy's or a list that grows; "
+                "parameters, buffers, attributes and random numbers, such as a file or a queue that grows; "
                 "use a schedule that does not recompute"
             )
 

@@ -15,15 +15,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..transport.payload import Payload, Tree, pack, tensors_of, unpack
+from .autocast import Casts
 from .batch_norm import commit, forget
-from .borders import enter, leaving
+from .borders import copies_batch, enter, grad_of, leaving, starts
 from .randomness import Randomness
 from .recomputation import Noted, Recomputation
 from .result import Losses
 from .slices import Slice, Times
 from .split_backward import Deferred, Saved, backward_inputs
 from .updating import Before, Training, Updating, refuse_sparse
-from .written_buffers import WrittenBuffers
+from .written import Written, keep_saved
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
@@ -83,8 +84,11 @@ class Shard:
         #: microbatch -> step, and what is left of its backward
         self._deferred: dict[int, tuple[int, Deferred]] = {}
         self.recomputation = Recomputation(slice.own, slice.modules)
-        self._written_buffers = WrittenBuffers(slice.own)
+        self._written = Written(slice.own, self.parameters)
+        self._casts = Casts()
+        # By the names of the beginning: a forward may exchange modules.
         self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
+        self._ranks = slice.ranks()
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -124,6 +128,8 @@ class Shard:
     @property
     def stateful(self) -> bool:
         """Whether forwards may write what later ones read, such as running means: then their order matters."""
+        if self._written.weights:
+            return True
         training = [module for module in self.slice.own if self._modes.get(module, module.training)]
         return any(buffer is not None for module in training for buffer in module._buffers.values())
 
@@ -204,17 +210,20 @@ class Shard:
         backward, randomness = torch.is_grad_enabled(), self._randomness
         mine, theirs = (backward, None), (backward, self.loss_fn)
         writes = self._writes_batch
-        tree, owing, _ = entered = enter(inputs, copied=again or (self.stage == 0 and writes.get(mine, True)))
-        wanted = None if target is None else enter(pack(target), copied=again or writes.get(theirs, True))
-        copied = self._written_buffers.begin() if backward and not again else ()
-        saved = Saved(copied) if backward and (split or copied) else None
+        tree, owing, _ = entered = enter(
+            inputs, copied=again or (self.stage == 0 and copies_batch(inputs, writes.get(mine)))
+        )
+        given = None if target is None else pack(target)
+        wanted = None if given is None else enter(given, copied=again or copies_batch(given, writes.get(theirs)))
+        known = self._written.begin() if backward else {}
+        saved = Saved({} if again else known) if backward and (split or (known and not again)) else None
         times = None if self.layer_times else self.layer_times
         with randomness.lock, saved.hooks() if saved is not None else nullcontext():
             tree = self.slice.forward(tree, fields, partial(randomness.seed_forward, step, microbatch), times)
             if share is not None:
                 assert self.loss_fn is not None
                 tree = self._weigh(microbatch, self.loss_fn(tree, None if wanted is None else wanted.tree), share)
-        self._written_buffers.end()
+        hidden = self._written.end(again)
         written = entered.written()
         if self.stage == 0:
             writes[mine] = written or writes.get(mine, False)
@@ -222,6 +231,11 @@ class Shard:
             writes[theirs] = wanted.written() or writes.get(theirs, False)
         if backward:
             roots = [tensor for tensor in dict.fromkeys(tensors_of(tree)) if tensor.requires_grad]
+            self._casts.look(roots)
+            if saved is not None:
+                saved.keep(hidden)
+            elif hidden:
+                keep_saved(roots, hidden.values())
             self._kept[microbatch] = _Kept(step, owing, roots, saved)
         return tree
 
@@ -263,28 +277,28 @@ class Shard:
             grads: one gradient or None for each tensor that this stage's output owed; None after the loss.
         """
         step, owing, roots, _ = self._kept.pop(microbatch)
-        roots, starts = _begin(roots, grads)
+        roots, begun = starts(roots, grads)
         if roots:
-            with self._randomness.lock:
+            with self._randomness.lock, self._casts.backward():
                 self._randomness.seed_backward(step, microbatch, self._first)
-                torch.autograd.backward(roots, starts)
-        return pack(tuple([tensor.grad for tensor in owing]))
+                torch.autograd.backward(roots, begun)
+        return pack(tuple([grad_of(leaf) for leaf in owing]))
 
     def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
         """Return the inputs' gradients; leave the weights' to `backward_weights`. Arguments as of `backward`."""
         step, owing, roots, saved = self._kept.pop(microbatch)
-        roots, starts = _begin(roots, grads)
+        roots, begun = starts(roots, grads)
         assert saved is not None
-        with self._randomness.lock:
+        with self._randomness.lock, self._casts.backward():
             self._randomness.seed_backward(step, microbatch, self._first)
-            found, deferred = backward_inputs(roots, starts, owing, saved)
+            found, deferred = backward_inputs(roots, begun, owing, saved)
         self._deferred[microbatch] = step, deferred
         return pack(tuple(found))
 
     def backward_weights(self, microbatch: int) -> None:
         """Add to the weights' gradients what `backward_inputs` left."""
         step, deferred = self._deferred.pop(microbatch)
-        with self._randomness.lock:
+        with self._randomness.lock, self._casts.backward():
             self._randomness.seed_backward(step, microbatch, self._first, weights=True)
             deferred.run()
 
@@ -294,7 +308,7 @@ class Shard:
         Args:
             shared: only those of parameters that other stages hold too.
         """
-        named = self.named_parameters()
+        named = self.updating.parameters.items()
         return pack({name: p.grad for name, p in named if not shared or name in self.slice.shared})
 
     def sum_gradients(self, parts: Sequence[Payload]) -> None:
@@ -303,7 +317,7 @@ class Shard:
         for part in parts:
             for name, grad in unpack(part).items():
                 found.setdefault(name, []).extend([] if grad is None else [grad])
-        for name, parameter in self.named_parameters():
+        for name, parameter in self.updating.parameters.items():
             if name in found:
                 total: Tensor | None = None
                 for grad in found[name]:
@@ -337,9 +351,10 @@ class Shard:
         Of what several stages hold, the first of them tells.
         """
         first = {name for name, stages in self.slice.shared.items() if min(stages) < self.stage}
-        named = [(name, p.grad) for name, p in self.named_parameters() if p.grad is not None and name not in first]
+        parameters = self.updating.parameters.items()
+        named = [(name, p.grad) for name, p in parameters if p.grad is not None and name not in first]
         refuse_sparse(named)
-        ranks, norms = self.slice.ranks(), torch._foreach_norm([grad for _, grad in named]) if named else ()
+        ranks, norms = self._ranks, torch._foreach_norm([grad for _, grad in named]) if named else ()
         # Of the gradient's own type, also if that is complex: by it `clip_grad_norm_` takes them together.
         return {ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
 
@@ -349,7 +364,7 @@ class Shard:
 
     def clip_by_own_norm(self, max_norm: float) -> None:
         """Clip the gradients of this stage by their own norm."""
-        refuse_sparse((name, p.grad) for name, p in self.named_parameters())
+        refuse_sparse((name, p.grad) for name, p in self.updating.parameters.items())
         torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
 
     def update(self, *, finite: bool = True) -> None:
@@ -380,11 +395,3 @@ class Shard:
         self.recomputation.check()
         self.updating.hold(weight)
         self.num_updates += 1
-
-
-def _begin(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return what backward starts from, and the gradients there."""
-    if grads is None:
-        return roots, [None] * len(roots)
-    pairs = [(root, grad) for root, grad in zip(roots, unpack(grads), strict=True) if grad is not None]
-    return [root for root, _ in pairs], [grad for _, grad in pairs]

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Tree, tensors_of
+from .randomness import Seed, python_state, python_too
 
-#: (unit of the model, number of the operation around the units; 0: the unit) whose random numbers are drawn next
-Seed = Callable[[int, int], None]
 #: (kind of layer, ns) as in `LayerTime`
 Times = list[tuple[int, int]]
+#: forwards after which layers that have drawn nothing from the generators of Python and numpy count as such
+_MOST_LOOKS = 4
 #: ranks of parameters of one layer lie below so many
 _MOST_IN_LAYER = 2**20
 
@@ -79,6 +81,9 @@ class Layers:
         self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
         self.own = self.modules
         self._kinds: dict[tuple[Any, ...], int] = {}
+        #: whether gradients are wanted -> how many more forwards are looked at for draws from Python's generators
+        self._looks = {True: _MOST_LOOKS, False: _MOST_LOOKS}
+        self._draws_in_python = False
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         found: dict[nn.Parameter, str] = {}
@@ -96,13 +101,21 @@ class Layers:
         return {f"{index}.{name}": tensor for index, state in named for name, tensor in state.items()}
 
     def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
+        looks = 0 if self._draws_in_python else self._looks[torch.is_grad_enabled()]
+        if looks:
+            self._looks[torch.is_grad_enabled()] -= 1
+        if looks or self._draws_in_python:
+            seed = python_too(seed)
         for index, module in self.layers:
             seed(index, 0)
+            before = python_state() if looks else None
             try:
                 tree = module(tree) if times is None else self._timed(index, module, tree, times)
             except Exception as error:
                 note(error, f"in layer {index} ({type(module).__name__})")
                 raise
+            if looks and python_state() != before:
+                self._draws_in_python = True
         return tree
 
     def _timed(self, index: int, module: nn.Module, tree: Tree, times: Times) -> Tree:

@@ -20,7 +20,7 @@ those of all weights where forward has registered hooks, which a node that runs 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,6 +29,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
+
+from .borders import copy_of
 
 #: nodes whose formula computes the gradient of each operand by itself, and only if it is asked for
 _SEPARABLE = frozenset((
@@ -48,11 +50,11 @@ class Saved:
     """What forward saves for backward, held where it can be let go of tensor by tensor.
 
     Args:
-        copied: addresses of storages of which copies are held, since they will be written.
+        written: by their addresses, tensors that are written again and again, so that copies are held.
     """
 
-    def __init__(self, copied: Collection[int] = ()) -> None:
-        self._copied = copied
+    def __init__(self, written: Mapping[int, Tensor] | None = None) -> None:
+        self._written = written or {}
         self._handles: list[_Handle] = []
         #: whether forward may have registered hooks of tensors or nodes
         self.hooked = False
@@ -96,6 +98,22 @@ class Saved:
         storages = [handle.tensor.untyped_storage() for handle in self._handles if handle.tensor is not None]
         return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() in wanted}.values())
 
+    def keep(self, more: Mapping[int, Tensor]) -> None:
+        """Hold copies of what is written again and again, as it is when forward has ended: backward could come then.
+
+        Args:
+            more: what nobody knew of when it began.
+        """
+        written = {**self._written, **more}
+        for handle in self._handles if written else ():
+            tensor = handle.tensor
+            owner = None if tensor is None else written.get(address(tensor))
+            if tensor is not None and owner is not None and tensor._version == handle.version:
+                # By `data` it may have been given other memory, which autograd would not see.
+                moved = address(owner) != address(tensor) and owner.shape == tensor.shape
+                handle.tensor = (owner.detach() if moved else tensor).clone()
+                handle.version = handle.tensor._version
+
     def replace(self, change: Callable[[Tensor], Tensor]) -> None:
         """Hold `change(tensor)` instead of each tensor, such as a copy in another memory, for backward to read."""
         for handle in self._handles:
@@ -107,8 +125,6 @@ class Saved:
     def _save(self, tensor: Tensor) -> _Handle:
         # Detached: a saved output would otherwise hold the node that holds it.
         held = tensor.detach()
-        if self._copied and _address(tensor) in self._copied:
-            held = held.clone()
         handle = _Handle(held, held._version)
         self._handles.append(handle)
         return handle
@@ -204,11 +220,11 @@ def _there(edges: Iterable[_Edge], at: Mapping[_Edge, Tensor | None]) -> _Starts
 
 def _unshared(grads: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
     """Return the first `count` gradients, copied where they share memory: whoever gets one may write to it."""
-    users = Counter(_address(grad) for grad in grads if grad is not None)
-    return [grad.clone() if grad is not None and users[_address(grad)] > 1 else grad for grad in grads[:count]]
+    users = Counter(address(grad) for grad in grads if grad is not None)
+    return [copy_of(grad) if grad is not None and users[address(grad)] > 1 else grad for grad in grads[:count]]
 
 
-def _address(grad: Tensor) -> int:
+def address(grad: Tensor) -> int:
     return grad.untyped_storage().data_ptr() if grad.layout is torch.strided else -id(grad)
 
 
@@ -283,7 +299,7 @@ class _Graph:
     """
 
     def __init__(self, roots: Sequence[_Edge], inputs: set[Node]) -> None:
-        self._order = _children_first(node for node, _ in roots)
+        self._order = children_first(node for node, _ in roots)
         #: nodes that may read what they saved several times
         self.written_in_python = [node for node in self._order if isinstance(node, BackwardCFunction)]
         #: nodes from which an input can be reached
@@ -324,11 +340,11 @@ class _Graph:
 
 
 def _part(edges: list[_Edge]) -> _Part:
-    nodes = _children_first(node for node, _ in edges)
+    nodes = children_first(node for node, _ in edges)
     return _Part(edges, nodes, [node for node in nodes if hasattr(node, "variable")])
 
 
-def _children_first(roots: Iterable[Node]) -> list[Node]:
+def children_first(roots: Iterable[Node]) -> list[Node]:
     """Return all nodes from `roots` on, each after those it leads to."""
     order: list[Node] = []
     seen: set[Node] = set()

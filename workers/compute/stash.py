@@ -8,7 +8,7 @@ backward that needs it is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -18,6 +18,31 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, Spec, microbatches_on, takes_steps, update_of
 from ..transport.payload import Payload
 from .shard import Shard
+
+#: where a module has a parameter: the container, the key there, the parameter's number
+Place = tuple[Any, Any, int]
+
+
+def places_of(modules: Iterable[nn.Module], number: Mapping[nn.Parameter, int]) -> list[Place]:
+    """Return all places where modules have these parameters."""
+    found: list[tuple[Any, Any, nn.Parameter | None]] = []
+    for module in modules:
+        found += [(module._parameters, name, parameter) for name, parameter in module._parameters.items()]
+        if isinstance(module, nn.RNNBase):  # it computes by a list of its own
+            found += [(module._flat_weights, i, weight) for i, weight in enumerate(module._flat_weights)]
+    return [(container, key, number[p]) for container, key, p in found if p is not None and p in number]
+
+
+@contextmanager
+def holding(places: Iterable[Place], weights: Sequence[Tensor], own: Sequence[Tensor]) -> Iterator[None]:
+    """Return a context in which modules have other weights than their own, by their numbers."""
+    for container, key, number in places:
+        container[key] = weights[number]
+    try:
+        yield
+    finally:
+        for container, key, number in places:
+            container[key] = own[number]
 
 
 class StashingShard(Shard):
@@ -43,7 +68,7 @@ class StashingShard(Shard):
         #: weights that all routes have in common and are pulled to; None: there are none
         self.reference: list[Tensor] | None = None
         self._trained: list[nn.Parameter] = []
-        self._places: list[tuple[dict[str, Any], str, int]] = []
+        self._places: list[Place] = []
 
     def begin(self, spec: Spec, route: int, first: StashingShard) -> None:
         """Begin a stream of `spec`: version 0 is what the parameters hold now.
@@ -69,12 +94,7 @@ class StashingShard(Shard):
         """Note which parameters are trained, and where modules hold them."""
         self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         number = {parameter: n for n, parameter in enumerate(self._trained)}
-        self._places = [
-            (module._parameters, name, number[parameter])
-            for module in self.slice.modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None and parameter in number
-        ]
+        self._places = places_of(self.slice.modules, number)
 
     def refer_to(self, weights: Mapping[str, Tensor]) -> None:
         """Go on with these, by name, as the weights that all routes are pulled to."""
@@ -101,7 +121,14 @@ class StashingShard(Shard):
         if scale is not None:
             self._scales[microbatch] = scale
         with self._using(microbatch):
-            return super().forward(step, microbatch, inputs, **settings)
+            output = super().forward(step, microbatch, inputs, **settings)
+        if self._written.weights:
+            raise ConfigError(
+                f"stage {self.stage}: a layer writes a parameter in its forward, of shape "
+                f"{tuple(self._written.weights[0].shape)}, where several versions of it are in use; make it a buffer, "
+                "or use a synchronous schedule"
+            )
+        return output
 
     def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
         """Note the loss as a part of its step; let backward start from what is a part of its update."""
@@ -204,14 +231,8 @@ class StashingShard(Shard):
     @contextmanager
     def _holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
         """Return a context in which the modules hold other weights than the newest."""
-        with self._randomness.lock:  # modules may be those of other threads too
-            for parameters, name, number in self._places:
-                parameters[name] = weights[number]
-            try:
-                yield
-            finally:
-                for parameters, name, number in self._places:
-                    parameters[name] = self._trained[number]
+        with self._randomness.lock, holding(self._places, weights, self._trained):  # modules may be other threads' too
+            yield
 
     @contextmanager
     def _accumulating(self, microbatch: int) -> Iterator[None]:
@@ -227,12 +248,27 @@ class StashingShard(Shard):
                 self._gradients[update] = [leaf.grad for leaf in leaves]
                 for leaf in leaves:
                     leaf.grad = None
+        self._refuse_other_uses()
         version = self._spec.version(self.stage, microbatch)
         self._scales.pop(microbatch, None)
         self._count_uses(version)
         self._left[version] -= 1
         if not self._left[version] and version != self.newest:
             self._drop(version)
+
+    def _refuse_other_uses(self) -> None:
+        """Refuse a layer that has computed by the newest weights, as it does not ask its module for them.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for name, parameter in self.named_parameters() if any(p.grad is not None for p in self._trained) else ():
+            if parameter.grad is not None and self.optimizer is not None:
+                raise ConfigError(
+                    f"stage {self.stage}: parameter {name} is used otherwise than as an attribute of its module, such "
+                    "as from a list, so that a forward cannot have the version of it that is declared; use a "
+                    "synchronous schedule, or a ParameterList"
+                )
 
     def _count_uses(self, version: int) -> None:
         """Count the microbatches that use versions up to this one."""

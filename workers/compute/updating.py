@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...dependency import ConfigError
+from . import autocast
 from .average import Average
 from .loss_scale import LossScale
 from .randomness import Randomness
@@ -106,7 +107,7 @@ class Updating:
         if self.optimizer is None:
             return
         if finite:
-            with self._randomness.lock:
+            with self._randomness.lock, autocast.without():
                 self._randomness.seed_update(self.count, self._first)
                 self.optimizer.step()
             if self.lr_scheduler is not None:
@@ -117,7 +118,7 @@ class Updating:
         if self.scale.enabled:
             self.scale.update(finite)
         self.optimizer.zero_grad(set_to_none=True)
-        torch.clear_autocast_cache()  # of weights as they were, kept until the caller leaves `autocast`
+        autocast.forget_casts()  # of weights as they were, kept until the caller leaves `autocast`
 
 
 class Before:

@@ -1,0 +1,95 @@
+"""Hooks of parameters' gradients, and attributes, in models that are cut by observation: those of what is trained."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.pipeline import Pipeline
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+X, Y = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 8)
+
+
+class Block(nn.Module):
+    """Halves a gradient by a method of its own, bounds another, and counts in a buffer, behind other arguments too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+        self.register_buffer("counted", torch.tensor(0))
+        self.linear.weight.register_hook(self.halved)
+        self.scale.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        self.scale.register_post_accumulate_grad_hook(self.count)
+        self.linear.bias.register_post_accumulate_grad_hook(partial(Block.count, self))
+        self.scale._no_decay = True
+
+    def halved(self, grad):
+        return grad / 2
+
+    def count(self, parameter):
+        self.counted += 1
+
+    def forward(self, x):
+        return self.linear(x).tanh() * self.scale
+
+
+class Blocks(nn.Module):
+    def __init__(self, tied=False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        if tied:
+            self.blocks[2].scale = self.blocks[0].scale
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def groups(named):
+    """Return an optimizer of the parameters that are marked, if any is."""
+    marked = [parameter for _, parameter in named if getattr(parameter, "_no_decay", False)]
+    assert marked, "attributes are lost"
+    return SGD([parameter for _, parameter in named])
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+@pytest.mark.parametrize("made", ["module", "function"])
+def test_hooks_see_and_write_what_is_trained(made, schedule):
+    """Those of a module wrote buffers of the user's model, not of the copy; of copies and functions they were lost."""
+    torch.manual_seed(0)
+    model = Blocks()
+    pipe = Pipeline(
+        model if made == "module" else Blocks, nn.functional.mse_loss, optimizer=groups, schedule=schedule,
+        num_workers=2, num_microbatches=2, example=(X, Y),
+    )  # fmt: skip
+    expected = copy.deepcopy(model) if made == "module" else Blocks()
+    for name, block in enumerate(expected.blocks):  # a deep copy has no hooks
+        expected.blocks[name] = fresh = Block()
+        fresh.load_state_dict(block.state_dict())
+    expected.load_state_dict(pipe.state_dict())
+    optimizer = SGD(expected.parameters())
+    for _ in range(2):
+        for x, y in zip(X.split(2), Y.split(2), strict=True):
+            (nn.functional.mse_loss(expected(x), y) / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.step((X, Y))
+    state = pipe.state_dict()
+    assert [int(state[f"blocks.{i}.counted"]) for i in range(3)] == ([8] * 3 if schedule == "1f1b" else [4] * 3)
+    for name, parameter in expected.named_parameters():
+        assert torch.equal(state[name], parameter), name
+    if made == "module":
+        assert torch.equal(model.blocks[0].scale, state["blocks.0.scale"]), "trained in place"
+        assert int(model.blocks[0].counted) == 0
+
+
+def test_a_hook_of_a_gradient_that_two_stages_have_parts_of_is_refused():
+    with pytest.raises(ConfigError, match=r"a hook of the gradient of blocks.0.scale would run on stages 0, 1"):
+        Pipeline(
+            Blocks(tied=True), nn.functional.mse_loss, num_workers=2, num_microbatches=2, example=(X, Y)
+        )  # fmt: skip

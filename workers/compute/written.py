@@ -1,0 +1,121 @@
+"""What forwards write and backward reads: in a pipeline, other forwards come between the two.
+
+In one process a microbatch's backward comes before the next one's forward, so a layer may scale by an average that it
+has just moved, or bound its weights first. Here backward gets what its own forward read, also of what `.data` hides
+from autograd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from .autocast import forget_casts
+from .split_backward import address, children_first
+
+#: where the elements of a tensor lie
+_Address = int
+#: what functions that are written in Python have saved
+_IN_PYTHON = ("_raw_saved_tensors",)
+#: of more bytes of weights than these only a part is compared: so many of each
+_MOST_BYTES, _NUM_COMPARED = 2**26, 1024
+
+
+class Written:
+    """Finds out, by the first forward in training, which tensors of a shard these are.
+
+    Args:
+        modules: all that compute. Of torch's own norms backward reads no running statistics.
+        parameters: returns those that they have.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
+        self._parameters = parameters
+        self._modules = [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
+        self._modes: list[bool] = []
+        self._written: list[tuple[nn.Module, str]] = []
+        self._before: list[tuple[nn.Module, str, Tensor, _Address, Tensor]] = []
+        #: parameters that forwards write; None until it is known
+        self.weights: list[nn.Parameter] | None = None
+        self._weights_before: list[tuple[nn.Parameter, _Address, Tensor]] | None = None
+        self._in_full = True
+
+    def begin(self) -> dict[_Address, Tensor]:
+        """Return what a forward that begins will write, as far as it is known, by where it lies."""
+        if self.weights is None:
+            parameters = [parameter for parameter in self._parameters() if parameter.layout is torch.strided]
+            self._in_full = sum(parameter.nbytes for parameter in parameters) <= _MOST_BYTES
+            self._weights_before = [(p, address(p), self._part(p).clone()) for p in parameters]
+        if self.weights:
+            forget_casts()  # of what they were
+        found: dict[_Address, Tensor] = {address(weight): weight for weight in self.weights or ()}
+        if not self._modules:
+            return found
+        modes = [module.training for module in self._modules]
+        if modes != self._modes:
+            self._modes = modes
+            held = [(m, name, b) for m in self._modules for name, b in m._buffers.items() if b is not None]
+            self._before = [(m, name, b, address(b), b.clone()) for m, name, b in held if b.layout is torch.strided]
+            return found
+        buffers = [module._buffers[name] for module, name in self._written]
+        return found | {address(buffer): buffer for buffer in buffers if buffer is not None}
+
+    def end(self, again: bool) -> dict[_Address, Tensor]:
+        """Take note of what the forward has written; return what nobody knew of, by where it lay before.
+
+        Args:
+            again: whether the forward will be run again, or has been.
+
+        Raises:
+            RuntimeError: it will be, and a parameter is not what it was computed from.
+        """
+        found: dict[_Address, Tensor] = {}
+        if self._before:
+            written = [
+                (module, name, buffer, at)
+                for module, name, buffer, at, before in self._before
+                if module._buffers.get(name) is buffer and not torch.equal(buffer, before)
+            ]
+            self._written = [(module, name) for module, name, _, _ in written]
+            self._before = []
+            found = {at: buffer for _, _, buffer, at in written}
+        if self._weights_before is None:
+            return found
+        changed = [(p, at) for p, at, before in self._weights_before if not torch.equal(self._part(p), before)]
+        self.weights, self._weights_before = [weight for weight, _ in changed], None
+        if again and self.weights:
+            shape = tuple(self.weights[0].shape)
+            raise RuntimeError(
+                f"a layer writes its parameter of shape {shape} in its forward, which so cannot be recomputed; make it "
+                "a buffer, or use a schedule that does not recompute"
+            )
+        return found | {at: weight for weight, at in changed}
+
+    def _part(self, parameter: nn.Parameter) -> Tensor:
+        flat = parameter.detach().flatten()
+        return flat if self._in_full else flat[:: 1 + len(flat) // _NUM_COMPARED]
+
+
+def keep_saved(roots: Sequence[Tensor], written: Iterable[Tensor]) -> None:
+    """Let backward from `roots` read copies of what autograd has saved of these tensors."""
+    addresses = {address(tensor) for tensor in written}
+    for node in children_first(root.grad_fn for root in roots if root.grad_fn is not None):
+        for name in dir(node):
+            if name.startswith("_raw_saved_"):
+                raw = getattr(node, name)
+                value = getattr(node, name.removeprefix("_raw_" if name in _IN_PYTHON else "_raw"))
+                pairs = zip(raw, value, strict=True) if isinstance(raw, tuple) else [(raw, value)]
+                for saved, tensor in pairs:
+                    if isinstance(tensor, Tensor) and address(tensor) in addresses:
+                        saved.register_hooks(_copy, _same)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
