@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bench.fuzz_cases import Case
 from rpc_pipe.demo.own_proof import Keyed
-from rpc_pipe.demo.proof import summing_orders
+from rpc_pipe.demo.proof import add_up, summing_orders
 from rpc_pipe.demo.replay import Replay
 from rpc_pipe.dependency import Spec
 from rpc_pipe.model.microbatches import Microbatches, join_rows
@@ -199,15 +199,6 @@ class Replayed:
             return next(self._replay.train([batch]))
         self._batches.append(batch)
         return next(self._losses)
-
-
-def add_up(parts: Iterable[Tensor | None]) -> Tensor | None:
-    """Add up in the order given and in place, as autograd does: sparse tensors are put together otherwise else."""
-    total = None
-    for part in parts:
-        if part is not None:
-            total = part.clone() if total is None else total.add_(part)
-    return total
 
 
 def _taken_grad(parameter: Tensor) -> Tensor | None:

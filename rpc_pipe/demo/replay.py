@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -141,9 +142,13 @@ class Replay:
         return self._loss_fn(x, target)
 
     def _backward(self, spec: Spec, m: int, loss: Tensor) -> None:
-        loss.backward()
+        stages = self.replicas[spec.route(m)]
+        with ExitStack() as stack:  # a checkpoint computes again
+            for stage, used in zip(stages, self._used, strict=True):
+                stack.enter_context(holding(stage.places, used, [parameter for _, parameter in stage.named]))
+            loss.backward()
         ready = []
-        for number, stage in enumerate(self.replicas[spec.route(m)]):
+        for number, stage in enumerate(stages):
             update = update_of(spec, number, m)
             kept = stage.grads.setdefault(update.index, {})
             kept[m] = [leaf.grad for leaf in self._used[number]]

@@ -85,5 +85,5 @@ def test_files_that_are_too_large_are_not_read(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"--plan large\.py: has 36 bytes; at most 9 are read"):
         files.read_file(large, "--plan large.py", 9)
     monkeypatch.setattr(files, "_MOST_CODE_BYTES", 9)
-    with pytest.raises(ConfigError, match=r"large.py:make: .*/large.py has 36 bytes; at most 9 are read"):
+    with pytest.raises(ConfigError, match=r"large.py:make: .*/large.py has 36 bytes; at most 9 of code are read"):
         files.load_module(large, "large", "large.py:make")
