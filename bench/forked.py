@@ -82,10 +82,11 @@ def _become(output: int, pass_fds: Collection[int], env: Mapping[str, str], cwd:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    nowhere = os.open(os.devnull, os.O_RDWR)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in pass_fds:
             with suppress(OSError):
-                os.close(int(name))
+                os.dup2(nowhere, int(name))  # not closed: what this process has inherited would close the number again
     signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
