@@ -166,6 +166,7 @@ class Observer(TorchFunctionMode):
                 # What it does by its numbers is its own business; any numbers show the shape of what it returns.
                 parts.clear()
                 result = self._on_numbers(event, forward, args, kwargs)
+            result = self._its_own(result)
         finally:
             self._current = None
             for handle in handles:
@@ -179,6 +180,14 @@ class Observer(TorchFunctionMode):
         self.calls.append(event)
         self._randoms = 0
         return event.parts[0].tree
+
+    def _its_own(self, result: Any) -> Any:
+        """Return what a block returns, with an alias where that is what it was given: another time it may not be."""
+        parts = list(result) if type(result) is tuple else [result]
+        handed = {id(t): t for t in parts if isinstance(t, Absent) and id(t) in self.values}
+        aliases = {key: tensor.view_as(tensor) for key, tensor in handed.items()}
+        parts = [aliases.get(id(part), part) for part in parts]
+        return tuple(parts) if type(result) is tuple else parts[0]
 
     def _on_numbers(self, event: Event, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's forward once more with numbers, where it cannot do without."""

@@ -359,3 +359,41 @@ def test_a_model_may_be_cut_by_an_evaluation_in_inference_mode(case):
     losses = [pipe.step(microbatches=batches) for _ in range(2)]
     assert losses == pytest.approx(plain(expected, [[(tuple(args), kwargs)] * 2] * 2), rel=1e-6)
     assert_same_state(pipe, expected, exactly=case not in SUMMED_BY_STAGE)
+
+
+class Skips(nn.Module):
+    """Its blocks hand on what they got, or not, as the numbers say: on ones, as when the model is observed, they do."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+            if x.sum() > 0:
+                return x, seen
+            return x + self.linear(x), seen + x.mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([self.Block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.first(x)
+        seen = x.sum(1)
+        for block in self.blocks:
+            x, seen = block(x, seen)
+        return {"loss": (x.square().mean(1) + seen).mean()}
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_a_block_that_handed_on_what_it_got_may_return_something_else_later(num_workers):
+    """Stochastic depth: the next stage got what the block had been given, and the model trained something else."""
+    model = made(Skips)
+    batches = [[((torch.randn(2, 4) - 0.2 * i,), {}) for i in range(4)] for _ in range(2)]
+    pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=num_workers, num_microbatches=4)
+    losses = [pipe.step(microbatches=[{"x": args[0]} for args, _ in pieces]) for pieces in batches]
+    assert losses == plain(model, batches)
+    for name, value in pipe.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
