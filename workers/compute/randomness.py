@@ -114,7 +114,7 @@ def python_too(seed: Seed) -> Seed:
 
     def all_alike(unit: int, operation: int) -> None:
         seed(unit, operation)
-        drawn = int(torch.randint(2**32, ()).item())
+        drawn = int(torch.randint(2**32, (), device="cpu").item())
         seed(unit, operation)
         random.seed(drawn)
         if numpy := sys.modules.get("numpy"):
