@@ -6,8 +6,9 @@ what needs numbers. Models recognise fake tensors and then take another way.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
 from typing import Any
 
@@ -288,3 +289,14 @@ def without_masks(indices: Any) -> list[Any]:
         else:
             known.append(index)
     return known
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep torch from logging operators that know no shapes."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    was, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = was

@@ -8,11 +8,10 @@ functions that the model calls around its blocks.
 
 from __future__ import annotations
 
-import logging
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path as File
 from types import FrameType
 from typing import Any
@@ -25,7 +24,18 @@ from torch.overrides import TorchFunctionMode
 from ..dependency import ConfigError
 from ..dependency.garbage import uncollected
 from ..workers.compute.randomness import preserved, python_state
-from .absent import NEEDS_NUMBERS, Absent, OperatorMode, numbers, on_ones, on_shapes, storage_of, without_masks, written
+from .absent import (
+    NEEDS_NUMBERS,
+    Absent,
+    OperatorMode,
+    numbers,
+    on_ones,
+    on_shapes,
+    quiet,
+    storage_of,
+    without_masks,
+    written,
+)
 from .frames import caller, checkpoint_frame, in_function, is_of_model
 from .observation import Event, Kind, Observation, Part, Value
 from .skeleton import Skeleton, is_mark
@@ -183,21 +193,26 @@ class Observer(TorchFunctionMode):
 
     def _its_own(self, result: Any) -> Any:
         """Return what a block returns, with an alias where that is what it was given: another time it may not be."""
-        parts = list(result) if type(result) is tuple else [result]
-        handed = {id(t): t for t in parts if isinstance(t, Absent) and id(t) in self.values}
-        aliases = {key: tensor.view_as(tensor) for key, tensor in handed.items()}
-        parts = [aliases.get(id(part), part) for part in parts]
-        return tuple(parts) if type(result) is tuple else parts[0]
+        parts = result if type(result) is tuple else (result,)
+        aliases = {id(t): t.view_as(t) for t in parts if isinstance(t, Absent) and id(t) in self.values}
+        parts = tuple([aliases.get(id(part), part) for part in parts])
+        return parts if type(result) is tuple else parts[0]
 
     def _on_numbers(self, event: Event, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block's forward once more with numbers, where it cannot do without."""
+        """Run a block's forward once more with numbers, where it cannot do without: it counts as taking all of them."""
+        given = {id(tensor): tensor for tensor in tensors((args, kwargs)) if isinstance(tensor, Absent)}
+        for tensor in given.values():
+            self.read(event, tensor)
+        standing = {key: numbers(tensor) for key, tensor in given.items()}
         fakes = {name: self._skeleton.parameters[name] for name in event.params}
         self._skeleton.put({name: nn.Parameter(numbers(p), p.requires_grad) for name, p in fakes.items()})
         try:
-            args, kwargs = mapped((args, kwargs), lambda t: numbers(t) if isinstance(t, Absent) else t)
-            return forward(*args, **kwargs)
+            args, kwargs = mapped((args, kwargs), lambda tensor: standing.get(id(tensor), tensor))
+            result = forward(*args, **kwargs)
         finally:
             self._skeleton.put(fakes)
+        meant = {id(number): given[key] for key, number in standing.items()}
+        return replaced(result, {path: meant[id(t)] for path, t in leaves(result) if id(t) in meant})
 
     def _is_of(self, event: Event, tensor: Tensor) -> bool:
         return self._made_by.get(id(tensor)) is event and id(tensor) not in self.values
@@ -353,7 +368,7 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     try:
         # Shapes are saved for the model's own `autograd.grad`, whatever becomes of what the caller's forward saves.
         saving = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        with preserved(skeleton.device), skeleton.without_numbers(), _eager(), _quiet(), saving:
+        with preserved(skeleton.device), skeleton.without_numbers(), _eager(), quiet(), saving:
             before = python_state()
             # in dicts and lists of its own, which the model may take something out of
             observation = Observer(skeleton, given).run(*mapped(given, lambda tensor: tensor))
@@ -376,17 +391,6 @@ def _raised(model: nn.Module, error: Exception) -> str:
         f"model {type(model).__name__}: its forward raised {type(error).__name__}{where} when it was run on shapes: "
         f"{' '.join(str(error).split())}"
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep torch from logging operators that know no shapes."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    was, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = was
 
 
 def _eager() -> AbstractContextManager[Any]:

@@ -397,3 +397,43 @@ def test_a_block_that_handed_on_what_it_got_may_return_something_else_later(num_
     assert losses == plain(model, batches)
     for name, value in pipe.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
+
+
+class Routes(nn.Module):
+    """Its blocks choose experts by numbers, and hand on a bias that the first of them makes."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleDict({f"expert {i}": nn.Linear(4, 4) for i in range(2)})
+
+        def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            bias = x.mean(0) if bias is None else bias
+            chosen = (x[:, 0] > 0).long()
+            for number in chosen.unique():
+                rows = (chosen == number).nonzero()[:, 0]
+                x = x.index_add(0, rows, self.experts[f"expert {number}"](x[rows]) + bias)
+            return x, bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([self.Block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x, bias = self.first(x), None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return {"loss": x.square().mean()}
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+def test_what_a_block_hands_on_that_needs_numbers_reaches_the_next_stage(num_workers):
+    """A mixture of experts was observed on numbers, so what it handed on counted as a constant, and was not sent."""
+    model = made(Routes)
+    batches = [[((torch.randn(6, 4),), {}) for _ in range(4)] for _ in range(2)]
+    pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=num_workers, num_microbatches=4)
+    losses = [pipe.step(microbatches=[{"x": args[0]} for args, _ in pieces]) for pieces in batches]
+    assert losses == plain(model, batches)
+    for name, value in pipe.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
