@@ -52,10 +52,9 @@ def main() -> None:
         partial(nn.Linear, 4, VOCABULARY),
     ]
     pipe = Pipeline(layers, _loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=4)
-    behind = pipe.steps_done
     with open(notes, "a") as file:
         for step, loss in enumerate(pipe.train(loader(folder))):
-            if pipe.worker == 0 and step >= behind:
+            if pipe.worker == 0 and _seen:  # else it is behind, and only told again
                 samples, _seen[:ROWS] = _seen[:ROWS], []
                 note = {"step": step, "workers": pipe.num_workers, "loss": loss, "samples": samples}
                 file.write(json.dumps(note) + "\n")
