@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from test_observed import assert_same, floats, in_turn, stages_of, uncut
+from test_whole import SGD, made, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.cut import cut
 from rpc_pipe.model.observed import observe
+from rpc_pipe.pipeline import Pipeline
 
 
 def linears(count: int = 4) -> list[nn.Linear]:
@@ -160,3 +164,70 @@ def hooked_whole() -> nn.Module:
 def test_what_no_stage_can_do_is_refused(make, says):
     with pytest.raises(ConfigError, match=says):
         observe(make(), [floats(2, 8)])
+
+
+class Skips(nn.Module):
+    """Its blocks hand on what they got, or not, as the numbers say: on ones, as when the model is observed, they do."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+            if x.sum() > 0:
+                return x, seen
+            return x + self.linear(x), seen + x.mean()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([self.Block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.first(x)
+        seen = x.sum(1)
+        for block in self.blocks:
+            x, seen = block(x, seen)
+        return {"loss": (x.square().mean(1) + seen).mean()}
+
+
+class Routes(nn.Module):
+    """Its blocks choose experts by numbers, and hand on a bias that the first of them makes."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleDict({f"expert {i}": nn.Linear(4, 4) for i in range(2)})
+
+        def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+            bias = x.mean(0) if bias is None else bias
+            chosen = (x[:, 0] > 0).long()
+            for number in chosen.unique():
+                rows = (chosen == number).nonzero()[:, 0]
+                x = x.index_add(0, rows, self.experts[f"expert {number}"](x[rows]) + bias)
+            return x, bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([self.Block() for _ in range(4)])
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x, bias = self.first(x), None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return {"loss": x.square().mean()}
+
+
+@pytest.mark.parametrize("num_workers", [2, 4])
+@pytest.mark.parametrize("make", [Skips, Routes])
+def test_what_a_block_hands_on_reaches_the_next_stage(make, num_workers):
+    """What it was given when the model was observed was sent instead, or counted as a constant and was not sent."""
+    model = made(make)
+    batches = [[((torch.randn(6, 4) - 0.2 * i,), {}) for i in range(4)] for _ in range(2)]
+    pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=num_workers, num_microbatches=4)
+    losses = [pipe.step(microbatches=[{"x": args[0]} for args, _ in pieces]) for pieces in batches]
+    assert losses == plain(model, batches)
+    for name, value in pipe.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name]), name
