@@ -18,7 +18,7 @@ from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
 from .profile import LayerCost
-from .weighing import Forward, weigh
+from .weighing import Forward, begin_gradients, weigh
 
 #: lasts until all that was asked of a device is done
 Finish = Callable[[], None]
@@ -112,9 +112,7 @@ class Block:
 
         Gradients of weights are there already and are added to, as in all microbatches but the first.
         """
-        trained = [parameter for parameter in self.parameters if parameter.requires_grad]
-        for parameter in trained:
-            parameter.grad = torch.full_like(parameter, 0.0)
+        trained = begin_gradients(self.parameters)
         found: list[tuple[list[Tensor], Tree, list[Tensor]]] = []
         self._time(F, lambda: found.append(self.forward()))
         roots = found.pop()[2]

@@ -29,11 +29,17 @@ def weigh(runs: Sequence[tuple[Forward, Sequence[nn.Parameter]]]) -> list[list[f
     return [peaks[at : at + 5] for at in range(0, len(peaks), 5)]
 
 
-def _actions(forward: Forward, parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """Yield F, B, F, I, W of a block, to be called one after the other."""
+def begin_gradients(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Give parameters gradients, in memory that has been touched, to which backward adds; return those trained."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.full_like(parameter, 0.0)
+    return trained
+
+
+def _actions(forward: Forward, parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
+    """Yield F, B, F, I, W of a block, to be called one after the other."""
+    trained = begin_gradients(parameters)
     made: list[tuple[list[Tensor], Tree, list[Tensor]]] = []
     yield lambda: made.append(forward())
     _, _, roots = made.pop()
