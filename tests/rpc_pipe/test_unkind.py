@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from unkind import MODELS, WIDTH, Bounded, Linear, batches_for, differences, mse, repeated
+from unkind import MODELS, batches_for, differences, mse, repeated
+from unkind_layers import WIDTH, Bounded, Linear
 
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import Partition
