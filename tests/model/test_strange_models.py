@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_observed import assert_same, floats, in_turn, stages_of, uncut
+from in_turn import assert_same, floats, in_turn, stages_of, uncut
 from test_whole import SGD, made, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential

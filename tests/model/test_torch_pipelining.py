@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_observed import floats
+from in_turn import floats
 from test_whole import SGD, assert_same_state, made, plain, whole_loss
 from torch import Tensor, nn
 from torch.distributed.pipelining import pipe_split

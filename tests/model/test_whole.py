@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import unsplit_models as models
-from test_observed import CASES, PADDED, floats, ids, loss_of
+from in_turn import CASES, PADDED, floats, ids, loss_of
 from torch import Tensor, nn
 
 from rpc_pipe.dependency import ConfigError

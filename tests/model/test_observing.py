@@ -1,0 +1,158 @@
+"""What is seen of a model that is observed, where it may be cut, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import unsplit_models as models
+from in_turn import assert_same, floats, ids, in_turn, stages_of, uncut
+from torch import Tensor, nn
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.model.observed import observe
+
+
+def test_a_stage_holds_what_it_needs_under_the_names_of_the_whole():
+    model = models.EncoderDecoder()
+    observed = observe(model, [ids(2, 5), ids(2, 4)])
+    ranges = [range(3), range(3, 6)]
+    assert observed.shared(ranges) == {"embed.weight": [0, 1]}
+    first, second = observed.stages(ranges)
+    assert [block.name for block in first.blocks] == ["encoder.0", "encoder.1", "encoder.2"]
+    assert [(tensor.shape, tensor.num_bytes) for tensor in first.hands_on] == [((2, 5, 8), 320)]
+    assert {name.split(".")[0] for name in second.parameters} == {"embed", "decoder"}
+    assert not second.hands_on
+    stages = [observed.build(i, ranges) for i in range(2)]
+    assert [stage.names for stage in stages] == [first.parameters, second.parameters]
+    own = dict(stages[0].named_parameters())
+    assert all(own[name] is parameter for name, parameter in model.named_parameters() if name in own)
+    # The second one trains a copy: whoever has both sums the gradients.
+    assert dict(stages[1].named_parameters())["embed.weight"] is not model.embed.weight
+
+
+def test_blocks_may_be_named():
+    model, x = models.Nested(), floats(3, 6)
+    assert observe(model, [x], blocks="stages.1").num_blocks == 3
+    named = observe(model, [x], blocks=["stem", "stages.2"])
+    assert [block.name for block in named.blocks][:2] == ["stem", "stages.2.0"]
+    with pytest.raises(ConfigError, match=r"'stage': the model has no module of this name"):
+        observe(model, [x], blocks="stage")
+
+
+@pytest.mark.parametrize("wide", [True, False])
+def test_a_cut_moves_to_where_the_fewest_bytes_cross(wide):
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(24, 8) if wide else nn.Linear(8, 24) for _ in range(2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(torch.cat([x, x, x], 1)) if wide else block(x)[:, 8:16]
+            return x
+
+    first, _ = observe(Changing(), [floats(3, 8)]).stages([range(1), range(1, 2)])
+    assert [tensor.shape for tensor in first.hands_on] == [(3, 8)]
+
+
+class Asks(models.Nested):
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        return x * 2 if x.sum() > 0 else x
+
+
+class Lists(models.Nested):
+    def forward(self, x: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        x = self.stem(x)
+        for block in self.stages[1]:
+            x = block(x, losses)
+        return x + sum(losses)
+
+    class Adds(models.Block):
+        def forward(self, x: Tensor, losses: list[Tensor]) -> Tensor:  # type: ignore[override]
+            losses.append(x.mean())
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages[1] = nn.ModuleList([self.Adds() for _ in range(3)])
+
+
+class Compiled(models.Nested):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stages[1][0].compile(backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (Asks, r"test_observing.py:\d+ needs the numbers of a tensor that depends on the model's parameters"),
+        (Lists, "made in block stages.1.0 and left it otherwise than by its return value"),
+        (Compiled, r"stages.1.0 was compiled with .compile\(\)"),
+        (lambda: nn.Linear(6, 8), "has no parts to cut between"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused_with_its_place(make, says):
+    with pytest.raises(ConfigError, match=says):
+        observe(make(), [floats(3, 6)])
+
+
+def test_a_forward_that_changes_its_way_by_itself_is_refused():
+    class Alternates(models.Nested):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            type(self).calls += 1
+            return super().forward(x.neg() if self.calls % 2 else x.abs())
+
+    stage = observe(Alternates(), [floats(3, 6)]).build(0, [range(3), range(3, 6)])
+    with pytest.raises(ConfigError, match=r"goes another way each time .*it must depend on its inputs alone"):
+        stage.forward((), [floats(3, 6)], {})
+
+
+def test_a_block_that_returns_another_shape_than_observed_is_refused():
+    class Prunes(models.Block):
+        def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x[x[:, 0] > 0])
+
+    model = nn.Sequential(nn.Linear(8, 8), Prunes(), nn.Linear(8, 8), nn.Linear(8, 8))
+    x = floats(6, 8)
+    stages = stages_of(observe(model, [x]), 2)
+    payload = stages[0].forward((), [x], {})
+    with pytest.raises(ConfigError, match=r"1 gave a tensor of shape \(\d, 8\), and \(6, 8\) when it was observed"):
+        stages[1].forward(payload, [x], {})
+
+
+def test_the_generators_of_whoever_observes_are_left_as_they_were():
+    class Draws(models.Tied):
+        def forward(self, ids: Tensor) -> Any:  # type: ignore[override]
+            return super().forward(ids, mask=torch.rand(ids.shape))
+
+    model = Draws(dropout=0.1)
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    observe(model, [ids(2, 5)])
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_more_blocks_are_looked_for_where_more_are_wanted():
+    model = models.NoList()
+    x, y = floats(2, 8), floats(8)
+    few = observe(model, [x], {"y": y}).num_blocks
+    more = observe(model, [x], {"y": y}, at_least=few + 2)
+    assert more.num_blocks >= few + 2
+    assert_same(in_turn(stages_of(more, few + 2), x, y=y), uncut(model, x, y=y))
+
+
+def test_forms_that_have_not_come_for_long_are_forgotten(monkeypatch):
+    monkeypatch.setattr("rpc_pipe.model.stage._MOST_FORMS", 2)
+    (stage,) = stages_of(observe(models.Nested(), [floats(1, 6)]), 1)
+    for rows in (1, 2, 1, 3, 1):
+        stage.forward((), [floats(rows, 6)], {})
+    shapes = [form[1][1][0] for form, _ in stage._scripts]
+    assert shapes == [torch.Size([3, 6]), torch.Size([1, 6])], "the one that was used last is kept longest"
