@@ -3,9 +3,9 @@
 import re
 
 import pytest
-from test_asynchronous import broken as stream
-from test_asynchronous import far
 from test_check import Listed
+from test_versions import broken as stream
+from test_versions import far
 
 from rpc_pipe.dependency import ConfigError, F, Kind, Part, ScheduleError, Spec, U, check_all, entries, files
 from rpc_pipe.dependency.memory import Memory
