@@ -1,40 +1,21 @@
 """The face, over the in-process carrier."""
 
 import copy
-import os
 import random
-import signal
 import threading
-import time
-from collections import OrderedDict
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from small_pipeline import SGD, X, Y, layers, pipeline
 from torch import nn
 
-from rpc_pipe.checkpoints.whole import save_whole
-from rpc_pipe.dependency import ConfigError, F, PipeError, WorkerFailure
+from rpc_pipe.dependency import ConfigError, F, PipeError
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.hooks import Listener
-
-SGD = partial(torch.optim.SGD, lr=0.1)
-SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
-X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(1)), torch.arange(10) % 3
-
-
-def layers():
-    return [partial(nn.Linear, 4, 8), nn.Tanh, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 3)]
-
-
-def pipeline(model=None, loss=nn.functional.cross_entropy, **options):
-    defaults = {"num_microbatches": 4, "num_workers": 2, "optimizer": SGD}
-    return Pipeline(model or layers(), loss, **(defaults | options))
 
 
 def test_a_plain_sequential_trains_like_a_plain_loop():
@@ -56,17 +37,6 @@ def test_a_plain_sequential_trains_like_a_plain_loop():
         assert pipe.step((X, Y)) == expected
     for name, tensor in pipe.state_dict().items():
         assert torch.equal(tensor, plain.state_dict()[name]), name
-
-
-def test_evaluate_and_predict_train_nothing_and_may_come_first():
-    pipe = pipeline()
-    before = pipe.state_dict()
-    logits = pipe.predict(X)
-    assert logits.shape == (10, 3)
-    assert pipe.evaluate((X, Y)) == pytest.approx(nn.functional.cross_entropy(logits, Y).item())
-    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
-    first = pipe.step((X, Y))
-    assert first == pytest.approx(pipe.step((X, Y)), rel=0.5) and pipe.evaluate((X, Y)) < first
 
 
 def test_sum_and_weight_count_padding_right():
@@ -220,78 +190,6 @@ def test_activations_stay_within_the_promise(monkeypatch):
     assert all(kept <= pipe.spec.peak_activations(stage) for stage, kept in peak.items())
 
 
-class Broken(nn.Module):
-    def __init__(self, when):
-        super().__init__()
-        self.linear, self.when, self.calls = nn.Linear(8, 8), when, 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls == self.when:
-            raise ArithmeticError("the model's own fault")
-        return self.linear(x)
-
-
-def test_the_first_cause_is_raised_with_worker_action_step_and_traceback():
-    pipe = pipeline([partial(nn.Linear, 4, 8), nn.Tanh, partial(Broken, 7), partial(nn.Linear, 8, 3)], num_workers=4)
-    pipe.step((X, Y))
-    with pytest.raises(WorkerFailure) as failure:
-        pipe.step((X, Y))
-    assert (failure.value.worker, failure.value.action, failure.value.step) == (2, "2F2", 1)
-    assert failure.value.summary == "ArithmeticError: the model's own fault, in layer 2 (Broken)"
-    assert "in forward" in failure.value.remote_traceback
-
-
-def test_an_error_of_the_users_undoes_the_step_and_the_pipeline_goes_on():
-    """A wrong shape typed at a prompt lost the pipeline and its weights: every later call raised."""
-
-    def run(*mistakes):
-        pipe = pipeline([partial(nn.Linear, 4, 8), partial(nn.Dropout, 0.5), partial(nn.Linear, 8, 3)], num_workers=3)
-        losses = [pipe.step((X, Y))]
-        for mistake in mistakes:
-            torch.manual_seed(3)
-            before = torch.rand(1)
-            torch.manual_seed(3)
-            with pytest.raises(WorkerFailure):
-                mistake(pipe)
-            assert torch.equal(torch.rand(1), before), "as it was"
-            assert sum(shard.num_kept for actor in pipe.actors for shard in actor.shards.values()) == 0
-        return [*losses, pipe.step((X, Y)), pipe.evaluate((X, Y))], pipe.state_dict()
-
-    losses, state = run(
-        lambda pipe: pipe.step((torch.ones(10, 5), Y)),  # in the first stage
-        lambda pipe: pipe.step((X, Y.float())),  # in the last, after the others' first forwards
-        lambda pipe: pipe.step(microbatches=[(X, Y), (X, Y), (X, Y), (X[:, :3], Y)]),  # after backwards
-        lambda pipe: pipe.predict(X[:, :2]),
-    )
-    expected_losses, expected = run()
-    assert losses == expected_losses
-    assert all(torch.equal(state[name], expected[name]) for name in expected)
-
-
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_ctrl_c_at_a_prompt_undoes_the_step_too(num_workers):
-    def stop(x):
-        if interrupts:
-            interrupts.pop()
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)  # the main thread may be late on a busy machine
-        return x
-
-    class Stopped(nn.Module):
-        def forward(self, x):
-            return stop(x)
-
-    pipe = pipeline([partial(nn.Linear, 4, 8), nn.Tanh, Stopped, partial(nn.Linear, 8, 3)], num_workers=num_workers)
-    quiet = pipeline([partial(nn.Linear, 4, 8), nn.Tanh, nn.Identity, partial(nn.Linear, 8, 3)])
-    interrupts = []
-    assert pipe.step((X, Y)) == quiet.step((X, Y))
-    interrupts = [1]
-    with pytest.raises(KeyboardInterrupt):
-        pipe.step((X, Y))
-    assert [pipe.step((X, Y)) for _ in range(2)] == [quiet.step((X, Y)) for _ in range(2)]
-
-
 def test_worker_threads_compute_with_the_callers_settings():
     """Autocast around `step` worked in a job and did nothing in threads."""
     seen = []
@@ -347,26 +245,6 @@ def test_a_closed_pipeline_has_no_threads_and_others_go_on():
             call()
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda pipe: pipe.step(X), r"batch is a Tensor: must be \(inputs, targets\)"),
-        (lambda pipe: pipe.step((X, Y, X)), "batch is a tuple of 3: must be"),
-        (lambda pipe: pipe.step((X[:0], Y[:0])), "the batch has no rows: needs at least 1"),
-        (lambda pipe: pipe.checkpoint_every(0, "x"), "steps 0: must be a whole number, at least 1"),
-        (lambda pipe: pipe.save_checkpoint("x", keep=-1), "keep -1: must be a whole number, at least 1"),
-        (lambda pipe: pipe.step(), r"pass a batch, \(inputs, targets\), or else microbatches="),
-        (lambda pipe: pipe.step((X, Y), microbatches=[(X, Y)]), "pass a batch, "),
-        (lambda pipe: pipe.step(microbatches=[]), "must be a list of at least one"),
-        (lambda pipe: pipe.step(microbatches=[(X, Y), (X[:0], Y[:0])]), "microbatch 1 has no rows"),
-        (lambda pipe: pipe.evaluate(microbatches=[(X, Y), X]), "microbatch 1 is a Tensor"),
-    ],
-)
-def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message):
-    with pytest.raises(ConfigError, match=message):
-        call(pipeline())
-
-
 def test_a_listener_that_raises_is_removed_and_the_run_goes_on(caplog):
     class Raises(Listener):
         def action_started(self, step, action):
@@ -410,41 +288,6 @@ def test_updates_of_a_stream_are_not_placed_by_hand():
         pipeline(schedule=type("Ahead", (PipeDream,), ahead))
 
 
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"num_workers": 9}, "stages 9: the model has only 4 layers"),
-        ({"num_workers": 0}, "num_workers 0: must be a whole number, at least 1"),
-        ({"num_microbatches": 0}, "num_microbatches 0: must be a whole number, at least 1"),
-        ({"stall_s": float("nan")}, "stall_s nan: must be a number of seconds above 0"),
-        ({"num_microbatches": 4.0}, r"num_microbatches 4\.0: must be a whole number"),
-        ({"seed": None}, "seed None: must be a whole number, at least 0"),
-        ({"order": "best"}, "order 'best': must be ready or fixed, or None"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(X)], lr=0.5)}, r"such as partial\(torch.optim.SGD, lr=0.5\)"),
-        ({"optimizer": "adam"}, "optimizer 'adam': must be callable"),
-        ({"optimizer": None, "lr_scheduler": SLOWER}, "lr_scheduler: needs an optimizer"),
-        ({"lr_scheduler": SLOWER(SGD([nn.Parameter(X)]))}, r"such as partial\(torch.optim.lr_scheduler.StepLR, "),
-        (
-            {"loss": nn.CrossEntropyLoss},
-            r"is the class CrossEntropyLoss: pass an instance, CrossEntropyLoss\(\)",
-        ),
-        ({"loss": 0.5}, "loss_fn 0.5: must be callable"),
-        ({"device": "gpu"}, "device 'gpu': must be cpu, cuda"),
-        ({"schedule": "1f2b"}, "did you mean '1f1b'"),
-        ({"schedule": "1F1B"}, "did you mean '1f1b'"),
-        ({"split": [1, 1]}, "add up to the model's 4 layers"),
-        ({"device": "tpu"}, "device 'tpu': must be cpu, cuda or cuda:N"),
-        ({"schedule_options": {"windows": 3}}, "schedule 1f1b has no such parameter; it has window"),
-        ({"schedule_options": {"window": "x"}}, "window=x: schedule 1f1b takes int"),
-        ({"schedule": "gpipe", "schedule_options": {"b_order": "up"}}, "takes descending, ascending"),
-        ({"loss": None}, "loss_fn is None: layers compute no loss"),
-    ],
-)
-def test_wrong_options_say_what_would_be_right(options, message):
-    with pytest.raises(ConfigError, match=message):
-        pipeline(**options)
-
-
 def test_a_stage_may_begin_with_a_layer_that_writes_its_input():
     model = [nn.ReLU, partial(nn.Linear, 4, 8), nn.ReLU, partial(nn.Linear, 8, 3)]
     writing = [partial(nn.ReLU, inplace=True), model[1], partial(nn.ReLU, inplace=True), model[3]]
@@ -452,57 +295,6 @@ def test_a_stage_may_begin_with_a_layer_that_writes_its_input():
     pipe, plain = pipeline(writing), pipeline(model)
     assert [pipe.step((x, Y)) for _ in range(3)] == [plain.step((x, Y)) for _ in range(3)]
     assert torch.equal(x, X), "the user's batch is left alone"
-
-
-def test_a_state_is_a_snapshot_and_shared_layers_can_be_saved(tmp_path):
-    shared = nn.Linear(4, 4)
-    pipe = pipeline([shared, nn.Tanh(), shared, nn.Linear(4, 3)], num_workers=1)
-    before = pipe.state_dict()
-    pipe.step((X, Y))
-    assert not torch.equal(before["0.weight"], pipe.state_dict()["0.weight"])
-    pipe.save(tmp_path / "shared.safetensors")
-
-
-def test_a_prediction_goes_to_who_wants_it():
-    pipe = pipeline(num_workers=3)
-    logits = pipe.predict(X)
-    for to in (1, [0, 2], range(3)):
-        assert torch.equal(pipe.predict(X, to=to), logits)
-    assert pipe.predict(X, to=[]) is None
-    handed = pipe._each(lambda actor: actor.hand("outputs to 1", actor.worker, [2], [1]))
-    assert handed == [None, [2], None], "to no other worker"
-    for to in (3, -1, True, [0, "1"], "0"):
-        with pytest.raises(ConfigError, match="must be a worker, 0 to 2, or a list of such"):
-            pipe.predict(X, to=to)
-
-
-def test_save_writes_the_unsplit_models_names(tmp_path):
-    from safetensors.torch import load_file
-
-    pipe = pipeline()
-    pipe.step((X, Y))
-    pipe.save(tmp_path / "model.safetensors")
-    unsplit = nn.Sequential(*(build() for build in layers()))
-    unsplit.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(unsplit.eval()(X), pipe.predict(X)) or torch.allclose(unsplit(X), pipe.predict(X))
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
-
-
-@pytest.mark.parametrize("schedule", ["chimera", "dualpipe", "zb-v", "varuna", "gpipe-recompute"])
-def test_evaluation_between_steps_of_any_schedule(schedule):
-    """Forward only, without recomputation or split, on whichever replica a microbatch meets."""
-
-    def run(schedule):
-        pipe = pipeline(schedule=schedule, num_workers=2, num_microbatches=3)
-        before = pipe.evaluate((X, Y))
-        losses = [pipe.step((X, Y)) for _ in range(2)]
-        kept = [shard.num_kept for actor in pipe.actors for shard in actor.shards.values()]
-        assert not any(kept), "nothing outlives a step"
-        return before, losses[0], pipe.predict(X)
-
-    found, expected = run(schedule), run("1f1b")
-    assert found[:2] == expected[:2] and found[0] == found[1]
-    torch.testing.assert_close(found[2], expected[2])  # replicas sum in another order
 
 
 def test_running_statistics_count_a_recomputed_microbatch_once():
@@ -551,62 +343,3 @@ def test_groups_of_parameters_are_made_by_name():
     names = [name for actor in pipe.actors for s in actor.shards.values() for name, _ in s.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]
     assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in pipe.state_dict().items())
-
-
-class Named(NamedTuple):
-    first: torch.Tensor
-    second: torch.Tensor
-
-
-class Returns(nn.Module):
-    def __init__(self, of):
-        super().__init__()
-        self.of = of
-
-    def forward(self, x):
-        return self.of(x)
-
-
-@pytest.mark.parametrize(
-    "of",
-    [lambda x: Named(x, x + 1), lambda x: OrderedDict(b=x, a=x + 1), lambda x: [x, (x, None)]],
-    ids=["namedtuple", "OrderedDict", "list"],
-)
-def test_predictions_keep_their_form(of):
-    pipe = Pipeline([nn.Identity(), Returns(of)], nn.functional.mse_loss, num_microbatches=3, num_workers=2)
-    x = torch.randn(7, 2)
-    found, whole = pipe.predict(x), of(x)
-    assert type(found) is type(whole) and list(found) is not None
-    first = found["b"] if isinstance(found, dict) else found[0]
-    assert torch.equal(first, x)
-
-
-def test_a_prediction_without_rows_is_told():
-    pipe = Pipeline([nn.Identity(), Returns(torch.sum)], nn.functional.mse_loss, num_microbatches=2, num_workers=2)
-    with pytest.raises(ConfigError, match="predict: the model gives a tensor without rows"):
-        pipe.predict(torch.randn(4, 2))
-
-
-def test_an_evaluation_leaves_modules_in_the_modes_that_they_had():
-    layers = [nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2).eval()]
-    pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=2, num_workers=3)
-    pipe.evaluate((torch.randn(4, 2), torch.randn(4, 2)))
-    assert [layer.training for layer in layers] == [True, True, False]
-
-
-def test_saving_touches_no_other_file(tmp_path):
-    """`save("w.safetensors")` wrote over and removed the user's `w.partial`."""
-    (tmp_path / "w.partial").write_text("mine")
-    pipeline(num_workers=2).save(tmp_path / "w.safetensors")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.partial", "w.safetensors"]
-    assert (tmp_path / "w.partial").read_text() == "mine"
-
-
-def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):
-    """A kill during `save` left a hidden file of the model's size for ever."""
-    left = tmp_path / ".w.safetensors.999999999.partial"
-    left.mkdir()
-    (left / ".tmp123").write_text("half of the weights")
-    save_whole({"a": torch.ones(3)}, tmp_path / "w.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
-    assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], torch.ones(3))

@@ -1,13 +1,89 @@
 """What is left after a step that failed in threads mode: what was there before it."""
 
+import os
+import signal
+import time
 from functools import partial
 
 import pytest
 import torch
+from small_pipeline import X, Y, pipeline
 from torch import nn
 
 from rpc_pipe.dependency import WorkerFailure
 from rpc_pipe.pipeline import Pipeline
+
+
+class Broken(nn.Module):
+    def __init__(self, when):
+        super().__init__()
+        self.linear, self.when, self.calls = nn.Linear(8, 8), when, 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == self.when:
+            raise ArithmeticError("the model's own fault")
+        return self.linear(x)
+
+
+def test_the_first_cause_is_raised_with_worker_action_step_and_traceback():
+    pipe = pipeline([partial(nn.Linear, 4, 8), nn.Tanh, partial(Broken, 7), partial(nn.Linear, 8, 3)], num_workers=4)
+    pipe.step((X, Y))
+    with pytest.raises(WorkerFailure) as failure:
+        pipe.step((X, Y))
+    assert (failure.value.worker, failure.value.action, failure.value.step) == (2, "2F2", 1)
+    assert failure.value.summary == "ArithmeticError: the model's own fault, in layer 2 (Broken)"
+    assert "in forward" in failure.value.remote_traceback
+
+
+def test_an_error_of_the_users_undoes_the_step_and_the_pipeline_goes_on():
+    """A wrong shape typed at a prompt lost the pipeline and its weights: every later call raised."""
+
+    def run(*mistakes):
+        pipe = pipeline([partial(nn.Linear, 4, 8), partial(nn.Dropout, 0.5), partial(nn.Linear, 8, 3)], num_workers=3)
+        losses = [pipe.step((X, Y))]
+        for mistake in mistakes:
+            torch.manual_seed(3)
+            before = torch.rand(1)
+            torch.manual_seed(3)
+            with pytest.raises(WorkerFailure):
+                mistake(pipe)
+            assert torch.equal(torch.rand(1), before), "as it was"
+            assert sum(shard.num_kept for actor in pipe.actors for shard in actor.shards.values()) == 0
+        return [*losses, pipe.step((X, Y)), pipe.evaluate((X, Y))], pipe.state_dict()
+
+    losses, state = run(
+        lambda pipe: pipe.step((torch.ones(10, 5), Y)),  # in the first stage
+        lambda pipe: pipe.step((X, Y.float())),  # in the last, after the others' first forwards
+        lambda pipe: pipe.step(microbatches=[(X, Y), (X, Y), (X, Y), (X[:, :3], Y)]),  # after backwards
+        lambda pipe: pipe.predict(X[:, :2]),
+    )
+    expected_losses, expected = run()
+    assert losses == expected_losses
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_ctrl_c_at_a_prompt_undoes_the_step_too(num_workers):
+    def stop(x):
+        if interrupts:
+            interrupts.pop()
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)  # the main thread may be late on a busy machine
+        return x
+
+    class Stopped(nn.Module):
+        def forward(self, x):
+            return stop(x)
+
+    pipe = pipeline([partial(nn.Linear, 4, 8), nn.Tanh, Stopped, partial(nn.Linear, 8, 3)], num_workers=num_workers)
+    quiet = pipeline([partial(nn.Linear, 4, 8), nn.Tanh, nn.Identity, partial(nn.Linear, 8, 3)])
+    interrupts = []
+    assert pipe.step((X, Y)) == quiet.step((X, Y))
+    interrupts = [1]
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step((X, Y))
+    assert [pipe.step((X, Y)) for _ in range(2)] == [quiet.step((X, Y)) for _ in range(2)]
 
 
 class Counting(nn.Module):

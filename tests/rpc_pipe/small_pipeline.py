@@ -1,0 +1,20 @@
+"""A pipeline of four small layers that classify, for tests of what one calls."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from rpc_pipe.pipeline import Pipeline
+
+SGD = partial(torch.optim.SGD, lr=0.1)
+X, Y = torch.randn(10, 4, generator=torch.Generator().manual_seed(1)), torch.arange(10) % 3
+
+
+def layers():
+    return [partial(nn.Linear, 4, 8), nn.Tanh, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 3)]
+
+
+def pipeline(model=None, loss=nn.functional.cross_entropy, **options):
+    defaults = {"num_microbatches": 4, "num_workers": 2, "optimizer": SGD}
+    return Pipeline(model or layers(), loss, **(defaults | options))

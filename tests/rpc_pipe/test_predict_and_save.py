@@ -1,0 +1,135 @@
+"""What is asked of a pipeline besides training: evaluations, predictions, and weights in files."""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_pipeline import X, Y, layers, pipeline
+from torch import nn
+
+from rpc_pipe.checkpoints.whole import save_whole
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.pipeline import Pipeline
+
+
+def test_evaluate_and_predict_train_nothing_and_may_come_first():
+    pipe = pipeline()
+    before = pipe.state_dict()
+    logits = pipe.predict(X)
+    assert logits.shape == (10, 3)
+    assert pipe.evaluate((X, Y)) == pytest.approx(nn.functional.cross_entropy(logits, Y).item())
+    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+    first = pipe.step((X, Y))
+    assert first == pytest.approx(pipe.step((X, Y)), rel=0.5) and pipe.evaluate((X, Y)) < first
+
+
+def test_a_state_is_a_snapshot_and_shared_layers_can_be_saved(tmp_path):
+    shared = nn.Linear(4, 4)
+    pipe = pipeline([shared, nn.Tanh(), shared, nn.Linear(4, 3)], num_workers=1)
+    before = pipe.state_dict()
+    pipe.step((X, Y))
+    assert not torch.equal(before["0.weight"], pipe.state_dict()["0.weight"])
+    pipe.save(tmp_path / "shared.safetensors")
+
+
+def test_a_prediction_goes_to_who_wants_it():
+    pipe = pipeline(num_workers=3)
+    logits = pipe.predict(X)
+    for to in (1, [0, 2], range(3)):
+        assert torch.equal(pipe.predict(X, to=to), logits)
+    assert pipe.predict(X, to=[]) is None
+    handed = pipe._each(lambda actor: actor.hand("outputs to 1", actor.worker, [2], [1]))
+    assert handed == [None, [2], None], "to no other worker"
+    for to in (3, -1, True, [0, "1"], "0"):
+        with pytest.raises(ConfigError, match="must be a worker, 0 to 2, or a list of such"):
+            pipe.predict(X, to=to)
+
+
+def test_save_writes_the_unsplit_models_names(tmp_path):
+    from safetensors.torch import load_file
+
+    pipe = pipeline()
+    pipe.step((X, Y))
+    pipe.save(tmp_path / "model.safetensors")
+    unsplit = nn.Sequential(*(build() for build in layers()))
+    unsplit.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(unsplit.eval()(X), pipe.predict(X)) or torch.allclose(unsplit(X), pipe.predict(X))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("schedule", ["chimera", "dualpipe", "zb-v", "varuna", "gpipe-recompute"])
+def test_evaluation_between_steps_of_any_schedule(schedule):
+    """Forward only, without recomputation or split, on whichever replica a microbatch meets."""
+
+    def run(schedule):
+        pipe = pipeline(schedule=schedule, num_workers=2, num_microbatches=3)
+        before = pipe.evaluate((X, Y))
+        losses = [pipe.step((X, Y)) for _ in range(2)]
+        kept = [shard.num_kept for actor in pipe.actors for shard in actor.shards.values()]
+        assert not any(kept), "nothing outlives a step"
+        return before, losses[0], pipe.predict(X)
+
+    found, expected = run(schedule), run("1f1b")
+    assert found[:2] == expected[:2] and found[0] == found[1]
+    torch.testing.assert_close(found[2], expected[2])  # replicas sum in another order
+
+
+class Named(NamedTuple):
+    first: torch.Tensor
+    second: torch.Tensor
+
+
+class Returns(nn.Module):
+    def __init__(self, of):
+        super().__init__()
+        self.of = of
+
+    def forward(self, x):
+        return self.of(x)
+
+
+@pytest.mark.parametrize(
+    "of",
+    [lambda x: Named(x, x + 1), lambda x: OrderedDict(b=x, a=x + 1), lambda x: [x, (x, None)]],
+    ids=["namedtuple", "OrderedDict", "list"],
+)
+def test_predictions_keep_their_form(of):
+    pipe = Pipeline([nn.Identity(), Returns(of)], nn.functional.mse_loss, num_microbatches=3, num_workers=2)
+    x = torch.randn(7, 2)
+    found, whole = pipe.predict(x), of(x)
+    assert type(found) is type(whole) and list(found) is not None
+    first = found["b"] if isinstance(found, dict) else found[0]
+    assert torch.equal(first, x)
+
+
+def test_a_prediction_without_rows_is_told():
+    pipe = Pipeline([nn.Identity(), Returns(torch.sum)], nn.functional.mse_loss, num_microbatches=2, num_workers=2)
+    with pytest.raises(ConfigError, match="predict: the model gives a tensor without rows"):
+        pipe.predict(torch.randn(4, 2))
+
+
+def test_an_evaluation_leaves_modules_in_the_modes_that_they_had():
+    layers = [nn.Linear(2, 2), nn.Dropout(), nn.Linear(2, 2).eval()]
+    pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=2, num_workers=3)
+    pipe.evaluate((torch.randn(4, 2), torch.randn(4, 2)))
+    assert [layer.training for layer in layers] == [True, True, False]
+
+
+def test_saving_touches_no_other_file(tmp_path):
+    """`save("w.safetensors")` wrote over and removed the user's `w.partial`."""
+    (tmp_path / "w.partial").write_text("mine")
+    pipeline(num_workers=2).save(tmp_path / "w.safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["w.partial", "w.safetensors"]
+    assert (tmp_path / "w.partial").read_text() == "mine"
+
+
+def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):
+    """A kill during `save` left a hidden file of the model's size for ever."""
+    left = tmp_path / ".w.safetensors.999999999.partial"
+    left.mkdir()
+    (left / ".tmp123").write_text("half of the weights")
+    save_whole({"a": torch.ones(3)}, tmp_path / "w.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+    assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], torch.ones(3))
