@@ -2,6 +2,7 @@
 
     python bench/fuzz.py [--runs 1000] [--first 0] [--seconds 600] [--jobs 1]
     python bench/fuzz.py --workers 2 --transport rpc      # in processes, 25 runs a job
+    python bench/fuzz.py --whole                         # models with a forward of their own, and anything around
     python bench/fuzz.py --specs --runs 4000              # random specs: checker, state machines and simulator
     python bench/fuzz.py --show 17                        # what run 17 is, and what happens; --doubled: in double
 
@@ -55,7 +56,7 @@ def _settle() -> None:
     torch._C._jit_set_profiling_mode(False)
 
 
-def work(numbers: range, workers: int | None, specs: bool) -> None:
+def work(numbers: range, workers: int | None, specs: bool, whole: bool) -> None:
     """Run one after the other, in this process."""
     _settle()
     for number in numbers:
@@ -66,7 +67,7 @@ def work(numbers: range, workers: int | None, specs: bool) -> None:
             how, detail, about = tried_spec(number)
             end = End(how, detail)
         else:
-            end, about = tried(number, workers)
+            end, about = tried(number, workers, whole)
         if end.how != "elsewhere":
             tell(number, end, about)
         if "RANK" in os.environ and not end.goes_on:
@@ -119,7 +120,7 @@ class Child(threading.Thread):
     def _watch(self, numbers: range) -> int:
         """Start a process; return how many runs it has ended, one that hangs among them."""
         share = ["--share", f"{numbers.start},{numbers.stop},{numbers.step}"]
-        own = [str(Path(__file__)), *share] + ["--specs"] * self._typed.specs
+        own = [str(Path(__file__)), *share] + ["--specs"] * self._typed.specs + ["--whole"] * self._typed.whole
         command = [sys.executable, *own]
         if self._typed.transport != "local":
             workers = str(self._typed.workers)
@@ -176,19 +177,20 @@ def main() -> None:
     parser.add_argument("--workers", type=int, help="needed with a transport; else drawn")
     parser.add_argument("--transport", choices=["local", "rpc", "zmq"], default="local")
     parser.add_argument("--specs", action="store_true", help="random specs instead of models")
+    parser.add_argument("--whole", action="store_true", help="models with a forward of their own alone")
     parser.add_argument("--show", type=int, help="run this one and tell all of it")
     parser.add_argument("--doubled", action="store_true", help="show it in double precision")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     typed = parser.parse_args()
     if typed.share is not None:
-        work(range(*map(int, typed.share.split(","))), typed.workers, typed.specs)
+        work(range(*map(int, typed.share.split(","))), typed.workers, typed.specs, typed.whole)
         return
     if typed.show is not None:
         _settle()
         if typed.doubled:
-            end, about = run(case := Case(typed.show, typed.workers, doubled=True)), str(case)
+            end, about = run(case := Case(typed.show, typed.workers, doubled=True, whole=typed.whole)), str(case)
         else:
-            end, about = tried(typed.show, typed.workers)
+            end, about = tried(typed.show, typed.workers, typed.whole)
         print(about, end.how, end.detail, sep="\n")
         return
     numbers = range(typed.first, typed.first + typed.runs)

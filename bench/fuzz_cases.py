@@ -15,6 +15,7 @@ from torch import Tensor
 from bench.fuzz_layers import WIDTH
 from bench.fuzz_models import LOSSES, MANNERS, MEANS, Made, Unsplit
 from bench.fuzz_operations import OPERATIONS
+from bench.fuzz_whole import Drawn, Wild
 from rpc_pipe.dependency import Order, Spec
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec, parameter_types
@@ -49,9 +50,10 @@ class Case:
         workers: how many, where a job has decided that.
         doubled: whether all is computed in double precision, with an optimizer that is linear in gradients: then what
             another order of sums changes stays next to nothing.
+        whole: whether the model has a forward of its own, in which anything stands around the blocks.
     """
 
-    def __init__(self, number: int, workers: int | None = None, *, doubled: bool = False) -> None:
+    def __init__(self, number: int, workers: int | None = None, *, doubled: bool = False, whole: bool = False) -> None:
         draw = self._draw = random.Random(number)
         self.number = number
         self.workers = workers or draw.choice([1, 2, 2, 2, 3, 3, 4, 5])
@@ -64,8 +66,10 @@ class Case:
         else:
             self._draw_options(draw)
         self.order: Order | None = draw.choice(["ready", "fixed", None])
-        self.unsplit = draw.random() < 0.06
+        self.whole = whole
+        self.unsplit = draw.random() < 0.06 or whole
         self.as_modules = draw.random() < 0.4
+        self.blocks = "blocks" if self.unsplit and not (whole and number % 2) else None
         self.accumulate = draw.choice([1, 1, 1, 2, 3])
         self.max_grad_norm = draw.choice([None, None, 0.05, 10.0])
         self.ema_decay = draw.choice([None, None, None, 0.5])
@@ -77,7 +81,7 @@ class Case:
         #: whether a step ends before the next begins
         self.is_synchronous = True
         other = random.Random(f"more of {number}")
-        if other.random() < 0.1:
+        if other.random() < 0.1 and not whole:
             self._let_steps_overlap(other)
         self.optimizer: Callable[..., torch.optim.Optimizer]
         self._draw_model(draw)
@@ -107,7 +111,7 @@ class Case:
     def may_round(self) -> bool:
         """Whether gradients are summed in another order than in one process."""
         reentrant = any("checkpoint" in maker.names for maker in self.makers)
-        return reentrant or (self.unsplit and (self.tied or self.skips))
+        return reentrant or self.whole or (self.unsplit and (self.tied or self.skips))
 
     def _draw_options(self, draw: random.Random) -> None:
         known = parameter_types(SCHEDULES[self.schedule])
@@ -128,7 +132,13 @@ class Case:
         ]
         self.tied, self.skips, self.draws = draw.random() < 0.3, draw.random() < 0.6, draw.random() < 0.5
         is_sparse = not _SPARSE.isdisjoint(name for maker in self.makers for name in maker.names)
-        kinds = [0, 5] if is_sparse else [0, 1] if self.tied and self.unsplit else list(range(len(_OPTIMIZERS)))
+        kinds = (
+            [0, 5]
+            if is_sparse
+            else [0, 1]
+            if self.whole or (self.tied and self.unsplit)
+            else list(range(len(_OPTIMIZERS)))
+        )
         cls, settings = _OPTIMIZERS[draw.choice(kinds)]
         self.optimizer = partial(cls, **settings)
         halved = partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
@@ -155,13 +165,16 @@ class Case:
             for name, value in vars(self).items()
             if name not in ("makers", "number", "schedule") and not name.startswith("_") and value not in (None, False)
         }
-        return f"{schedule} {said} [{names}]".replace("<function ", "").replace("functools.", "")
+        around = f" {Drawn(self.number, len(self.makers))}" if self.whole and names else ""
+        return f"{schedule} {said} [{names}]{around}".replace("<function ", "").replace("functools.", "")
 
     def model(self) -> Any:
         """Make the model, the same each time."""
         torch.manual_seed(self.number)
         if self.unsplit:
-            whole = partial(Unsplit, self.makers, self.tied, self.skips, self.draws)
+            whole: Any = partial(Unsplit, self.makers, self.tied, self.skips, self.draws)
+            if self.whole:
+                whole = partial(Wild, self.makers, self.number)
             return whole() if self.as_modules else whole
         return [maker() for maker in self.makers] if self.as_modules else list(self.makers)
 
@@ -202,5 +215,5 @@ class Case:
             schedule=self.schedule, schedule_options=self.options, num_workers=self.workers,
             num_microbatches=self.microbatches, split=self.split, order=self.order, seed=self.number,
             max_grad_norm=self.max_grad_norm, accumulate=self.accumulate, ema_decay=self.ema_decay, stall_s=stall_s,
-            example=self.batches()[0] if self.unsplit else None, blocks="blocks" if self.unsplit else None,
+            example=self.batches()[0] if self.unsplit else None, blocks=self.blocks,
         )  # fmt: skip

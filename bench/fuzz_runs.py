@@ -49,18 +49,18 @@ class Done(NamedTuple):
     held: list[dict[str, Any]]
 
 
-def tried(number: int, workers: int | None) -> tuple[End, str]:
+def tried(number: int, workers: int | None, whole: bool = False) -> tuple[End, str]:
     """Run a case; return how it ended and what it is. Where only rounding may differ, double precision decides."""
     in_job = "RANK" in os.environ
     try:
-        case = Case(number, workers)
+        case = Case(number, workers, whole=whole)
         if in_job and case.may_round:  # all workers must know it beforehand
-            case = Case(number, workers, doubled=True)
+            case = Case(number, workers, doubled=True, whole=whole)
     except (ConfigError, ScheduleError) as error:
         return _refused(error), ""
     end = run(case)
     if end.how == "rounding" and not case.doubled:
-        again = run(Case(number, workers, doubled=True))
+        again = run(Case(number, workers, doubled=True, whole=whole))
         if again.how not in ("rounding", "identical"):
             end = again._replace(how="UNSETTLED" if again.how in ("refused", "illegal") else again.how)
     return end, str(case)
@@ -205,7 +205,7 @@ def _compared(case: Case, pipe: Pipeline, done: Done, expected: list[Any], alone
     differing = [(name, a, b) for name, a, b in pairs if not _same(a, b)]
     if not found and not differing:
         return End("identical")
-    shared = case.unsplit and (pipe.partition.shared or case.skips)
+    shared = case.unsplit and (pipe.partition.shared or case.skips or case.whole)
     reentrant = any(getattr(module, "reentrant", False) for layer in alone.replicas[0] for module in layer.modules())
     if (shared or reentrant) and not found and all(_close(case, a, b) for _, a, b in differing):
         return End("rounding", "what several stages hold or use" if shared else "a reentrant checkpoint")

@@ -1,0 +1,197 @@
+"""Random models with a forward of their own, for `bench/fuzz.py --whole`: what people write around blocks, mixed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from bench.fuzz_layers import WIDTH, linear
+from bench.fuzz_models import first
+from rpc_pipe.workers.transport.payload import Tree, tensors_of
+
+#: what a forward has at hand: the hidden states `x`, the tree that the last block returned, what came in, what was
+#: saved on the way, and what adds to the loss
+State = Any
+
+
+def _saved(s: State) -> Tensor:
+    """Return what was saved some time ago, in the type of what is at hand."""
+    found: Tensor = s.saved[len(s.saved) // 2].to(s.x.dtype)
+    return found
+
+
+def _set(name: str, change: Callable[[Any, State], Any]) -> Callable[[Wild, State], None]:
+    return lambda model, s: setattr(s, name, change(model, s))
+
+
+def _means(tree: Tree) -> list[Tensor]:
+    return [t.mean() / 100 for t in tensors_of(tree) if t.is_floating_point() and t.numel()]
+
+
+def _decided(model: Any, s: State) -> None:
+    """Go one way or another, as the batch says."""
+    if bool(s.batch.sum() > 0):
+        s.x = s.x * 0.9
+    else:
+        s.x = model.norm(s.x)
+
+
+def _asked(model: Any, s: State) -> None:
+    if s.x.requires_grad and s.x.dim() == 2 and len(s.x) > 1:
+        s.x = s.x / s.x.shape[1] * WIDTH
+
+
+def _hooked(model: Any, s: State) -> None:
+    if s.x.requires_grad:
+        s.x = s.x * 1
+        s.x.register_hook(lambda grad: grad * 0.5)
+
+
+def _written(model: Any, s: State) -> None:
+    s.x = s.x * 1
+    s.x += _saved(s)
+    s.x[:, :2] *= 0.5
+
+
+def _counted(model: Any, s: State) -> None:
+    s.x = s.x * (1 + int(model.count) % 2)
+    if model.training:
+        model.count += 1
+
+
+def _without(model: Any, s: State) -> None:
+    with torch.no_grad():
+        shift = model.scale.detach().exp() + s.x.mean()
+    s.x = s.x + shift / 10
+
+
+def _cast(model: Any, s: State) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        s.x = (s.x @ model.stem.weight).to(s.x.dtype)
+
+
+def _halves(model: Any, s: State) -> None:
+    some, other = s.x.chunk(2, 1)
+    s.x = torch.cat([other, some.tanh()], 1)
+
+
+#: what may stand before a block
+AROUND: dict[str, Callable[[Any, State], None]] = {
+    "save": lambda model, s: s.saved.append(s.x),
+    "save a view": lambda model, s: s.saved.append(s.x.view_as(s.x)),
+    "skip": _set("x", lambda model, s: s.x + _saved(s)),
+    "skip in place": _written,
+    "gate": _set("x", lambda model, s: s.x * model.scale.sigmoid()),
+    "norm": _set("x", lambda model, s: model.norm(s.x)),
+    "dropout": _set("x", lambda model, s: functional.dropout(s.x, 0.2, model.training)),
+    "noise": _set("x", lambda model, s: s.x + torch.randn_like(s.x) / 8),
+    "mask": _set("x", lambda model, s: s.x.masked_fill(s.mask, 0)),
+    "table": _set("x", lambda model, s: s.x + model.table[: s.x.shape[1]]),
+    "made of weights": _set("x", lambda model, s: s.x + model.made(model.table).tanh()),
+    "tie": _set("x", lambda model, s: s.x @ model.stem.weight),
+    "block's weight": _set("x", lambda model, s: s.x + next(model.blocks[0].parameters(), model.scale).real.mean()),
+    "more loss": lambda model, s: s.more.append(s.x.square().mean() / 100),
+    "all loss": lambda model, s: s.more.extend(_means(s.tree)),
+    "detached": _set("x", lambda model, s: s.x + s.x.detach().tanh()),
+    "decided": _decided,
+    "asked": _asked,
+    "hook": _hooked,
+    "count": _counted,
+    "no grad": _without,
+    "cast": _cast,
+    "halves": _halves,
+    "turned": _set("x", lambda model, s: s.x.T.contiguous().T.reshape(len(s.batch), WIDTH)),
+    "batch": _set("x", lambda model, s: s.x + s.batch.to(s.x.dtype) / 4),
+    "stacked": _set("x", lambda model, s: torch.stack([s.x, *(t.to(s.x.dtype) for t in s.saved)]).mean(0)),
+    "chosen": _set("x", lambda model, s: s.x[:, s.mask.long().sum(0).argsort()]),
+    "checkpoint": _set("x", lambda model, s: checkpoint(model.beside, s.x, use_reentrant=False)),
+    "beside": _set("x", lambda model, s: model.beside(s.x)),
+    "captured": lambda model, s: s.more.extend(t.mean() / 50 for t in model.captured[-1:]),
+}
+#: how a block is called
+CALLS: dict[str, Callable[[Any, nn.Module, State], Tree]] = {
+    "tensor": lambda model, block, s: block(s.x),
+    "tree": lambda model, block, s: block(s.tree if first(s.tree) is s.x else s.x),
+    "with what was saved": lambda model, block, s: block((s.x, _saved(s))),
+    "with the mask": lambda model, block, s: block((s.x, s.mask)),
+    "by name": lambda model, block, s: block(tree={"x": s.x, "none": None}),
+    "twice": lambda model, block, s: block(first(block(s.x))),
+    "checkpoint": lambda model, block, s: checkpoint(block, s.x, use_reentrant=False),
+}
+#: what is returned
+OUTPUTS: dict[str, Callable[[Tensor, list[Tensor]], Tree]] = {
+    "tensor": lambda x, more: x + sum(more),
+    "tuple": lambda x, more: (x, *more),
+    "dict": lambda x, more: {"x": x, "more": more, "none": None},
+}
+
+
+class Drawn:
+    """What stands where in a forward, drawn from a seed.
+
+    Args:
+        count: of blocks.
+    """
+
+    def __init__(self, seed: int, count: int) -> None:
+        draw = random.Random(f"whole {seed}")
+        few = draw.sample(list(AROUND), draw.choice([2, 4, 8]))
+        calls = ["tensor", *draw.sample(list(CALLS), draw.choice([0, 1, 2]))]
+        self.around = [[draw.choice(few) for _ in range(draw.choice([0, 1, 1, 2]))] for _ in range(count + 1)]
+        self.calls = [draw.choice(calls) for _ in range(count)]
+        self.returns = draw.choice(list(OUTPUTS))
+        self.tied, self.stemless = draw.random() < 0.2, draw.random() < 0.1
+
+    def __str__(self) -> str:
+        places = [
+            f"{'+'.join(around)} > {call}" for around, call in zip(self.around, [*self.calls, "end"], strict=True)
+        ]
+        return f"tied={self.tied} stemless={self.stemless} returns={self.returns} ({' | '.join(places)})"
+
+
+class Wild(nn.Module):
+    """A stem, blocks with anything around them, and a head."""
+
+    table: Tensor
+    count: Tensor
+
+    def __init__(self, makers: Sequence[Callable[[], nn.Module]], seed: int) -> None:
+        super().__init__()
+        self.stem, self.head, self.beside = linear(), linear(), linear()
+        self.norm, self.made = nn.LayerNorm(WIDTH), linear()
+        self.scale = nn.Parameter(torch.zeros(WIDTH))
+        self.register_buffer("table", torch.linspace(-1, 1, WIDTH))
+        self.register_buffer("count", torch.tensor(0))
+        self.blocks = nn.ModuleList(make() for make in makers)
+        self.drawn = Drawn(seed, len(makers))
+        if self.drawn.tied:
+            self.head.weight = self.stem.weight
+        self.captured: list[Tensor] = []
+        if any("captured" in around for around in self.drawn.around):
+            for block in self.blocks:
+                block.register_forward_hook(self._capture)
+
+    def _capture(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.captured.append(first(output))
+
+    def forward(self, x: Tensor) -> Tree:
+        self.captured.clear()
+        drawn = self.drawn
+        s = SimpleNamespace(batch=x, mask=x > 0.5, saved=[], more=[])
+        s.tree = s.x = x if drawn.stemless else self.stem(x)
+        s.saved.append(s.x)
+        for around, call, block in zip(drawn.around, drawn.calls, self.blocks, strict=False):
+            for name in around:
+                AROUND[name](self, s)
+            s.tree = CALLS[call](self, block, s)
+            s.x = first(s.tree).to(torch.get_default_dtype())
+        for name in drawn.around[-1]:
+            AROUND[name](self, s)
+        return OUTPUTS[drawn.returns](self.head(s.x), s.more)
