@@ -67,6 +67,8 @@ class Assignment:
         #: by event; None: on every stage
         self.stage_of: list[int | None] = self._place()
         self.owners = self._find_owners()
+        if self._num_stages > 1:
+            self._refuse_state()
         #: buffer -> the last stage that uses it as not every stage does
         self.buffers = {
             name: stage
@@ -155,6 +157,35 @@ class Assignment:
                     f"model was cut with; cut it with inputs like these"
                 )
         return owners
+
+    def _refuse_state(self) -> None:
+        """Refuse what one stage would leave in the model for another to use in the next forward."""
+        for each in self._observation.carried:
+            stages = {stage for event in each.events for stage in self._near(event)}
+            if len(stages) > 1:
+                raise ConfigError(
+                    f"model: {each.what} is left by one forward and used by the next on stages "
+                    f"{', '.join(map(str, sorted(stages)))}, each of which has a copy of the model: keep it in "
+                    f"one block"
+                )
+        users: dict[str, set[int | None]] = {}
+        events = list(zip(self._observation.events, self.stage_of, strict=True))
+        for event, stage in events:
+            for name in event.buffers:
+                users.setdefault(name, set()).add(stage)
+        for event, stage in events:
+            for storage in event.writes if event.kind else ():
+                name = self._observation.buffers.get(storage, "")
+                if len(users.get(name, ())) > 1:
+                    raise ConfigError(
+                        f"model: buffer {name} is written at {event.where}, on stage {stage}, and used by other stages "
+                        f"too, each of which has a copy of its own; write and use it in one block"
+                    )
+
+    def _near(self, event: Event) -> set[int]:
+        """Return the stages that may run an event of another forward, as its position tells."""
+        places = [event.position] if event.is_block else [event.position - 1, event.position]
+        return {self._stage_of_call[place] for place in places if 0 <= place < len(self._stage_of_call)}
 
     # --- what crosses
 

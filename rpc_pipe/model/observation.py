@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .promise import Promise
 from .trees import Path
 
 
@@ -73,6 +74,8 @@ class Event:
     buffers: set[str] = field(default_factory=set)
     #: storages that were there before and that it writes
     writes: set[int] = field(default_factory=set)
+    #: what a block must return again
+    promise: Promise | None = None
     #: draws random numbers: counted from 1 among those at its position
     random: int = 0
     #: runs in the forward of an `autograd.Function`, whose backward stands for its own
@@ -91,6 +94,17 @@ class Event:
         return self.func is Tensor.register_hook
 
 
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """Something that a forward leaves in the model for the next one, and the events that leave or use it.
+
+    Those of a second forward are known by their positions alone.
+    """
+
+    what: str
+    events: list[Event]
+
+
 @dataclass(eq=False, slots=True)
 class Observation:
     """What one forward did. The last event stands for the output."""
@@ -104,6 +118,11 @@ class Observation:
     #: whether Python's or numpy's generator was drawn from
     draws_in_python: bool = False
     fields_written: bool = False
+    carried: list[Carried] = field(default_factory=list)
+    #: storage -> name of the buffer
+    buffers: dict[int, str] = field(default_factory=dict)
+    #: whether all stages must run to the end, since the model counts something around the blocks
+    to_the_end: bool = False
 
     @property
     def output(self) -> Event:

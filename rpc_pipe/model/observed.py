@@ -25,7 +25,7 @@ from .attached import attach, refuse_hooks
 from .deferred import Deferred
 from .hanging import carry_over, is_moved, moved_to
 from .observation import Observation
-from .observer import observe_forward
+from .observing import observe_forward
 from .skeleton import Skeleton, members, num_bytes
 from .stage import Stage
 

@@ -8,22 +8,15 @@ functions that the model calls around its blocks.
 
 from __future__ import annotations
 
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path as File
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError
-from ..dependency.garbage import uncollected
-from ..workers.compute.randomness import preserved, python_state
 from .absent import (
     NEEDS_NUMBERS,
     Absent,
@@ -31,13 +24,13 @@ from .absent import (
     numbers,
     on_ones,
     on_shapes,
-    quiet,
     storage_of,
     without_masks,
     written,
 )
-from .frames import caller, checkpoint_frame, in_function, is_of_model
+from .frames import caller, checkpoint_frame, in_function
 from .observation import Event, Kind, Observation, Part, Value
+from .promise import Promise, its_own
 from .skeleton import Skeleton, is_mark
 from .trees import leaves, mapped, replaced, tensors
 
@@ -57,6 +50,7 @@ class Observer(TorchFunctionMode):
         self._given = list(self.values.values())
         self._params = {id(p): name for name, p in skeleton.parameters.items()}
         self._buffers = {id(b): name for name, b in skeleton.module.named_buffers(remove_duplicate=False)}
+        self._standing = list(skeleton.module.buffers())
         self._current: Event | None = None
         #: of every tensor that an operator made: by which event; and the tensors, so that no id is used again
         self._made_by: dict[int, Event | None] = {}
@@ -166,6 +160,7 @@ class Observer(TorchFunctionMode):
 
         hooked = [inner for inner in module.modules() if inner._forward_hooks and inner is not module]
         handles = [inner.register_forward_hook(note, prepend=True, with_kwargs=True) for inner in hooked]
+        given = {id(tensor) for tensor in tensors((args, kwargs))}
         self._current = event
         try:
             try:
@@ -176,11 +171,13 @@ class Observer(TorchFunctionMode):
                 # What it does by its numbers is its own business; any numbers show the shape of what it returns.
                 parts.clear()
                 result = self._on_numbers(event, forward, args, kwargs)
-            result = self._its_own(result)
+            left = {id(tensor) for tensor in tensors((args, kwargs))} - given
+            result = its_own(result, lambda tensor: id(tensor) in self.values, lambda tensor: id(tensor) in left)
         finally:
             self._current = None
             for handle in handles:
                 handle.remove()
+        event.promise = Promise(event.where, result, (args, kwargs), self._owned)
         parts += [Part(tree, inner, None, name) for inner, name, tree in self._left_by(event)]
         event.parts = [Part(result), *parts]
         for part in event.parts:
@@ -190,13 +187,6 @@ class Observer(TorchFunctionMode):
         self.calls.append(event)
         self._randoms = 0
         return event.parts[0].tree
-
-    def _its_own(self, result: Any) -> Any:
-        """Return what a block returns, with an alias where that is what it was given: another time it may not be."""
-        parts = result if type(result) is tuple else (result,)
-        aliases = {id(t): t.view_as(t) for t in parts if isinstance(t, Absent) and id(t) in self.values}
-        parts = tuple([aliases.get(id(part), part) for part in parts])
-        return parts if type(result) is tuple else parts[0]
 
     def _on_numbers(self, event: Event, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's forward once more with numbers, where it cannot do without: it counts as taking all of them."""
@@ -213,6 +203,13 @@ class Observer(TorchFunctionMode):
             self._skeleton.put(fakes)
         meant = {id(number): given[key] for key, number in standing.items()}
         return replaced(result, {path: meant[id(t)] for path, t in leaves(result) if id(t) in meant})
+
+    def _owned(self, tensor: Tensor) -> str | None:
+        return self._params.get(id(tensor)) or self._buffers.get(id(tensor))
+
+    def made_by(self, tensor: Tensor) -> Event | None:
+        """Return the event that made a tensor; None: it was there before."""
+        return self._made_by.get(id(tensor))
 
     def _is_of(self, event: Event, tensor: Tensor) -> bool:
         return self._made_by.get(id(tensor)) is event and id(tensor) not in self.values
@@ -307,6 +304,9 @@ class Observer(TorchFunctionMode):
             self.calls,
             self._fields,
             fields_written=any(storage_of(value.tensor) in changed for value in self._given),
+            buffers={
+                storage_of(b): name for name, b in self._skeleton.module.named_buffers() if id(b) in self._buffers
+            },
         )
 
 
@@ -352,48 +352,3 @@ def name_of(func: Any) -> str:
     if isinstance(func, nn.Module):
         return type(func).__name__
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)
-
-
-@uncollected()
-def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
-    """Run the model once on shapes and return what it did; generators, buffers and inputs are left as they were.
-
-    Raises:
-        ConfigError: the model does something that stages could not do alike; the text names it.
-    """
-    skeleton.refuse_hooks()
-    given = mapped((tuple(args), dict(kwargs)), torch.clone)
-    cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # a cast of a weight is part of every operation that uses it
-    try:
-        # Shapes are saved for the model's own `autograd.grad`, whatever becomes of what the caller's forward saves.
-        saving = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        with preserved(skeleton.device), skeleton.without_numbers(), _eager(), quiet(), saving:
-            before = python_state()
-            # in dicts and lists of its own, which the model may take something out of
-            observation = Observer(skeleton, given).run(*mapped(given, lambda tensor: tensor))
-            observation.draws_in_python = python_state() != before
-            return observation
-    except (ConfigError, KeyboardInterrupt):
-        raise
-    except Exception as error:
-        raise ConfigError(_raised(skeleton.module, error)) from error
-    finally:
-        torch.set_autocast_cache_enabled(cache)
-
-
-def _raised(model: nn.Module, error: Exception) -> str:
-    """Say what a forward raised, and where in the model."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if is_of_model(frame.filename)]
-    where = f" at {File(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-    return (
-        f"model {type(model).__name__}: its forward raised {type(error).__name__}{where} when it was run on shapes: "
-        f"{' '.join(str(error).split())}"
-    )
-
-
-def _eager() -> AbstractContextManager[Any]:
-    """Return a context in which compiled functions run as they were written."""
-    # Importing the compiler takes seconds; whoever uses it has done so.
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

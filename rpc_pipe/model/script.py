@@ -11,6 +11,7 @@ from torch import Tensor
 from .absent import Absent
 from .assignment import Assignment, Owners, Role
 from .observation import Event, Observation, Part
+from .promise import Promise
 from .skeleton import Skeleton
 from .trees import Path, leaves, replaced
 
@@ -41,6 +42,7 @@ class Step:
         runs: whether to run it; otherwise `parts` says what to return in its place.
         swapped: what of that has a real counterpart on this stage.
         noted: what of the result others need later.
+        promise: what of it others have been told already; None: there are none.
         number: of the random operation at its position; 0 if it draws nothing.
     """
 
@@ -54,6 +56,7 @@ class Step:
     parts: list[Part] = field(default_factory=list)
     swapped: list[_Place] = field(default_factory=list)
     noted: list[_Place] = field(default_factory=list)
+    promise: Promise | None = None
 
 
 class Script:
@@ -70,8 +73,10 @@ class Script:
         assignment = Assignment(observation, cut, owners)
         role = assignment.role(stage)
         self.is_last = stage == len(cut) - 1
+        self.is_alone = len(cut) == 1
         self.draws_in_python = observation.draws_in_python
         self.fields_written = observation.fields_written
+        self._to_the_end = observation.to_the_end
         #: what arrives: observed tensor, shape, where it came from
         self.takes = [
             (id(value.tensor), value.tensor.shape, observation.events[value.made].where) for value, _ in role.takes
@@ -106,9 +111,10 @@ class Script:
             position=event.position,
             is_block=event.is_block,
             runs=runs,
-            last=event.index == role.last and not self.is_last,
+            last=event.index == role.last and not self.is_last and not self._to_the_end,
             number=event.random if not event.is_block else 0,
             answer=event.answer,
+            promise=None if self.is_last else event.promise,
         )
         for number, part in enumerate(event.parts):
             found = [(number, path, id(tensor)) for path, tensor in leaves(part.tree)]

@@ -55,6 +55,11 @@ class Skeleton:
                 )
         memo: dict[int, Any] = {}
         for name, module in modules:
+            if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+                raise ConfigError(
+                    f"model: {name or type(model).__name__} was made by torch.jit.script or trace, whose "
+                    f"weights nobody can exchange; put the module itself there, not scripted, or torch.compile of it"
+                )
             for parameter in module._parameters.values():
                 if is_lazy(parameter):
                     raise ConfigError(
@@ -99,6 +104,8 @@ class Skeleton:
         self._names[id(self.mark)] = MARK
         #: who runs a forward now; None: blocks run as they are
         self.run: Run | None = None
+        #: copies of buffers that stand there for a while
+        self._standing: list[tuple[nn.Module, str, Tensor]] = []
         #: modules that have been seen to change attributes of theirs in a forward
         self.counting: set[nn.Module] = set()
 
@@ -110,6 +117,12 @@ class Skeleton:
         """Return a module's name in the model."""
         return self._names[id(module)] or type(module).__name__
 
+    def owned(self, name: str) -> Tensor:
+        """Return a parameter or a buffer, whatever stands there now."""
+        module, _, attribute = name.rpartition(".")
+        found: Tensor = getattr(self.module.get_submodule(module), attribute)
+        return found
+
     def put(self, parameters: dict[str, nn.Parameter]) -> None:
         """Let real parameters stand where placeholders stood; by name."""
         for name, parameter in parameters.items():
@@ -118,10 +131,10 @@ class Skeleton:
             self.parameters[name] = parameter
 
     @contextmanager
-    def without_numbers(self) -> Iterator[None]:
+    def without_numbers(self) -> Iterator[list[Held]]:
         """Put placeholders back for a while, and copies of all buffers, which a forward may write.
 
-        Attributes that change meanwhile, such as counters, are put back too.
+        Attributes that change meanwhile, such as counters, are put back too; the context is what they were.
         """
         real = {name: p for name, p in self.parameters.items() if not isinstance(p, Absent)}
         for name, parameter in real.items():
@@ -132,13 +145,19 @@ class Skeleton:
         copies = {id(buffer): buffer.clone() for _, _, buffer in buffers}
         for module, name, buffer in buffers:
             module._buffers[name] = copies[id(buffer)]
+        self._standing = [(module, name, copies[id(buffer)]) for module, name, buffer in buffers]
         try:
-            yield
+            yield before
         finally:
             self.counting |= put_back(before)
+            self._standing = []
             self.put(real)
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
+
+    def replaced_buffers(self) -> list[tuple[nn.Module, str]]:
+        """Return the buffers in whose place a forward without numbers has put others."""
+        return [(module, name) for module, name, copy in self._standing if module._buffers.get(name) is not copy]
 
     def choose(self, blocks: Sequence[nn.Module]) -> None:
         """Let `blocks` be the modules that tell whoever runs the forward that they are called."""

@@ -14,7 +14,8 @@ from ..workers.compute.randomness import Seed, python_too
 from .absent import Absent
 from .assignment import Owners
 from .observation import Part
-from .observer import name_of, observe_forward
+from .observer import name_of
+from .observing import observe_forward
 from .script import Departed, Script, Step, agrees
 from .skeleton import Skeleton, attributes, is_mark, put_back
 from .trees import Path, at, leaves, mapped, replaced, tensors
@@ -176,6 +177,8 @@ class _Forward(TorchFunctionMode):
         #: what arrived in another shape than was observed, with where it comes from
         self._odd = {key: (where, shape, t) for (key, shape, where), t in arrived if t.shape != shape}
         for key, place, copied in script.given:
+            if copied and sum([tensor is payload[place] for tensor in payload]) > 1:
+                raise _written_twice(script.takes[place][2])
             self._now[key] = payload[place].clone() if copied else payload[place]
 
     def run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -184,7 +187,8 @@ class _Forward(TorchFunctionMode):
         # Dicts and lists of its own: a model may take something out of its batch, which other stages and backward need.
         change = torch.clone if script.fields_written else lambda tensor: tensor
         args, kwargs = fields = mapped((tuple(args), kwargs), change)
-        self._now |= {key: at(fields, path) for path, key in script.fields}
+        self._now |= (given := {key: at(fields, path) for path, key in script.fields})
+        versions = _versions(given.values())
         self._skeleton.run = self
         output = None
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # what the model's own contexts did not put back
@@ -198,6 +202,8 @@ class _Forward(TorchFunctionMode):
                 pass
             finally:
                 self._skeleton.run = None
+        if not script.fields_written and not script.is_alone and _versions(given.values()) != versions:
+            raise _wrote_fields()
         self._refuse_odd(self._odd)
         if not script.is_last:
             output = tuple([self._now[key] if place is None else self._payload[place] for place, key in script.hands])
@@ -297,11 +303,31 @@ class _Forward(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
+        if step.promise is not None:
+            step.promise.check(result, (args, kwargs), self._skeleton.owned)
         for number, path, key in step.noted:
             part = step.parts[number]
             tree = result if not number else getattr(part.module, part.name) if part.name else returned[number - 1]
             self._now[key] = at(tree, path)
         return result
+
+
+def _versions(given: Iterable[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in given]
+
+
+def _wrote_fields() -> ConfigError:
+    return ConfigError(
+        "model: the batch was written in place while a stage ran, which was not so when it was observed, and the other "
+        "stages do not see it; if a block did it, let the model begin with x = x.clone()"
+    )
+
+
+def _written_twice(where: str) -> ConfigError:
+    return ConfigError(
+        f"model: {where} handed on the very tensor that it got, which is written in place by a later block and used by "
+        f"others too: the stages cannot write both; hand on a copy by .clone(), or leave out the change in place"
+    )
 
 
 class _Finished(BaseException):

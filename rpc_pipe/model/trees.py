@@ -17,7 +17,7 @@ from torch import Tensor, nn
 #: from the root to a tensor: ("[]", index or key) or (".", attribute) for each level
 Path = tuple[tuple[str, Any], ...]
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
+PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
 #: objects whose attributes belong to the model or to Python, not to what is passed
 _CLOSED = (nn.Module, torch.Generator, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
@@ -38,7 +38,7 @@ def _collect(tree: Any, found: list[Tensor], above: set[int]) -> None:
     # As `_leaves`, without paths: every operator's arguments go through here.
     if isinstance(tree, Tensor):
         found.append(tree)
-    elif not isinstance(tree, _PLAIN) and id(tree) not in above:
+    elif not isinstance(tree, PLAIN) and id(tree) not in above:
         above.add(id(tree))
         for child in tree if isinstance(tree, (tuple, list)) else [child for _, child in _children(tree)]:
             _collect(child, found, above)
@@ -49,7 +49,7 @@ def _leaves(tree: Any, path: Path, above: set[int]) -> Iterator[tuple[Path, Tens
     if isinstance(tree, Tensor):
         yield path, tree
         return
-    if isinstance(tree, _PLAIN) or id(tree) in above:
+    if isinstance(tree, PLAIN) or id(tree) in above:
         return
     above.add(id(tree))
     for step, child in _children(tree):

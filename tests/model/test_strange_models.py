@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -153,14 +154,22 @@ def hooked_whole() -> nn.Module:
     return model
 
 
+def scripted() -> nn.Module:
+    model = Listed()
+    model.layers[0] = torch.jit.script(model.layers[0])
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (hooked_whole, "a backward hook of Listed would have to see what goes into the first of its blocks"),
         (lambda: nn.ModuleList([nn.LazyLinear(8)]), "0 has a parameter whose shape is not known before the first"),
+        (scripted, "layers.0 was made by torch.jit.script or trace, whose weights nobody can exchange"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
 def test_what_no_stage_can_do_is_refused(make, says):
     with pytest.raises(ConfigError, match=says):
         observe(make(), [floats(2, 8)])
@@ -189,6 +198,23 @@ class Skips(nn.Module):
         seen = x.sum(1)
         for block in self.blocks:
             x, seen = block(x, seen)
+        return {"loss": (x.square().mean(1) + seen).mean()}
+
+
+class Packed(Skips):
+    """The same in dicts and lists."""
+
+    class Block(Skips.Block):
+        def forward(self, x: Tensor, seen: Tensor) -> dict[str, Any]:  # type: ignore[override]
+            x, seen = super().forward(x, seen)
+            return {"x": x, "more": [seen, None]}
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        x = self.first(x)
+        seen = x.sum(1)
+        for block in self.blocks:
+            out = block(x, seen)
+            x, (seen, _) = out["x"], out["more"]
         return {"loss": (x.square().mean(1) + seen).mean()}
 
 
@@ -221,7 +247,7 @@ class Routes(nn.Module):
 
 
 @pytest.mark.parametrize("num_workers", [2, 4])
-@pytest.mark.parametrize("make", [Skips, Routes])
+@pytest.mark.parametrize("make", [Skips, Packed, Routes])
 def test_what_a_block_hands_on_reaches_the_next_stage(make, num_workers):
     """What it was given when the model was observed was sent instead, or counted as a constant and was not sent."""
     model = made(make)
@@ -231,3 +257,80 @@ def test_what_a_block_hands_on_reaches_the_next_stage(make, num_workers):
     assert losses == plain(model, batches)
     for name, value in pipe.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
+
+
+class Beside(nn.Module):
+    """Its blocks return more than tensors that they have made: something else with every call."""
+
+    class Block(nn.Linear):
+        calls = 0
+
+        def __init__(self, what: str) -> None:
+            super().__init__(8, 8)
+            self.what = what
+
+        def forward(self, x: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+            x, self.calls = super().forward(x), self.calls + 1
+            if self.what == "number":
+                return x, mask * 1, 1 / self.calls
+            if self.what == "length":
+                return (x, *[mask * 1] * self.calls)
+            if self.what == "weight":
+                return x, mask * 1, self.weight if self.calls == 1 else self.weight * 1
+            return x, mask if self.calls == 1 else mask * 2
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(what) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (x > 0).float()
+        for block in self.blocks:
+            x, mask, *_ = block(x, mask)
+        return x * mask
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ("number", r"blocks\.0 returned a tuple of a tensor, a tensor, 0\.5, and a tuple of a tensor, a tensor, 1\.0 "),
+        (
+            "length",
+            r"blocks\.0 returned a tuple of a tensor, a tensor, a tensor, and a tuple of a tensor, a tensor wh",
+        ),
+        ("weight", r"blocks\.0 returned blocks\.0\.weight itself when it was observed, and another tensor in its"),
+        ("argument", r"blocks\.0 returned one of its arguments itself when it was observed, and another tensor"),
+    ],
+)
+def test_what_does_not_travel_must_be_what_was_observed(what, says):
+    """Later stages went on with what had been observed, and trained something else in silence."""
+    x = floats(2, 8)
+    stage = stages_of(observe(Beside(what), [x]), 2)[0]
+    stage.forward((), [x], {})
+    with pytest.raises(ConfigError, match=says):
+        stage.forward((), [x], {})
+
+
+class Shares(Listed):
+    """Its blocks write into the dict that they are given and return it; the model goes on with its own."""
+
+    class Block(nn.Linear):
+        def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
+            state["x"] = super().forward(state["x"])
+            return state
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Block(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": x}
+        for layer in self.layers:
+            layer(state)
+        return state["x"]
+
+
+def test_what_a_block_writes_into_a_dict_that_it_got_is_not_taken_for_its_output():
+    """The later stages took what had been there before, and trained something else in silence."""
+    with pytest.raises(ConfigError, match=r"was made in block layers\.0 and left it otherwise than by its return"):
+        observe(Shares(), [floats(2, 8)])

@@ -1,0 +1,121 @@
+"""What a forward leaves in the model for the next one: each stage has a copy of the model, so one stage must leave and
+use it, or all must do the same.
+
+Tensors are found by a second forward, run where the first has left its attributes: what it takes of them is carried
+over. Numbers and lists are found by looking before and behind each block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .observation import Carried, Event, Kind, Observation
+from .observer import Observer
+from .skeleton import Held, Skeleton
+from .trees import mapped, tensors
+
+_PLAIN = (bool, int, float, complex, str, bytes)
+#: what every module has
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def look(observer: Observer, observation: Observation, skeleton: Skeleton, before: Sequence[Held], given: Any) -> None:
+    """Complete an observation by what its forward has left, while the model still has it.
+
+    Args:
+        before: what the modules' attributes were.
+        given: (args, kwargs), untouched.
+    """
+    inside = {module for block in skeleton.blocks for module in block.modules()}
+    changed = [module for module, held, _, inner in before if _changed(module, held) or inner.changed()]
+    around = [module for module in changed if module not in inside] or any(
+        module not in inside for module, _ in skeleton.replaced_buffers()
+    )
+    writes = any(event.kind is Kind.FREE and event.writes and event.buffers for event in observation.events)
+    observation.to_the_end = bool(around) or writes
+    homes = _homes(observation.calls)
+    counters = [module for module in changed if module not in inside or len(homes.get(module, ())) > 1]
+    left = _left(observer, skeleton, changed)
+    if not left and not counters:
+        return
+    given = mapped(given, torch.clone)
+    again = _Again(skeleton, given, left, counters)
+    with suppress(Exception):  # what it used before that is known
+        again.run(*mapped(given, lambda tensor: tensor))
+    observation.carried += [Carried(what, [made, used]) for (what, made), used in again.used]
+    for module, event in again.counted:
+        events = homes.get(module, []) if module in inside else observation.calls
+        observation.carried.append(Carried(f"what {skeleton.name_of(module)} counts", [event, *events]))
+
+
+def _changed(module: nn.Module, held: Mapping[str, Any]) -> bool:
+    now = vars(module)
+    return len(now) != len(held) or any(name not in now or now[name] is not value for name, value in held.items())
+
+
+def _homes(calls: Iterable[Event]) -> dict[nn.Module, list[Event]]:
+    """Return by module the calls of blocks that it is a part of."""
+    homes: dict[nn.Module, list[Event]] = {}
+    for event in calls:
+        assert event.module is not None
+        for module in event.module.modules():
+            homes.setdefault(module, []).append(event)
+    return homes
+
+
+def _left(observer: Observer, skeleton: Skeleton, changed: Iterable[nn.Module]) -> dict[int, tuple[str, Event]]:
+    """Return the tensors (their ids) that the forward has left and only some stages can compute: name, and who did."""
+    held = [(module, name, value) for module in changed for name, value in vars(module).items()]
+    held += [(module, name, module._buffers.get(name)) for module, name in skeleton.replaced_buffers()]
+    found = {}
+    for module, name, value in held:
+        for tensor in tensors(value) if name not in _OF_TORCH else ():
+            made = observer.made_by(tensor)
+            if made is not None and made.kind is not Kind.FREE:
+                found[id(tensor)] = f"attribute {name} of {skeleton.name_of(module)}", made
+    return found
+
+
+class _Again(Observer):
+    """A forward behind another one.
+
+    Args:
+        left: tensors of the first, by their ids.
+        counters: modules to look at before and behind each block.
+
+    Attributes:
+        used: what was taken of them, and by which event.
+        counted: the modules whose numbers a block has changed, with its event.
+    """
+
+    def __init__(
+        self, skeleton: Skeleton, given: Any, left: dict[int, tuple[str, Event]], counters: Sequence[nn.Module]
+    ) -> None:
+        super().__init__(skeleton, given)
+        self._left, self._counters = left, counters
+        self.used: list[tuple[tuple[str, Event], Event]] = []
+        self.counted: list[tuple[nn.Module, Event]] = []
+
+    def read(self, event: Event | None, tensor: Tensor) -> None:
+        if (found := self._left.get(id(tensor))) is None:
+            super().read(event, tensor)
+        elif event is not None:
+            self.used.append((found, event))
+
+    def _block(self, module: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
+        before = [_numbers(counter) for counter in self._counters]
+        result = super()._block(module, forward, args, kwargs)
+        now = [_numbers(counter) for counter in self._counters]
+        pairs = zip(self._counters, before, now, strict=True)
+        self.counted += [(counter, self.calls[-1]) for counter, some, others in pairs if some != others]
+        return result
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """Return what a module has in plain attributes."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name not in _OF_TORCH}

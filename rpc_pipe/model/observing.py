@@ -1,0 +1,72 @@
+"""One forward on shapes, from which generators, buffers, attributes and inputs come back as they were."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path as File
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..dependency import ConfigError
+from ..dependency.garbage import uncollected
+from ..workers.compute.randomness import preserved, python_state
+from .absent import quiet
+from .carried import look
+from .frames import is_of_model
+from .observation import Observation
+from .observer import Observer
+from .skeleton import Skeleton
+from .trees import mapped
+
+
+@uncollected()
+def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
+    """Run the model once on shapes and return what it did; generators, buffers and inputs are left as they were.
+
+    Raises:
+        ConfigError: the model does something that stages could not do alike; the text names it.
+    """
+    skeleton.refuse_hooks()
+    given = mapped((tuple(args), dict(kwargs)), torch.clone)
+    cache = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)  # a cast of a weight is part of every operation that uses it
+    try:
+        # Shapes are saved for the model's own `autograd.grad`, whatever becomes of what the caller's forward saves.
+        saving = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+        with preserved(skeleton.device), skeleton.without_numbers() as held, _eager(), quiet(), saving:
+            before = python_state()
+            # in dicts and lists of its own, which the model may take something out of
+            observer = Observer(skeleton, given)
+            observation = observer.run(*mapped(given, lambda tensor: tensor))
+            observation.draws_in_python = python_state() != before
+            look(observer, observation, skeleton, held, (tuple(args), dict(kwargs)))
+            return observation
+    except (ConfigError, KeyboardInterrupt):
+        raise
+    except Exception as error:
+        raise ConfigError(_raised(skeleton.module, error)) from error
+    finally:
+        torch.set_autocast_cache_enabled(cache)
+
+
+def _raised(model: nn.Module, error: Exception) -> str:
+    """Say what a forward raised, and where in the model."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if is_of_model(frame.filename)]
+    where = f" at {File(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    return (
+        f"model {type(model).__name__}: its forward raised {type(error).__name__}{where} when it was run on shapes: "
+        f"{' '.join(str(error).split())}"
+    )
+
+
+def _eager() -> AbstractContextManager[Any]:
+    """Return a context in which compiled functions run as they were written."""
+    # Importing the compiler takes seconds; whoever uses it has done so.
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -1,0 +1,176 @@
+"""What a forward leaves in the model for the next one: every stage does alike, or it is refused; never left out."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from test_whole import SGD, assert_same_state, made, plain
+from torch import Tensor, nn
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.pipeline import Pipeline
+
+
+class Model(nn.Module):
+    """Blocks with something before and behind them."""
+
+    mean: Tensor
+    count: Tensor
+    memory: Tensor | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
+        self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(4))
+        self.calls, self.seen = 0, [0]
+
+    def before(self, x: Tensor) -> Tensor:
+        return x
+
+    def behind(self, x: Tensor) -> None:
+        pass
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        self.behind(x)
+        return self.head(x)
+
+
+class CountsInBuffer(Model):
+    def before(self, x: Tensor) -> Tensor:
+        return x * (1 + self.count % 3)
+
+    def behind(self, x: Tensor) -> None:
+        self.count += 1
+
+
+class CountsInAttribute(Model):
+    def before(self, x: Tensor) -> Tensor:
+        return x * (1 + self.calls % 3)
+
+    def behind(self, x: Tensor) -> None:
+        self.calls += 1
+
+
+class CountsInList(Model):
+    def before(self, x: Tensor) -> Tensor:
+        return x * len(self.seen)
+
+    def behind(self, x: Tensor) -> None:
+        self.seen = [0] * (1 + len(self.seen) % 3)
+
+
+class RemembersForOthers(Model):
+    def behind(self, x: Tensor) -> None:
+        self.memory = x.detach().mean(0)
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("make", [CountsInBuffer, CountsInAttribute, CountsInList, RemembersForOthers])
+def test_what_the_end_of_a_forward_counts_is_counted_on_every_stage(make, num_workers):
+    """Stages ended their forward when they had all that they hand on, and the first went on with the first numbers."""
+    model = made(make)
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(2, 3, 8, 4)
+    loss_fn = nn.functional.mse_loss
+    pipe = Pipeline(model, loss_fn, optimizer=SGD, num_microbatches=4, num_workers=num_workers)
+    losses = [pipe.step(batch) for batch in zip(x, y, strict=True)]
+    pieces = [[(pair, {}) for pair in zip(a.chunk(4), b.chunk(4), strict=True)] for a, b in zip(x, y, strict=True)]
+
+    def loss(inputs: Tensor, target: Tensor) -> Tensor:
+        return loss_fn(alone(inputs), target)
+
+    assert losses == plain(loss, pieces, lambda loss: loss, list(alone.parameters()))
+    assert_same_state(pipe, alone)
+
+
+class Averages(Model):
+    def before(self, x: Tensor) -> Tensor:
+        return x - self.mean
+
+    @torch.no_grad()
+    def behind(self, x: Tensor) -> None:
+        self.mean.lerp_(x.mean(0), 0.5)
+
+
+class AveragesAnew(Averages):
+    @torch.no_grad()
+    def behind(self, x: Tensor) -> None:
+        self.mean = (self.mean + x.mean(0)) / 2
+
+
+class Remembers(RemembersForOthers):
+    def before(self, x: Tensor) -> Tensor:
+        return x if self.memory is None else x + self.memory
+
+
+class Remembering(nn.Linear):
+    state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x).tanh()
+        self.state = y.detach().mean(0)
+        return y
+
+
+class AsksItsLastBlock(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Remembering(4, 4) for _ in range(4)])
+
+    def before(self, x: Tensor) -> Tensor:
+        state: Any = self.blocks[3].state
+        return x if state is None else x + state
+
+
+class Counter(nn.Module):
+    calls = 0
+
+
+class Counting(nn.Linear):
+    def __init__(self, counter: nn.Module) -> None:
+        super().__init__(4, 4)
+        self.counter = counter
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counter.calls += 1
+        return super().forward(x).tanh() * (1 + self.counter.calls % 3)
+
+
+class CountsTogether(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        counter = Counter()
+        self.blocks = nn.ModuleList([Counting(counter) for _ in range(4)])
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (Averages, r"buffer mean is written at test_carried\.py:\d+, on stage 1, and used by other stages too"),
+        (AveragesAnew, r"attribute mean of AveragesAnew is left by one forward and used by the next on stages 0, 1,"),
+        (Remembers, r"attribute memory of Remembers is left by one forward and used by the next on stages 0, 1,"),
+        (AsksItsLastBlock, r"attribute state of blocks\.3 is left by one forward and used by the next on stages 0, 1,"),
+        (CountsTogether, r"what blocks\.0\.counter counts is left by one forward and used by the next on stages 0, 1,"),
+    ],
+)
+def test_what_a_later_stage_leaves_for_an_earlier_one_is_refused(make, says):
+    """Each stage went on with what its own copy of the model had from the beginning, and trained something else."""
+    model, x = made(make), torch.randn(4, 4)
+    loss_fn = nn.functional.mse_loss
+    with pytest.raises(ConfigError, match=says):
+        Pipeline(model, loss_fn, optimizer=SGD, num_microbatches=2, num_workers=2, example=(x, x))
+    pipe = Pipeline(copy.deepcopy(model), loss_fn, optimizer=SGD, num_microbatches=2, num_workers=1)
+    pieces = [(pair, {}) for pair in zip(x.chunk(2), x.chunk(2), strict=True)]
+
+    def loss(inputs: Tensor, target: Tensor) -> Tensor:
+        return loss_fn(model(inputs), target)
+
+    assert [pipe.step((x, x)) for _ in range(2)] == plain(loss, [pieces] * 2, lambda x: x, list(model.parameters()))
