@@ -125,8 +125,13 @@ class Mailbox:
         """
         return [self._read(arrived) for arrived in self._carrier.poll(runs)]
 
-    def next_arrivals(self, runs: Container[int], describe: Callable[[], str]) -> list[Arrival]:
+    def next_arrivals(
+        self, runs: Container[int], describe: Callable[[], str], *, looked: bool = False
+    ) -> list[Arrival]:
         """Wait until something has arrived for `runs`, and return it.
+
+        Args:
+            looked: whether `arrivals` has just found nothing.
 
         Raises:
             PeerLost: a peer failed or is gone.
@@ -134,7 +139,8 @@ class Mailbox:
             Stalled: nothing came in time; `describe` says what was waited for.
         """
         me, begin, told = self._carrier.worker, time.monotonic(), False
-        while not (found := self.arrivals(runs)):
+        while looked or not (found := self.arrivals(runs)):
+            looked = False
             left = begin + (self._stall_s if told else self._stall_s / 2) - time.monotonic()
             if self._carrier.wait(max(left, 0)):
                 continue

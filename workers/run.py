@@ -164,6 +164,12 @@ class Stream:
         """Do what can be done next, or wait until there is something."""
         for arrival in self._mailbox.arrivals(self._steps):
             self._take_in(arrival)
+        if not self._act():
+            self._wait()
+            self._act()
+
+    def _act(self) -> bool:
+        """Do what may be done; return whether that was something."""
         moved = False
         for step in self._steps.values():
             while (entry := step.state.take("link")) is not None:
@@ -174,8 +180,7 @@ class Stream:
         chosen = self._choose()
         if chosen is not None:
             self._execute(*chosen)
-        elif not moved:  # else it may have been what something waited for
-            self._wait()
+        return moved or chosen is not None
 
     def _choose(self) -> tuple[Step, Entry] | None:
         """Return what is computed next; None: nothing may run now."""
@@ -206,7 +211,7 @@ class Stream:
 
     def _wait(self) -> None:
         self._worker.listeners.waiting(next(iter(self._steps.values())).number, self._blocked)
-        for arrival in self._mailbox.next_arrivals(self._steps, lambda: str(self._blocked())):
+        for arrival in self._mailbox.next_arrivals(self._steps, lambda: str(self._blocked()), looked=True):
             self._take_in(arrival)
 
     def _blocked(self) -> Blocked:
