@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from rpc_pipe.dependency import ConfigError
+from rpc_pipe.workers.compute import engine
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.compute.slices import Layers
@@ -235,3 +236,26 @@ def test_a_layer_that_is_in_evaluation_mode_stays_so():
 def test_order_matters_where_forwards_write_buffers():
     assert shard(nn.BatchNorm1d(4)).stateful
     assert not shard(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4).eval()).stateful
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_backward_gives_the_bits_of_torchs_own(public, monkeypatch):
+    if public:  # another torch need not have the engine where it is looked for
+        monkeypatch.setattr(engine, "_engine", None)
+    weight, x = torch.randn(5, 3).requires_grad_(), torch.randn(2, 5)
+    loss, others = (x @ weight).exp().mean(), [x @ weight, (x @ weight).to_sparse()]
+    grads = [torch.randn(2, 3), torch.randn(2, 3).to_sparse()]
+    torch.autograd.backward([loss, *others], [None, *grads], retain_graph=True)
+    expected, weight.grad = weight.grad, None
+    engine.run_backward([loss, *others], [None, *grads])
+    assert torch.equal(weight.grad, expected)
+
+
+def test_backward_refuses_what_torch_refuses():
+    weight = torch.randn(3).requires_grad_()
+    with pytest.raises(RuntimeError, match="scalar"):
+        engine.run_backward([weight * 2], [None])
+    with pytest.raises(RuntimeError, match="real scalar"):
+        engine.run_backward([(weight * 1j).sum()], [None])
+    with pytest.raises(RuntimeError, match="shape"):
+        engine.run_backward([weight * 2], [torch.randn(4)])

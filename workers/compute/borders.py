@@ -7,8 +7,8 @@ batch. Only where layers write the batch it is copied.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,8 +21,6 @@ from ..transport.payload import Payload, Tree, as_leaf, is_dense, pack, span, te
 _SMALL_BYTES = 2**12
 #: and what of a batch sooner than it is found out whether it is written
 _SMALL_BATCH_BYTES = 2**16
-#: attribute of a leaf
-_AS_IT_CAME = "_grad_as_it_came"
 
 
 class Entered(NamedTuple):
@@ -49,6 +47,43 @@ class Entered(NamedTuple):
         return found
 
 
+class Owed:
+    """Gradients that leaves owe, as backward brings them: autograd would lay them out as the leaves are.
+
+    The hooks serve all microbatches, and are set as `Tensor.register_hook` does: to make one for each leaf takes longer
+    than all else that is done with it.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[dict[int, Callable[[Tensor], Tensor | None]]] = []
+        #: of the leaves that backward runs for, and gradients that have others
+        self._strides: list[tuple[int, ...]] = []
+        self._came: dict[int, Tensor] = {}
+
+    def watch(self, leaves: Sequence[Tensor]) -> None:
+        """Look at the gradients of the leaves of a microbatch."""
+        for number, leaf in enumerate(leaves):
+            if number == len(self._hooks):
+                self._hooks.append({0: partial(self._look, number)})
+            leaf._backward_hooks = self._hooks[number]
+
+    def expect(self, leaves: Sequence[Tensor]) -> None:
+        """Backward begins, for these leaves."""
+        self._strides = [leaf.stride() if leaf.layout is torch.strided else () for leaf in leaves]
+
+    def taken(self, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
+        """Backward is over: return the gradients, with the strides that they have inside one model."""
+        found = tuple([self._came.get(number, leaf.grad) for number, leaf in enumerate(leaves)])
+        self._strides, self._came = [], {}
+        return found
+
+    def _look(self, number: int, grad: Tensor) -> Tensor | None:
+        # Held is only what will be needed: of a gradient that somebody holds autograd makes a copy.
+        if grad.layout is torch.strided and number < len(self._strides) and grad.stride() != self._strides[number]:
+            self._came[number] = grad
+        return None
+
+
 def enter(payload: Payload, *, copied: bool = False) -> Entered:
     """Make a payload's tensors ones that layers may write.
 
@@ -59,10 +94,10 @@ def enter(payload: Payload, *, copied: bool = False) -> Entered:
     given: list[tuple[Tensor, Tensor, int]] = []
 
     def take(tensor: Tensor, owes_grad: bool) -> Tensor:
-        free = leaf = as_leaf(copy_of(tensor) if copied else tensor, owes_grad)
+        own = copy_of(tensor) if copied else tensor
+        free = leaf = own if copied and not owes_grad else as_leaf(own, owes_grad)
         if owes_grad:
             owing.append(leaf)
-            _keep_strides(leaf)
             # Neither a leaf nor a view: to autograd it is what a layer has returned. The same memory, if large.
             # A copy would not have the strides of what repeats elements or leaves some out, and so sums other orders.
             alike = leaf.layout is not torch.strided or (leaf.nbytes <= _SMALL_BYTES and is_dense(leaf))
@@ -71,24 +106,6 @@ def enter(payload: Payload, *, copied: bool = False) -> Entered:
         return free
 
     return Entered(unpack(payload, take), owing, given)
-
-
-def _keep_strides(leaf: Tensor) -> None:
-    """Let a leaf keep its gradient as it comes, where autograd would lay it out as the leaf is."""
-    this, strides = weakref.ref(leaf), leaf.stride() if leaf.layout is torch.strided else ()
-
-    def keep(grad: Tensor) -> None:
-        leaf = this()
-        if leaf is not None and grad.layout is torch.strided and grad.stride() != strides:
-            vars(leaf)[_AS_IT_CAME] = grad
-
-    leaf.register_hook(keep)
-
-
-def grad_of(leaf: Tensor) -> Tensor | None:
-    """Return the gradient that a leaf owes, with the strides that it has inside one model: by them it is summed."""
-    grad: Tensor | None = vars(leaf).get(_AS_IT_CAME, leaf.grad)
-    return grad
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..transport.payload import Payload, Tree, pack, tensors_of, unpack
 from .autocast import Casts
 from .batch_norm import commit, forget
-from .borders import copies_batch, enter, grad_of, leaving, starts
+from .borders import Owed, copies_batch, enter, leaving, starts
+from .engine import run_backward
 from .randomness import Randomness
 from .recomputation import Noted, Recomputation
 from .result import Losses
@@ -79,6 +80,7 @@ class Shard:
         self._writes_batch: dict[tuple[bool, LossFn | None], bool] = {}
         self._own_loss_fn = loss_fn
         self._kept: dict[int, _Kept] = {}
+        self._owed = Owed()
         #: microbatch -> the forward to run again, and in which world
         self._inputs: dict[int, tuple[Callable[[], Tree], Noted]] = {}
         #: microbatch -> step, and what is left of its backward
@@ -179,9 +181,7 @@ class Shard:
         else:
             tree = self._forward(step, microbatch, inputs, fields, target, share, split)
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
-            tree = {
-                each.name: getattr(tree, each.name) for each in fields_of(tree)
-            }  # a prediction travels as a plain tree
+            tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
         return leaving(tree, lambda: self._staying(inputs)) if share is None else None
 
     def recompute(self, step: int, microbatch: int) -> None:
@@ -230,6 +230,8 @@ class Shard:
         if wanted is not None and self.loss_fn is self._own_loss_fn:  # of a metric it is never known
             writes[theirs] = wanted.written() or writes.get(theirs, False)
         if backward:
+            if not split:
+                self._owed.watch(owing)
             roots = [tensor for tensor in dict.fromkeys(tensors_of(tree)) if tensor.requires_grad]
             self._casts.look(roots)
             if saved is not None:
@@ -279,10 +281,11 @@ class Shard:
         step, owing, roots, _ = self._kept.pop(microbatch)
         roots, begun = starts(roots, grads)
         if roots:
+            self._owed.expect(owing)
             with self._randomness.lock, self._casts.backward():
                 self._randomness.seed_backward(step, microbatch, self._first)
-                torch.autograd.backward(roots, begun)
-        return pack(tuple([grad_of(leaf) for leaf in owing]))
+                run_backward(roots, begun)
+        return pack(self._owed.taken(owing))
 
     def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
         """Return the inputs' gradients; leave the weights' to `backward_weights`. Arguments as of `backward`."""
