@@ -77,11 +77,12 @@ class Microbatches:
         if 0 in rows:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
             raise ConfigError(f"{which} has no rows: needs at least 1")
+        all_rows = sum(rows)
         return cls(
             [inputs for inputs, _ in pieces],
             [targets for _, targets in pieces],
-            [number / sum(rows) for number in rows],
-            sum(rows),
+            [count / all_rows for count in rows],
+            all_rows,
             sum(num_tokens(inputs) for inputs, _ in pieces),
             (describe(batch[0], number), describe(batch[1], number)),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,10 +25,17 @@ class Losses:
     summed: bool = False
 
     def tree(self) -> Tree:
-        """Return what all workers are told of them. Stays on the device: no synchronisation."""
+        """Return what all workers are told of them. Stays on the device: no synchronisation.
+
+        Numbers by microbatch go as bytes: a tree of many values takes longer on its way than all the rest of a step.
+        """
         sums = torch.stack([total.double() for total, _ in self.parts.values()]) if self.parts else torch.zeros(0)
+        told = {"microbatches": array("q", self.parts).tobytes(), "sums": sums, "summed": self.summed}
+        if not self.summed:
+            return told  # means come weighted
         weights = [weight for _, weight in self.parts.values()]
-        return {"microbatches": list(self.parts), "sums": sums, "weights": weights, "summed": self.summed}
+        on_device = any(isinstance(weight, Tensor) for weight in weights)
+        return told | {"weights": weights if on_device else array("d", weights).tobytes()}
 
 
 class Result:
@@ -52,12 +60,14 @@ class Result:
 
     @cached_property
     def _numbers(self) -> list[tuple[float, float]]:
-        """Sum and weight of every microbatch in order; waits for the device where they were made."""
+        """Sum and weight (1 of means) of every microbatch in order; waits for the device where they were made."""
         found: dict[int, tuple[float, float]] = {}
         for part in self._parts:
             if "sums" in part:
-                numbers = zip(part["sums"].tolist(), map(float, part["weights"]), strict=True)
-                found |= dict(zip(part["microbatches"], numbers, strict=True))
+                microbatches, sums = array("q", part["microbatches"]), part["sums"].tolist()
+                told = part.get("weights", [1.0] * len(sums))
+                weights = array("d", told) if isinstance(told, bytes) else map(float, told)
+                found |= dict(zip(microbatches, zip(sums, weights, strict=True), strict=True))
         return [found[m] for m in sorted(found)]
 
     @property

@@ -22,7 +22,7 @@ from .values import Malformed, decode_value, encode_value
 _MOST, _LARGEST = 1000, 4096
 _written: dict[Any, bytes] = {}
 #: of these, what is equal is written alike
-_EXACT = {Place, type(None), bool, int, str, torch.dtype}
+_EXACT = {Place, type(None), bool, int, str, bytes, torch.dtype}
 _SPARSE = {
     str(layout): layout
     for layout in (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)

@@ -144,15 +144,19 @@ def compact(tensor: Tensor) -> Tensor:
 
 
 def tensors_of(tree: Tree) -> Iterator[Tensor]:
-    """Yield the tensors of `tree` in the order in which `pack` numbers them."""
+    """Return the tensors of `tree` in the order in which `pack` numbers them."""
+    return iter((tree,)) if isinstance(tree, Tensor) else _tensors_in(tree)
+
+
+def _tensors_in(tree: Tree) -> Iterator[Tensor]:
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (tuple, list)):
         for child in tree:
-            yield from tensors_of(child)
+            yield from _tensors_in(child)
     elif isinstance(tree, dict):
         for child in tree.values():
-            yield from tensors_of(child)
+            yield from _tensors_in(child)
 
 
 def map_tensors(tree: Tree, change: Callable[[Tensor], Any]) -> Tree:
@@ -210,6 +214,8 @@ def split_rows(tree: Tree, parts: int) -> list[Tree]:
 
     Plain values go to every piece unchanged.
     """
+    if isinstance(tree, Tensor):
+        return list(tree.tensor_split(parts))
     pieces = {id(tensor): tensor.tensor_split(parts) for tensor in tensors_of(tree)}
     return [map_tensors(tree, lambda tensor, i=i: pieces[id(tensor)][i]) for i in range(parts)]  # type: ignore[misc]
 
@@ -220,6 +226,8 @@ def num_rows(tree: Tree) -> int:
     Raises:
         ConfigError: there is no tensor, a tensor has no dimension, or the sizes differ.
     """
+    if isinstance(tree, Tensor) and tree.dim():
+        return tree.shape[0]
     sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(tree)}
     if len(sizes) != 1 or None in sizes:
         found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree)) or "no tensor"
