@@ -47,25 +47,10 @@ class Skeleton:
         self.shapes = Shapes()
         self.device = device
         modules = list(model.named_modules())  # listed once: it takes long
-        for name, module in modules:
-            if module._compiled_call_impl is not None:
-                raise ConfigError(
-                    f"model: {name or type(model).__name__} was compiled with .compile(), which no copy keeps; "
-                    f"let torch.compile(block) stand in the block's place instead"
-                )
+        _refuse_modules(modules, type(model).__name__)
         memo: dict[int, Any] = {}
-        for name, module in modules:
-            if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-                raise ConfigError(
-                    f"model: {name or type(model).__name__} was made by torch.jit.script or trace, whose "
-                    f"weights nobody can exchange; put the module itself there, not scripted, or torch.compile of it"
-                )
+        for _, module in modules:
             for parameter in module._parameters.values():
-                if is_lazy(parameter):
-                    raise ConfigError(
-                        f"model: {name or type(model).__name__} has a parameter whose shape is not known before the "
-                        f"first forward; run the model once on a batch before it is cut"
-                    )
                 if parameter is not None and id(parameter) not in memo:
                     memo[id(parameter)] = self.shapes.parameter_like(parameter, device)
             for value in vars(module).values():
@@ -256,3 +241,23 @@ def num_bytes(module: nn.Module | Iterable[nn.Module]) -> int:
     """Return the size of the parameters of a module, or of several, each counted once."""
     modules = [module] if isinstance(module, nn.Module) else module
     return sum(p.nbytes for p in dict.fromkeys(p for each in modules for p in each.parameters()))
+
+
+def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> None:
+    """Refuse modules, by name, of which no copy with other weights can be made."""
+    for name, module in modules:
+        if module._compiled_call_impl is not None:
+            raise ConfigError(
+                f"model: {name or whole} was compiled with .compile(), which no copy keeps; "
+                f"let torch.compile(block) stand in the block's place instead"
+            )
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
+            raise ConfigError(
+                f"model: {name or whole} was made by torch.jit.script or trace, whose "
+                f"weights nobody can exchange; put the module itself there, not scripted, or torch.compile of it"
+            )
+        if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
+            raise ConfigError(
+                f"model: {name or whole} has a parameter whose shape is not known before the "
+                f"first forward; run the model once on a batch before it is cut"
+            )
