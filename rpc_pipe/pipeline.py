@@ -31,7 +31,7 @@ from .planning.follow import PlanLike, followed
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor, chained
 from .workers.compute.device import courier_for
-from .workers.compute.randomness import Randomness, preserved
+from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn
 from .workers.compute.updating import OptimizerFactory, SchedulerFactory, Training
@@ -67,7 +67,7 @@ class Pipeline(Weights):
         blocks: names of the model's lists of blocks, or of blocks, if they are not to be found by themselves.
         example: a batch to cut the model with; by default the first one does.
         order: `ready` or `fixed`; the schedule's own preference by default. The result is the same.
-        device: `cpu`, `cuda` or `cuda:N`.
+        device: `cpu`, `cuda:N`, or `cuda`: of each worker of a host another GPU.
         seed: of everything random: initial weights of layers given as callables, dropout.
         max_grad_norm: norm to which the gradients of the whole model are clipped before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
@@ -141,9 +141,9 @@ class Pipeline(Weights):
         self._stopped = self._closed = False
         self._num_cut = 0
         self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, self.spec.elasticity > 0)
-        randomness = Randomness(seed, self._actors[0].courier.device)
+        self._devices = {actor.courier.device for actor in self._actors}
         #: None when the shards are made
-        self._maker: ShardMaker | None = ShardMaker(self.partition, randomness, training)
+        self._maker: ShardMaker | None = ShardMaker(self.partition, seed, training)
         self._described = self._weights = ""
         if self.partition.ranges:
             self._make(self._maker)
@@ -154,7 +154,7 @@ class Pipeline(Weights):
         """Make the shards of this process's workers, when the model has been cut."""
         refuse_shared(self.spec, self.partition.sharing)
         for actor in self._actors:
-            actor.shards.update(maker.hosted(self.spec, actor.worker))
+            actor.shards.update(maker.hosted(self.spec, actor.worker, actor.courier.device))
         # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
         self._described = describe(self.spec, self.partition.ranges, maker.seed)
         self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
@@ -384,7 +384,7 @@ class Pipeline(Weights):
         if self._maker is not None and call is not WorkerActor.barrier:
             raise ConfigError("the model is cut by the first batch: train or evaluate first, or pass example=, a batch")
         # Around all workers of this process at once: they share its generators.
-        with preserved(self._actors[0].courier.device):
+        with preserved(*self._devices):
             return [call(self._actors[0])] if self._threads is None else self._threads.each(call)
 
 
@@ -392,7 +392,7 @@ def _actors(
     job: Job | None, workers: Sequence[int], device: str, max_grad_norm: float | None, stall_s: float
 ) -> list[WorkerActor]:
     """Return the workers of this process, which have no shards yet."""
-    couriers = [courier_for(device) for _ in workers]
+    couriers = [courier_for(device, place) for place in ([job.place] if job else workers)]
     carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
     made = zip(carriers, couriers, strict=True)
     return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]

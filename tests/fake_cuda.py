@@ -75,6 +75,9 @@ class FakeCuda(Cuda):
         self._local = threading.local()
         self.num_copies = 0
 
+    def use(self) -> None:
+        pass
+
     def stream(self) -> Any:
         return Stream()
 

@@ -81,6 +81,7 @@ class WorkerActor(Context):
         self._streams.append(stream)
         try:
             while True:
+                self.courier.use()
                 with self._telling_failures():
                     result = stream.next()
                 if result is None:

@@ -73,7 +73,7 @@ def add_pipeline(parser: Parser) -> None:
     add_order(parser)
     add_json(parser)
     parser.add_argument("--split", type=_layers, help="layers of each stage, such as 3,2,2,3 (even)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (cpu)")
+    parser.add_argument("--device", help="cpu, cuda (each worker of a host has the GPU of its number) or cuda:N (cpu)")
     parser.add_argument("--seed", type=whole(0, 2**63 - 1), help="of all that is random (0)")
     parser.add_argument("--threads", type=whole(1, 4096), help="torch threads of a worker (1)")
     parser.add_argument(

@@ -50,6 +50,8 @@ class Job:
     key_file: Path | None = None
     #: for how long a worker of another host may not answer
     lost_after_s: float = 20.0
+    #: of this worker among those of its host
+    place: int = 0
 
 
 def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
@@ -84,9 +86,10 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
     if local:
         interface = environ.get("RPC_PIPE_INTERFACE", LOOPBACK)
-        return Job(worker, num_workers, local, interface, **settings)  # type: ignore[arg-type]
+        return Job(worker, num_workers, local, interface, place=worker, **settings)  # type: ignore[arg-type]
     _number(environ, "MASTER_PORT", _MOST_PORT)
     interface, one_host = _place(environ, num_workers)
+    settings["place"] = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else worker
     return Job(worker, num_workers, "env://", interface, one_host=one_host, **settings)  # type: ignore[arg-type]
 
 

@@ -69,27 +69,27 @@ def measuring(shards: Iterable[Shard], metric: LossFn | None) -> Iterator[None]:
 
 
 class ShardMaker:
-    """Makes shards on a device, alike on every worker."""
+    """Makes shards, alike on every worker."""
 
     def __init__(
         self,
         model: Partition | Whole,
-        randomness: Randomness,
+        seed: int,
         training: Training,
     ) -> None:
         self._model = model
-        self._randomness = randomness
-        self.seed = randomness.seed
+        self.seed = seed
         self._training = training
         #: digests of the initial weights that replicas must have alike, as `Call.weights`
         self.weights = ""
 
-    def hosted(self, spec: Spec, worker: int) -> dict[tuple[int, int], Shard]:
-        """Return the shards of `worker` by (stage, route)."""
-        return {place: self._make(spec, *place) for place in spec.hosted(worker)}
+    def hosted(self, spec: Spec, worker: int, device: torch.device) -> dict[tuple[int, int], Shard]:
+        """Return the shards of `worker`, on `device`, by (stage, route)."""
+        randomness = Randomness(self.seed, device)
+        return {place: self._make(spec, *place, randomness) for place in spec.hosted(worker)}
 
-    def _make(self, spec: Spec, stage: int, route: int) -> Shard:
-        slice = self._model.slice(stage, self._randomness, route)
+    def _make(self, spec: Spec, stage: int, route: int, randomness: Randomness) -> Shard:
+        slice = self._model.slice(stage, randomness, route)
         if self._training.deferred_batch_norm:
             defer(slice.own)
         if spec.num_routes > 1:
@@ -97,7 +97,7 @@ class ShardMaker:
         return (Shard if spec.synchronous else StashingShard)(
             stage,
             slice,
-            self._randomness,
+            randomness,
             loss_fn=self._model.loss_fn if stage == spec.last_stage else None,
             training=self._training,
         )

@@ -1,7 +1,9 @@
 """The road between a device and the outbox, on a device that does everything as late as it may."""
 
+import contextlib
 import random
 import threading
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from unkind import MODELS, batches_for, differences
 
 from rpc_pipe import Pipeline, pipeline
 from rpc_pipe.dependency import PipeError, WorkerFailure
+from rpc_pipe.launching.job import current_job
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.workers.compute import device
+from rpc_pipe.workers.compute import device, randomness
 from rpc_pipe.workers.compute.device import CudaCourier
 from rpc_pipe.workers.transport.payload import pack, unpack
 
@@ -21,7 +24,7 @@ def couriers(monkeypatch):
     """Let pipelines' workers compute on such devices; the list of them."""
     made = []
 
-    def courier_for(name):
+    def courier_for(name, place=0):
         made.append(CudaCourier(FakeCuda()))
         return made[-1]
 
@@ -29,6 +32,8 @@ def couriers(monkeypatch):
     return made
 
 
+#: of two hosts with two workers each
+TORCHRUN = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400"}
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
 CASES = [
     *((name, schedule) for name in ("in place", "weights handed on") for schedule in SYNCHRONOUS),
@@ -99,3 +104,55 @@ def test_the_courier_of_a_gpu_is_made_of_torchs_own(monkeypatch):
     for name in ("Stream", "Event", "current_stream", "stream", "device", "set_device", "max_memory_allocated"):
         assert hasattr(torch.cuda, name)
     assert {name for name in vars(device.Cuda) if not name.startswith("_")} <= set(vars(FakeCuda)) | {"device"}
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """Let this host have two GPUs, as far as couriers ask."""
+
+    class Cuda(FakeCuda):
+        def __init__(self, device):
+            super().__init__()
+            self.device = device
+
+    monkeypatch.setattr(device, "Cuda", Cuda)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+
+def test_each_worker_of_a_host_has_a_gpu_of_its_own(two_gpus, caplog):
+    found = [device.courier_for("cuda", place).device for place in range(2)]
+    assert [str(each) for each in found] == ["cuda:0", "cuda:1"] and not caplog.records
+    assert str(device.courier_for("cuda:1", 0).device) == "cuda:1"
+    assert str(device.courier_for("cuda", 2).device) == "cuda:0"
+    assert "this host has 2 GPUs, so worker 2 of it shares cuda:0" in caplog.text
+
+
+def test_shards_are_made_on_their_workers_gpu(two_gpus, monkeypatch):
+    moved = []
+    monkeypatch.setattr(torch.nn.Module, "to", lambda self, where: moved.append(str(where)) or self)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", [torch.Generator(), torch.Generator()])
+    for module in (pipeline, randomness):
+        monkeypatch.setattr(module, "preserved", lambda *devices: contextlib.nullcontext())
+    with Pipeline(
+        [partial(torch.nn.Linear, 2, 2)] * 2,
+        torch.nn.functional.mse_loss,
+        num_workers=2,
+        num_microbatches=2,
+        device="cuda",
+    ) as pipe:
+        assert moved == ["cuda:0", "cuda:1"]
+        assert [str(actor.courier.device) for actor in pipe.actors] == ["cuda:0", "cuda:1"]
+
+
+@pytest.mark.parametrize(
+    "environ, place",
+    [
+        ({"RPC_PIPE_INIT": "file:///x", "RANK": "3", "WORLD_SIZE": "4"}, 3),
+        ({**TORCHRUN, "RANK": "3", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}, 1),
+        ({**TORCHRUN, "RANK": "3"}, 3),
+    ],
+)
+def test_a_job_knows_the_place_of_its_worker_on_the_host(environ, place):
+    assert current_job(environ).place == place

@@ -8,6 +8,7 @@ for the device before the end of a step.
 
 from __future__ import annotations
 
+import logging
 import queue
 import resource
 import threading
@@ -23,6 +24,8 @@ from torch import Tensor
 from ...dependency import ConfigError, PipeError
 from ..transport.payload import Payload, Tree, map_tensors
 
+logger = logging.getLogger(__name__)
+
 #: a point in time on the device; what it is depends on the courier
 Mark = Any
 
@@ -33,6 +36,9 @@ class Courier(Protocol):
     device: torch.device
     #: True if an action has been computed when its call returns
     in_step: bool
+
+    def use(self) -> None:
+        """Let this thread compute on the device, also where a model names none."""
 
     def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
         """Call `publish` with the payload in CPU memory, when it is there, or `failed`; return at once."""
@@ -56,8 +62,12 @@ class Courier(Protocol):
         """Return the most memory held so far: by the process on a CPU, by torch on the device on a GPU."""
 
 
-def courier_for(device: str) -> Courier:
+def courier_for(device: str, place: int = 0) -> Courier:
     """Return the courier for `cpu`, `cuda` or `cuda:N`.
+
+    Args:
+        place: of the worker among those of its host: `cuda` is the GPU of this number, where there are fewer from the
+            first again.
 
     Raises:
         ConfigError: the device does not exist here.
@@ -73,7 +83,12 @@ def courier_for(device: str) -> Courier:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if (parsed.index or 0) >= count:
         raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices; cpu always works")
-    return CudaCourier(Cuda(torch.device("cuda", parsed.index or 0)))
+    if parsed.index is None and place >= count:
+        logger.warning(
+            "device cuda: this host has %d GPUs, so worker %d of it shares cuda:%d", count, place, place % count
+        )
+    index = place % count if parsed.index is None else parsed.index
+    return CudaCourier(Cuda(torch.device("cuda", index)))
 
 
 class CpuCourier:
@@ -83,6 +98,9 @@ class CpuCourier:
 
     def __init__(self) -> None:
         self.device = torch.device("cpu")
+
+    def use(self) -> None:
+        pass
 
     def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
         publish(payload)
@@ -111,7 +129,10 @@ class Cuda:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        torch.cuda.set_device(device)
+
+    def use(self) -> None:
+        """Let this thread compute on the device."""
+        torch.cuda.set_device(self.device)
 
     def stream(self) -> Any:
         """Return a new stream."""
@@ -169,12 +190,16 @@ class CudaCourier:
 
     def __init__(self, cuda: Cuda) -> None:
         self.device, self._cuda = cuda.device, cuda
+        cuda.use()
         self._out, self._in = cuda.stream(), cuda.stream()
         self._leaving: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._origin = cuda.recorded(cuda.current())
         self._origin.synchronize()
         self._origin_ns = time.perf_counter_ns()
         threading.Thread(target=self._publish_when_copied, name="courier", daemon=True).start()
+
+    def use(self) -> None:
+        self._cuda.use()
 
     def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
         self._out.wait_event(self._cuda.recorded(self._cuda.current()))
@@ -213,7 +238,8 @@ class CudaCourier:
     def _loaded(self, tensor: Tensor) -> Tensor:
         if tensor.device == self.device:
             return tensor
-        return tensor.to(self.device) if tensor.is_sparse else self._cuda.up(tensor)
+        pinnable = tensor.is_cpu and not tensor.is_sparse
+        return self._cuda.up(tensor) if pinnable else tensor.to(self.device, non_blocking=True)
 
     def mark(self) -> Mark:
         return self._cuda.recorded(self._cuda.current())

@@ -84,12 +84,12 @@ class Randomness:
 
 
 @contextmanager
-def preserved(device: torch.device) -> Iterator[None]:
+def preserved(*devices: torch.device) -> Iterator[None]:
     """Leave the caller's generators as they were, so that a data loader shuffles alike on every worker."""
     state, place = random.getstate(), _numpy_state()
     legacy = b"" if place is None else ctypes.string_at(*place)
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        with torch.random.fork_rng(devices=[device for device in devices if device.type == "cuda"]):
             yield
     finally:
         random.setstate(state)
