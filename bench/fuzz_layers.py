@@ -174,21 +174,6 @@ class Hooked(nn.Module):
         return (args[0] + 0.1,)
 
 
-class Penalty(nn.Module):
-    """Forward asks for a gradient itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            y = self.linear(x).tanh()
-            (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        return y + grad
-
-
 class Twice(nn.Module):
     """One layer is used twice, and its weight once more by itself."""
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from unkind_layers import Penalty
 
 from bench.fuzz_layers import (
     WIDTH,
@@ -21,7 +22,6 @@ from bench.fuzz_layers import (
     Hooked,
     Lazily,
     Noise,
-    Penalty,
     QuietScale,
     Rounded,
     Shaped,

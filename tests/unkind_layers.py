@@ -185,6 +185,26 @@ class Hooks(Linear):
         self.accumulated.add_(1)
 
 
+class OwnHooks(Linear):
+    """Has methods that are hooks: one halves a gradient, the other counts in a buffer."""
+
+    counted: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("counted", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x).tanh() * self.scale
+
+    def halved(self, grad: Tensor) -> Tensor:
+        return grad / 2
+
+    def count(self, parameter: Tensor) -> None:
+        self.counted += 1
+
+
 class Views(Linear):
     """Views, not contiguous, of one tensor and of a weight, are handed on; the tree holds what is no tensor too."""
 

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from unkind_layers import OwnHooks
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.pipeline import Pipeline
@@ -14,27 +15,16 @@ SGD = partial(torch.optim.SGD, lr=0.1)
 X, Y = torch.randn(4, 8, generator=torch.Generator().manual_seed(0)), torch.zeros(4, 8)
 
 
-class Block(nn.Module):
+class Block(OwnHooks):
     """Halves a gradient by a method of its own, bounds another, and counts in a buffer, behind other arguments too."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.scale = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
-        self.register_buffer("counted", torch.tensor(0))
         self.linear.weight.register_hook(self.halved)
         self.scale.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
         self.scale.register_post_accumulate_grad_hook(self.count)
         self.linear.bias.register_post_accumulate_grad_hook(partial(Block.count, self))
         self.scale._no_decay = True
-
-    def halved(self, grad):
-        return grad / 2
-
-    def count(self, parameter):
-        self.counted += 1
-
-    def forward(self, x):
-        return self.linear(x).tanh() * self.scale
 
 
 class Blocks(nn.Module):

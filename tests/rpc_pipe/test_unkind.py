@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unkind import MODELS, batches_for, differences, mse, repeated
-from unkind_layers import WIDTH, Bounded, Linear
+from unkind_layers import WIDTH, Bounded, Linear, OwnHooks
 
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import Partition
@@ -89,25 +89,13 @@ def test_what_draws_in_backward_and_update_does_not_depend_on_timing(schedule):
         assert all(torch.equal(tensor, states[0][name]) for name, tensor in state.items())
 
 
-class Hooked(Linear):
-    """Halves a gradient by a method of its own, and counts by another."""
-
+class Hooked(OwnHooks):
     def __init__(self, norm) -> None:
         super().__init__()
         self.linear = norm(self.linear)
-        self.scale, self.counted = nn.Parameter(torch.ones(WIDTH)), 0
         self.scale.name_of_mine = "scale"
         self.scale.register_hook(self.halved)
         self.scale.register_post_accumulate_grad_hook(self.count)
-
-    def halved(self, grad):
-        return grad / 2
-
-    def count(self, parameter):
-        self.counted += 1
-
-    def forward(self, x):
-        return self.linear(x).tanh() * self.scale
 
 
 @pytest.mark.parametrize("norm", [nn.utils.weight_norm, nn.utils.spectral_norm], ids=["weight_norm", "spectral_norm"])
