@@ -6,7 +6,7 @@ Loads without torch.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..dependency import B, F, I
@@ -229,13 +229,3 @@ def relaxed(chain: Chain, machines: Machines, num_microbatches: int) -> float:
     whole = once + min(chain.work(True), chain.work(False))
     speed = sum(1 / slow for slow in slows)
     return max((once + back) * fastest, num_microbatches * whole / speed) + chain.per_step
-
-
-def best_cut(question: Question, candidate: Candidate) -> Sequence[int]:
-    """Return the cut for one schedule: blocks of each stage."""
-    chain = question.chain(candidate.num_microbatches)
-    search = CutSearch(candidate.spec(question.machines.num_workers), chain, question.machines)
-    until = time.monotonic() + question.seconds
-    found = search.climb(until)
-    better, _ = search.prove(found if found.excess <= 0 else None, until)
-    return chain.counts((better or found).ends)
