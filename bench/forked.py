@@ -1,37 +1,41 @@
-"""`rpc-pipe` in a fork of a process that has imported everything: it starts in milliseconds, and so do its workers.
+"""Python in a fork of a process that has imported everything: it starts in milliseconds, and so do workers of a job.
 
-What a run does from its first line on is the same; what happens while the interpreter starts and imports is not tried.
+What a program does from its first line on is the same; what happens while the interpreter starts and imports is not
+tried.
 """
 
 from __future__ import annotations
 
 import atexit
+import io
 import os
+import runpy
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
 import torch
 
+import rpc_pipe.commands.main
 import rpc_pipe.pipeline
 import rpc_pipe.workers.transport.rpc
 import rpc_pipe.workers.transport.zeromq
-from rpc_pipe.commands.main import main as rpc_pipe_command
 from rpc_pipe.launching import worker_process
 
 
 class Forked:
-    """A process as `subprocess.Popen` would start it with `python -m rpc_pipe ...`, but a fork.
+    """A process as `subprocess.Popen` would start it with `python ...`, but a fork.
 
     Args:
-        command: interpreter, `-m`, `rpc_pipe` and its arguments.
+        command: interpreter, and what it would be given.
         pass_fds: descriptors that the process keeps; others are closed.
         cwd: the folder that it runs in.
         text: whether its output is read as text.
@@ -49,14 +53,7 @@ class Forked:
     ) -> None:
         read, write = os.pipe()
         self.args = command
-        self.pid = os.fork()
-        if self.pid == 0:
-            try:
-                _become(write, pass_fds, env, cwd)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            end_with(command[3:])
+        self.pid = fork(command[1:], write, write, env=env, pass_fds=pass_fds, cwd=cwd)
         os.close(write)
         self.stdout: IO[Any] = open(read) if text else open(read, "rb")
         self.returncode: int | None = None
@@ -76,13 +73,36 @@ class Forked:
                 os.kill(self.pid, number)
 
 
-def _become(output: int, pass_fds: Collection[int], env: Mapping[str, str], cwd: str | Path | None) -> None:
+def fork(
+    arguments: Sequence[str],
+    output: int,
+    errors: int,
+    *,
+    env: Mapping[str, str],
+    pass_fds: Collection[int] = (),
+    cwd: str | Path | None = None,
+) -> int:
+    """Start `python *arguments` as a fork that writes to the descriptors `output` and `errors`; return its number."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _become(output, errors, pass_fds, env, cwd)
+            end_with(arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def _become(
+    output: int, errors: int, pass_fds: Collection[int], env: Mapping[str, str], cwd: str | Path | None
+) -> None:
     """Let this fork look as a process that has just been started."""
     os.setsid()
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
     nowhere = os.open(os.devnull, os.O_RDWR)
+    for number, descriptor in enumerate((nowhere, output, errors)):
+        os.dup2(descriptor, number)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in pass_fds:
             with suppress(OSError):
@@ -92,30 +112,63 @@ def _become(output: int, pass_fds: Collection[int], env: Mapping[str, str], cwd:
         signal.signal(number, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(env)
+    tempfile.tempdir = None  # it depends on them
     if cwd is not None:
         os.chdir(cwd)
+    raw = bool(env.get("PYTHONUNBUFFERED"))
+    sys.stdout, sys.stderr = _stream(1, raw=raw), _stream(2, raw=raw)
+    torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
 
 
-def end_with(argv: list[str]) -> None:
-    """Run a command and end this process with its exit code, as the interpreter would."""
-    code = 1
+def _stream(number: int, *, raw: bool) -> io.TextIOWrapper:
+    """Return what the interpreter would make of descriptor 1 or 2 that is no terminal."""
+    binary: Any = open(number, "wb", 0 if raw else -1, closefd=False)
+    errors = "strict" if number == 1 else "backslashreplace"
+    return io.TextIOWrapper(binary, encoding="utf-8", errors=errors, line_buffering=number == 2, write_through=raw)
+
+
+def end_with(arguments: Sequence[str]) -> None:
+    """Go on as `python *arguments` would, to the end of this process."""
+    code: object = 1
     try:
-        code = rpc_pipe_command(argv)
+        _interpret(arguments)
+        code = 0
     except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
+        code = error.code
+    except BaseException as error:
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+        sys.excepthook(type(error), error, error.__traceback__)
+    if not isinstance(code, int | None):
+        print(code, file=sys.stderr)
+        code = 1
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(code)
+        with suppress(OSError):  # nobody reads it any more
+            stream.flush()
+    os._exit(code or 0)
+
+
+def _interpret(arguments: Sequence[str]) -> None:
+    """Run a module behind `-m`, a program behind `-c`, or a script."""
+    what, *rest = arguments
+    if what == "-m":
+        sys.argv, sys.path[0] = ["-m", *rest[1:]], os.getcwd()
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif what == "-c":
+        sys.argv, sys.path[0] = ["-c", *rest[1:]], ""
+        main = sys.modules["__main__"] = ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(main))
+    else:
+        sys.argv, sys.path[0] = [what, *rest], str(Path(what).parent.absolute())
+        runpy.run_path(what, run_name="__main__")
 
 
 def prepare() -> None:
     """Let launchers of this process, and of its forks, start their workers as forks."""
-    assert rpc_pipe.pipeline and rpc_pipe.workers.transport
+    assert rpc_pipe.commands.main and rpc_pipe.pipeline and rpc_pipe.workers.transport
     vars(worker_process)["subprocess"] = SimpleNamespace(
         Popen=Forked, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT
     )
     torch.set_num_threads(1)
+    torch.optim.SGD([torch.ones(1, requires_grad=True)])  # the first one imports more than all of torch

@@ -102,7 +102,7 @@ def _be(typed: list[str], folder: Path, environment: Mapping[str, str], said: Pa
     os.chdir(folder)
     os.environ.update(environment)
     resource.setrlimit(resource.RLIMIT_AS, (_addresses() + _MOST_ADDRESSES,) * 2)
-    end_with(typed)
+    end_with(["-m", "rpc_pipe", *typed])
 
 
 def _addresses() -> int:

@@ -1,9 +1,17 @@
-"""What tests that start real processes share."""
+"""What tests that start real processes share.
+
+Processes are forks of one that has imported torch, which start in milliseconds, where a test is about what they do;
+`anew`: where it is about how they are started, read and loaded, as a user's are.
+"""
+
+from __future__ import annotations
 
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+from fork_server import Started, server
 
 ROOT = Path(__file__).parent.parent
 #: a GPT that trains in milliseconds, on a text that is there
@@ -17,9 +25,34 @@ def environment(**more: str) -> dict[str, str]:
     return clean | more
 
 
+def start(
+    *arguments: object, cwd: Path = ROOT, merged: bool = False, anew: bool = False, **more: str
+) -> Started | subprocess.Popen[str]:
+    """Start `python *arguments`, with `more` in its environment; `merged`: stderr goes to stdout."""
+    typed = list(map(str, arguments))
+    if not (anew or not hasattr(os, "pidfd_open")):
+        return server().start(typed, environment(**more), str(cwd), merged=merged)
+    return subprocess.Popen(
+        [sys.executable, *typed], stdout=subprocess.PIPE, stderr=subprocess.STDOUT if merged else subprocess.PIPE,
+        text=True, env=environment(**more), cwd=cwd,
+    )  # fmt: skip
+
+
+def python(
+    *arguments: object, timeout: float = 120, cwd: Path = ROOT, anew: bool = False, **more: str
+) -> subprocess.CompletedProcess[str]:
+    """Run `python *arguments` to its end."""
+    with start(*arguments, cwd=cwd, merged=False, anew=anew, **more) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+        assert process.returncode is not None
+    return subprocess.CompletedProcess(list(map(str, arguments)), process.returncode, out, err)
+
+
 def rpc_pipe(
-    *arguments: object, timeout: float = 120, cwd: Path = ROOT, **more: str
+    *arguments: object, timeout: float = 120, cwd: Path = ROOT, anew: bool = False, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the command line to its end."""
-    command = [sys.executable, "-m", "rpc_pipe", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**more), cwd=cwd)
+    return python("-m", "rpc_pipe", *arguments, timeout=timeout, cwd=cwd, anew=anew, **more)

@@ -1,7 +1,5 @@
 """Bugs that were found, each with its story."""
 
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from carriers import loopback_carriers
+from processes import rpc_pipe
 from torch import nn
 
 from rpc_pipe.pipeline import Pipeline
@@ -60,9 +59,8 @@ def test_a_worker_does_not_leave_with_what_others_have_not_taken(tmp_path):
     """
     script = tmp_path / "leave.py"
     script.write_text(LEAVING)
-    command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "3"]
     for _ in range(2):
-        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        done = rpc_pipe("run", script, "--workers", 3)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "worker 0 | True" in done.stdout
 

@@ -1,14 +1,10 @@
 """What the README and the documentation show is executed."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from processes import ROOT, python
 
-ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 
 
@@ -16,9 +12,8 @@ def blocks(language):
     return [text for page in PAGES for text in re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)]
 
 
-def run(command, folder, *, refused=False):
-    environment = os.environ | {"COLUMNS": "100", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder, env=environment)
+def run(arguments, folder, *, refused=False, anew=False):
+    done = python(*arguments, cwd=folder, anew=anew, COLUMNS="100", OMP_NUM_THREADS="1")
     assert done.returncode == (2 if refused else 0), done.stdout + done.stderr
     return done.stderr if refused else done.stdout
 
@@ -29,15 +24,15 @@ def python_block(name):
 
 
 def rpc_pipe(arguments):
-    return [sys.executable, "-m", "rpc_pipe", *arguments.split()]
+    return ["-m", "rpc_pipe", *arguments.split()]
 
 
 def test_the_training_script_runs_alone_and_launched(tmp_path):
     (tmp_path / "train.py").write_text(python_block(""))
-    alone = run([sys.executable, "train.py"], tmp_path)
+    alone = run(["train.py"], tmp_path, anew=True)
     assert float(re.match(r"loss (\d\.\d+), held out", alone)[1]) < 0.9
     assert (tmp_path / "model.safetensors").is_file()
-    launched = run(rpc_pipe("run train.py --workers 2"), tmp_path)
+    launched = run(rpc_pipe("run train.py --workers 2"), tmp_path, anew=True)
     assert launched.count(f"| {alone.strip()}") == 2, "every worker prints what one process does"
 
 
@@ -82,4 +77,4 @@ def test_the_readme_is_short():
 def test_examples_run(example, tmp_path):
     for needed in re.findall(r"^from (peft|transformers) import", example.read_text(), re.MULTILINE):
         pytest.importorskip(needed, reason=f"{example.name} needs pip install 'rpc-pipe[hf]'")
-    run([sys.executable, str(example), "--steps", "3"], tmp_path)
+    run([example, "--steps", 3], tmp_path)

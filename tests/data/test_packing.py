@@ -1,10 +1,8 @@
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from processes import ROOT, environment
+from processes import ROOT, rpc_pipe
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.data import Loader, pack, tokens
@@ -98,19 +96,12 @@ def test_shards_that_are_not_as_they_were_packed(folder, tmp_path):
         tokens(out, 8)
 
 
-def command(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "rpc_pipe", "data", *map(str, arguments)],
-        capture_output=True, text=True, timeout=60, env=environment(), cwd=ROOT,
-    )  # fmt: skip
-
-
 def test_the_command(folder, tmp_path):
     out = tmp_path / "out"
-    packed = command("pack", folder, out, "--shard", "1KB", "--json")
+    packed = rpc_pipe("data", "pack", folder, out, "--shard", "1KB", "--json")
     assert packed.returncode == 0, packed.stderr
     told = json.loads(packed.stdout)
-    looked = command(out, "--json", "--context", 8, "--memory", "200KB")
+    looked = rpc_pipe("data", out, "--json", "--context", 8, "--memory", "200KB")
     assert looked.returncode == 0, looked.stderr
     found = json.loads(looked.stdout)
     assert found["shards"] == told["shards"] and found["loads_per_epoch"] == 1.0 and found["peak_mb"] <= 0.2

@@ -1,11 +1,8 @@
 """A loader in processes: each reads what it uses, or all from the first."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
-from processes import ROOT, environment
+from processes import rpc_pipe
 
 SCRIPT = """
 import sys
@@ -57,12 +54,7 @@ def run(tmp_path_factory):
     (folder / "train.py").write_text(SCRIPT)
 
     def run(how):
-        script = str(folder / "train.py")
-        launched = [sys.executable, "-m", "rpc_pipe", "run", script, "--workers", "3", "--", how, str(folder)]
-        return subprocess.run(
-            launched,
-            capture_output=True, text=True, timeout=120, env=environment(OMP_NUM_THREADS="1"), cwd=ROOT,
-        )  # fmt: skip
+        return rpc_pipe("run", folder / "train.py", "--workers", 3, "--", how, folder, OMP_NUM_THREADS="1")
 
     return run
 

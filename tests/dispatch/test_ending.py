@@ -3,13 +3,10 @@
 import json
 import re
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
-from processes import ROOT, environment
+from processes import start
 
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.ending import RUN_FAILED, Ending, EndReader, tell_end
@@ -60,20 +57,13 @@ def test_an_end_is_read_after_its_folder_has_gone(tmp_path):
 
 def _started(how, script, tmp_path, more):
     """Start the script and return its processes, with the folder of the run."""
-    arguments = [str(script), *(["--"] if how == "launcher" else []), str(tmp_path / "now"), *more]
+    arguments, variables = [script, tmp_path / "now", *more], [{}]
     if how == "launcher":
-        command = [sys.executable, "-m", "rpc_pipe", "run", "--workers", "2", *arguments]
-        variables = [{}]
-    else:
-        command = [sys.executable, *arguments]
-        variables = [{}]
+        arguments = ["-m", "rpc_pipe", "run", "--workers", 2, script, "--", *arguments[1:]]
     if how == "torchrun":
         shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29651", "LOCAL_WORLD_SIZE": "2"}
         variables = [{**shared, "RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_RUN_ID": "ending"} for rank in "01"]
-    runs = [
-        subprocess.Popen(command, env=environment(RPC_PIPE_LOGS="off", **more), cwd=ROOT, stdout=-3, stderr=-3)
-        for more in variables
-    ]
+    runs = [start(*arguments, RPC_PIPE_LOGS="off", **own) for own in variables]
     found = f"run-{runs[0].pid}" if how != "torchrun" else "torchrun-ending-29651-*"
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
@@ -92,8 +82,7 @@ def _started(how, script, tmp_path, more):
 def test_a_watcher_says_who_failed_and_why(tmp_path, how, more, says):
     (tmp_path / "train.py").write_text(SCRIPT)
     runs, folder = _started(how, tmp_path / "train.py", tmp_path, more)
-    command = [sys.executable, "-m", "rpc_pipe", "watch", folder.name, "--record", str(tmp_path / "r.jsonl")]
-    watcher = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT)
+    watcher = start("-m", "rpc_pipe", "watch", folder.name, "--record", tmp_path / "r.jsonl")
     try:
         deadline = time.monotonic() + 30
         seen = tmp_path / "r.jsonl"
@@ -108,6 +97,6 @@ def test_a_watcher_says_who_failed_and_why(tmp_path, how, more, says):
         assert all(run.wait(60) for run in runs)
     finally:
         for run in [*runs, watcher]:
-            run.send_signal(signal.SIGKILL)
-            run.wait()
+            run.kill()
+            run.communicate()
     assert not folder.exists() or how == "torchrun"

@@ -5,13 +5,12 @@ import json
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 
+import processes
 import psutil
 import pytest
-from processes import ROOT, SMALL, TEXT, environment
+from processes import SMALL, TEXT
 
 from rpc_pipe.dispatch.view import View
 from rpc_pipe.tracing import run_folders
@@ -48,10 +47,7 @@ pipe.barrier()
 
 
 def start(*arguments):
-    command = [sys.executable, "-m", "rpc_pipe", *map(str, arguments)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
-    )
+    return processes.start("-m", "rpc_pipe", *arguments)
 
 
 def watch(*arguments, timeout=60):
@@ -87,16 +83,16 @@ def until_step(folder, step):
 
 
 def test_watchers_that_are_killed_or_stopped_change_nothing():
-    arguments = [*TRAIN, "--json", "--steps", 300]
+    arguments = [*TRAIN, "--json", "--steps", 120]
     with start("run", *arguments) as alone:
         expected = json.loads(alone.communicate(timeout=120)[0])
     with training(*arguments) as (run, _):
         name, stopped = f"run-{run.pid}", start("watch", f"run-{run.pid}")
-        time.sleep(0.7)
+        time.sleep(0.5)
         stopped.send_signal(signal.SIGSTOP)
         for i in range(4):
             watcher = start("watch", name)
-            time.sleep(0.1 + 0.2 * i)
+            time.sleep(0.1 + 0.1 * i)
             watcher.kill()
             watcher.communicate()
         out, _ = run.communicate(timeout=120)
@@ -111,7 +107,7 @@ def test_watchers_that_are_killed_or_stopped_change_nothing():
 
 def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("0.02", "0.01"))
+    script.write_text(SCRIPT.replace("0.02", "0.002"))
     with training(script, "--workers", 2, "--", 100000) as (run, folder):
         name = folder.name
         until_step(folder, 3)
@@ -164,7 +160,7 @@ def test_a_stall_is_told_with_the_culprit_and_its_stacks(tmp_path):
 
 def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
-    with subprocess.Popen([sys.executable, tmp_path / "train.py", "400"], env=environment(), cwd=ROOT) as run:
+    with processes.start(tmp_path / "train.py", 120) as run:
         folder = run_folders.root() / f"run-{run.pid}"
         deadline = time.monotonic() + 60
         while len(run_folders.boards(folder)) < 2 and time.monotonic() < deadline:
@@ -189,8 +185,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
             "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port, run_folders.FOLDER: folder, "RPC_PIPE_INTERFACE": "lo",
         }  # fmt: skip
-        command = [sys.executable, tmp_path / "train.py", "300"]
-        runs.append(subprocess.Popen(command, env=environment(**{k: str(v) for k, v in variables.items()}), cwd=ROOT))
+        runs.append(processes.start(tmp_path / "train.py", 120, **{k: str(v) for k, v in variables.items()}))
     try:
         view, boards = View(), Boards(tmp_path / "machine-0")
         deadline = time.monotonic() + 60
@@ -204,7 +199,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
     finally:
         for run in runs:
             run.kill()
-            run.wait()
+            run.communicate()
 
 
 def test_what_a_killed_run_left_is_swept(tmp_path):

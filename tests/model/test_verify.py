@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from processes import rpc_pipe
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.commands.run import run
@@ -139,7 +138,7 @@ def test_a_model_of_the_users_is_trained_by_run(file):
     typed += ["--seed", "5"]
     made = seeded(f"{file}:drawn", 5)
     loss = made.model(**made.batch)["loss"].item()
-    done = subprocess.run([sys.executable, "-m", "rpc_pipe", *typed], capture_output=True, text=True, timeout=100)
+    done = rpc_pipe(*typed)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2 and "step 2 of 2: loss" in done.stderr
     assert float(re.search(r"step 1 of 2: loss (\S+)", done.stderr)[1]) == pytest.approx(loss, abs=1e-3)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from processes import rpc_pipe
 
 from rpc_pipe.commands.auto import Auto, let_note, noting
 from rpc_pipe.commands.main import main
@@ -120,20 +121,22 @@ def test_a_step_that_follows_another_is_as_long_as_the_longest_part_of_a_worker(
     assert found.makespan > found.span >= in_a_run and found.bubble_in_a_run < found.bubble
 
 
-def test_run_plan_auto_measures_plans_trains_and_notes(tmp_path, capfd):
+def test_run_plan_auto_measures_plans_trains_and_notes(tmp_path):
     model = tmp_path / "my_model.py"
     model.write_text(MODEL)
     said = [f"{model}:make", "--workers", "2"]
-    assert main(["run", "--plan", "auto", "--model", *said, "--steps", "4"]) == 0
-    out = capfd.readouterr().out
+    done = rpc_pipe("run", "--plan", "auto", "--model", *said, "--steps", 4)
+    out = done.stdout
+    assert done.returncode == 0, done.stderr
     assert "measuring with 2 workers at once" in out and "planned: " in out and "step 4 of 4" in out
     folder = tmp_path / ".rpc_pipe"
     kept = json.loads(next(folder.glob("profile-*.json")).read_text())
     assert kept["workers"] == 2 and kept["topology"]["link"]["latency_ms"] > 0 and len(kept["topology"]["workers"]) == 2
     noted = json.loads(next(folder.glob("ran-*.json")).read_text())
     assert noted["step_ms"] > 0 and all(times["F"] > 0 for times in noted["stages_ms"])
-    assert main(["plan", *said, "--auto"]) == 0
-    out = " ".join(capfd.readouterr().out.split())
+    done = rpc_pipe("plan", *said, "--auto")
+    out = " ".join(done.stdout.split())
+    assert done.returncode == 0, done.stderr
     assert ("plan kept" in out or "planned again" in out) and "in the last run" in out
     assert not list(folder.glob("ran-*.json"))
 

@@ -1,10 +1,7 @@
 """What happens where processes are not asked for the same: scripts that users write, over RPC."""
 
-import subprocess
-import sys
-
 import pytest
-from processes import ROOT, environment
+from processes import python
 
 SCRIPT = """
 import sys
@@ -34,11 +31,8 @@ for epoch in range(2):
 def run(folder, *arguments):
     script = folder / "train.py"
     script.write_text(SCRIPT)
-    launched = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "2", "--", *arguments]
-    command = [sys.executable, str(script)] if arguments == ("alone",) else launched
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=100, env=environment(OMP_NUM_THREADS="1"), cwd=ROOT
-    )
+    launched = ["-m", "rpc_pipe", "run", script, "--workers", 2, "--", *arguments]
+    return python(*([script] if arguments == ("alone",) else launched), OMP_NUM_THREADS="1")
 
 
 def test_a_loader_that_shuffles_gives_every_worker_what_it_gives_one_process(tmp_path):

@@ -4,14 +4,13 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
 
 import pytest
 import torch
-from processes import rpc_pipe
+from processes import rpc_pipe, start
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -265,7 +264,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before_it(tmp_path):
     code = KILLED.format(path=sys.path, folder=str(tmp_path))
     pipe = pipeline(1)
     for moment in range(3):
-        killed = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        killed = start("-c", code)
         killed.stdout.readline()
         while folders.newest(tmp_path) is None:
             time.sleep(0.01)

@@ -4,7 +4,6 @@ import io
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import ROOT, environment
+from processes import rpc_pipe, start
 from torch import nn
 
 from rpc_pipe.dependency import F, NotFinite, Stalled, WorkerFailure
@@ -199,11 +198,9 @@ def run(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
 
-    def command(*options, of_script):
-        arguments = ["run", script, "--workers", 2, "--transport", "zmq", *options, "--", *of_script]
-        return [sys.executable, "-m", "rpc_pipe", *map(str, arguments)]
-
-    return command
+    return lambda *options, of_script: [
+        "run", script, "--workers", 2, "--transport", "zmq", *options, "--", *of_script
+    ]  # fmt: skip
 
 
 def undisturbed(steps):
@@ -224,9 +221,7 @@ def test_a_failed_run_starts_again_from_its_own_checkpoint_and_ends_alike(tmp_pa
     (folder / "step-00000099").mkdir(parents=True)  # of another run
     (folder / "step-00000099" / "manifest.json").touch()
     options = "--checkpoint-every", 2, "--checkpoint-folder", folder, "--max-restarts", 1
-    state = environment(RPC_PIPE_LOGS=str(tmp_path / "logs"))
-    command = run(*options, of_script=(6, 0.1, "exit"))
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, env=state, cwd=ROOT)
+    done = rpc_pipe(*run(*options, of_script=(6, 0.1, "exit")), RPC_PIPE_LOGS=str(tmp_path / "logs"))
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"loss (0x\S+)", done.stdout)[1] == undisturbed(6)
     assert "worker 0 ended with exit code 0 while running 0F2, step 3" in done.stdout
@@ -237,8 +232,8 @@ def test_a_failed_run_starts_again_from_its_own_checkpoint_and_ends_alike(tmp_pa
 def test_a_closed_terminal_stops_the_run_in_good_order(tmp_path, run):
     weights, temporary = tmp_path / "w.safetensors", tmp_path / "temporary"
     temporary.mkdir()
-    command, state = run("--save", weights, of_script=(10**6, 0.01)), environment(TMPDIR=str(temporary))
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=state, cwd=ROOT) as launcher:
+    arguments = run("--save", weights, of_script=(10**6, 0.01))
+    with start("-m", "rpc_pipe", *arguments, TMPDIR=str(temporary)) as launcher:
         while "training" not in (line := launcher.stdout.readline()):
             assert line
         launcher.send_signal(signal.SIGHUP)

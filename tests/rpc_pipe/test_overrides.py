@@ -1,11 +1,9 @@
 """What is typed behind `rpc-pipe run train.py` wins over what the script says, and the user is told."""
 
 import json
-import subprocess
-import sys
 
 import pytest
-from processes import ROOT, environment
+from processes import python, rpc_pipe
 from safetensors.torch import load_file
 from torch import nn
 
@@ -84,7 +82,7 @@ def test_nothing_typed_changes_and_tells_nothing(typed):
 
 
 def check(done, folder):
-    """The same however the script was started."""
+    """The same however the script was started; return its loss."""
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout + done.stderr
     assert said.count("ZBH1 3 fixed [1, 3] ['--lr', '2']") == 2, said
@@ -97,20 +95,20 @@ def check(done, folder):
     events = json.loads((folder / "t.json").read_text())["traceEvents"]
     assert {"1F2", "0W2"} <= {event["name"] for event in events}
     assert "planned" in (folder / "p.html").read_text()
+    return summary["loss"]
 
 
-@pytest.mark.parametrize("started", ["rpc-pipe", "torchrun"])
-def test_a_script_is_overridden_and_leaves_what_was_asked_for(tmp_path, started):
+def test_a_script_is_overridden_and_leaves_what_was_asked_for(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     files = ["--save", tmp_path / "w.safetensors", "--trace", tmp_path / "t.json", "--html", tmp_path / "p.html"]
-    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"] if started == "torchrun" else []
     arguments = ["-m", "rpc_pipe", "run", script, *ASKED, *files, "--json", "--", "--lr", "2"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, env=environment(), cwd=ROOT,
-    )  # fmt: skip
-    check(done, tmp_path)
+    losses = []
+    for started in ([], ["-m", "torch.distributed.run", "--nproc-per-node", "2"]):
+        losses.append(check(python(*started, *arguments), tmp_path))
+        for file in files[1::2]:
+            file.unlink()
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +136,5 @@ def test_what_cannot_apply_is_refused(tmp_path, monkeypatch, capsys, arguments, 
 def test_a_script_without_a_pipeline_cannot_be_told_how_to_make_it(tmp_path):
     script = tmp_path / "train.py"
     script.write_text("print('ran')")
-    command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "1", "--schedule", "gpipe"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment(), cwd=ROOT)
+    done = rpc_pipe("run", script, "--workers", 1, "--schedule", "gpipe")
     assert done.returncode == 2 and f"--schedule: {script} made no Pipeline" in done.stderr, done.stdout + done.stderr

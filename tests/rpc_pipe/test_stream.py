@@ -1,12 +1,10 @@
 """Streams of steps, and what ends a step: the loss, its weight, norms of gradients, a wish to stop."""
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
 import torch
-from processes import environment
+from processes import python
 from small_models import LAYERS, NORMED
 from torch import nn
 
@@ -186,14 +184,8 @@ def test_a_stream_over_rpc_is_that_of_threads(tmp_path, schedule):
     script = tmp_path / "stream.py"
     script.write_text(STREAM.replace("zb-h1", schedule))
     found = []
-    for command in ([str(script)], ["-m", "rpc_pipe", "run", str(script), "--workers", "2"]):
-        done = subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            timeout=150,
-            env=environment(OMP_NUM_THREADS="1"),
-        )
+    for command in ([script], ["-m", "rpc_pipe", "run", script, "--workers", 2]):
+        done = python(*command, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stdout + done.stderr
         found.append(next(line.split("LOSSES")[1] for line in done.stdout.splitlines() if "LOSSES" in line))
     assert found[0] == found[1]

@@ -1,14 +1,12 @@
 """Schedules exported for torch's runtime run there; what torch has written runs here."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import start
 
 from rpc_pipe.dependency import B, ConfigError, F, I, Spec, W, check_all, local_order
 from rpc_pipe.planning.simulator import simulate, uniform
@@ -40,15 +38,8 @@ def test_torch_runs_what_is_exported(tmp_path):
         names.append("-".join(map(str, [name, M, *parameters.values()])))
         (tmp_path / f"{names[-1]}.csv").write_text(export_csv(make_spec(name, RANKS, M, parameters)))
     script = Path(__file__).parent / "torch_runtime.py"
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(RANKS), str(tmp_path / "meet"), str(tmp_path)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-        )
+        start(script, rank, RANKS, tmp_path / "meet", tmp_path, merged=True, GLOO_SOCKET_IFNAME="lo")
         for rank in range(RANKS)
     ]
     try:

@@ -2,11 +2,9 @@
 
 import re
 import socket
-import subprocess
-import sys
 
 import pytest
-from processes import ROOT, environment
+from processes import python, rpc_pipe, start
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.job import current_job, own_part
@@ -33,11 +31,6 @@ for step in range(int(sys.argv[1])):
         print("training", flush=True)
 print(f"loss {loss:.9f} {type(pipe.actors[0].carrier).__name__}\\n", end="")
 """
-
-
-def rpc_pipe(*arguments, timeout=60, **more):
-    command = [sys.executable, "-m", "rpc_pipe", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=environment(**more), cwd=ROOT)
 
 
 @pytest.fixture
@@ -68,15 +61,8 @@ def free_port():
 
 def test_an_open_port_of_zeromq_refuses_strangers_and_trains_on(script):
     port = free_port()
-    command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--transport", "zmq", "--port", str(port)]
-    with subprocess.Popen(
-        [*command, "--", "300"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=environment(),
-        cwd=ROOT,
-    ) as launcher:
+    arguments = ["run", script, "--transport", "zmq", "--port", port, "--", 300]
+    with start("-m", "rpc_pipe", *arguments, merged=True) as launcher:
         lines = []
         while "training" not in "".join(lines[-1:]):
             lines.append(launcher.stdout.readline())
@@ -101,12 +87,15 @@ def test_the_store_of_an_rpc_job_listens_on_the_loopback_interface_alone():
 
 
 def test_torchrun_on_one_host_needs_neither_port_nor_key(script):
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "3", "--without-rpc"],
-        capture_output=True, text=True, timeout=60, env=environment(RPC_PIPE_TRANSPORT="zmq"),
-    )  # fmt: skip
+    torchrun = "-m", "torch.distributed.run", "--nproc-per-node", 2
+    done = python(*torchrun, script, 3, "--without-rpc", RPC_PIPE_TRANSPORT="zmq")
     assert done.returncode == 0, done.stderr
-    assert len(re.findall(r"loss \S+ ZmqCarrier", done.stdout)) == 2
+    alone = python(script, 3, OMP_NUM_THREADS="1")
+    (loss,) = re.findall(r"loss (\S+) LocalCarrier", alone.stdout)
+    assert re.findall(r"loss (\S+) ZmqCarrier", done.stdout) == [loss] * 2
+    # Worker 0 says how it went; what else is on stderr is torchrun's.
+    said = [line for line in done.stderr.splitlines() if line.startswith(("3 steps on 2 workers: ", "worst: "))]
+    assert len(said) == 2, done.stderr
 
 
 BEYOND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

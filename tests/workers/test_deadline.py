@@ -1,8 +1,7 @@
-import subprocess
-import sys
 import threading
 
 import pytest
+from processes import python
 
 from rpc_pipe.workers.transport.deadline import within
 
@@ -29,7 +28,5 @@ def test_a_call_that_does_not_return_is_left_behind():
 
 def test_workers_that_do_not_come_are_not_waited_for_longer_than_was_said(tmp_path):
     """torch waits half an hour for them, whatever its options say."""
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, tmp_path / "meet"], capture_output=True, text=True, timeout=60
-    )  # fmt: skip
+    done = python("-c", ALONE, tmp_path / "meet")
     assert "worker 0 could not meet the other 1 workers" in done.stderr and "within 0:00:00.5" in done.stderr

@@ -1,11 +1,8 @@
 """Real processes over RPC: what comes out is what comes out of threads."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
-from processes import ROOT, environment
+from processes import ROOT, rpc_pipe
 from rpc_training import CASES, train
 
 
@@ -14,10 +11,7 @@ def trained(tmp_path_factory):
     """What each schedule gives in one job, all of whose payloads go by messages."""
     folder = tmp_path_factory.mktemp("trained")
     script = ROOT / "tests" / "rpc_training.py"
-    command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "4", "--", str(folder)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=150, env=environment(RPC_PIPE_SHARED_MEMORY="off"), cwd=ROOT
-    )
+    done = rpc_pipe("run", script, "--workers", 4, "--", folder, RPC_PIPE_SHARED_MEMORY="off")
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

@@ -1,0 +1,192 @@
+"""Processes for tests in milliseconds: forks of one process that has imported torch and started no thread.
+
+`processes.py` says which tests take them. A test process has one server, from its first request to its end.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from typing import IO
+
+#: the server has to import torch first
+_START_S = 60.0
+_MOST_BYTES = 2**17
+
+
+class Started:
+    """A process that the server has started, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, status: int, stdout: IO[str], stderr: IO[str] | None) -> None:
+        self.stdout, self.stderr = stdout, stderr
+        self.returncode: int | None = None
+        self._status, self._lock = open(status, "rb", buffering=0), threading.Lock()
+        self.pid = self._told(_START_S)
+
+    def _told(self, timeout_s: float | None) -> int:
+        """Return what the server tells next: the number of the process, and then its exit code."""
+        if not select.select([self._status], [], [], timeout_s)[0]:
+            raise subprocess.TimeoutExpired("a fork", timeout_s or 0.0)
+        told = self._status.readline()
+        assert told, "the fork server has ended"
+        return int(told)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code once the process has ended."""
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = self._told(timeout)
+                self._status.close()
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Return the exit code, None if the process has not ended."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return what the process says until its end; kill it if that takes too long."""
+        with ThreadPoolExecutor(2) as pool:
+            reads = [pool.submit(_rest, stream) for stream in (self.stdout, self.stderr)]
+            if wait(reads, timeout).not_done:
+                self.kill()
+                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+        self.wait(timeout)
+        out, err = (read.result() for read in reads)
+        return out, err
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process."""
+        self.send_signal(signal.SIGKILL)
+
+    def __enter__(self) -> Started:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for stream in (self.stdout, self.stderr):
+            if stream is not None:
+                stream.close()
+        self.wait()
+
+
+def _rest(stream: IO[str] | None) -> str:
+    """Return what has not been read of a stream, and close it."""
+    if stream is None or stream.closed:
+        return ""
+    with stream:
+        return stream.read()
+
+
+class ForkServer:
+    """The server, as a test process has it."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        # what is read once, when an interpreter starts and loads torch, is as the launcher gives it to workers
+        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        command = [sys.executable, __file__, str(theirs.fileno())]
+        with theirs:
+            self._process = subprocess.Popen(
+                command, env=environment, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        atexit.register(self._close)
+
+    def start(self, arguments: Sequence[str], env: Mapping[str, str], cwd: str, *, merged: bool) -> Started:
+        """Start `python *arguments`; `merged`: what it writes to stderr goes to stdout."""
+        pipes = [os.pipe() for _ in range(2 if merged else 3)]  # status, stdout, stderr
+        request = json.dumps([list(arguments), dict(env), cwd]).encode()
+        socket.send_fds(self._channel, [request], [write for _, write in pipes])
+        for _, write in pipes:
+            os.close(write)
+        status, *said = (read for read, _ in pipes)
+        streams = [open(read, encoding="utf-8") for read in said]
+        return Started(status, streams[0], None if merged else streams[1])
+
+    def _close(self) -> None:
+        self._channel.close()
+        self._process.wait()
+
+
+@functools.cache
+def server() -> ForkServer:
+    """Return this process's server; the first time it is started."""
+    return ForkServer()
+
+
+class _Serving:
+    """The server itself."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        #: descriptor of a process -> its number, and where to tell its exit code
+        self._running: dict[int, tuple[int, int]] = {}
+
+    def serve(self) -> None:
+        """Fork until nobody is there who could ask; leave no process."""
+        channel = self._channel.fileno()
+        while True:
+            for ready in select.select([channel, *self._running], [], [])[0]:
+                if ready != channel:
+                    self._tell_end(ready)
+                elif not self._fork():
+                    for pid, _ in self._running.values():
+                        os.killpg(pid, signal.SIGKILL)
+                    return
+
+    def _fork(self) -> bool:
+        """Do the next request, if there is one."""
+        from bench.forked import fork
+
+        request, descriptors, *_ = socket.recv_fds(self._channel, _MOST_BYTES, 3)
+        if not request:
+            return False
+        arguments, environment, cwd = json.loads(request)
+        status, output, errors = [*descriptors, descriptors[1]][:3]
+        pid = fork(arguments, output, errors, env=environment, cwd=cwd)
+        os.write(status, b"%d\n" % pid)
+        self._running[os.pidfd_open(pid)] = pid, status
+        for descriptor in {output, errors}:
+            os.close(descriptor)
+        return True
+
+    def _tell_end(self, process: int) -> None:
+        pid, status = self._running.pop(process)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with suppress(BrokenPipeError):  # nobody wants to know any more
+            os.write(status, b"%d\n" % code)
+        os.close(status)
+        os.close(process)
+
+
+def main() -> None:
+    from bench.forked import prepare
+
+    prepare()
+    gc.collect()
+    gc.freeze()  # or a fork would copy every page when it collects
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, "a fork has none of the threads of its parent"
+    _Serving(socket.socket(fileno=int(sys.argv[1]))).serve()
+
+
+if __name__ == "__main__":
+    main()
