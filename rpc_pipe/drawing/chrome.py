@@ -17,22 +17,20 @@ def write_chrome(
     steps: Mapping[int, Sequence[Span]],
     *,
     device: str = "cpu",
-    unit_us: float = 1e3,
     clock_error_ms: float = 0.0,
 ) -> None:
     """Write what ran in `steps` to a file.
 
     Args:
-        steps: step -> its spans.
-        unit_us: microseconds in a unit of the spans' time; milliseconds by default.
+        steps: step -> its spans, in milliseconds.
         clock_error_ms: by how much the clocks of two workers may differ; stands in the file's `otherData`.
     """
-    events = _events(spec, steps, device, unit_us)
+    events = _events(spec, steps, device)
     whole = {"traceEvents": events, "otherData": {"clock_error_ms": clock_error_ms}}
     Path(path).write_text(json.dumps(whole), encoding="utf-8")
 
 
-def _events(spec: Spec, steps: Mapping[int, Sequence[Span]], device: str, unit_us: float) -> list[dict[str, Any]]:
+def _events(spec: Spec, steps: Mapping[int, Sequence[Span]], device: str) -> list[dict[str, Any]]:
     origin = min(span.start for spans in steps.values() for span in spans)
     events: list[dict[str, Any]] = []
     for worker in range(spec.num_workers):
@@ -42,7 +40,7 @@ def _events(spec: Spec, steps: Mapping[int, Sequence[Span]], device: str, unit_u
     for step, spans in sorted(steps.items()):
         at = {span.action: span for span in spans}
         for span in spans:
-            start, end = unit_us * (span.start - origin), unit_us * (span.end - origin)
+            start, end = 1e3 * (span.start - origin), 1e3 * (span.end - origin)
             base = {"pid": 0, "tid": span.worker, "cat": span.action.kind.letter}
             args = {"step": step, "stage": span.action.stage, "microbatch": span.action.microbatch}
             events.append(base | {"ph": "X", "name": str(span.action), "ts": start, "dur": end - start, "args": args})
@@ -51,6 +49,6 @@ def _events(spec: Spec, steps: Mapping[int, Sequence[Span]], device: str, unit_u
                     continue
                 arrow = {"name": "payload", "cat": "payload", "id": f"{step}.{span.action}.{follower}", "pid": 0}
                 events.append(arrow | {"ph": "s", "tid": span.worker, "ts": end})
-                begin = unit_us * (at[follower].start - origin)
+                begin = 1e3 * (at[follower].start - origin)
                 events.append(arrow | {"ph": "f", "bp": "e", "tid": at[follower].worker, "ts": begin})
     return events

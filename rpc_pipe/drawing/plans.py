@@ -17,11 +17,15 @@ from ..planning.profile import TIMED, Profile
 _SHOWN = tuple(kind for kind in TIMED if kind not in (R, G))
 #: of the picture, in pixels
 _WIDTH, _HEIGHT, _MARGIN = 640, 400, 56
+#: plans of a table
+_MOST_PLANS = 10
+#: characters of a bar
+_BAR = 20
 #: blocks of stages that are listed one by one
 _MOST_STAGES = 7
 
 
-def plans_table(plans: Sequence[Plan], most: int = 10) -> Table:
+def plans_table(plans: Sequence[Plan]) -> Table:
     """Draw the best plans, one a schedule and its parameters."""
     drawn = Table(box=None, pad_edge=False)
     drawn.add_column("schedule", no_wrap=True, max_width=20)
@@ -32,7 +36,7 @@ def plans_table(plans: Sequence[Plan], most: int = 10) -> Table:
     shown: dict[str, Plan] = {}
     for plan in plans:
         shown.setdefault(f"{plan.schedule} {sorted(plan.parameters.items())}", plan)
-    for plan in list(shown.values())[:most]:
+    for plan in list(shown.values())[:_MOST_PLANS]:
         drawn.add_row(
             plan.name,
             cut_text(plan.cut),
@@ -100,17 +104,17 @@ def why(plan: Plan, limits: Sequence[float | None]) -> str:
     return "; ".join(said)
 
 
-def front_text(front: Sequence[Plan], width: int = 40) -> str:
+def front_text(front: Sequence[Plan]) -> str:
     """Return a line for each plan that nothing beats both in time and in memory, with a bar for each."""
     slowest = max((plan.predicted_ms for plan in front), default=0) or 1
     largest = max((plan.predicted_memory for plan in front), default=0) or 1
     lines = []
     for plan in front:
-        time = "█" * round(width / 2 * plan.predicted_ms / slowest)
-        memory = "▒" * round(width / 2 * plan.predicted_memory / largest)
+        time = "█" * round(_BAR * plan.predicted_ms / slowest)
+        memory = "▒" * round(_BAR * plan.predicted_memory / largest)
         lines.append(
-            f"{plan.predicted_ms:9.4g} ms {time:<{width // 2}} {tell_bytes(plan.predicted_memory):>8} "
-            f"{memory:<{width // 2}} {plan.name}, {plan.num_microbatches} microbatches"
+            f"{plan.predicted_ms:9.4g} ms {time:<{_BAR}} {tell_bytes(plan.predicted_memory):>8} "
+            f"{memory:<{_BAR}} {plan.name}, {plan.num_microbatches} microbatches"
         )
     return "\n".join(lines)
 

@@ -74,10 +74,10 @@ class CutSearch:
             return None
         return CutFound(ends, known[0], known[1], self.priced.excess(known[1], cap) if known[1] else 0)
 
-    def found(self, cap: float | None = None) -> Iterator[CutFound]:
+    def found(self) -> Iterator[CutFound]:
         """Yield what has been priced with its memory and fits."""
         for ends, (took, held) in self._known.items():
-            if held is not None and (not held or self.priced.excess(held, cap) <= 0):
+            if held is not None and (not held or self.priced.excess(held) <= 0):
                 yield CutFound(ends, took, held)
 
     # --- a good cut, quickly
@@ -145,7 +145,7 @@ class CutSearch:
     # --- the best cut
 
     def prove(
-        self, best: CutFound | None, until: float = float("inf"), cap: float | None = None, most: float = float("inf")
+        self, best: CutFound | None, until: float = float("inf"), cap: float | None = None
     ) -> tuple[CutFound | None, float]:
         """Search all cuts that may be faster than `best`.
 
@@ -153,7 +153,6 @@ class CutSearch:
             best: the best that is known and fits, of any schedule.
             until: when to stop, by `time.monotonic`.
             cap: a limit of memory for all workers, besides their own.
-            most: only times below this are of interest.
 
         Returns:
             What is better and fits, and the best of all cuts, if it was found; and a time that no cut of this schedule
@@ -162,7 +161,7 @@ class CutSearch:
         bounds, last = self.bounds, self.chain.num_blocks
         depth = self.spec.num_stages
         found: CutFound | None = None
-        most = min(most, best.time if best is not None else float("inf"))
+        most = best.time if best is not None else float("inf")
         heap: list[tuple[float, int, Ends]] = [(self.least, 0, (0,))]
         while heap and heap[0][0] * (1 - _ROUNDING) < most:
             if time.monotonic() > until:

@@ -124,9 +124,9 @@ def has_launcher(path: Path) -> bool:
     return False
 
 
-def identity(process: int | None = None) -> str:
-    """Return what tells a process from all others: number, when it started, namespace of its number."""
-    process = os.getpid() if process is None else process
+def identity() -> str:
+    """Return what tells this process from all others: number, when it started, namespace of its number."""
+    process = os.getpid()
     return f"{process}/{_stat(process)[19]}/{os.readlink('/proc/self/ns/pid')}"
 
 
