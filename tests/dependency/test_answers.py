@@ -5,6 +5,7 @@ import sys
 from itertools import count
 
 import pytest
+from update_always import UpdateAlways
 
 from rpc_pipe.dependency import Action, B, F, G, I, ScheduleError, Spec, U, check, check_all
 from rpc_pipe.planning.specs import make_spec
@@ -217,18 +218,11 @@ def test_what_a_program_must_not_list(listed, says):
         check_all(broken(Spec, program=lambda self, worker: listed))
 
 
-class Stream(Spec):
-    """An update after every microbatch; each of these may be replaced."""
-
-    synchronous = False
-
-    def updates(self, stage, route):
-        return (U(stage, m) for m in range(self.num_microbatches))
+class Stream(UpdateAlways):
+    """Two microbatches are in flight; each method may be replaced."""
 
     def after(self, a):
-        if a.kind is F:
-            return [B(a.stage, a.microbatch - 2), U(a.stage, a.microbatch - 3)]
-        return [B(a.stage, a.microbatch), U(a.stage, a.microbatch - 1)] if a.kind is U else []
+        return [B(a.stage, a.microbatch - 2), U(a.stage, a.microbatch - 3)] if a.kind is F else super().after(a)
 
     def slot(self, a):
         base = 3 * (2 * a.microbatch + (a.stage if a.kind is F else 2 * self.num_stages - 1 - a.stage))

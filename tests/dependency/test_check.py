@@ -4,6 +4,7 @@ import time
 import tracemalloc
 
 import pytest
+from update_always import UpdateAlways
 
 from rpc_pipe.dependency import B, F, I, ScheduleError, Spec, U, W, check, check_all, entries
 from rpc_pipe.schedules import OneFOneB
@@ -254,18 +255,11 @@ def test_a_v_with_split_backward_hands_over_without_a_message():
     assert entry["1U0"].own == (W(1, 1),) and W(1, 0) in entry["1W1"].own, "a chain, whose end stands for all"
 
 
-class Stream(Spec):
-    """PipeDream: an update after every microbatch, of which forwards may run ahead; never flushed."""
-
-    synchronous = False
-
-    def updates(self, stage, route):
-        return (U(stage, m) for m in range(self.num_microbatches))
+class Stream(UpdateAlways):
+    """PipeDream: forwards may run ahead of updates; never flushed."""
 
     def after(self, a):
-        if a.kind is F:
-            return [B(a.stage, a.microbatch - (self.num_stages - a.stage))]
-        return [B(a.stage, a.microbatch), U(a.stage, a.microbatch - 1)] if a.kind is U else []
+        return [B(a.stage, a.microbatch - (self.num_stages - a.stage))] if a.kind is F else super().after(a)
 
     def slot(self, a):
         base = 3 * (2 * a.microbatch + (a.stage if a.kind is F else 2 * self.num_stages - 1 - a.stage))

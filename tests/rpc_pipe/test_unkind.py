@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unkind import MODELS, batches_for, differences, mse, repeated
-from unkind_layers import WIDTH, Bounded, Linear, OwnHooks
+from unkind_layers import WIDTH, Bounded, Linear, OwnHooks, Product
 
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import Partition
@@ -140,13 +140,8 @@ def test_a_pipeline_lets_go_of_layers_that_it_does_not_hold():
     assert other() is None and mine is not None
 
 
-class Full(torch.autograd.Function):
-    """A product whose backward is in single precision, unless autocast is on there."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
+class Full(Product):
+    """Its backward is in single precision, unless autocast is on there."""
 
     @staticmethod
     def backward(ctx, grad):

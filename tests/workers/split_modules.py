@@ -3,21 +3,17 @@
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from unkind_layers import Product
 
 
-class Product(torch.autograd.Function):
+class Counted(Product):
     """A user's own function: makes both gradients at once, and counts."""
 
     calls = 0
 
     @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
     def backward(ctx, grad):
-        Product.calls += 1
+        Counted.calls += 1
         x, weight = ctx.saved_tensors[0], ctx.saved_tensors[1]  # read twice
         return grad @ weight.T, x.flatten(0, -2).T @ grad.flatten(0, -2)
 
@@ -29,7 +25,7 @@ class Own(nn.Module):
         self.scale = nn.Parameter(torch.randn(16))
 
     def forward(self, x):
-        return Product.apply(x, self.weight) * self.scale
+        return Counted.apply(x, self.weight) * self.scale
 
 
 class Shared(nn.Module):
