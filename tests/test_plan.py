@@ -1,6 +1,7 @@
 """What is planned is what runs: emulated devices, whose times are as planned, act in the planned order."""
 
 import time
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,10 +12,18 @@ from rpc_pipe.dependency import B, F, I, R, W
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.workers.compute import autocast, randomness
 from rpc_pipe.workers.hooks import Listener
 
 #: an action's length: long against what a thread needs to wake up
 SECONDS = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _devices_compute_at_once(monkeypatch):
+    """Workers that are threads take turns, for what a process has once; these devices neither draw nor cast."""
+    for module in (autocast, randomness):
+        monkeypatch.setattr(module, "computing", nullcontext())
 
 
 class Device(torch.autograd.Function):
