@@ -24,6 +24,12 @@ from typing import IO
 #: the server has to import torch first
 _START_S = 60.0
 _MOST_BYTES = 2**17
+#: what is read once, when an interpreter starts and loads torch, is as the launcher gives it to workers; nothing may
+#: start threads or CUDA then, which forks would not have
+_ENVIRONMENT = {
+    "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR", "OPENBLAS_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}  # fmt: skip
 
 
 class Started:
@@ -101,8 +107,7 @@ class ForkServer:
 
     def __init__(self) -> None:
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # what is read once, when an interpreter starts and loads torch, is as the launcher gives it to workers
-        environment = {**os.environ, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        environment = {**os.environ, **_ENVIRONMENT}
         command = [sys.executable, __file__, str(theirs.fileno())]
         with theirs:
             self._process = subprocess.Popen(
