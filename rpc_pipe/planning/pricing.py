@@ -35,11 +35,9 @@ class Priced:
         if not machines.links_are_plain:
             workers = range(spec.num_workers)
             self._links = {(a, b): machines.between(a, b) for a in workers for b in workers if a != b}
-        self.num_priced = 0
 
     def simulate(self, ends: Ends) -> Simulation:
         """Run a step of the cut model under a virtual clock."""
-        self.num_priced += 1
         chain = self.chain
         costs = [
             chain.time(kind, ends[stage], ends[stage + 1]) * slow if kind in TIMED else 0
