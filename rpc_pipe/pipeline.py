@@ -22,10 +22,11 @@ from .launching.job import Job, own_part
 from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
 from .model.ending import Ending
-from .model.lazy_batch import LazyBatch, label_of
+from .model.lazy_batch import label_of
 from .model.microbatches import Ahead, Microbatches, Pair, update_shares
 from .model.outputs import Outputs
 from .model.programs import Programs
+from .model.reads import Reads
 from .model.shards import Model, ShardMaker, cuttable, measuring
 from .planning.follow import PlanLike, followed
 from .planning.specs import ScheduleLike, make_spec
@@ -37,7 +38,6 @@ from .workers.compute.shard import LossFn
 from .workers.compute.updating import OptimizerFactory, SchedulerFactory, Training
 from .workers.handlers import Batch
 from .workers.hooks import Listener
-from .workers.lending import lending
 from .workers.threads import WorkerThreads
 from .workers.transport.call import Call
 from .workers.transport.carrier import Carrier
@@ -136,6 +136,7 @@ class Pipeline(Weights):
         self._programs = Programs(self.spec, workers)
         self._ending = Ending(self.spec, training, max_grad_norm, post_validation)
         self._actors = _actors(job, workers, device, max_grad_norm, stall_s)
+        self._reads = Reads(self.spec, self._actors, whole=self.partition.pair is not None)
         self._threads = None if job else WorkerThreads(self._actors)
         self.worker = workers[0]
         self._stopped = self._closed = False
@@ -329,17 +330,13 @@ class Pipeline(Weights):
         self, batch: Tree | None, microbatches: Sequence[Tree] | None = None, pair: Pair | None = None
     ) -> Microbatches:
         self._num_cut += 1
-        stages = {stage for actor in self._actors for stage, _ in actor.shards}
-        used = 0 in stages, self.spec.last_stage in stages  # inputs and targets, by workers of this process
-        if isinstance(batch, LazyBatch) and batch.lent:
-            reads = any(actor.worker == self.spec.place(0, 0) for actor in self._actors)  # what only one can read
-            used = reads, reads
-        how = self.spec.num_microbatches, self._num_cut, used, pair or self.partition.pair
-        found = Microbatches.of(batch, microbatches, *how)
+        how = self.spec.num_microbatches, self._num_cut, pair or self.partition.pair
+        found = self._reads.cut(batch, microbatches, *how)
         if self._maker is not None:
             with torch.inference_mode(False):  # what is made now is trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)
                 self._make(self._maker)
+            found = self._reads.learn(self.partition.unused, self._actors[0].shards.values(), found)
         return found
 
     def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
@@ -362,10 +359,9 @@ class Pipeline(Weights):
             self._weights if actor.next_step == 0 else "",
         )
         shape = batch.shares, train, asked, batch.rows, batch.tokens, batch.waited
-        lent = batch.lazy is not None and batch.lazy.lent and len(self._actors) < self.num_workers
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
         updates, due = self._ending.updates(actor.next_step), self._keeper.due(actor.next_step + 1)
-        more = scales, lending(part.spec) if lent else None, updates, due
+        more = scales, batch.lending, updates, due
         return Batch(part, self.order, call, batch.inputs, targets, *shape, *more)
 
     def _told(self, result: Result, batch: str) -> float:

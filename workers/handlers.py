@@ -40,13 +40,14 @@ from .compute.device import Mark
 from .compute.recomputation import World
 from .compute.result import Losses, Result, clips, total_norm
 from .compute.shard import Shard
+from .compute.slices import loaded
 from .compute.stash import StashingShard
 from .compute.updating import Before
 from .context import Context
 from .hooks import Arrived, LayerTime
-from .lending import Lending
 from .state import WorkerState
 from .transport.call import Call
+from .transport.lending import Lending
 from .transport.payload import Payload, Tree, pack, unpack
 
 
@@ -58,7 +59,7 @@ class Batch:
     order: Order
     #: what others are told of it
     call: Call
-    #: inputs of the model by microbatch; read where stage 0 is
+    #: inputs of the model by microbatch; read where stage 0 is, of models that take fields everywhere
     inputs: list[Tree]
     #: targets by microbatch; read where the last stage is. None: outputs are wanted, not the loss
     targets: list[Tree] | None
@@ -114,7 +115,7 @@ class Step:
     #: payloads by the action that made them: from other workers, or handed over on this one
     payloads: dict[Action, Payload] = field(default_factory=dict)
     forwards_left: int = 0
-    #: what of the batch has not come yet from who reads it: inputs, targets
+    #: what of the batch has not come yet from who reads it
     borrowed: set[str] = field(default_factory=set)
     losses: Losses = field(default_factory=Losses)
     outputs: dict[int, Tree] = field(default_factory=dict)
@@ -208,7 +209,7 @@ def _forward(doing: Doing) -> Payload | None:
     batch, shard, m, at = step.batch, task.shard, doing.microbatch, task.entry.action.index
     payload, fields = doing.source(), None
     if shard.slice.takes_fields:
-        fields = worker.courier.load(batch.inputs[at])
+        fields = loaded(batch.inputs[at], worker.courier.load)
         payload = _NO_PAYLOAD if payload is None else payload
     elif payload is None:
         payload = pack(worker.courier.load(batch.inputs[at]))

@@ -118,15 +118,16 @@ class Stream:
 
     def _lend(self, step: Step) -> None:
         """Offer what others use of a batch and cannot read, or ask for it."""
-        batch, me = step.batch, self._worker.worker
-        for what, parts in {"inputs": batch.inputs, "targets": batch.targets}.items():
-            takers = [] if batch.lending is None or parts is None else batch.lending.takers[what]
-            if batch.lending is not None and me in takers:
+        lending, me = step.batch.lending, self._worker.worker
+        if lending is None:
+            return
+        for what, takers in lending.takers.items():
+            if me in takers:
                 step.borrowed.add(what)
-                self._mailbox.pull(step.run, batch.lending.reader, [(what, True)])
-            elif batch.lending is not None and me == batch.lending.reader and takers:
+                self._mailbox.pull(step.run, lending.reader, [(what, True)])
+            elif me == lending.reader and takers:
                 # It has been read into memory: no device is waited for.
-                self._mailbox.outbox.offer((step.run, what), pack(parts), takers)
+                self._mailbox.outbox.offer((step.run, what), pack(lending.lists[what]), takers)
 
     def _worlds(self, batch: Batch) -> list[tuple[Shard, World]]:
         """Return what modules hold before a step that may have to be undone, as all forwards before it have run."""
@@ -195,10 +196,8 @@ class Stream:
     def _take_in(self, arrival: Arrival) -> None:
         step, what = self._steps[arrival.run], arrival.what
         if not isinstance(what, Action):
-            assert arrival.payload is not None
-            parts = step.batch.inputs if what == "inputs" else step.batch.targets
-            assert parts is not None
-            parts[:] = unpack(arrival.payload)
+            assert arrival.payload is not None and step.batch.lending is not None
+            step.batch.lending.lists[what][:] = unpack(arrival.payload)
             step.borrowed.remove(what)
             return
         if arrival.peer == self._worker.worker:  # a copy of our own

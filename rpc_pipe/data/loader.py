@@ -3,7 +3,8 @@
     loader = Loader(tokens("shards/", context=1024), rows=64)
     for loss in pipe.train(loader): ...
 
-In a pipeline the worker of the first stage reads the inputs, that of the last the targets, the others nothing.
+In a pipeline the worker of the first stage reads the inputs, that of the last the targets, the others nothing; of a
+model that is cut as it is each reads the fields that its part uses.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from ..dependency import ConfigError
-from ..model.lazy_batch import LazyBatch
+from ..model.lazy_batch import LazyBatch, Some
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .order import Order
@@ -90,6 +91,8 @@ class Loader:
         self._told: str | None = None
         self._reader: Reader | None = None
         self._opened: _Opened | None = None
+        #: what batches look like, of tensors without numbers, and whether rows of all do; None: not known
+        self.form: tuple[tuple[Tree, Tree] | None, bool | None] = None, None
         if readers == "users":
             _ = self._open
 
@@ -280,8 +283,21 @@ class Batch(LazyBatch):
         """The samples, numbered as they are stored."""
         return self._loader.samples(self._share.begin, self._share.end)
 
-    def read(self, inputs: bool, targets: bool) -> tuple[Tree, Tree]:
+    @property
+    def form(self) -> tuple[Tree, Tree] | None:
+        return self._loader.form[0]
+
+    @property
+    def uniform(self) -> bool:
+        known = self._loader.form[1]
+        return self._loader.source.uniform if known is None else known
+
+    def note(self, form: tuple[Tree, Tree], *, uniform: bool) -> None:
+        self._loader.form = form, uniform
+
+    def read(self, inputs: Some, targets: Some) -> tuple[Tree, Tree]:
         if not inputs and not targets:
+            self._loader.close()  # of what has been read before nothing is read ahead
             return None, None
         found, self.waited_ns, self.waited_for = self._loader.read(self._share, Wanted(inputs, targets))
         return found

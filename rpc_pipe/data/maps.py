@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from torch.utils.data import default_collate
 
 from ..dependency import ConfigError
+from ..model.lazy_batch import Some
 from ..workers.transport.payload import Tree, tensors_of
 from .bijection import Numbers
-from .source import Busy, Chunk, Source, Wanted
+from .source import ALL, Busy, Chunk, Source, Wanted, among
 
 _CHUNKS = 4096
+
+Keys = str | Sequence[str]
 
 
 def dataset(
     samples: Any,
     *,
-    inputs: str | None = None,
-    targets: str | None = None,
+    inputs: Keys | None = None,
+    targets: Keys | None = None,
     chunk: int | None = None,
     identity: str | None = None,
 ) -> Source:
     """Return a map-style dataset (`len(samples)`, `samples[i]`) as a source; torch's, `datasets`', grain's alike.
 
     Args:
-        inputs, targets: of samples that are dicts, their keys; other samples are pairs.
+        inputs, targets: of samples that are dicts, a key, or several, whose values are given as a dict; other samples
+            are pairs.
         chunk: how many samples in a row are cheap to read together, such as those of a file; by default it is taken
             that all are equally near, and the shuffle is over all.
         identity: tells this dataset from others of the same length; its class by default.
@@ -49,7 +55,7 @@ class Mapped(Source):
     """A dataset that holds itself."""
 
     def __init__(
-        self, samples: Any, inputs: str | None, targets: str | None, chunk: int | None, identity: str | None
+        self, samples: Any, inputs: Keys | None, targets: Keys | None, chunk: int | None, identity: str | None
     ) -> None:
         self.samples, self._keys = samples, (inputs, targets)
         self.name = type(samples).__name__
@@ -67,19 +73,28 @@ class Mapped(Source):
         self.stored_bytes = count * self.sample_bytes
         self.identity = f"{count} samples of {identity or self.name}"
 
-    def pair(self, sample: Any) -> tuple[Any, Any]:
-        """Return a sample as (inputs, target)."""
-        if isinstance(sample, dict):
-            inputs, targets = self._keys
-            if inputs is None or targets is None or inputs not in sample or targets not in sample:
+    def pair(self, sample: Any, wanted: Wanted = ALL) -> tuple[Any, Any]:
+        """Return a sample as (inputs, target), as far as wanted."""
+        if not isinstance(sample, dict):
+            if not isinstance(sample, (tuple, list)) or len(sample) != 2:
                 raise ConfigError(
-                    f"dataset {self.name}: its samples have {', '.join(map(repr, sample))}; "
-                    "name two of them with inputs= and targets="
+                    f"dataset {self.name}: a sample is a {type(sample).__name__}; must be (inputs, target)"
                 )
-            return sample[inputs], sample[targets]
-        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise ConfigError(f"dataset {self.name}: a sample is a {type(sample).__name__}; must be (inputs, target)")
-        return sample[0], sample[1]
+            return _part(sample[0], wanted.inputs), _part(sample[1], wanted.targets)
+        keys = [[key] if isinstance(key, str) else list(key or ()) for key in self._keys]
+        if not all(keys) or any(key not in sample for key in (*keys[0], *keys[1])):
+            raise ConfigError(
+                f"dataset {self.name}: its samples have {', '.join(map(repr, sample))}; "
+                "name two of them with inputs= and targets="
+            )
+        said = self._keys
+        return _of(sample, said[0], wanted.inputs), _of(sample, said[1], wanted.targets)
+
+    @cached_property
+    def uniform(self) -> bool:
+        places = {0, len(self.samples) // 2, len(self.samples) - 1}
+        forms = [_form(self.pair(self.samples[place])) for place in sorted(places)]
+        return all(form == forms[0] for form in forms)
 
     def load(self, chunk: int, busy: Busy) -> Chunk:
         return MappedChunk(self, chunk * self.each)
@@ -92,7 +107,24 @@ class MappedChunk(Chunk):
         self._source, self._first = source, first
 
     def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
-        pairs = [self._source.pair(self._source.samples[self._first + n]) for n in numbers.tolist()]
+        pairs = [self._source.pair(self._source.samples[self._first + n], wanted) for n in numbers.tolist()]
         inputs = default_collate([pair[0] for pair in pairs]) if wanted.inputs else None
         targets = default_collate([pair[1] for pair in pairs]) if wanted.targets else None
         return inputs, targets
+
+
+def _of(sample: dict[str, Any], said: Keys | None, some: Some) -> Any:
+    """Return what is wanted of the inputs or the targets of a sample that is a dict."""
+    if isinstance(said, str):
+        return sample[said] if some else None
+    return {key: sample[key] for key in among(said or (), some)}
+
+
+def _part(tree: Any, some: Some) -> Any:
+    """Return what is wanted of the inputs or the targets of a sample."""
+    return {key: tree[key] for key in among(tree, some)} if isinstance(some, frozenset) else tree
+
+
+def _form(pair: Any) -> list[tuple[Any, ...]]:
+    """Return types and shapes of a sample's tensors."""
+    return [(tensor.dtype, *tensor.shape) for tensor in tensors_of(default_collate([pair]))]

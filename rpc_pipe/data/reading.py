@@ -150,6 +150,9 @@ class Reader:
     def _restart(self, start: int, wanted: Wanted) -> None:
         self._end()
         self._wanted, self._stop = wanted, False
+        if self._source.loads_fields and not wanted.is_in(self.residency.wanted):
+            self.residency.drop()  # chunks that were loaded without fields that are wanted
+        self.residency.wanted = wanted
         self._thread = threading.Thread(target=self._work, args=(start,), name="batches", daemon=True)
         self._thread.start()
 
@@ -158,7 +161,8 @@ class Reader:
             with self._changed:
                 self._stop = True
                 self._changed.notify_all()
-            self._thread.join(self._timeout_s)
+            if self._thread is not threading.current_thread():  # which may be the one that collects a loader
+                self._thread.join(self._timeout_s)
             self._thread = None
         self._ready.clear()
         self._ready_bytes, self._next = 0, -1

@@ -16,7 +16,7 @@ from ..dependency import ConfigError, Stalled
 from .bijection import Numbers
 from .order import Epoch, Order
 from .sizes import told
-from .source import Busy, Chunk, Source
+from .source import ALL, Busy, Chunk, Source, Wanted
 
 #: chunks that are loaded at once
 _LOADERS = 2
@@ -69,6 +69,8 @@ class Residency:
     ) -> None:
         self._source, self._order, self._room, self._busy, self._timeout_s = source, order, room, busy, timeout_s
         self._epochs = epochs
+        #: what will be read of chunks that are loaded from here on
+        self.wanted: Wanted = ALL
         self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
         # Apart, as a batch that waits for chunks to be loaded does not wait for others to be warm.
         self._warmers = ThreadPoolExecutor(_WARMERS, "warm")
@@ -175,14 +177,14 @@ class Residency:
         number, chunk_number = divmod(chunk, self._order.num_chunks)
         if self._order.lets_go:
             epoch, block = self._order.epoch(number), self._at[1] if number == self._at[0] else 0
-            loaded = self._pool.submit(self._dealt, chunk_number, epoch, block)
+            loaded = self._pool.submit(self._dealt, chunk_number, epoch, block, self.wanted)
         else:
-            loaded = self._pool.submit(self._source.load, chunk_number, self._busy)
+            loaded = self._pool.submit(self._source.load_fields, chunk_number, self._busy, self.wanted)
         self._held[chunk] = loaded
         loaded.add_done_callback(self._warm)
 
-    def _dealt(self, chunk: int, epoch: Epoch, block: int) -> Chunk:
-        loaded = self._source.load(chunk, self._busy)
+    def _dealt(self, chunk: int, epoch: Epoch, block: int, wanted: Wanted) -> Chunk:
+        loaded = self._source.load_fields(chunk, self._busy, wanted)
         with self._busy.on("decode"):
             loaded.deal(epoch.shares(chunk, block))
         return loaded
@@ -224,11 +226,16 @@ class Residency:
         self._bytes -= self._sizes.pop(chunk)
         future.add_done_callback(_close)
 
-    def close(self) -> None:
-        """Drop everything."""
+    def drop(self) -> None:
+        """Let go of all chunks."""
+        self._at = None
         for chunk in list(self._held):
             self._held[chunk].cancel()
             self._drop(chunk)
+
+    def close(self) -> None:
+        """Drop everything, and end the threads."""
+        self.drop()
         for pool in (self._pool, self._warmers):
             pool.shutdown(wait=False, cancel_futures=True)
 

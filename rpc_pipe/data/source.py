@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -13,6 +13,7 @@ from ..dependency import ConfigError
 from .bijection import Numbers
 
 if TYPE_CHECKING:
+    from ..model.lazy_batch import Some
     from ..workers.transport.payload import Tree
 
 #: what may keep a batch from being there
@@ -20,10 +21,25 @@ Cause = Literal["disk", "network", "decode"]
 
 
 class Wanted(NamedTuple):
-    """What of a batch somebody uses."""
+    """What of a batch somebody uses; of dicts it may be some fields."""
 
-    inputs: bool = True
-    targets: bool = True
+    inputs: Some = True
+    targets: Some = True
+
+    def is_in(self, other: Wanted) -> bool:
+        """Tell whether `other` wants all of this."""
+        return all(
+            a is False or b is True or (b and a is not True and a <= b) for a, b in zip(self, other, strict=True)
+        )
+
+
+#: everything
+ALL = Wanted()
+
+
+def among(fields: Iterable[str], some: Some) -> list[str]:
+    """Return the fields that are wanted."""
+    return [field for field in fields if some is True or (some and field in some)]
 
 
 class Chunk:
@@ -89,8 +105,15 @@ class Source:
     sample_bytes: int
     #: equal, almost surely, where the samples and their numbers are equal; in words, as errors show it
     identity: str
+    #: whether `load_fields` leaves out what is not wanted
+    loads_fields = False
     #: whether chunks let go of samples that are behind, so that more of them fit into memory
     lets_go = False
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all samples have the same form, so that who has seen one knows it of those that it does not read."""
+        return True
 
     def load(self, chunk: int, busy: Busy) -> Chunk:
         """Bring a chunk into memory. Called in the loader's threads, several at once.
@@ -99,6 +122,10 @@ class Source:
             DataError: a shard is missing, truncated or unreadable.
         """
         raise NotImplementedError
+
+    def load_fields(self, chunk: int, busy: Busy, wanted: Wanted) -> Chunk:
+        """Bring what is wanted of a chunk into memory, and more where that is cheaper. As `load`."""
+        return self.load(chunk, busy)
 
     def filling(self, rows: int, wanted: Wanted) -> Filling | None:
         """Begin a batch of so many rows, where that is faster than to join what chunks read; None: it is not."""

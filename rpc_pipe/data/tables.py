@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,12 +16,14 @@ from ..dependency import ConfigError, DataError
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .shards import Roots, Shard, find_shards, fingerprint, roots_of
-from .source import Busy, Chunk, Source, Wanted, need
+from .source import ALL, Busy, Chunk, Source, Wanted, among, need
 from .storage import Storage
 
 ENDINGS = (".parquet", ".arrow", ".feather")
 
 Columns = str | Sequence[str]
+#: of each column, its type and how many numbers a row has on average
+Form = tuple[tuple[str, float], ...]
 
 #: stands for all blocks
 _ALL = -1
@@ -37,6 +39,8 @@ class Group:
     number: int
     rows: int
     num_bytes: int
+    #: rows of one group are equally long
+    form: Form = ()
 
 
 def table(source: Roots, inputs: Columns, targets: Columns, *, storage: Storage | None = None) -> Source:
@@ -113,18 +117,31 @@ def _listed_groups(file: Any, shard: Shard, columns: Sequence[str]) -> list[Grou
         if column not in names:
             raise ConfigError(f"shard {shard.name}: has no column {column!r}; it has {', '.join(map(repr, names))}")
     if isinstance(file, list):
-        sizes = [(batch.num_rows, batch.select(columns).nbytes) for batch in file]
+        found = [(batch.num_rows, batch.select(columns).nbytes, _batch_form(batch, columns)) for batch in file]
     else:
-        found = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
-        sizes = [(group.num_rows, _decoded_bytes(group, columns)) for group in found]
-    return [Group(shard, number, rows, size + _ROW * rows + 1) for number, (rows, size) in enumerate(sizes)]
+        kinds = {name: str(_schema(file, shard).field(name).type) for name in columns}
+        metadata = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        found = [(group.num_rows, *_decoded(group, kinds)) for group in metadata]
+    return [Group(shard, number, rows, size + _ROW * rows + 1, form) for number, (rows, size, form) in enumerate(found)]
 
 
-def _decoded_bytes(group: Any, columns: Sequence[str]) -> int:
-    """Return about how many bytes the columns of a row group take in memory, which may be more than is stored."""
-    chosen = [group.column(i) for i in range(group.num_columns)]
-    chosen = [c for c in chosen if c.path_in_schema.split(".")[0] in columns]
-    return sum(max(c.total_uncompressed_size, 8 * c.num_values) for c in chosen)
+def _batch_form(batch: Any, columns: Sequence[str]) -> Form:
+    """Return the form of the rows of a record batch."""
+    chosen = [batch.column(name) for name in columns]
+    counts = [len(column.flatten() if "list" in str(column.type) else column) for column in chosen]
+    return tuple(
+        [(str(column.type), count / max(1, batch.num_rows)) for column, count in zip(chosen, counts, strict=True)]
+    )
+
+
+def _decoded(group: Any, kinds: Mapping[str, str]) -> tuple[int, Form]:
+    """Return about how many bytes columns of a row group take in memory, which may be more than is stored, and their
+    form."""
+    every = [group.column(i) for i in range(group.num_columns)]
+    chosen = [(column.path_in_schema.split(".")[0], column) for column in every]
+    chosen = [(name, column) for name, column in chosen if name in kinds]
+    form = tuple((kinds[name], column.num_values / max(1, group.num_rows)) for name, column in chosen)
+    return sum(max(column.total_uncompressed_size, 8 * column.num_values) for _, column in chosen), form
 
 
 def _rows(path: Path, group: Group, columns: Sequence[str]) -> Any:
@@ -143,7 +160,7 @@ def _rows(path: Path, group: Group, columns: Sequence[str]) -> Any:
 class Table(Source):
     """Row groups."""
 
-    lets_go = True
+    lets_go = loads_fields = True
 
     def __init__(self, name: str, groups: Sequence[Group], inputs: Columns, targets: Columns, storage: Storage) -> None:
         self.name = name
@@ -164,9 +181,17 @@ class Table(Source):
     def upcoming(self, chunks: Sequence[int]) -> None:
         self._storage.upcoming(list(dict.fromkeys(self._groups[chunk].shard for chunk in chunks)))
 
+    @property
+    def uniform(self) -> bool:
+        return len({group.form for group in self._groups if group.rows}) == 1
+
     def load(self, chunk: int, busy: Busy) -> Chunk:
+        return self.load_fields(chunk, busy, ALL)
+
+    def load_fields(self, chunk: int, busy: Busy, wanted: Wanted) -> Chunk:
         group = self._groups[chunk]
-        columns = list(dict.fromkeys([*_listed(self._inputs), *_listed(self._targets)]))
+        pairs = (self._inputs, wanted.inputs), (self._targets, wanted.targets)
+        columns = list(dict.fromkeys(column for said, some in pairs for column in among(_listed(said), some)))
         with busy.on("disk"):
             rows = self._storage.use(group.shard, busy, lambda path: _rows(path, group, columns))
         if rows.num_rows != group.rows:
@@ -178,16 +203,16 @@ class Table(Source):
             mapped = not group.shard.name.lower().endswith(".parquet")
             return TableChunk({name: _numbers(rows[name], name, group.shard, mapped) for name in columns}, self)
 
-    def of(self, columns: dict[str, torch.Tensor], wanted: Columns) -> Tree:
-        """Return the tensors of the wanted columns, as they were asked for."""
-        return columns[wanted] if isinstance(wanted, str) else {name: columns[name] for name in wanted}
-
-    def pick(self, columns: dict[str, torch.Tensor], wanted: Wanted) -> tuple[Tree, Tree]:
-        """Return inputs and targets, as far as wanted."""
-        return (
-            self.of(columns, self._inputs) if wanted.inputs else None,
-            self.of(columns, self._targets) if wanted.targets else None,
+    def pick(self, columns: dict[str, NDArray[Any]], rows: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
+        """Return inputs and targets of some rows, as far as wanted: a tensor, or a dict where there are several."""
+        parts = (self._inputs, wanted.inputs), (self._targets, wanted.targets)
+        chosen = [among(_listed(said), some) for said, some in parts]
+        made = {name: torch.from_numpy(columns[name][rows]) for name in {*chosen[0], *chosen[1]}}
+        inputs, targets = (
+            None if not names else made[said] if isinstance(said, str) else {name: made[name] for name in names}
+            for (said, _), names in zip(parts, chosen, strict=True)
         )
+        return inputs, targets
 
 
 def _numbers(column: Any, name: str, shard: Shard, mapped: bool) -> NDArray[Any]:
@@ -242,4 +267,4 @@ class TableChunk(Chunk):
     def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
         rows, columns = self._shares[self._block]
         where = numbers if rows is None else np.searchsorted(rows, numbers)
-        return self._source.pick({name: torch.from_numpy(column[where]) for name, column in columns.items()}, wanted)
+        return self._source.pick(columns, where, wanted)

@@ -205,16 +205,16 @@ class Shapes:
         """What fake tensors belong to; made when one is needed, since it imports the compiler."""
         return FakeTensorMode(allow_non_fake_inputs=True)
 
-    def like(self, tensor: Tensor, device: torch.device | None = None) -> Absent:
+    def like(self, tensor: Tensor, device: torch.device | None = None, kind: type[Absent] = Absent) -> Absent:
         """Return an absent tensor that looks like `tensor`."""
         device = device or tensor.device
         with _unobserved(), torch.no_grad():
             if device.type == "cpu":
                 meta = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-                return Absent(meta, device, self)
+                return kind(meta, device, self)
             with self.fake_mode:  # which knows a device that was not numbered
                 made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-        return Absent(made, made.device, self)
+        return kind(made, made.device, self)
 
     def parameter_like(self, parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
         """Return an absent parameter that looks like `parameter`."""

@@ -53,7 +53,7 @@ class Assignment:
     def __init__(self, observation: Observation, cut: Sequence[range], owners: Owners | None = None) -> None:
         self._observation = observation
         self._owners = owners
-        self._num_stages = len(cut)
+        self.num_stages = len(cut)
         self._stage_of_call = [stage for stage, calls in enumerate(cut) for _ in calls]
         if len(self._stage_of_call) != len(observation.calls):
             raise ConfigError(
@@ -67,7 +67,7 @@ class Assignment:
         #: by event; None: on every stage
         self.stage_of: list[int | None] = self._place()
         self.owners = self._find_owners()
-        if self._num_stages > 1:
+        if self.num_stages > 1:
             self._refuse_state()
         #: buffer -> the last stage that uses it as not every stage does
         self.buffers = {
@@ -80,7 +80,7 @@ class Assignment:
     # --- placing
 
     def _place(self) -> list[int | None]:
-        last = self._num_stages - 1
+        last = self.num_stages - 1
         switch = [self._switch(k) for k in range(len(self._stage_of_call) - 1)]
         stage_of: list[int | None] = []
         for event in self._observation.events:
@@ -192,7 +192,7 @@ class Assignment:
     @cached_property
     def crossing(self) -> list[list[Version]]:
         """What stage s hands to stage s + 1, for every s but the last."""
-        crossing: list[list[Version]] = [[] for _ in range(self._num_stages - 1)]
+        crossing: list[list[Version]] = [[] for _ in range(self.num_stages - 1)]
         found: dict[Version, tuple[int, int]] = {}
         for value, readers in self._readers.items():
             for reader, version in readers:
@@ -219,7 +219,7 @@ class Assignment:
     def role(self, stage: int) -> Role:
         """Return what `stage` does."""
         crossing = self.crossing
-        last = stage == self._num_stages - 1
+        last = stage == self.num_stages - 1
         role = Role(
             crossing[stage - 1] if stage else [],
             [] if last else crossing[stage],

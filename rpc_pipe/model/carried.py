@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from .hollow import NeedsField, observable
 from .observation import Carried, Event, Kind, Observation
 from .observer import Observer
 from .skeleton import Held, Skeleton
@@ -43,7 +43,7 @@ def look(observer: Observer, observation: Observation, skeleton: Skeleton, befor
     left = _left(observer, skeleton, changed)
     if not left and not counters:
         return
-    given = mapped(given, torch.clone)
+    given = mapped(given, observable)
     again = _Again(skeleton, given, left, counters)
     with suppress(Exception):  # what it used before that is known
         again.run(*mapped(given, lambda tensor: tensor))
@@ -75,6 +75,8 @@ def _left(observer: Observer, skeleton: Skeleton, changed: Iterable[nn.Module]) 
     found = {}
     for module, name, value in held:
         for tensor in tensors(value) if name not in _OF_TORCH else ():
+            if observer.is_hollow(tensor):
+                raise NeedsField(f"attribute {name} of {skeleton.name_of(module)} is made of a field")
             made = observer.made_by(tensor)
             if made is not None and made.kind is not Kind.FREE:
                 found[id(tensor)] = f"attribute {name} of {skeleton.name_of(module)}", made

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..dependency import ConfigError, Spec, takes_steps, update_of
-from ..workers.compute.digest import describe
+from ..workers.compute.digest import describe, shapes_of
 from ..workers.transport.call import pack_description
+from ..workers.transport.lending import Lending
 from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, split_rows, tensors_of
 from .arguments import refuse_batch
 from .lazy_batch import LazyBatch, label_of
@@ -36,6 +37,8 @@ class Microbatches:
     described: tuple[str, str]
     #: what they were cut from, if it was read here, where it is used
     lazy: LazyBatch | None = None
+    #: who reads it, if it is not everybody who uses it and this is not for all models alike
+    lending: Lending | None = None
 
     @classmethod
     def of(
@@ -58,7 +61,7 @@ class Microbatches:
             ConfigError: there is neither, or it is no pair, or has no rows.
         """
         if isinstance(batch, LazyBatch) and microbatches is None:
-            return cls._read(batch, num_microbatches, used, pair)
+            return cls._lazily(batch, num_microbatches, used, pair)
         refuse_batch(batch, microbatches, pairs=pair is None)
         count, count_piece = (num_rows, num_rows) if pair is None else (_num_rows, _first_rows)
         if microbatches is not None:
@@ -98,23 +101,32 @@ class Microbatches:
             self.lazy.finished()
 
     @classmethod
-    def _read(cls, batch: LazyBatch, num_microbatches: int, used: tuple[bool, bool], pair: Pair | None) -> Microbatches:
+    def _lazily(cls, batch: LazyBatch, most: int, used: tuple[bool, bool], pair: Pair | None) -> Microbatches:
         """Read what is used of a batch that all workers know by name."""
-        if batch.lent and used == (False, False) and pair is not None:
-            raise ConfigError(
-                "readers='first': this model runs its own forward on every worker, so every worker must read the batch"
-            )
         batch.follow()
-        inputs, targets = batch.read(*used) if pair is None else pair(batch.read(True, True))
-        parts = min(num_microbatches, batch.rows)
+        parts = min(most, batch.rows)
+        return cls.read(batch, batch.read(*used) if pair is None else pair(batch.read(True, True)), parts)
+
+    @classmethod
+    def read(cls, batch: LazyBatch, pair: tuple[Tree, Tree], parts: int, form: Tree = None) -> Microbatches:
+        """Cut what has been read of a batch that all workers know by name.
+
+        Args:
+            form: the whole batch, as this worker believes it to look, to be compared with other workers'.
+        """
+        inputs, targets = pair
         rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
+        told = pack_description(batch.label, [])
+        if form is not None:
+            shape, code = shapes_of(list(tensors_of(form)))
+            told = pack_description(f"{batch.label}: {shape}", [code])
         return cls(
             split_rows(inputs, parts),
             split_rows(targets, parts),
             [count / batch.rows for count in rows],
             batch.rows,
             num_tokens(inputs),
-            (pack_description(batch.label, []), ""),
+            (told, ""),
             batch,
         )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
 from torch import Tensor, nn
 
+from .absent import Absent
 from .promise import Promise
 from .trees import Path
 
@@ -82,6 +84,12 @@ class Event:
     in_function: bool = False
     #: number of the call of `checkpoint` that will compute it again; 0: none
     checkpoint: int = 0
+    #: depends on fields alone, of which some are not read here: it cannot be computed
+    hollow: bool = False
+    #: of a question about numbers, what it was asked of
+    asked: set[Version] = field(default_factory=set)
+    #: whether operators ran
+    computes: bool = False
 
     @property
     def is_block(self) -> bool:
@@ -128,3 +136,8 @@ class Observation:
     def output(self) -> Event:
         """The event that takes what the model returns."""
         return self.events[-1]
+
+
+def is_hollow(value: Value, events: Sequence[Event]) -> bool:
+    """Tell whether a value has no numbers because a field that it depends on is not read here."""
+    return events[value.made].hollow if value.made >= 0 else not value.kind and isinstance(value.tensor, Absent)

@@ -28,6 +28,8 @@ from .observation import Observation
 from .observing import observe_forward
 from .skeleton import Skeleton, members, num_bytes
 from .stage import Stage
+from .trees import Path
+from .used import unused_fields
 
 #: Lists of fewer calls are looked into for lists inside their members (the stages of a Swin or a ResNet).
 _FEW_CALLS = 8
@@ -166,6 +168,11 @@ class Observed:
         """Return the parameters that several stages hold, whose gradients are to be summed, with those stages."""
         owners = self._owners(self._assigned(cut), len(cut))
         return {name: sorted(owners[name]) for name in self._skeleton.parameters if len(owners[name]) > 1}
+
+    def unused(self, cut: Sequence[range]) -> list[frozenset[Path]]:
+        """Return, by stage, the places in (args, kwargs) of fields that it was not seen to use."""
+        assignment = self._assigned(cut)
+        return [unused_fields(self._observation, assignment, stage) for stage in range(len(cut))]
 
     def build(
         self,

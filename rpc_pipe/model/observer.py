@@ -8,7 +8,7 @@ functions that the model calls around its blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -29,12 +29,15 @@ from .absent import (
     written,
 )
 from .frames import caller, checkpoint_frame, in_function
-from .observation import Event, Kind, Observation, Part, Value
+from .hollow import NeedsField
+from .observation import Event, Kind, Observation, Part, Value, is_hollow
 from .promise import Promise, its_own
 from .skeleton import Skeleton, is_mark
 from .trees import leaves, mapped, replaced, tensors
 
 _LARGE = 2**20
+#: what tells the numbers of a tensor and runs no operator
+_NUMBERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 
 
 class Observer(TorchFunctionMode):
@@ -48,6 +51,8 @@ class Observer(TorchFunctionMode):
         self.values: dict[int, Value] = {id(t): Value(t, Kind.FREE) for t in tensors(given)}
         self._fields = given
         self._given = list(self.values.values())
+        #: tensors (their ids) without numbers that depend on fields alone, of which some are not read here
+        self._hollow = {key for key, value in self.values.items() if is_hollow(value, self.events)}
         self._params = {id(p): name for name, p in skeleton.parameters.items()}
         self._buffers = {id(b): name for name, b in skeleton.module.named_buffers(remove_duplicate=False)}
         self._standing = list(skeleton.module.buffers())
@@ -60,6 +65,8 @@ class Observer(TorchFunctionMode):
         #: storage -> the last event that wrote it and depends on more than fields
         self._writer: dict[int, Event] = {}
         self._randoms = 0
+        #: whether it has been told numbers that no later forward is asked to repeat
+        self._goes_by_numbers = False
         #: calls of `checkpoint`, by the ids of their frames, which live on so that no id is used again
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}
         self._ops = _Operators(self)
@@ -85,7 +92,10 @@ class Observer(TorchFunctionMode):
         self._current = event
         try:
             result = func(*args, **kwargs)
-        except NEEDS_NUMBERS as error:
+        except Exception as error:
+            self.refuse_hollow(event)
+            if not isinstance(error, NEEDS_NUMBERS):
+                raise
             raise ConfigError(
                 f"model: {event.where} needs the numbers of a tensor that depends on the model's parameters "
                 f"({name_of(func)}: {error}); a stage that lacks them cannot go the same way: keep such a decision "
@@ -112,11 +122,18 @@ class Observer(TorchFunctionMode):
             mere_form = isinstance(result, bool) and any(self._kinds(event))
             if isinstance(result, (int, torch.Size, list)) and not mere_form:
                 event.answer = result
+            elif isinstance(result, (float, complex, str)) or type(result).__module__ == "numpy":
+                self._goes_by_numbers = True
+            if event.computes or event.func in _NUMBERS:
+                event.asked = set(event.reads)
             event.reads.clear()
             event.params.clear()
         if event.params:
             event.kind = Kind.WEIGHTS
         event.kind = max([event.kind, *self._kinds(event)])
+        if event.kind is Kind.FREE:
+            event.hollow = any(is_hollow(value, self.events) for value, _ in event.reads)
+            self._refuse_spoiling(event)
         if event.kind is Kind.FREE and isinstance(result, Tensor):
             event.answer = result.shape
         self._note_made(event)
@@ -168,11 +185,14 @@ class Observer(TorchFunctionMode):
             except ConfigError:
                 raise
             except Exception:
+                self.refuse_hollow(event)
                 # What it does by its numbers is its own business; any numbers show the shape of what it returns.
                 parts.clear()
                 result = self._on_numbers(event, forward, args, kwargs)
             left = {id(tensor) for tensor in tensors((args, kwargs))} - given
-            result = its_own(result, lambda tensor: id(tensor) in self.values, lambda tensor: id(tensor) in left)
+            result = its_own(
+                result, lambda tensor: id(tensor) in self.values, lambda tensor: id(tensor) in left, self.is_hollow
+            )
         finally:
             self._current = None
             for handle in handles:
@@ -206,6 +226,10 @@ class Observer(TorchFunctionMode):
 
     def _owned(self, tensor: Tensor) -> str | None:
         return self._params.get(id(tensor)) or self._buffers.get(id(tensor))
+
+    def is_hollow(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor would have numbers if all fields were read here."""
+        return id(tensor) in self._hollow
 
     def made_by(self, tensor: Tensor) -> Event | None:
         """Return the event that made a tensor; None: it was there before."""
@@ -250,6 +274,19 @@ class Observer(TorchFunctionMode):
             writer = self._writer.get(storage_of(tensor))
             event.reads.add((value, max(value.made, writer.index if writer else -1)))
 
+    def refuse_hollow(self, event: Event | None, given: Sequence[Tensor] = ()) -> None:
+        """Raise NeedsField, rather than guess, where numbers of a field are wanted that is not read here."""
+        taken = event is not None and any(is_hollow(value, self.events) for value, _ in event.reads)
+        if taken or not self._hollow.isdisjoint(map(id, given)):
+            raise NeedsField("an operation whose outcome depends on the numbers of a field")
+
+    def _refuse_spoiling(self, event: Event) -> None:
+        """Raise NeedsField where what is made of a field that is not read is written to a tensor with numbers."""
+        if event.hollow and event.writes:
+            hollow = [value for value in self.values.values() if is_hollow(value, self.events)]
+            if event.writes - {storage_of(value.tensor) for value in hollow}:
+                raise NeedsField("a tensor is written by the numbers of a field")
+
     def _lost(self, tensor: Tensor, maker: Event | None) -> ConfigError:
         what = f"a tensor of shape {tuple(tensor.shape)} that {caller()} takes"
         if maker is not None and maker.is_block:
@@ -266,9 +303,14 @@ class Observer(TorchFunctionMode):
         """Note what an operator did, inside the event that runs now."""
         event = self._current
         if event is not None:
+            event.computes = True
             if torch.Tag.nondeterministic_seeded in operator.tags:
                 event.random = 1
             event.writes |= self._born & {storage_of(tensor) for tensor in written(operator, args, kwargs)}
+        if self._hollow:
+            absent = [id(tensor) for tensor in tensors((args, kwargs)) if isinstance(tensor, Absent)]
+            if absent and self._hollow.issuperset(absent):
+                self._hollow.update(map(id, tensors(result)))
         for tensor in tensors(result):
             if id(tensor) not in self.values:
                 self._made_by.setdefault(id(tensor), event)
@@ -297,6 +339,8 @@ class Observer(TorchFunctionMode):
         event.parts.append(Part(output))
         for tensor in tensors(output):
             self.read(event, tensor)
+        if self._goes_by_numbers and self._hollow:
+            raise NeedsField("numbers of a batch that the forward may go by")
         changed = {storage for past in self.events for storage in past.writes}
         return Observation(
             self.events,
@@ -330,6 +374,7 @@ class _Operators(OperatorMode):
             absent = any(isinstance(tensor, Absent) for tensor in given)
             if not absent or (isinstance(error, NEEDS_NUMBERS) and not observer.in_block()):
                 raise
+            observer.refuse_hollow(None, given)
             # What a block does by its numbers is its own business, and not every operator knows shapes alone:
             # any numbers show the shape of its output.
             result = on_ones(func, args, kwargs, observer._skeleton.shapes)

@@ -19,10 +19,11 @@ from ..workers.compute.randomness import preserved, python_state
 from .absent import quiet
 from .carried import look
 from .frames import is_of_model
+from .hollow import Hollow, NeedsField, observable
 from .observation import Observation
 from .observer import Observer
 from .skeleton import Skeleton
-from .trees import mapped
+from .trees import mapped, tensors
 
 
 @uncollected()
@@ -31,9 +32,10 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
 
     Raises:
         ConfigError: the model does something that stages could not do alike; the text names it.
+        NeedsField: it goes by numbers of a field that is not read here, and for which something hollow stands.
     """
     skeleton.refuse_hooks()
-    given = mapped((tuple(args), dict(kwargs)), torch.clone)
+    given = mapped((tuple(args), dict(kwargs)), observable)
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast of a weight is part of every operation that uses it
     try:
@@ -47,9 +49,11 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
             observation.draws_in_python = python_state() != before
             look(observer, observation, skeleton, held, (tuple(args), dict(kwargs)))
             return observation
-    except (ConfigError, KeyboardInterrupt):
-        raise
     except Exception as error:
+        if any(isinstance(tensor, Hollow) for tensor in tensors((args, kwargs))):
+            raise NeedsField(str(error)) from error
+        if isinstance(error, ConfigError):
+            raise
         raise ConfigError(_raised(skeleton.module, error)) from error
     finally:
         torch.set_autocast_cache_enabled(cache)

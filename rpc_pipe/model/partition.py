@@ -131,6 +131,8 @@ class Partition:
         self._made.clear()
 
     measured: Callable[[Tree], tuple[Tree, Tree]] | None = None
+    #: the first stage uses inputs, the last targets
+    unused: Sequence[frozenset[Any]] = ()
 
     def observe(self, inputs: Tree, *, trained: bool) -> None:
         """Layers are cut without a batch."""

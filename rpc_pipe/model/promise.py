@@ -19,6 +19,7 @@ from .trees import PLAIN, Path, at, leaves, replaced
 #: what a block handed through: its place in what came back, and where the block got it: the name of a weight or
 #: buffer, or the path in (args, kwargs)
 _Handed = tuple[Path, str | Path]
+_Tells = Callable[[Tensor], bool]
 
 
 class Promise:
@@ -60,7 +61,7 @@ class Promise:
                 )
 
 
-def its_own(result: Any, known: Callable[[Tensor], bool], left: Callable[[Tensor], bool]) -> Any:
+def its_own(result: Any, known: _Tells, left: _Tells, hollow: _Tells) -> Any:
     """Return what a block returns, with aliases where that is what it was given: another time it may not be.
 
     What has numbers stays what it is, so that the model may decide by it, but for the first: that is what the block
@@ -70,13 +71,14 @@ def its_own(result: Any, known: Callable[[Tensor], bool], left: Callable[[Tensor
         known: whether a tensor was there before the block.
         left: whether the block has written it into what it was given, which other stages do not see: what it returns is
             another tensor then.
+        hollow: whether it lacks numbers only since a field is not read here, so that elsewhere it has them.
     """
     others: dict[int, Tensor] = {}
     places: dict[Path, Tensor] = {}
     for number, (path, tensor) in enumerate(leaves(result)):
         if left(tensor):
             places[path] = others.setdefault(id(tensor), tensor.clone())
-        elif known(tensor) and (isinstance(tensor, Absent) or not number):
+        elif known(tensor) and ((isinstance(tensor, Absent) and not hollow(tensor)) or not number):
             places[path] = others.setdefault(id(tensor), tensor.view_as(tensor))
     return replaced(result, places)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from .absent import Absent
 from .assignment import Assignment, Owners, Role
-from .observation import Event, Observation, Part
+from .hollow import Hollow, NeedsField
+from .observation import Event, Observation, Part, is_hollow
 from .promise import Promise
 from .skeleton import Skeleton
 from .trees import Path, leaves, replaced
@@ -64,6 +65,9 @@ class Script:
 
     Args:
         observation: the forward that was observed; not kept.
+
+    Raises:
+        NeedsField: the stage takes something that is made of a field that is not read here.
     """
 
     def __init__(
@@ -90,12 +94,14 @@ class Script:
         self._stand_ins: dict[int, Tensor] = {}
         # The observed tensors must live as long as their ids are used.
         self._alive = [value.tensor for value in observation.values]
+        self._hollow = _hollow(observation, role)
         self._prepare(observation, assignment, role)
 
     def _prepare(self, observation: Observation, assignment: Assignment, role: Role) -> None:
         given = {id(value.tensor) for value in role.given}
         wanted = {key for place, key in self.hands if place is None}
-        runs = [at is None or event in role.own for event, at in enumerate(assignment.stage_of)]
+        events = zip(observation.events, assignment.stage_of, strict=True)
+        runs = [not event.hollow if at is None else event.index in role.own for event, at in events]
         for event in observation.events:
             if not runs[event.index]:
                 wanted |= {id(tensor) for part in event.parts for _, tensor in leaves(part.tree)}
@@ -140,7 +146,10 @@ class Script:
     def _plain(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._stand_ins:
             self._alive.append(tensor)
-            fake = tensor.detach() if isinstance(tensor, Absent) else self._skeleton.shapes.like(tensor)
+            if id(tensor) in self._hollow:
+                fake: Tensor = self._skeleton.shapes.like(tensor, kind=Hollow)
+            else:
+                fake = tensor.detach() if isinstance(tensor, Absent) else self._skeleton.shapes.like(tensor)
             self._stand_ins[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
         return self._stand_ins[id(tensor)]
 
@@ -157,3 +166,19 @@ def agrees(expected: Any, found: Any) -> bool:
     if isinstance(found, Tensor):
         found = found.shape
     return bool(type(expected) is type(found) and expected == found)
+
+
+def _hollow(observation: Observation, role: Role) -> set[int]:
+    """Return the tensors (their ids) that have no numbers here because fields are not read.
+
+    Raises:
+        NeedsField: the stage takes one of them.
+    """
+    events = observation.events
+    for event in events:
+        taken = (event.hollow and event.checkpoint) or event.index in role.own
+        if taken and any(is_hollow(value, events) for value, _ in event.reads):
+            raise NeedsField(f"{event.where} takes a field")
+    return {id(value.tensor) for value in observation.values if is_hollow(value, events)} | {
+        id(tensor) for _, tensor in leaves(observation.fields) if isinstance(tensor, Absent)
+    }

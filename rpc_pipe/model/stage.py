@@ -13,6 +13,7 @@ from ..dependency import ConfigError
 from ..workers.compute.randomness import Seed, python_too
 from .absent import Absent
 from .assignment import Owners
+from .hollow import Hollow, NeedsField, StandIns, Unread, copy_of
 from .observation import Part
 from .observer import name_of
 from .observing import observe_forward
@@ -54,6 +55,7 @@ class Stage:
         self._owners = owners
         #: form of the inputs, and modes -> ways through the forward; the form that was used last is the last
         self._scripts: dict[Any, list[Script]] = {}
+        self.filled = StandIns(skeleton).filled
         self._modules = list(self.module.modules())
         self._own = self.own_modules()
         #: modes -> buffers (their ids) that a forward has been seen to write
@@ -90,11 +92,9 @@ class Stage:
 
         Raises:
             ConfigError: the model cannot run in stages on these inputs.
+            NeedsField: it wants numbers of a field for which something hollow stands; nothing has been changed.
         """
-        device = self._skeleton.device.type
-        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        modes = grad, tuple([module.training for module in self._modules]), autocast
+        modes = self._modes()
         scripts = self._scripts_of((_signature((args, kwargs)), modes))
         departures: list[Departed] = []
         observed: list[Script] = []
@@ -102,25 +102,53 @@ class Stage:
             script = next((each for each in scripts if all(map(each.admits, departures))), None)
             if script is None:
                 if len(observed) == _MOST_TRIES:
+                    if any(isinstance(tensor, Hollow) for tensor in tensors((args, kwargs))):
+                        raise NeedsField("the forward goes another way each time")
                     raise _wayward(observed[-1], departures[-1])
                 if observed:
                     departures.clear()  # a first forward may have changed the model for good
-                observation = observe_forward(self._skeleton, args, kwargs)
-                script = Script(observation, self._skeleton, self.index, self._cut, self._owners)
+                script = self._observed(args, kwargs)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             buffers, counters = self._kept_buffers(modes), attributes(self._skeleton.counting)
             try:
                 output = _Forward(self._skeleton, script, payload, seed or _no_seed).run(args, kwargs)
-            except Departed as departed:
-                departures.append(departed)
+            except (Departed, NeedsField) as departed:
                 for buffer, before in _changed(buffers):
                     buffer.copy_(before)
                 put_back(counters)
+                if isinstance(departed, NeedsField):
+                    raise
+                departures.append(departed)
                 continue
             if modes not in self._written:
                 self._written[modes] = {id(buffer) for buffer, _ in _changed(buffers)}
             return output
+
+    def goes_without(self, tree: Any, unread: Unread) -> bool:
+        """Tell whether the stage runs on a microbatch of which some fields are not read: by a forward on shapes.
+
+        Args:
+            tree: (args, kwargs), with None in the places of those fields.
+            unread: those places, with shapes and types.
+        """
+        args, kwargs = self.filled(tree, unread)
+        try:
+            script = self._observed(args, kwargs)
+        except (ConfigError, NeedsField):
+            return False
+        self._scripts_of((_signature((args, kwargs)), self._modes())).insert(0, script)
+        return True
+
+    def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:
+        observation = observe_forward(self._skeleton, args, kwargs)
+        return Script(observation, self._skeleton, self.index, self._cut, self._owners)
+
+    def _modes(self) -> Any:
+        device = self._skeleton.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        return grad, tuple([module.training for module in self._modules]), autocast
 
     def _scripts_of(self, form: Any) -> list[Script]:
         """Return the ways that are known for inputs of a form; forget what has not been used for long."""
@@ -185,7 +213,7 @@ class _Forward(TorchFunctionMode):
         """Run the model's forward as far as this stage has a part in it."""
         script = self._script
         # Dicts and lists of its own: a model may take something out of its batch, which other stages and backward need.
-        change = torch.clone if script.fields_written else lambda tensor: tensor
+        change = copy_of if script.fields_written else lambda tensor: tensor
         args, kwargs = fields = mapped((tuple(args), kwargs), change)
         self._now |= (given := {key: at(fields, path) for path, key in script.fields})
         versions = _versions(given.values())
@@ -208,6 +236,8 @@ class _Forward(TorchFunctionMode):
         if not script.is_last:
             output = tuple([self._now[key] if place is None else self._payload[place] for place, key in script.hands])
         if any(isinstance(tensor, Absent) for tensor in tensors(output)):
+            if any(isinstance(tensor, Hollow) for tensor in tensors(output)):
+                raise NeedsField("the stage would hand on a field")
             raise ConfigError("model: a stage would hand on a tensor that it does not have")
         if any(tensor.grad_fn is not node for tensor, node in zip(self._payload, self._nodes, strict=True)):
             raise ConfigError(
@@ -356,7 +386,7 @@ def _leave(part: Part, needed: bool) -> None:
 def _signature(tree: Any) -> Any:
     """Return what inputs of one form have in common, as a key."""
     if isinstance(tree, Tensor):
-        return tree.shape, tree.dtype, tree.device
+        return tree.shape, tree.dtype, tree.device, type(tree) is Hollow
     if isinstance(tree, dict):
         return tuple((key, _signature(child)) for key, child in tree.items())
     if isinstance(tree, (tuple, list)):

@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from ..dependency import ConfigError
 from ..workers.compute.randomness import Randomness, Seed
 from ..workers.compute.shard import LossFn
-from ..workers.compute.slices import Slice, Times, note
+from ..workers.compute.slices import Partly, Slice, Times, note
 from ..workers.transport.payload import Tree
 from .absent import Absent
 from .cut import cut
 from .deferred import Deferred
 from .hanging import refuse_lazy
+from .hollow import NeedsField
 from .observed import Observed, observe
 from .stage import Stage
 from .ties import groups
+from .trees import Path
 
 #: a model as it is, or what makes one
 WholeLike = nn.Module | Callable[[], nn.Module]
@@ -68,6 +70,8 @@ class Whole:
         #: of each call of a block
         self.block_names: list[str] = []
         self._stage_of: dict[str, int] = {}
+        #: by stage, the places in (args, kwargs) of fields that it was not seen to use
+        self.unused: list[frozenset[Path]] = []
 
     def observe(self, inputs: tuple[Sequence[Any], Mapping[str, Any]], *, trained: bool) -> None:
         """Find the blocks and cut between them.
@@ -87,6 +91,7 @@ class Whole:
         self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
         observed.check(self.ranges)
         self.shared = observed.shared(self.ranges)
+        self.unused = observed.unused(self.ranges)
         self.block_names = [block.name for block in observed.blocks]
         for stage, told in reversed(list(enumerate(observed.stages(self.ranges)))):
             self._stage_of |= dict.fromkeys(told.parameters, stage)
@@ -159,6 +164,7 @@ class CallForm:
         """Return ((args, kwargs) of the model, second argument of the loss function)."""
         if batch is None:
             raise ConfigError("batch is None: every worker runs the model's own forward, so every worker needs it")
+        batch = self._joined(batch)
         if self.loss_is_inside:
             return self.inputs(batch), None
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
@@ -170,10 +176,19 @@ class CallForm:
     def measured(self, batch: Tree) -> tuple[Tree, Tree]:
         """Return the same for a metric in place of the loss function, which is given the batch, or the targets."""
         inputs, target = self.pair(batch)
+        batch = self._joined(batch)
         return inputs, dict(batch) if isinstance(batch, Mapping) else batch if self.loss_is_inside else target
+
+    def _joined(self, batch: Tree) -> Tree:
+        """Return a pair of dicts as one dict, if the model computes its loss itself: a loader gives such pairs."""
+        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, Mapping) for x in batch)
+        if is_pair and self.loss_is_inside and (self._names is None or {*batch[0], *batch[1]} & self._names):
+            return {**batch[0], **batch[1]}
+        return batch
 
     def inputs(self, batch: Tree) -> tuple[Tree, Tree]:
         """Return what of a batch the model takes, as (args, kwargs)."""
+        batch = self._joined(batch)
         if isinstance(batch, Mapping):
             if self._takes_one and not batch.keys() & (self._names or set()):
                 return (batch if isinstance(batch, dict) else dict(batch),), {}
@@ -249,14 +264,32 @@ class ObservedSlice:
         }
 
     def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
-        args, kwargs = fields
         try:
-            return self.stage.forward(tree, args, kwargs, seed)
+            if not isinstance(fields, Partly):
+                return self._run(tree, fields, seed)
+            try:
+                return self._run(tree, self.stage.filled(fields.tree, fields.unread), seed)
+            except NeedsField as needed:
+                if fields.whole is None:
+                    raise self._refused(fields, needed) from None
+                return self._run(tree, fields.whole(), seed)
         except ConfigError:
             raise
         except Exception as error:
             note(error, f"in stage {self.stage.index} of {type(self.stage.module).__name__}")
             raise
+
+    def _run(self, tree: Tree, fields: Tree, seed: Seed) -> Tree:
+        args, kwargs = fields
+        return self.stage.forward(tree, args, kwargs, seed)
+
+    def _refused(self, fields: Partly, needed: NeedsField) -> ConfigError:
+        names = ", ".join("".join(f"[{key!r}]" for _, key in path[1:]) for path in fields.unread)
+        return ConfigError(
+            f"model: stage {self.stage.index} uses one of {names} of this batch ({needed}), and was not seen to when "
+            f"the model was cut; with readers='first' it cannot read more: cut the model with an example= in which it "
+            f"does, or let readers be users"
+        )
 
 
 def takes_stage(model: object) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rpc_pipe.data import Loader, Order, dataset, images, open_source, table, text, tokens
+from rpc_pipe.data import Loader, Order, dataset, images, open_source, table, tables, text, tokens
 from rpc_pipe.data.storage import Storage
 from rpc_pipe.dependency import ConfigError, DataError
 
@@ -71,6 +71,33 @@ def test_several_columns_are_a_dict(rows):
     assert torch.equal(inputs, targets["y"]) and torch.equal(2 * targets["x"][:, 0], inputs), "one is both"
 
 
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_only_the_columns_that_are_wanted_are_read(rows, monkeypatch, ending):
+    asked, read = set(), tables._rows
+    monkeypatch.setattr(
+        tables, "_rows", lambda path, group, columns: asked.add(tuple(columns)) or read(path, group, columns)
+    )
+    source = table(str(rows / f"*.{ending}"), ["x", "y"], "y")
+    batches = iter(Loader(source, rows=30))
+    batch = next(batches)
+    inputs, targets = batch.read(frozenset({"y"}), False)
+    assert list(inputs) == ["y"] and targets is None and asked == {("y",)}
+    (whole, doubled), asked_before = batch.read(True, True), set(asked)
+    assert list(whole) == ["x", "y"] and torch.equal(whole["y"], inputs["y"]) and torch.equal(doubled, inputs["y"])
+    assert asked_before == {("y",), ("x", "y")}, "chunks that lack a column are loaded anew"
+    assert next(batches).read(False, True)[0] is None
+    assert source.uniform and not table(longer(rows, ending), "x", "y").uniform
+
+
+def longer(rows, ending):
+    """Return the files with one more, whose lists are longer."""
+    made = pa.table({"x": [[0.0, 1.0, 2.0]] * 4, "y": [0.0] * 4})
+    parquet.write_table(made, rows / "2.parquet")
+    with pa.OSFile(str(rows / "2.arrow"), "wb") as file, pa.ipc.new_file(file, made.schema) as writer:
+        writer.write_table(made)
+    return str(rows / f"*.{ending}")
+
+
 def test_tables_that_cannot_be_read(rows):
     with pytest.raises(ConfigError, match=r"shard 0\.parquet: has no column 'z'; it has 'x', 'y', 'name'"):
         table(str(rows / "*.parquet"), "z", "y")
@@ -105,6 +132,9 @@ def test_any_map_style_dataset():
     assert inputs.flatten().tolist() == list(range(20)) and targets.tolist() == [n % 3 for n in range(20)]
     named = [{"a": x, "b": y} for x, y in pairs]
     assert torch.equal(epoch(dataset(named, inputs="a", targets="b", chunk=4), window=2)[0], inputs)
+    both = next(iter(Loader(dataset(named, inputs=["a", "b"], targets=["b"]), rows=20)))
+    assert set(both[0]) == {"a", "b"} and torch.equal(both[0]["b"], both[1]["b"])
+    assert list(both.read(frozenset({"b"}), False)[0]) == ["b"]
     with pytest.raises(ConfigError, match="its samples have 'a', 'b'; name two"):
         dataset(named)
     with pytest.raises(ConfigError, match="must have a length"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import zlib
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
@@ -37,13 +37,18 @@ def describe(tree: Tree, call: int = 0) -> str:
     tensors = list(tensors_of(tree))
     if not tensors:
         return ""
+    form, shapes = shapes_of(tensors)
+    if not all(map(_is_here, tensors)):
+        return pack_description(form, [shapes])
+    every = -(-len(tensors) // _TENSORS)
+    return pack_description(form, [shapes, digest(tensors[call % every :: every])])
+
+
+def shapes_of(tensors: Sequence[Tensor]) -> tuple[str, int]:
+    """Return how to call a batch of these tensors, and a digest of their shapes."""
     shapes = array("q", [size for tensor in tensors for size in (tensor.itemsize, tensor.dim(), *tensor.shape)])
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-    form = f"{_name(tensors[0].dtype)}{list(tensors[0].shape)}{more}"
-    if not all(map(_is_here, tensors)):
-        return pack_description(form, [zlib.crc32(shapes)])
-    every = -(-len(tensors) // _TENSORS)
-    return pack_description(form, [zlib.crc32(shapes), digest(tensors[call % every :: every])])
+    return f"{_name(tensors[0].dtype)}{list(tensors[0].shape)}{more}", zlib.crc32(shapes)
 
 
 def digest(tensors: Iterable[Tensor]) -> int:

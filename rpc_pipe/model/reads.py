@@ -1,0 +1,264 @@
+"""What a worker reads of batches for a model that is cut as it is: the fields that its stages were seen to use.
+
+    first batch of a loader    read whole, which shows what batches look like; the model may be cut with it
+    those behind it            the fields that are used; of others the stages get the form
+
+If only the worker of the first stage can read, it hands the first batch to all and lends them of others what they use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..dependency import Spec
+from ..workers.compute.shard import Shard
+from ..workers.compute.slices import Partly
+from ..workers.transport.lending import Lending, lending
+from ..workers.transport.payload import Tree, map_tensors, split_rows, tensors_of
+from .lazy_batch import LazyBatch, Some, form_of
+from .microbatches import Microbatches, Pair
+from .trees import Path, at, leaves, replaced
+from .whole import ObservedSlice
+
+logger = logging.getLogger(__name__)
+
+#: inputs (0) or targets (1), and the key where they are a dict
+_Field = tuple[int, str | None]
+_NOTHING: frozenset[Path] = frozenset()
+
+
+class Peer(Protocol):
+    """A worker, as far as it hands something to others."""
+
+    worker: int
+
+    def hand(self, name: str, value: Tree, senders: Collection[int], takers: Collection[int]) -> list[Tree] | None:
+        """Return the `value`s of `senders` on `takers`; all workers call this alike."""
+
+
+class Reads:
+    """Reads batches for the workers of a process.
+
+    Args:
+        peers: those workers.
+        whole: whether the model is cut as it is.
+    """
+
+    def __init__(self, spec: Spec, peers: Sequence[Peer], *, whole: bool) -> None:
+        self._spec, self._peers = spec, peers
+        self._has_all = len(peers) == spec.num_workers
+        #: whether fields are read that are used
+        self._by_fields = whole and not self._has_all
+        self._peer, self._me = peers[0], peers[0].worker
+        self._reader, self._all = spec.place(0, 0), range(spec.num_workers)
+        self._stages = {worker: {stage for stage, _ in spec.hosted(worker)} for worker in self._all}
+        self._last = spec.last_stage
+        #: what this worker's stages were not seen to use, and they; none until the model has been cut
+        self._unseen = _NOTHING
+        self._slices: list[ObservedSlice] = []
+        #: worker -> places in (args, kwargs) that it does not read; of others only where this one reads for them
+        self._unused: dict[int, frozenset[Path]] = {}
+        #: whether the reader has been told what others do not read
+        self._told = False
+
+    def cut(
+        self,
+        batch: Tree | None,
+        microbatches: Sequence[Tree] | None,
+        num_microbatches: int,
+        number: int,
+        pair: Pair | None,
+    ) -> Microbatches:
+        """Cut a batch, read as far as workers of this process use it, or others if only this one can read.
+
+        Args: as of `Microbatches.of`.
+        """
+        lazy = batch if isinstance(batch, LazyBatch) and microbatches is None else None
+        if lazy is not None and self._by_fields:
+            assert pair is not None
+            return self._cut(lazy, num_microbatches, pair)
+        stages = {stage for peer in self._peers for stage in self._stages[peer.worker]}
+        used = 0 in stages, self._last in stages  # inputs and targets
+        if lazy is not None and lazy.lent:
+            reads = any(peer.worker == self._reader for peer in self._peers)  # what only one can read
+            used = reads, reads
+        found = Microbatches.of(batch, microbatches, num_microbatches, number, used, pair)
+        if lazy is None or not lazy.lent or self._has_all:
+            return found
+        return replace(found, lending=lending(self._spec, found.inputs, None if pair is not None else found.targets))
+
+    def learn(self, unused: Sequence[frozenset[Path]], shards: Iterable[Shard], found: Microbatches) -> Microbatches:
+        """Hear what each stage was not seen to use when the model was cut; return the microbatches it was cut with."""
+        if not self._by_fields:
+            return found
+        self._unseen = frozenset.intersection(*(unused[stage] for stage in self._stages[self._me]))
+        if self._me == self._reader:  # so that somebody sees the form of every field, which all compare
+            self._unseen -= frozenset.intersection(*unused)
+        self._slices = [shard.slice for shard in shards if isinstance(shard.slice, ObservedSlice)]
+        return found if found.lazy is None else self._narrowed(found)
+
+    def _cut(self, batch: LazyBatch, num_microbatches: int, pair: Pair) -> Microbatches:
+        """Read what this worker uses of a batch, or what others use too if only this one can, and cut it."""
+        batch.follow()
+        parts = min(num_microbatches, batch.rows)
+        if batch.form is None:
+            found = Microbatches.read(batch, pair(self._first(batch)), parts)
+            return self._narrowed(found) if self._slices else found
+        self._tell(batch)
+        form = pair(batch.form)
+        known = frozenset(path for path, _ in leaves(form[0]))
+        unused = {worker: (known & less if batch.uniform else _NOTHING) for worker, less in self._unused.items()}
+        owners, readers = _owners(batch.form), self._readers(batch)
+        wanted = {owners[id(leaf)] for worker in readers for leaf in self._used(worker, form, unused)}
+        read = _read(batch, wanted)
+        found = Microbatches.read(batch, pair(read), parts, form=read if batch.uniform else None)
+        mine, whole = unused.get(self._me, _NOTHING), None
+        if not batch.lent or self._me == self._reader:
+            whole = self._rereading(batch, pair, parts)
+        if not batch.lent:
+            return _partly(found, mine, whole)
+        own = [_without(piece, mine) for piece in found.inputs]
+        lends = self._lend(found, form, unused, known, own)
+        return replace(_partly(found, mine, whole, own), lending=lends)
+
+    def _readers(self, batch: LazyBatch) -> Collection[int]:
+        """Return the workers for which this one reads."""
+        if batch.lent:
+            return self._all if self._me == self._reader else []
+        return [self._me]
+
+    def _first(self, batch: LazyBatch) -> tuple[Tree, Tree]:
+        """Return the whole of the first batch of a loader."""
+        read: Tree = [batch.read(True, True), batch.uniform] if self._readers(batch) else None
+        if batch.lent:
+            handed = self._peer.hand(f"first batch, {batch.label}", read, [self._reader], self._all)
+            assert handed is not None
+            (read,) = handed
+        both: tuple[Tree, Tree] = read[0]
+        batch.note(form_of(both), uniform=read[1])
+        return both
+
+    def _narrowed(self, found: Microbatches) -> Microbatches:
+        """Leave out of whole microbatches what stages were not seen to use, if they do without indeed."""
+        piece = found.inputs[0]
+        if self._me not in self._unused:
+            less = self._unseen & {path for path, _ in leaves(piece)}
+            tree, forms = _without(piece, less), _forms(piece, less)
+            does = bool(less) and all(each.stage.goes_without(tree, forms) for each in self._slices)
+            self._unused[self._me] = less if does else _NOTHING
+        return _partly(found, self._unused[self._me] & {path for path, _ in leaves(piece)}, found.inputs.__getitem__)
+
+    def _tell(self, batch: LazyBatch) -> None:
+        """Tell who reads for all what this worker does not read, once."""
+        if batch.lent and not self._told:
+            self._told = True
+            less = sorted(self._unused.get(self._me, ()), key=repr)
+            handed = self._peer.hand("fields that are not read", less, self._all, [self._reader])
+            if handed is not None:
+                self._unused = {worker: frozenset(paths) for worker, paths in zip(self._all, handed, strict=True)}
+
+    def _used(self, worker: int, form: tuple[Tree, Tree], unused: Mapping[int, frozenset[Path]]) -> list[Tensor]:
+        """Return the leaves of a batch that a worker uses."""
+        inputs = [leaf for path, leaf in leaves(form[0]) if path not in unused.get(worker, _NOTHING)]
+        return inputs + list(tensors_of(form[1]) if self._last in self._stages[worker] else ())
+
+    def _rereading(self, batch: LazyBatch, pair: Pair, parts: int) -> Callable[[int], Tree]:
+        """Return what reads the whole of a batch, if a stage asks for it after all, and gives a microbatch's fields."""
+
+        @cache
+        def whole() -> list[Tree]:
+            if self._unused[self._me]:
+                self._unused[self._me] = _NOTHING
+                logger.warning("worker %d: uses a field that it was not seen to use; reads whole batches", self._me)
+            return split_rows(pair(batch.read(True, True))[0], parts)
+
+        return lambda number: whole()[number]
+
+    def _lend(
+        self,
+        found: Microbatches,
+        form: tuple[Tree, Tree],
+        unused: Mapping[int, frozenset[Path]],
+        known: frozenset[Path],
+        own: list[Tree],
+    ) -> Lending:
+        """Return who has what of a batch that one worker reads; `own` is where this worker's fields come."""
+        reads = self._me == self._reader
+        lends = Lending(self._reader, {}, {})
+        for worker in (each for each in self._all if each != self._reader and (reads or each == self._me)):
+            less = unused.get(worker, _NOTHING)
+            if known - less:
+                name = f"fields for worker {worker}"
+                lends.takers[name] = [worker]
+                lends.lists[name] = [_without(piece, less) for piece in found.inputs] if reads else own
+            if self._last in self._stages[worker] and list(tensors_of(form[1])):
+                name = f"targets for worker {worker}"
+                lends.takers[name] = [worker]
+                lends.lists[name] = found.targets
+        return lends
+
+
+def _owners(form: tuple[Tree, Tree]) -> dict[int, _Field]:
+    """Return which field each leaf (its id) belongs to."""
+    found: dict[int, _Field] = {}
+    for side, tree in enumerate(form):
+        for key, part in tree.items() if isinstance(tree, dict) else [(None, tree)]:
+            found |= {id(leaf): (side, key) for leaf in tensors_of(part)}
+    return found
+
+
+def _read(batch: LazyBatch, wanted: Collection[_Field]) -> tuple[Tree, Tree]:
+    """Read fields of a batch; in the places of others stand tensors without numbers."""
+    assert batch.form is not None
+    some: list[Some] = []
+    for side, tree in enumerate(batch.form):
+        keys = frozenset(key for number, key in wanted if number == side and key is not None)
+        has_all = keys >= tree.keys() if isinstance(tree, dict) else (side, None) in wanted
+        some.append(has_all or (keys if keys else False))
+    read = zip(batch.form, some, batch.read(*some), strict=True)
+    inputs, targets = (_filled(*each, batch.rows) for each in read)
+    return inputs, targets
+
+
+def _filled(form: Tree, some: Some, read: Tree, rows: int) -> Tree:
+    """Return what was read of inputs or targets, with tensors without numbers in the places of other fields."""
+    if some is True:
+        return read
+    empty = map_tensors(form, lambda leaf: leaf.new_empty((rows, *leaf.shape[1:])))
+    return {key: read[key] if some and key in some else part for key, part in empty.items()} if some else empty
+
+
+def _partly(
+    found: Microbatches,
+    unread: frozenset[Path],
+    whole: Callable[[int], Tree] | None,
+    lists: list[Tree] | None = None,
+) -> Microbatches:
+    """Leave fields out of microbatches.
+
+    Args:
+        whole: gives all fields of a microbatch.
+        lists: where microbatches without those fields are, or come; they are made by default.
+    """
+    if not unread:
+        return found if lists is None else replace(found, inputs=lists)
+    lists = [_without(piece, unread) for piece in found.inputs] if lists is None else lists
+    return replace(found, inputs=[
+        Partly(lists, number, _forms(piece, unread), None if whole is None else partial(whole, number))
+        for number, piece in enumerate(found.inputs)
+    ])  # fmt: skip
+
+
+def _forms(piece: Tree, places: Collection[Path]) -> dict[Path, tuple[torch.Size, torch.dtype]]:
+    return {path: (leaf.shape, leaf.dtype) for path in places for leaf in [at(piece, path)]}
+
+
+def _without(piece: Tree, places: Collection[Path]) -> Any:
+    return replaced(piece, dict.fromkeys(places))
