@@ -19,7 +19,7 @@ from ..model.lazy_batch import LazyBatch, Some
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .order import Order
-from .reading import Reader, Share, Shares
+from .reading import Reader, Share, Shares, look
 from .residency import chunk_memory, widest_window
 from .sizes import num_bytes, told
 from .source import Source, Wanted
@@ -241,6 +241,10 @@ class Loader:
             self.close()  # what is under way for batches that nobody will take
             raise
 
+    def look(self, share: Share) -> tuple[Tree, Tree]:
+        """Return a whole batch, of chunks that are let go of at once and do not count."""
+        return look(self.source, self.order, self._shares, share.start, 2 * self.timeout_s)
+
     @property
     def loads(self) -> int:
         """How many chunks this process has loaded since it began to read."""
@@ -301,6 +305,9 @@ class Batch(LazyBatch):
             return None, None
         found, self.waited_ns, self.waited_for = self._loader.read(self._share, Wanted(inputs, targets))
         return found
+
+    def look(self) -> tuple[Tree, Tree]:
+        return self._loader.look(self._share)
 
     def follow(self) -> None:
         self._loader.follow(self._share)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,10 +14,11 @@ import numpy as np
 
 from ..dependency import Stalled
 from ..workers.transport.payload import Tree, tensors_of
+from .bijection import Numbers
 from .joining import Joined
 from .order import Order, Segment
 from .residency import Residency
-from .source import Busy, Cause, Source, Wanted
+from .source import ALL, Busy, Cause, Source, Wanted
 
 #: so many samples are located together, which takes hardly longer than for one batch
 _LOCATED = 4096
@@ -192,17 +194,11 @@ class Reader:
     def _batch(self, located: _Located, rows: int) -> tuple[Tree, Tree]:
         """Put the next rows together, block by block, as chunks come and go."""
         filling = self._source.filling(rows, self._wanted) or Joined(self._wanted)
-        at = 0
-        for segment in located.take(rows):
+        for segment, chunk, numbers, places in _by_chunk(located.take(rows)):
             self.residency.enter(segment.epoch, segment.block, segment.chunks)
-            by_chunk = np.argsort(segment.chunks, kind="stable")
-            chunks, numbers = segment.chunks[by_chunk], segment.numbers[by_chunk]
-            borders = np.flatnonzero(np.diff(chunks)) + 1
-            for begin, end in pairwise([0, *borders.tolist(), len(chunks)]):
-                chunk = self.residency.chunk(int(chunks[begin]))
-                with self.busy.on(chunk.cause):
-                    filling.put(chunk, numbers[begin:end], by_chunk[begin:end] + at)
-            at += len(chunks)
+            held = self.residency.chunk(chunk)
+            with self.busy.on(held.cause):
+                filling.put(held, numbers, places)
         with self.busy.on("decode"):
             return filling.made()
 
@@ -211,3 +207,43 @@ class Reader:
         self._end()
         self.residency.close()
         self._source.close()
+
+
+def _by_chunk(segments: Iterable[Segment]) -> Iterator[tuple[Segment, int, Numbers, Numbers]]:
+    """Yield the samples of a batch chunk by chunk: where they are, their chunk and numbers, and places in the batch."""
+    at = 0
+    for segment in segments:
+        by_chunk = np.argsort(segment.chunks, kind="stable")
+        chunks, numbers = segment.chunks[by_chunk], segment.numbers[by_chunk]
+        borders = np.flatnonzero(np.diff(chunks)) + 1
+        for begin, end in pairwise([0, *borders.tolist(), len(chunks)]):
+            yield segment, int(chunks[begin]), numbers[begin:end], by_chunk[begin:end] + at
+        at += len(chunks)
+
+
+def look(source: Source, order: Order, shares: Shares, start: int, timeout_s: float) -> tuple[Tree, Tree]:
+    """Return the whole batch that begins at `start`, and keep nothing: its chunks are loaded one by one and let go of.
+
+    Raises:
+        DataError: a shard cannot be read.
+        Stalled: it takes too long.
+    """
+    share, busy = shares.at(start), Busy()
+    assert share is not None, "there is no such batch"
+    rows = share.end - share.begin
+
+    def made() -> tuple[Tree, Tree]:
+        filling = source.filling(rows, ALL) or Joined(ALL)
+        for _, chunk, numbers, places in _by_chunk(_Located(order, shares, start).take(rows)):
+            held = source.load(chunk, busy)
+            filling.put(held, numbers, places)
+            held.close()
+        return filling.made()
+
+    pool = ThreadPoolExecutor(1, "first batch")
+    try:
+        return pool.submit(made).result(timeout_s)
+    except TimeoutError as error:
+        raise Stalled(f"data {source.name}: no batch for {timeout_s:g} s; raise timeout_s") from error
+    finally:
+        pool.shutdown(wait=False)

@@ -25,6 +25,10 @@ class LazyBatch:
         """Return (inputs, targets), None for what is not asked for; of a dict the fields that are."""
         raise NotImplementedError
 
+    def look(self) -> tuple[Tree, Tree]:
+        """Return all of it, and read nothing ahead: others of the kind may be read otherwise."""
+        return self.read(True, True)
+
     @property
     def form(self) -> tuple[Tree, Tree] | None:
         """What batches from there look like, of tensors without numbers; None: no batch has been noted."""

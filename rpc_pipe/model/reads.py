@@ -136,7 +136,7 @@ class Reads:
 
     def _first(self, batch: LazyBatch) -> tuple[Tree, Tree]:
         """Return the whole of the first batch of a loader."""
-        read: Tree = [batch.read(True, True), batch.uniform] if self._readers(batch) else None
+        read: Tree = [batch.look(), batch.uniform] if self._readers(batch) else None
         if batch.lent:
             handed = self._peer.hand(f"first batch, {batch.label}", read, [self._reader], self._all)
             assert handed is not None

@@ -170,6 +170,14 @@ def test_a_shard_that_changes_while_it_is_in_use(shards):
             batch[0]
 
 
+def test_a_batch_that_is_looked_at_holds_nothing(shards):
+    batches = loader(shards, rows=6)
+    batch = next(iter(batches))
+    seen = batch.look()
+    assert batches.loads == 0
+    assert torch.equal(seen[0], batch[0]) and torch.equal(seen[1], batch[1])
+
+
 def test_a_shard_that_does_not_come_is_named(shards, monkeypatch):
     slow, release = tokens(shards, CONTEXT), threading.Event()
     load = slow.load
