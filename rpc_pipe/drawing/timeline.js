@@ -2,7 +2,7 @@
 /* Timelines on canvases: `load` takes what `page.encode` made, `build` makes the elements, `refresh` draws. */
 const hint = document.getElementById("hint");
 const AXIS = 24;  // height of the axis, in pixels
-const TALLEST = 64;  // no row is higher, in pixels
+const TALLEST = 96;  // no row is higher, in pixels
 const SMALLEST = 7, SIZES = [1, 0.8, 0.64];  // no text is smaller, in pixels; few sizes, for a calm picture
 const STRIPE = 0.28;  // share of a cell that the stripe of a worker's last stage takes
 const FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif";
@@ -184,14 +184,14 @@ function drawRows(picture, context) {
   for (let i = 0; i < labels.length; i += 4) label(picture, context, ...labels.slice(i, i + 4));
 }
 
-/* The whole name, the microbatch alone, or nothing. All names count as long as the longest, so that of equal
+/* The whole name, the microbatch alone (of an update its letter), or nothing. All names count as long as the longest, so that of equal
    cells either all have a label or none has. */
 function label(picture, context, span, x, end, y) {
   const room = end - x - 3, {font, digit} = picture, per = room / (picture.longest * digit / font);
   const full = (picture.longest + picture.widest) * digit + 6 <= room;
   const size = SIZES.map(part => part * font).find(size => size <= per && size >= SMALLEST);
   if (!size) return;
-  const text = full ? nameOf(span) : "GU".includes(span.kind) ? span.kind : span.microbatch;
+  const text = "GU".includes(span.kind) ? span.kind : full ? nameOf(span) : span.microbatch;
   if (picture.size !== size) context.font = `${picture.size = size}px ${FONT}`;
   context.fillStyle = palette[span.kind][1];
   context.fillText(text, (x + end - 1) / 2, y + picture.cell * (picture.levels ? 1 - STRIPE : 1) / 2 + 0.5);

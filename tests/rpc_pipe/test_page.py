@@ -95,7 +95,7 @@ def test_a_browser_draws_zooms_and_explains(tmp_path):
     assert result["names"] == ["planned", "actual </script>"]
     assert result["legend"] == ["F forward", "B backward", "U update", "bubble"]
     assert result["colours"] == [F.colour, B.colour]
-    assert 40 <= result["pitch"] <= 64, "few rows use the height that the window leaves"
+    assert 40 <= result["pitch"] <= 96, "few rows use the height that the window leaves"
     assert result["aligned"] and result["kept"]
     assert result["onSpan"] == result["onGap"]
     assert result["onSpan"][:2] == ["1B0 backward", "worker 1, stage 1, microbatch 0"]
