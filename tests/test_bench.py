@@ -1,12 +1,10 @@
 """The benchmark against other systems: that it compares what is comparable, and says so where it is not."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 
 from bench import devices, group, systems
 from bench.models import balanced, bert, ragged, resnet
@@ -14,8 +12,6 @@ from bench.scenarios import emulated, limit_ms
 from bench.systems import absent, reference
 from bench.vs_pippy import _row, compare
 from rpc_pipe.dependency import F
-
-ROOT = Path(__file__).parents[1]
 
 
 def test_systems_take_turns_and_agree_with_one_process_before_they_are_timed():
@@ -28,7 +24,7 @@ rows = run(emulated(2, 3, {"F": 1, "I": 1, "W": 1}, 2, systems, scenario="test")
 compare(rows)
 print(json.dumps(rows))
 """
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=150)
+    done = python("-c", script)
     assert done.returncode == 0, done.stderr
     ours, peer = json.loads(done.stdout)
     assert "failure" not in ours and "failure" not in peer, (ours, peer)
