@@ -117,7 +117,8 @@ def _become(
         os.chdir(cwd)
     raw = bool(env.get("PYTHONUNBUFFERED"))
     sys.stdout, sys.stderr = _stream(1, raw=raw), _stream(2, raw=raw)
-    torch.set_num_threads(int(env.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+    threads = env.get("OMP_NUM_THREADS", "")  # what is no number is not read
+    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else len(os.sched_getaffinity(0)))
 
 
 def _stream(number: int, *, raw: bool) -> io.TextIOWrapper:
