@@ -31,6 +31,8 @@ _OPTIONS: dict[str, list[Any]] = {
 _SPARSE = {"sparse bag", "sparse"}
 #: so much that they take more than their share of the time, or end most gradients
 _RARE = {"detached", "orthogonal", "svd", "recurrent", "attention", "own generator", "lazy linear", "scripted"}
+#: what no model with a forward of its own may have
+_REFUSED = {"lazy linear", "scripted"}
 _OPTIMIZERS: list[tuple[Callable[..., torch.optim.Optimizer], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.05}),
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}),
@@ -111,7 +113,7 @@ class Case:
     def may_round(self) -> bool:
         """Whether gradients are summed in another order than in one process."""
         reentrant = any("checkpoint" in maker.names for maker in self.makers)
-        return reentrant or self.whole or (self.unsplit and (self.tied or self.skips))
+        return reentrant or self.sparse or self.whole or (self.unsplit and (self.tied or self.skips))
 
     def _draw_options(self, draw: random.Random) -> None:
         known = parameter_types(SCHEDULES[self.schedule])
@@ -124,6 +126,7 @@ class Case:
     def _draw_model(self, draw: random.Random) -> None:
         usual = [name for name in OPERATIONS if name not in _RARE]
         few = draw.sample(usual, draw.choice([2, 4, 8])) + draw.sample(sorted(_RARE), draw.choice([0, 0, 1]))
+        few = [name for name in few if not self.whole or name not in _REFUSED]
         manners = draw.sample(list(MANNERS), 3)
         stages = self.spec().num_stages
         self.makers = [
@@ -131,7 +134,11 @@ class Case:
             for _ in range(stages + draw.choice([0, 0, 1, 3]))
         ]
         self.tied, self.skips, self.draws = draw.random() < 0.3, draw.random() < 0.6, draw.random() < 0.5
-        is_sparse = not _SPARSE.isdisjoint(name for maker in self.makers for name in maker.names)
+        self.sparse = is_sparse = not _SPARSE.isdisjoint(name for maker in self.makers for name in maker.names)
+        if self.whole and Drawn(self.number, len(self.makers)).returns != "tensor":
+            self.between = [
+                each.replace("predict", "state") for each in self.between
+            ]  # not all that is returned has rows
         kinds = (
             [0, 5]
             if is_sparse
@@ -163,7 +170,9 @@ class Case:
         said = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("makers", "number", "schedule") and not name.startswith("_") and value not in (None, False)
+            if name not in (("makers", "number", "schedule", "sparse"))
+            and not name.startswith("_")
+            and value not in (None, False)
         }
         around = f" {Drawn(self.number, len(self.makers))}" if self.whole and names else ""
         return f"{schedule} {said} [{names}]{around}".replace("<function ", "").replace("functools.", "")

@@ -6,6 +6,7 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path as File
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..dependency import ConfigError
 from ..dependency.garbage import uncollected
-from ..workers.compute.randomness import preserved, python_state
+from ..workers.compute.randomness import Randomness, preserved, python_state, python_too
 from .absent import quiet
 from .carried import look
 from .frames import is_of_model
@@ -39,9 +40,8 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     cache = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)  # a cast of a weight is part of every operation that uses it
     try:
-        # Shapes are saved for the model's own `autograd.grad`, whatever becomes of what the caller's forward saves.
-        saving = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-        with preserved(skeleton.device), skeleton.without_numbers() as held, _eager(), quiet(), saving:
+        with preserved(skeleton.device), skeleton.without_numbers() as held, _eager(), quiet(), _saving():
+            python_too(partial(Randomness(0, skeleton.device).seed_forward, 0, 0))(0, 0)  # alike on all workers
             before = python_state()
             # in dicts and lists of its own, which the model may take something out of
             observer = Observer(skeleton, given)
@@ -74,3 +74,10 @@ def _eager() -> AbstractContextManager[Any]:
     """Return a context in which compiled functions run as they were written."""
     # Importing the compiler takes seconds; whoever uses it has done so.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+
+
+def _saving() -> AbstractContextManager[Any]:
+    """Return a context in which shapes are saved for the model's own `autograd.grad`, whatever becomes of what the
+    caller's forward saves; if nothing does, `torch.func` can be used, which allows no such context."""
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)(False)
+    return nullcontext() if hooks is None else saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

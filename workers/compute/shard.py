@@ -216,7 +216,8 @@ class Shard:
         given = None if target is None else pack(target)
         wanted = None if given is None else enter(given, copied=again or copies_batch(given, writes.get(theirs)))
         known = self._written.begin() if backward else {}
-        saved = Saved({} if again else known) if backward and (split or (known and not again)) else None
+        seen = {} if again else known
+        saved = Saved(seen, unseen=self.slice.takes_fields) if backward and (split or (known and not again)) else None
         times = None if self.layer_times else self.layer_times
         with randomness.lock, saved.hooks() if saved is not None else nullcontext():
             tree = self.slice.forward(tree, fields, partial(randomness.seed_forward, step, microbatch), times)

@@ -51,9 +51,11 @@ class Saved:
 
     Args:
         written: by their addresses, tensors that are written again and again, so that copies are held.
+        unseen: whether a torch function mode runs that must not see what is done here: that is not the model.
     """
 
-    def __init__(self, written: Mapping[int, Tensor] | None = None) -> None:
+    def __init__(self, written: Mapping[int, Tensor] | None = None, *, unseen: bool = False) -> None:
+        self._unseen = unseen
         self._written = written or {}
         self._handles: list[_Handle] = []
         #: whether forward may have registered hooks of tensors or nodes
@@ -65,7 +67,7 @@ class Saved:
     def hooks(self) -> Iterator[None]:
         """Return a context in which what autograd saves is saved here."""
         num_registered = RemovableHandle.next_id  # of the process; a node does not tell its hooks
-        with saved_tensors_hooks(self._save, self._load):
+        with saved_tensors_hooks(self._save_unseen if self._unseen else self._save, self._load):
             yield
         self.hooked |= RemovableHandle.next_id != num_registered
 
@@ -128,6 +130,10 @@ class Saved:
         handle = _Handle(held, held._version)
         self._handles.append(handle)
         return handle
+
+    def _save_unseen(self, tensor: Tensor) -> _Handle:
+        with torch._C.DisableTorchFunction():
+            return self._save(tensor)
 
     def _load(self, handle: _Handle) -> Tensor:
         tensor = self._load_unchanged(handle)
