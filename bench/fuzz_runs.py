@@ -26,7 +26,7 @@ _LONGEST = 500
 _SENTENCES = re.compile(
     "changed in place after it was used|recomputed activations differ|cannot be recomputed|cannot travel between|"
     "one of the variables needed for gradient computation has been modified by an inplace operation|"
-    "always give the same|the gradient of parameter .* is sparse|"
+    "a checkpoint computes again|always give the same|the gradient of parameter .* is sparse|"
     "use_reentrant=True, torch.utils.checkpoint is incompatible|errors.ConfigError: |saved tensor hooks"
 )
 #: how far apart numbers may be that are sums of the same in another order, in single and in double precision

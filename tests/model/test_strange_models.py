@@ -10,7 +10,7 @@ import torch
 from in_turn import assert_same, floats, in_turn, stages_of, uncut
 from test_whole import SGD, made, plain
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint_sequential
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.cut import cut
@@ -334,3 +334,39 @@ def test_what_a_block_writes_into_a_dict_that_it_got_is_not_taken_for_its_output
     """The later stages took what had been there before, and trained something else in silence."""
     with pytest.raises(ConfigError, match=r"was made in block layers\.0 and left it otherwise than by its return"):
         observe(Shares(), [floats(2, 8)])
+
+
+class CheckpointedBlocks(Listed):
+    """Each block in a checkpoint of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False).tanh()
+        return x
+
+
+class CalledTwice(Listed):
+    """A normalisation that counts is called twice on one stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(layer, nn.BatchNorm1d(8)) for layer in linears()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(layer(x))
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("make", [CheckpointedBlocks, CalledTwice])
+def test_legal_models_are_not_refused(make, schedule):
+    """What is saved for a split backward was seen as the model's own operation; what is counted twice as lost."""
+    model = made(make)
+    alone, x, y = copy.deepcopy(model), floats(6, 8), floats(6, 8)
+    loss_fn = nn.functional.mse_loss
+    pipe = Pipeline(model, loss_fn, optimizer=SGD, schedule=schedule, num_workers=2, num_microbatches=3)
+    pieces = [(pair, {}) for pair in zip(x.chunk(3), y.chunk(3), strict=True)]
+    expected = plain(lambda a, b: loss_fn(alone(a), b), [pieces] * 2, lambda loss: loss, list(alone.parameters()))
+    assert [pipe.step((x, y)) for _ in range(2)] == expected
+    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in pipe.state_dict().items())

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unkind import MODELS, batches_for, differences, mse, repeated
-from unkind_layers import WIDTH, Bounded, Linear, OwnHooks, Product
+from unkind_layers import EMA, WIDTH, Bounded, Linear, OwnHooks, Product
 
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import Partition
@@ -236,3 +236,22 @@ def test_what_attributes_hold_inside_is_computed_again_and_shown_as_it_was():
         losses = pipe.train(batches) if streams else map(pipe.step, batches)
         found.append([(loss, pipe.evaluate(batches[0])) for loss in losses])
     assert found[0] == found[1]
+
+
+class Counted(EMA):
+    """Counts and averages once more when a checkpoint runs it again."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
+def test_what_a_checkpoint_counts_in_backward_is_refused_where_it_comes_too_late(schedule):
+    """The next microbatch's forward had met other averages, in silence: in one process backward comes before it."""
+    counted = repeated(Counted)
+    torch.manual_seed(0)
+    pipe = pipeline(counted, schedule, num_workers=2, num_microbatches=1, seed=1)
+    assert differences(pipe, counted, batches_for("moving average", 1), 1) == []
+    pipe = pipeline(counted, schedule, num_workers=2, num_microbatches=4, seed=1)
+    with pytest.raises(WorkerFailure, match=r"a Counted that a checkpoint computes again in backward changes what it"):
+        pipe.step((torch.randn(8, WIDTH), torch.randn(8, WIDTH)))

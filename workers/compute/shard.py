@@ -21,6 +21,7 @@ from .borders import Owed, copies_batch, enter, leaving, starts
 from .engine import run_backward
 from .randomness import Randomness
 from .recomputation import Noted, Recomputation
+from .reruns import Reruns
 from .result import Losses
 from .slices import Slice, Times
 from .split_backward import Deferred, Saved, backward_inputs
@@ -29,7 +30,6 @@ from .written import Written, keep_saved
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
-
 
 _UNTRAINED = Training()
 
@@ -72,7 +72,6 @@ class Shard:
         #: (kind of layer, ns) as in `LayerTime`; filled by the next forward if empty; None: not wanted
         self.layer_times: Times | None = None
         self._randomness = randomness
-        self._first = slice.first
         #: modules' own modes while all are in evaluation mode
         self._modes: dict[nn.Module, bool] = {}
         #: whether layers (None) or the loss function write the batch in place, by whether gradients are wanted; missing
@@ -88,6 +87,7 @@ class Shard:
         self.recomputation = Recomputation(slice.own, slice.modules)
         self._written = Written(slice.own, self.parameters)
         self._casts = Casts()
+        self._reruns = Reruns(slice.own, (self._kept, self._inputs, self._deferred))
         # By the names of the beginning: a forward may exchange modules.
         self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
         self._ranks = slice.ranks()
@@ -216,10 +216,9 @@ class Shard:
         given = None if target is None else pack(target)
         wanted = None if given is None else enter(given, copied=again or copies_batch(given, writes.get(theirs)))
         known = self._written.begin() if backward else {}
-        seen = {} if again else known
-        saved = Saved(seen, unseen=self.slice.takes_fields) if backward and (split or (known and not again)) else None
+        saved = Saved({} if again else known) if backward and (split or (known and not again)) else None
         times = None if self.layer_times else self.layer_times
-        with randomness.lock, saved.hooks() if saved is not None else nullcontext():
+        with randomness.lock, saved.hooks(unseen=self.slice.takes_fields) if saved is not None else nullcontext():
             tree = self.slice.forward(tree, fields, partial(randomness.seed_forward, step, microbatch), times)
             if share is not None:
                 assert self.loss_fn is not None
@@ -283,8 +282,8 @@ class Shard:
         roots, begun = starts(roots, grads)
         if roots:
             self._owed.expect(owing)
-            with self._randomness.lock, self._casts.backward():
-                self._randomness.seed_backward(step, microbatch, self._first)
+            with self._randomness.lock, self._reruns.backward(self._casts, roots):
+                self._randomness.seed_backward(step, microbatch, self.slice.first)
                 run_backward(roots, begun)
         return pack(self._owed.taken(owing))
 
@@ -293,8 +292,8 @@ class Shard:
         step, owing, roots, saved = self._kept.pop(microbatch)
         roots, begun = starts(roots, grads)
         assert saved is not None
-        with self._randomness.lock, self._casts.backward():
-            self._randomness.seed_backward(step, microbatch, self._first)
+        with self._randomness.lock, self._reruns.backward(self._casts, roots, of_inputs=True):
+            self._randomness.seed_backward(step, microbatch, self.slice.first)
             found, deferred = backward_inputs(roots, begun, owing, saved)
         self._deferred[microbatch] = step, deferred
         return pack(tuple(found))
@@ -302,8 +301,8 @@ class Shard:
     def backward_weights(self, microbatch: int) -> None:
         """Add to the weights' gradients what `backward_inputs` left."""
         step, deferred = self._deferred.pop(microbatch)
-        with self._randomness.lock, self._casts.backward():
-            self._randomness.seed_backward(step, microbatch, self._first, weights=True)
+        with self._randomness.lock, self._reruns.backward(self._casts, ()):
+            self._randomness.seed_backward(step, microbatch, self.slice.first, weights=True)
             deferred.run()
 
     def gradients(self, *, shared: bool = False) -> Payload:

@@ -51,11 +51,9 @@ class Saved:
 
     Args:
         written: by their addresses, tensors that are written again and again, so that copies are held.
-        unseen: whether a torch function mode runs that must not see what is done here: that is not the model.
     """
 
-    def __init__(self, written: Mapping[int, Tensor] | None = None, *, unseen: bool = False) -> None:
-        self._unseen = unseen
+    def __init__(self, written: Mapping[int, Tensor] | None = None) -> None:
         self._written = written or {}
         self._handles: list[_Handle] = []
         #: whether forward may have registered hooks of tensors or nodes
@@ -64,10 +62,14 @@ class Saved:
         self._kept: set[_Handle] | None = None
 
     @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Return a context in which what autograd saves is saved here."""
+    def hooks(self, *, unseen: bool = False) -> Iterator[None]:
+        """Return a context in which what autograd saves is saved here.
+
+        Args:
+            unseen: whether a torch function mode must not see what is done for that: it is not the model.
+        """
         num_registered = RemovableHandle.next_id  # of the process; a node does not tell its hooks
-        with saved_tensors_hooks(self._save_unseen if self._unseen else self._save, self._load):
+        with saved_tensors_hooks(self._save_unseen if unseen else self._save, self._load):
             yield
         self.hooked |= RemovableHandle.next_id != num_registered
 
@@ -164,7 +166,7 @@ class _Handle:
 _names: dict[type, list[str]] = {}
 
 
-def _packed(node: Node) -> Iterator[Any]:
+def packed(node: Node) -> Iterator[Any]:
     """Yield what stands for each tensor that `node` has saved, without unpacking it."""
     kind = type(node)
     if kind not in _names:
@@ -176,14 +178,14 @@ def _packed(node: Node) -> Iterator[Any]:
 
 
 def _handles(node: Node) -> Iterator[_Handle]:
-    return (packed for packed in _packed(node) if isinstance(packed, _Handle))
+    return (each for each in packed(node) if isinstance(each, _Handle))
 
 
 def _may_wait(node: Node) -> bool:
     """Tell whether `node` may run after I: not if that would recompute a checkpoint twice, or use what is freed."""
     if type(node).__name__ in _OPAQUE:
         return False
-    return all(packed is None or isinstance(packed, (_Handle, Tensor)) for packed in _packed(node))
+    return all(each is None or isinstance(each, (_Handle, Tensor)) for each in packed(node))
 
 
 def backward_inputs(

@@ -18,8 +18,6 @@ from .split_backward import address, children_first
 
 #: where the elements of a tensor lie
 _Address = int
-#: what functions that are written in Python have saved
-_IN_PYTHON = ("_raw_saved_tensors",)
 #: of more bytes of weights than these only a part is compared: so many of each
 _MOST_BYTES, _NUM_COMPARED = 2**26, 1024
 
@@ -106,9 +104,8 @@ def keep_saved(roots: Sequence[Tensor], written: Iterable[Tensor]) -> None:
         for name in dir(node):
             if name.startswith("_raw_saved_"):
                 raw = getattr(node, name)
-                value = getattr(node, name.removeprefix("_raw_" if name in _IN_PYTHON else "_raw"))
-                pairs = zip(raw, value, strict=True) if isinstance(raw, tuple) else [(raw, value)]
-                for saved, tensor in pairs:
+                for saved in raw if isinstance(raw, tuple) else (raw,):
+                    tensor = saved.data  # not unpacked: a checkpoint would compute again
                     if isinstance(tensor, Tensor) and address(tensor) in addresses:
                         saved.register_hooks(_copy, _same)
 

@@ -1,0 +1,76 @@
+"""Layers that backward runs again, as `torch.utils.checkpoint` does, and what they write when they do.
+
+In one process a microbatch's backward comes before the next one's forward; in a pipeline others come between. A layer
+that counts, or moves an average, when it is run again does so too late for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+
+from .autocast import Casts
+from .inner_state import places_in
+from .recomputation import World
+from .split_backward import children_first, packed
+
+
+class Reruns:
+    """Finds out, by the first backward, whether there are such layers.
+
+    Args:
+        modules: all that compute.
+        others: what holds the other microbatches whose forwards have run, but not all of their backward.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], others: Sequence[Sized]) -> None:
+        self._modules, self._others = modules, others
+        #: whether there may be some; None until a forward has been seen
+        self._may_be: bool | None = None
+        #: those that write something in backward; None until one has been seen
+        self._writers: list[nn.Module] | None = None
+
+    def backward(
+        self, casts: Casts, roots: Sequence[Tensor], *, of_inputs: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which a backward runs.
+
+        Args:
+            roots: what it starts from, unless it is that of the weights alone.
+            of_inputs: whether that of the weights comes later.
+
+        Raises:
+            RuntimeError: on leaving it; other forwards should have met what was written now.
+        """
+        if self._may_be is None:
+            self._may_be = _may_run_again(roots)
+        return self._watched(casts, of_inputs) if self._may_be else casts.backward()
+
+    @contextmanager
+    def _watched(self, casts: Casts, of_inputs: bool) -> Iterator[None]:
+        world = None if self._writers is not None else World(self._modules, {}, self._modules, places_in(self._modules))
+        with casts.backward():
+            yield
+        if world is not None:
+            self._writers = world.changed() or (None if of_inputs else [])
+            self._may_be = self._writers != []
+        if self._writers and any(map(len, self._others)):
+            raise RuntimeError(
+                f"a {type(self._writers[0]).__name__} that a checkpoint computes again in backward changes what it "
+                "holds: in one process before the next microbatch's forward, in a pipeline behind it; take it out "
+                "of the checkpoint, or leave the checkpoint out and let the schedule recompute (recompute='all')"
+            )
+
+
+def _may_run_again(roots: Sequence[Tensor]) -> bool:
+    """Tell whether backward calls functions written in Python, or what somebody has saved in a way of his own."""
+    nodes = children_first(root.grad_fn for root in roots if root.grad_fn is not None)
+    return any(isinstance(node, BackwardCFunction) or any(map(_is_foreign, packed(node))) for node in nodes)
+
+
+def _is_foreign(saved: Any) -> bool:
+    return saved is not None and type(saved).__module__.startswith("torch.utils")
