@@ -255,3 +255,56 @@ def test_what_a_checkpoint_counts_in_backward_is_refused_where_it_comes_too_late
     pipe = pipeline(counted, schedule, num_workers=2, num_microbatches=4, seed=1)
     with pytest.raises(WorkerFailure, match=r"a Counted that a checkpoint computes again in backward changes what it"):
         pipe.step((torch.randn(8, WIDTH), torch.randn(8, WIDTH)))
+
+
+class Hands(Linear):
+    """Hands on what it computes, and something else of the same memory."""
+
+    def __init__(self, both):
+        super().__init__()
+        self.both = both
+
+    def forward(self, x):
+        return self.both(self.linear(x))
+
+
+class WritesOne(Linear):
+    """Writes the first in place and uses the other: before that, or afterwards."""
+
+    def __init__(self, late):
+        super().__init__()
+        self.late = late
+
+    def forward(self, tree):
+        y, other = tree
+        early = other.sum()
+        y.mul_(0.5)
+        return self.linear(nn.functional.pad(y, (0, WIDTH - y.shape[1]))) + (other.sum() if self.late else early)
+
+
+OVERLAPPING = (lambda y: (y, y.T), lambda y: (y, y[:, 4:]), lambda y: (y, y.view_as(y)))
+
+
+@pytest.mark.parametrize(
+    ("both", "late", "is_legal"),
+    [
+        *((both, True, False) for both in OVERLAPPING),
+        (OVERLAPPING[0], False, True),
+        (lambda y: (y[:, :4], y[:, 4:]), True, True),
+    ],
+)
+def test_one_of_two_tensors_that_overlap_is_not_written_behind_a_cut(both, late, is_legal):
+    """The other kept what it was, over processes always and in threads if it was small, in silence."""
+    layers = [partial(Hands, both), partial(WritesOne, late), partial(nn.Linear, WIDTH, WIDTH)]
+    views = replace(repeated(Linear), layers=layers)
+    batches = [(torch.randn(9, WIDTH), torch.randn(9, WIDTH)) for _ in range(2)]
+    torch.manual_seed(0)
+    assert differences(pipeline(views, "1f1b", num_workers=1, num_microbatches=3, seed=1), views, batches, 1) == []
+    pipe = pipeline(views, "1f1b", num_workers=3, num_microbatches=3, seed=1)
+    if is_legal:
+        assert differences(pipe, views, batches, 1) == []
+        return
+    with pytest.raises(
+        WorkerFailure, match=r"in place what its stage was handed together with a view of it.*in layer 1"
+    ):
+        pipe.step(batches[0])

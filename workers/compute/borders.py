@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..transport.payload import Payload, Tree, as_leaf, is_dense, pack, span, tensors_of, unpack
+from .sharing import Sharing, Watch, told
 
 #: what is smaller is copied sooner than it is shared
 _SMALL_BYTES = 2**12
@@ -31,13 +32,17 @@ class Entered(NamedTuple):
     owing: list[Tensor]
     #: (tensor of the payload, what the layers get, version of that)
     given: list[tuple[Tensor, Tensor, int]]
+    #: those whose tensors overlapped in the stage before, while it is seen what is done with them
+    watch: Watch | None
 
-    def written(self) -> bool:
-        """Tell whether layers have written what they got.
+    def written(self, made: Tree = None) -> bool:
+        """Tell whether layers have written what they got, and have made `made` of it.
 
         It is told to the payload's tensors too, so that a backward that needs what was there says so, as it does
         inside one model.
         """
+        for each in tensors_of(made) if self.watch is not None else ():
+            self.watch.use(each)
         found = False
         for tensor, given, version in self.given:
             if not given.is_inference() and given._version != version:
@@ -105,7 +110,10 @@ def enter(payload: Payload, *, copied: bool = False) -> Entered:
         given.append((tensor, free, 0 if free.is_inference() else free._version))
         return free
 
-    return Entered(unpack(payload, take), owing, given)
+    tree = unpack(payload, take)
+    if type(tree) is not Sharing:
+        return Entered(tree, owing, given, None)
+    return Entered(tree.tree, owing, given, Watch([given[number][1] for number in group] for group in tree.groups))
 
 
 def copy_of(tensor: Tensor) -> Tensor:
@@ -123,6 +131,8 @@ def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
         staying: returns what stays; called only where a look at the tree does not tell.
     """
     payload = pack(tree)
+    if len(payload.tensors) > 1:
+        payload = told(payload)
     if all([_is_activation(tensor) for tensor in tensors_of(tree)]):
         return payload
     addresses = {_address(tensor) for tensor in staying()}

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ..transport.payload import Tree
+from .sharing import alone
 
 
 @dataclass
@@ -38,6 +39,19 @@ class Losses:
         return told | {"weights": weights if on_device else array("d", weights).tobytes()}
 
 
+def sum_and_weight(loss: Any, share: float) -> tuple[Tensor, Any]:
+    """Return what a loss function has given: a tensor without dimensions, and its weight, which of a mean is `share`.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, share)
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
+        raise TypeError(f"loss_fn returned {found}: it must return a tensor of one number, or that and a weight")
+    return total.reshape(()) if total.dim() else total, weight
+
+
 class Result:
     """What a step, an evaluation or a prediction came to.
 
@@ -51,7 +65,7 @@ class Result:
         self._parts = list(parts)
         #: True if a host was asked to stop: all workers stop after the same step
         self.stop = any(part["stop"] for part in self._parts)
-        self.outputs = outputs
+        self.outputs = {microbatch: alone(tree) for microbatch, tree in outputs.items()}
         #: norm of all gradients, once it is told, if they are clipped
         self.norm_tensor: Tensor | None = None
         #: whether no gradient has overflowed, once it is told, if the loss was scaled

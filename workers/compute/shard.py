@@ -22,7 +22,7 @@ from .engine import run_backward
 from .randomness import Randomness
 from .recomputation import Noted, Recomputation
 from .reruns import Reruns
-from .result import Losses
+from .result import Losses, sum_and_weight
 from .slices import Slice, Times
 from .split_backward import Deferred, Saved, backward_inputs
 from .updating import Before, Training, Updating, refuse_sparse
@@ -210,7 +210,7 @@ class Shard:
         backward, randomness = torch.is_grad_enabled(), self._randomness
         mine, theirs = (backward, None), (backward, self.loss_fn)
         writes = self._writes_batch
-        tree, owing, _ = entered = enter(
+        tree, owing, *_ = entered = enter(
             inputs, copied=again or (self.stage == 0 and copies_batch(inputs, writes.get(mine)))
         )
         given = None if target is None else pack(target)
@@ -218,13 +218,14 @@ class Shard:
         known = self._written.begin() if backward else {}
         saved = Saved({} if again else known) if backward and (split or (known and not again)) else None
         times = None if self.layer_times else self.layer_times
-        with randomness.lock, saved.hooks(unseen=self.slice.takes_fields) if saved is not None else nullcontext():
+        saving = saved.hooks(unseen=self.slice.takes_fields) if saved is not None else nullcontext()
+        with randomness.lock, saving, entered.watch or nullcontext():
             tree = self.slice.forward(tree, fields, partial(randomness.seed_forward, step, microbatch), times)
             if share is not None:
                 assert self.loss_fn is not None
                 tree = self._weigh(microbatch, self.loss_fn(tree, None if wanted is None else wanted.tree), share)
         hidden = self._written.end(again)
-        written = entered.written()
+        written = entered.written(tree)
         if self.stage == 0:
             writes[mine] = written or writes.get(mine, False)
         if wanted is not None and self.loss_fn is self._own_loss_fn:  # of a metric it is never known
@@ -256,13 +257,7 @@ class Shard:
         backward as it is: the step's weight is known only when all its microbatches have been forward.
         """
         self.losses.summed = isinstance(loss, tuple)
-        total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, share)
-        if not isinstance(total, Tensor) or total.numel() != 1:
-            found = (
-                f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
-            )
-            raise TypeError(f"loss_fn returned {found}: it must return a tensor of one number, or that and a weight")
-        total = total.reshape(()) if total.dim() else total
+        total, weight = sum_and_weight(loss, share)
         root = total if self.losses.summed else total * share
         if torch.is_grad_enabled() and not root.requires_grad:
             raise RuntimeError(
