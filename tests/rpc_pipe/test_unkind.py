@@ -308,3 +308,29 @@ def test_one_of_two_tensors_that_overlap_is_not_written_behind_a_cut(both, late,
         WorkerFailure, match=r"in place what its stage was handed together with a view of it.*in layer 1"
     ):
         pipe.step(batches[0])
+
+
+class HandsOnAtTimes(Linear):
+    """Stochastic depth before an activation in place."""
+
+    leaves_out = False
+
+    def forward(self, x):
+        return nn.functional.relu(x if self.leaves_out else self.linear(x), inplace=True)
+
+
+def test_it_is_told_that_a_layer_writes_a_large_batch_by_chance(caplog):
+    layers = [HandsOnAtTimes(), nn.Linear(WIDTH, WIDTH)]
+    pipe = Pipeline(layers, mse, optimizer=partial(torch.optim.SGD, lr=0.1), num_workers=2, num_microbatches=2)
+    x, y = torch.randn(2, 2**13, WIDTH)
+    before = x.clone()
+    pipe.step((x, y))
+    assert torch.equal(x, before) and not caplog.text
+    layers[0].leaves_out = True
+    pipe.step((x, y))
+    assert "layer 0 or one behind it has written its input in place, which it had not done before: of" in caplog.text
+    changed = x.clone()
+    caplog.clear()
+    layers[0].leaves_out = True
+    pipe.step((x - 1, y))
+    assert torch.equal(x, changed) and not caplog.text

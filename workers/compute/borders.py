@@ -7,6 +7,7 @@ batch. Only where layers write the batch it is copied.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from torch.autograd.graph import increment_version
 from ..transport.payload import Payload, Tree, as_leaf, is_dense, pack, span, tensors_of, unpack
 from .sharing import Sharing, Watch, told
 
+logger = logging.getLogger(__name__)
 #: what is smaller is copied sooner than it is shared
 _SMALL_BYTES = 2**12
 #: and what of a batch sooner than it is found out whether it is written
@@ -158,6 +160,14 @@ def copies_batch(batch: Payload, written: bool | None) -> bool:
         written: whether they have been seen to write one; None: it has not been looked at.
     """
     return written is not False or batch.num_bytes <= _SMALL_BATCH_BYTES
+
+
+def tell_written(layer: int, microbatch: int) -> None:
+    """Tell that a batch has been written that was not copied, as nobody had written one before."""
+    logger.warning(
+        "layer %d or one behind it has written its input in place, which it had not done before: of microbatch %d that "
+        "was the batch itself, which is changed now; it is copied from here on", layer, microbatch,
+    )  # fmt: skip
 
 
 def starts(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..transport.payload import Payload, Tree, pack, tensors_of, unpack
 from .autocast import Casts
 from .batch_norm import commit, forget
-from .borders import Owed, copies_batch, enter, leaving, starts
+from .borders import Owed, copies_batch, enter, leaving, starts, tell_written
 from .engine import run_backward
 from .randomness import Randomness
 from .recomputation import Noted, Recomputation
@@ -210,9 +210,8 @@ class Shard:
         backward, randomness = torch.is_grad_enabled(), self._randomness
         mine, theirs = (backward, None), (backward, self.loss_fn)
         writes = self._writes_batch
-        tree, owing, *_ = entered = enter(
-            inputs, copied=again or (self.stage == 0 and copies_batch(inputs, writes.get(mine)))
-        )
+        copied = again or (self.stage == 0 and copies_batch(inputs, writes.get(mine)))
+        tree, owing, *_ = entered = enter(inputs, copied=copied)
         given = None if target is None else pack(target)
         wanted = None if given is None else enter(given, copied=again or copies_batch(given, writes.get(theirs)))
         known = self._written.begin() if backward else {}
@@ -227,6 +226,8 @@ class Shard:
         hidden = self._written.end(again)
         written = entered.written(tree)
         if self.stage == 0:
+            if written and not copied:
+                tell_written(self.slice.first, microbatch)
             writes[mine] = written or writes.get(mine, False)
         if wanted is not None and self.loss_fn is self._own_loss_fn:  # of a metric it is never known
             writes[theirs] = wanted.written() or writes.get(theirs, False)
