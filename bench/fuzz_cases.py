@@ -194,7 +194,12 @@ class Case:
         if draw.random() < 0.1:
             rows[-1] = max(2, self.microbatches // 2)
         generator = torch.Generator().manual_seed(self.number)
-        return [(torch.randn(n, WIDTH, generator=generator), torch.randn(n, WIDTH, generator=generator)) for n in rows]
+
+        def drawn(count: int) -> Tensor:  # the same numbers in double precision
+            found = torch.randn(count, WIDTH, generator=generator, dtype=torch.float32)
+            return found.to(torch.get_default_dtype())
+
+        return [(drawn(n), drawn(n)) for n in rows]
 
     def asked(self, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
         """Return what a step is called with: a batch, or microbatches of rows that differ more."""

@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .autocast import Casts
 from .inner_state import places_in
@@ -52,18 +54,38 @@ class Reruns:
 
     @contextmanager
     def _watched(self, casts: Casts, of_inputs: bool) -> Iterator[None]:
-        world = None if self._writers is not None else World(self._modules, {}, self._modules, places_in(self._modules))
-        with casts.backward():
+        with casts.backward() if self._writers is not None else self._looking(casts, of_inputs):
             yield
-        if world is not None:
-            self._writers = world.changed() or (None if of_inputs else [])
-            self._may_be = self._writers != []
         if self._writers and any(map(len, self._others)):
             raise RuntimeError(
                 f"a {type(self._writers[0]).__name__} that a checkpoint computes again in backward changes what it "
                 "holds: in one process before the next microbatch's forward, in a pipeline behind it; take it out "
                 "of the checkpoint, or leave the checkpoint out and let the schedule recompute (recompute='all')"
             )
+
+    @contextmanager
+    def _looking(self, casts: Casts, of_inputs: bool) -> Iterator[None]:
+        own = set(self._modules)
+        called: set[nn.Module] = set()
+
+        def note(module: nn.Module, args: Any) -> None:
+            if torch.is_grad_enabled() and module in own:  # hooks of gradients run without
+                called.add(module)
+
+        world = World(self._modules, {}, self._modules, places_in(self._modules))
+        handle = register_module_forward_pre_hook(note)
+        try:
+            with casts.backward():
+                yield
+        finally:
+            handle.remove()
+        # Hooks of gradients may count as they like. What runs again are the modules that are called, what they are
+        # parts of, and their parts.
+        again = {part for module in called for part in module.modules()}
+        again |= {module for module in self._modules if not called.isdisjoint(module.modules())}
+        changed = [module for module in world.changed() if module in again]
+        self._writers = changed or (None if of_inputs else [])
+        self._may_be = self._writers != []
 
 
 def _may_run_again(roots: Sequence[Tensor]) -> bool:
