@@ -263,7 +263,7 @@ def trained(name, model, samples, worker=None, readers="users"):
     def source():
         return dataset(samples, inputs=FIELDS[name][0], targets=["labels"], identity="text")
 
-    batches = Loader(source if readers == "first" else source(), rows=6, readers=readers)
+    batches = Loader(source if readers == "first" else source(), rows=6, readers=readers, memory=40_000)
     workers = 3 if worker is None else None
     with Pipeline(copy.deepcopy(model), optimizer=optimizer, num_microbatches=3, num_workers=workers) as pipe:
         losses = []
@@ -327,7 +327,7 @@ def test_a_field_that_was_not_seen_to_be_used_is_read_when_it_is(monkeypatch, ca
     def losses(model, worker, readers="users", **options):
         source = partial(dataset, data[worker], inputs=["x", "extra", "unused"], targets=["labels"], identity="x")
         optimizer = partial(torch.optim.SGD, lr=0.01)
-        own = Loader(source() if readers == "users" else source, rows=8, readers=readers)
+        own = Loader(source() if readers == "users" else source, rows=8, readers=readers, memory=40_000)
         with Pipeline(copy.deepcopy(model), optimizer=optimizer, num_microbatches=2, **options) as pipe:
             return [pipe.step(batch) for batch, _ in zip(own, range(4), strict=False)]
 
@@ -354,7 +354,7 @@ def test_rows_of_another_form_give_no_wrong_numbers(monkeypatch, other, count):
     def losses(model, worker, **options):
         source = dataset(data, inputs=["x", "extra", "unused"], targets=["labels"])
         with Pipeline(copy.deepcopy(model), num_microbatches=2, **options) as pipe:
-            return [pipe.evaluate(batch) for batch in Loader(source, rows=8, epochs=1, shuffle=False)]
+            return [pipe.evaluate(batch) for batch in Loader(source, rows=8, epochs=1, shuffle=False, memory=40_000)]
 
     expected = losses(model, 3, num_workers=3)
     if count == 24:  # one of the samples that are looked at is another
