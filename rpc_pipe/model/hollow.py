@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
@@ -62,3 +62,18 @@ def copy_of(field: Tensor) -> Tensor:
 def observable(field: Tensor) -> Tensor:
     """Return a copy of a field, for an observation; of one that is not read, something without numbers."""
     return field.shapes.like(field) if isinstance(field, Hollow) else field.clone()
+
+
+def said(tree: Any) -> Any:
+    """Return what can be compared of a call's arguments: all but the tensors. What cannot differs each time."""
+    if isinstance(tree, Tensor):
+        return Tensor
+    if isinstance(tree, float):
+        return repr(tree)
+    if isinstance(tree, (tuple, list)):
+        return type(tree), tuple([said(child) for child in tree])
+    if isinstance(tree, dict):
+        return dict, tuple([(name, said(child)) for name, child in tree.items()])
+    if isinstance(tree, slice):
+        return slice, said(tree.start), said(tree.stop), said(tree.step)
+    return tree if isinstance(tree, Hashable) else object()

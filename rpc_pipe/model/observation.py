@@ -86,6 +86,8 @@ class Event:
     checkpoint: int = 0
     #: depends on fields alone, of which some are not read here: it cannot be computed
     hollow: bool = False
+    #: then what it was called with beside tensors: on that and their forms the form of its result depends
+    said: Any = None
     #: of a question about numbers, what it was asked of
     asked: set[Version] = field(default_factory=set)
     #: whether operators ran

@@ -29,7 +29,7 @@ from .absent import (
     written,
 )
 from .frames import caller, checkpoint_frame, in_function
-from .hollow import NeedsField
+from .hollow import NeedsField, said
 from .observation import Event, Kind, Observation, Part, Value, is_hollow
 from .promise import Promise, its_own
 from .skeleton import Skeleton, is_mark
@@ -65,8 +65,6 @@ class Observer(TorchFunctionMode):
         #: storage -> the last event that wrote it and depends on more than fields
         self._writer: dict[int, Event] = {}
         self._randoms = 0
-        #: whether it has been told numbers that no later forward is asked to repeat
-        self._goes_by_numbers = False
         #: calls of `checkpoint`, by the ids of their frames, which live on so that no id is used again
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}
         self._ops = _Operators(self)
@@ -104,6 +102,7 @@ class Observer(TorchFunctionMode):
         finally:
             self._current = None
         self._end(event, result)
+        event.said = said((args, kwargs)) if event.hollow else None
         return result
 
     def _begin(self, **what: Any) -> Event:
@@ -122,8 +121,6 @@ class Observer(TorchFunctionMode):
             mere_form = isinstance(result, bool) and any(self._kinds(event))
             if isinstance(result, (int, torch.Size, list)) and not mere_form:
                 event.answer = result
-            elif isinstance(result, (float, complex, str)) or type(result).__module__ == "numpy":
-                self._goes_by_numbers = True
             if event.computes or event.func in _NUMBERS:
                 event.asked = set(event.reads)
             event.reads.clear()
@@ -339,8 +336,6 @@ class Observer(TorchFunctionMode):
         event.parts.append(Part(output))
         for tensor in tensors(output):
             self.read(event, tensor)
-        if self._goes_by_numbers and self._hollow:
-            raise NeedsField("numbers of a batch that the forward may go by")
         changed = {storage for past in self.events for storage in past.writes}
         return Observation(
             self.events,

@@ -44,6 +44,7 @@ class Step:
         swapped: what of that has a real counterpart on this stage.
         noted: what of the result others need later.
         promise: what of it others have been told already; None: there are none.
+        said: what it must be called with beside tensors, where nothing computes what it returns; None: anything.
         number: of the random operation at its position; 0 if it draws nothing.
     """
 
@@ -58,6 +59,7 @@ class Step:
     swapped: list[_Place] = field(default_factory=list)
     noted: list[_Place] = field(default_factory=list)
     promise: Promise | None = None
+    said: Any = None
 
 
 class Script:
@@ -121,6 +123,7 @@ class Script:
             number=event.random if not event.is_block else 0,
             answer=event.answer,
             promise=None if self.is_last else event.promise,
+            said=event.said,
         )
         for number, part in enumerate(event.parts):
             found = [(number, path, id(tensor)) for path, tensor in leaves(part.tree)]

@@ -13,7 +13,7 @@ from ..dependency import ConfigError
 from ..workers.compute.randomness import Seed, python_too
 from .absent import Absent
 from .assignment import Owners
-from .hollow import Hollow, NeedsField, StandIns, Unread, copy_of
+from .hollow import Hollow, NeedsField, StandIns, Unread, copy_of, said
 from .observation import Part
 from .observer import name_of
 from .observing import observe_forward
@@ -119,6 +119,8 @@ class Stage:
                 put_back(counters)
                 if isinstance(departed, NeedsField):
                     raise
+                if isinstance(departed.__context__, NeedsField):  # whose way out went through contexts of the model
+                    raise departed.__context__ from None
                 departures.append(departed)
                 continue
             if modes not in self._written:
@@ -126,12 +128,7 @@ class Stage:
             return output
 
     def goes_without(self, tree: Any, unread: Unread) -> bool:
-        """Tell whether the stage runs on a microbatch of which some fields are not read: by a forward on shapes.
-
-        Args:
-            tree: (args, kwargs), with None in the places of those fields.
-            unread: those places, with shapes and types.
-        """
+        """Tell by a forward on shapes whether the stage can run on (args, kwargs) of which some are not read."""
         args, kwargs = self.filled(tree, unread)
         try:
             script = self._observed(args, kwargs)
@@ -261,6 +258,9 @@ class _Forward(TorchFunctionMode):
         if is_block:
             self._seed(step.position + 1, 0)
         elif not step.runs:
+            if step.said is not None and said((args, kwargs or {})) != step.said:
+                self._over = True
+                raise NeedsField(f"{name_of(func)} is called with other numbers, and takes a field")
             return self._stand_in(step)[0].tree
         if step.number:
             self._seed(step.position, step.number)

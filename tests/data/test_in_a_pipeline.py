@@ -18,7 +18,9 @@ from rpc_pipe.data import Loader, dataset, tokens
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.job import Job
 from rpc_pipe.model import observing
+from rpc_pipe.model.hollow import NeedsField
 from rpc_pipe.model.microbatches import Microbatches
+from rpc_pipe.model.observed import observe
 from rpc_pipe.tracing.outcome import figures
 from rpc_pipe.tracing.own_boards import collect, record
 from rpc_pipe.workers.transport.local import local_carriers
@@ -185,6 +187,7 @@ def each_worker(monkeypatch, work, workers=3):
     """Return what `work(worker)` returns on every worker of a job, each with a pipeline of its own, as threads."""
     carriers, here = local_carriers(workers), threading.local()
     monkeypatch.setattr(observing, "_eager", nullcontext)  # what it sets is of all threads
+    monkeypatch.setattr(rpc_pipe.pipeline.link, "attach", lambda pipe: None)  # a process has one board
     monkeypatch.setattr(rpc_pipe.pipeline, "own_part", lambda *said: (here.job, workers))
     monkeypatch.setattr(rpc_pipe.pipeline, "join", lambda job: carriers[job.worker])
     found, failed = {}, []
@@ -395,3 +398,35 @@ def test_with_a_loss_function_the_last_worker_reads_targets(monkeypatch, loader,
     found = each_worker(monkeypatch, train)
     assert [losses for losses, _ in found] == [expected] * 3
     assert [reads for _, reads in found] == ([True, False, True] if readers == "users" else [True, False, False])
+
+
+class Cropped(nn.Module):
+    """Looks at as much of a field as it is told to, by a number that no tensor has."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.length = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), 3
+
+    def forward(self, x, extra, labels):
+        with torch.no_grad():
+            cropped = extra[:, : self.length]
+        for block in self.blocks:
+            x = block(x) * cropped.shape[1]
+        return ((x - labels) ** 2).mean()
+
+
+def test_what_is_done_to_a_field_that_is_not_read_must_be_what_was_seen():
+    torch.manual_seed(0)
+    model = Cropped()
+    batch = {name: torch.randn(2, 4) for name in ("x", "extra", "labels")}
+    observed, cut = observe(model, (), batch), [range(1), range(1, 2)]
+    stage = observed.build(1, cut)
+    places = {path: (torch.Size([2, 4]), torch.float32) for path in observed.unused(cut)[1]}
+    assert [path[1][1] for path in sorted(places)] == ["extra", "x"]
+    args, kwargs = stage.filled(((), {"x": None, "extra": None, "labels": batch["labels"]}), places)
+    with torch.no_grad():
+        payload = observed.build(0, cut).forward((), (), batch)
+        assert torch.equal(stage.forward(payload, args, kwargs), model(**batch))
+        stage.module.length = 2
+        with pytest.raises(NeedsField, match="is called with other numbers, and takes a field"):
+            stage.forward(payload, args, kwargs)
