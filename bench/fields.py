@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import resource
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +27,7 @@ from rpc_pipe.model.observed import Observed, observe
 from rpc_pipe.model.trees import tensors
 
 STAGES = 3
+_MOST_BYTES = 8 * 2**30
 TASKS = "causal,masked,seq2seq,classify,tokens,answers,image"
 
 
@@ -75,6 +77,7 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=600, help="begin no other model after so long (600)")
     options = parser.parse_args()
     model_zoo.quiet()
+    resource.setrlimit(resource.RLIMIT_AS, (_MOST_BYTES, _MOST_BYTES))  # of some families configurations stay large
     begin, counts = time.monotonic(), Counter[str]()
     for task, kind in models(options.tasks, options.only, options.every):
         if time.monotonic() - begin > options.limit_s:
