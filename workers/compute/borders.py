@@ -43,8 +43,9 @@ class Entered(NamedTuple):
         It is told to the payload's tensors too, so that a backward that needs what was there says so, as it does
         inside one model.
         """
-        for each in tensors_of(made) if self.watch is not None else ():
-            self.watch.use(each)
+        if self.watch is not None:
+            for each in tensors_of(made):
+                self.watch.use(each)
         found = False
         for tensor, given, version in self.given:
             if not given.is_inference() and given._version != version:
