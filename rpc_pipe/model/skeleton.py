@@ -125,6 +125,8 @@ class Skeleton:
         for name, parameter in real.items():
             self._fakes[name].requires_grad_(parameter.requires_grad)
         buffers = [(m, n, b) for m in self.module.modules() for n, b in m._buffers.items() if b is not None]
+        places = [(module._parameters, attribute) for name in real for module, attribute in self._places[name]]
+        held = [(parameters, name, parameters[name]) for parameters, name in places if name in parameters]
         self.put({name: self._fakes[name] for name in real})
         before = attributes(self.module.modules())
         copies = {id(buffer): buffer.clone() for _, _, buffer in buffers}
@@ -137,6 +139,8 @@ class Skeleton:
             self.counting |= put_back(before)
             self._standing = []
             self.put(real)
+            for parameters, name, version in held:  # of the weights, where several are in use
+                parameters[name] = version
             for module, name, buffer in buffers:
                 module._buffers[name] = buffer
 

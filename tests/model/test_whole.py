@@ -359,3 +359,27 @@ def test_a_model_may_be_cut_by_an_evaluation_in_inference_mode(case):
     losses = [pipe.step(microbatches=batches) for _ in range(2)]
     assert losses == pytest.approx(plain(expected, [[(tuple(args), kwargs)] * 2] * 2), rel=1e-6)
     assert_same_state(pipe, expected, exactly=case not in SUMMED_BY_STAGE)
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "avgpipe"])
+def test_several_versions_of_the_weights_are_those_of_a_list_of_layers(schedule: str) -> None:
+    """The first forward is observed while modules hold a version, and put the newest weights in its place."""
+    model = made(Chain)
+    batches = [(floats(6, 4), floats(6, 4)) for _ in range(6)]
+    losses = []
+    for cut in (copy.deepcopy(model), nn.Sequential(*copy.deepcopy(model).blocks)):
+        options: dict[str, Any] = dict(optimizer=SGD, schedule=schedule, num_microbatches=3, num_workers=3)
+        with Pipeline(cut, nn.functional.mse_loss, **options) as pipe:
+            losses.append(list(pipe.train(iter(batches))))
+    assert losses[0] == losses[1]
