@@ -389,6 +389,8 @@ def _actors(
 ) -> list[WorkerActor]:
     """Return the workers of this process, which have no shards yet."""
     couriers = [courier_for(device, place) for place in ([job.place] if job else workers)]
+    if len(couriers) == 1:
+        couriers[0].use()  # of several each computes on a thread of its own
     carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
     made = zip(carriers, couriers, strict=True)
     return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from rpc_pipe.workers.compute.device import Cuda
 
@@ -96,6 +98,9 @@ class FakeCuda(Cuda):
     def recorded(self, stream: Any) -> Any:
         return Event(stream)
 
+    def has(self, tensor: Tensor) -> bool:
+        return True
+
     def down(self, tensor: Tensor) -> Tensor:
         return self._copied(tensor)
 
@@ -115,3 +120,62 @@ class FakeCuda(Cuda):
 
     def peak_bytes(self) -> int:
         return 0
+
+
+#: the device's other name, by which operators tell it from the host where they are told one
+DEVICE = torch.device("cpu", 0)
+_COPIES = ("copy_", "_foreach_copy_", "_to_copy", "set_")
+_TAKE_HOSTS_NUMBERS = ("index", "index_put", "index_put_", "_unsafe_index")
+_TAKE_NO_HOSTS_SCALARS = ("stack", "cat")
+
+
+def is_there(tensor: Tensor) -> bool:
+    """Tell whether a tensor counts as on the device."""
+    return tensor.layout is torch.strided and getattr(tensor.untyped_storage(), "there", False)
+
+
+def put_there(tensor: Tensor, there: bool = True) -> Tensor:
+    """Let a tensor's memory count as on the device, or on the host."""
+    tensor.untyped_storage().there = there  # type: ignore[attr-defined]
+    return tensor
+
+
+class Apart(TorchDispatchMode):
+    """Lets an operator take tensors of the host or of the device, as on a GPU, and what it makes be where they are."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.layout is torch.strided}
+        there, name = any(map(is_there, given)), func._schema.name.removeprefix("aten::")
+        if there and name not in _COPIES + _TAKE_HOSTS_NUMBERS:
+            for tensor in given:
+                if not is_there(tensor) and (tensor.dim() or name in _TAKE_NO_HOSTS_SCALARS):
+                    raise RuntimeError(f"Expected all tensors to be on the same device: {name} of {tensor.shape}")
+        device = kwargs.get("device")
+        made = func(*args, **kwargs)
+        for tensor in tree_leaves(made):
+            if isinstance(tensor, Tensor) and tensor.layout is torch.strided and tensor not in given:
+                put_there(tensor, there if device is None else device == DEVICE)
+        return made
+
+
+class StrictCuda(FakeCuda):
+    """The same, where the host's tensors and the device's are told apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.device = DEVICE
+
+    def has(self, tensor: Tensor) -> bool:
+        return is_there(tensor)
+
+    def down(self, tensor: Tensor) -> Tensor:
+        assert is_there(tensor), "record_stream of a tensor of the host raises"
+        return put_there(super().down(tensor), False)
+
+    def up(self, tensor: Tensor) -> Tensor:
+        assert not is_there(tensor), "a tensor of a device cannot be pinned"
+        return put_there(super().up(tensor))
+
+    def hold(self, tensor: Tensor, stream: Any) -> None:
+        assert is_there(tensor), "record_stream of a tensor of the host raises"

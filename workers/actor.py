@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
+from torch import Tensor
+
 from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, Stalled, WorkerFailure
 from .compute.device import Courier
 from .compute.result import Result
@@ -28,7 +30,7 @@ from .overlap import OverlappingStream
 from .run import Stream
 from .transport.call import Call
 from .transport.carrier import Carrier
-from .transport.payload import Tree, pack, unpack
+from .transport.payload import Tree, map_tensors, pack, unpack
 
 _HERE = Path(__file__).parent
 
@@ -123,7 +125,7 @@ class WorkerActor(Context):
     def hand(self, name: str, value: Tree, senders: Collection[int], takers: Collection[int]) -> list[Tree] | None:
         """Return the `value`s of the workers `senders`, in order, on the workers `takers`; None on the others.
 
-        They go straight from worker to worker. All workers call this alike.
+        They go straight from worker to worker, and are on the host of all takers alike. All workers call this alike.
         """
         with self._telling_failures():
             run = self.mailbox.begin(Call(self.worker, name))
@@ -134,6 +136,8 @@ class WorkerActor(Context):
             if self.worker in takers:
                 arrived = self.mailbox.collect(run, name, set(senders) - {self.worker})
                 values |= {worker: unpack(payload) for worker, payload in arrived.items()}
+                if self.worker in values and not self.courier.in_step:
+                    values[self.worker] = map_tensors(values[self.worker], Tensor.cpu)
             self.mailbox.end(run)
         return [values[worker] for worker in sorted(senders)] if self.worker in takers else None
 

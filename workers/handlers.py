@@ -312,10 +312,11 @@ def _tell_norm(doing: Doing) -> Payload:
     """Make the norm of all gradients as `clip_grad_norm_` does of the whole model's, in the order of parameters."""
     (payload,) = _taken(doing, T, N)
     norm, finite = unpack(payload)
-    device = doing.worker.courier.device
     if isinstance(norm, dict):
-        norm = total_norm([norm[rank] for rank in sorted(norm)], device) if norm else None
-        finite = torch.stack([flag.to(device) for flag in finite]).all() if finite else None
+        courier = doing.worker.courier
+        norm, finite = courier.load((norm, finite))  # those of other workers have arrived on the host
+        norm = total_norm([norm[rank] for rank in sorted(norm)], courier.device) if norm else None
+        finite = torch.stack(finite).all() if finite else None
     assert doing.step.result is not None
     doing.step.result.norm_tensor, doing.step.result.finite_tensor = norm, finite
     return pack((norm, finite))
@@ -338,7 +339,7 @@ def _update(doing: Doing) -> None:
         step.early[shard] = shard.update_early()
         return
     if result is not None and result.norm_tensor is not None and worker.max_grad_norm is not None:
-        shard.clip(worker.max_grad_norm, result.norm_tensor)
+        shard.clip(worker.max_grad_norm, worker.courier.load(result.norm_tensor))
     # The one place where a worker waits for its device, and only if the loss is scaled.
     shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
 
@@ -350,7 +351,7 @@ def _validate(doing: Doing) -> None:
     before = step.early.pop(shard)
     assert step.result is not None and step.result.norm_tensor is not None and max_norm is not None
     if clips(max_norm, step.result.norm_tensor):
-        shard.update_again(before, max_norm, step.result.norm_tensor)
+        shard.update_again(before, max_norm, doing.worker.courier.load(step.result.norm_tensor))
         step.taken_back = True
 
 
@@ -362,7 +363,7 @@ def _update_version(doing: Doing, shard: StashingShard) -> None:
         shard.divide(step.result.divisor)
     if worker.max_grad_norm is not None:
         if step.result is not None and step.result.norm_tensor is not None:
-            shard.clip(worker.max_grad_norm, step.result.norm_tensor)
+            shard.clip(worker.max_grad_norm, worker.courier.load(step.result.norm_tensor))
         else:
             shard.clip_by_own_norm(worker.max_grad_norm)
     shard.update()

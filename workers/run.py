@@ -268,11 +268,15 @@ class Stream:
         self._worker.listeners.action_started(step.number, entry.action)
         begin = self._worker.courier.mark()
 
+        def does() -> Payload | None:
+            self._worker.courier.use()  # another thread has a current device of its own
+            return task.does(Doing(self._worker, step, task))
+
         def copied(future: Future[Payload | None]) -> None:
             step.marks.append((entry.action, begin, self._worker.courier.mark()))
             self._mailbox.deliver_own(step.run, entry.action, future.exception() or future.result())
 
-        _copier(self._worker.worker).submit(task.does, Doing(self._worker, step, task)).add_done_callback(copied)
+        _copier(self._worker.worker).submit(does).add_done_callback(copied)
 
     def _close(self, step: Step) -> Result:
         worker = self._worker

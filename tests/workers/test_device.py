@@ -7,13 +7,14 @@ from functools import partial
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from fake_cuda import DEVICE, Apart, FakeCuda, StrictCuda, is_there, put_there
 from unkind import MODELS, batches_for, differences
 
 from rpc_pipe import Pipeline, pipeline
 from rpc_pipe.dependency import PipeError, WorkerFailure
 from rpc_pipe.launching.job import current_job
 from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.workers import threads
 from rpc_pipe.workers.compute import device, randomness
 from rpc_pipe.workers.compute.device import CudaCourier
 from rpc_pipe.workers.transport.payload import pack, unpack
@@ -104,6 +105,120 @@ def test_the_courier_of_a_gpu_is_made_of_torchs_own(monkeypatch):
     for name in ("Stream", "Event", "current_stream", "stream", "device", "set_device", "max_memory_allocated"):
         assert hasattr(torch.cuda, name)
     assert {name for name in vars(device.Cuda) if not name.startswith("_")} <= set(vars(FakeCuda)) | {"device"}
+
+
+@pytest.fixture
+def apart(monkeypatch):
+    """Let workers compute on devices that take no tensor of the host."""
+    to_host, device_of, settings = torch.Tensor.cpu, torch.Tensor.device, threads.callers_settings
+
+    def settings_apart():
+        own = settings()
+
+        @contextlib.contextmanager
+        def both():
+            with own(), Apart():
+                yield
+
+        return both
+
+    # What torch does not do, as it has one device here.
+    monkeypatch.setattr(
+        torch.Tensor, "cpu", lambda t: put_there(t.detach().clone(), False) if is_there(t) else to_host(t)
+    )
+    where = property(lambda tensor: DEVICE if is_there(tensor) else device_of.__get__(tensor))
+    monkeypatch.setattr(torch.Tensor, "device", where, raising=False)
+    monkeypatch.setattr(threads, "callers_settings", settings_apart)
+    monkeypatch.setattr(pipeline, "courier_for", lambda name, place=0: CudaCourier(StrictCuda()))
+
+
+def _pipe(schedule, **options):
+    torch.manual_seed(0)
+    layers = [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(0.1))] * 1
+    layers += [torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(7)]
+    options = {"loss_fn": torch.nn.functional.mse_loss, **options}
+    return Pipeline(
+        layers, optimizer=partial(torch.optim.AdamW, lr=1e-2), schedule=schedule, num_workers=4, num_microbatches=4,
+        stall_s=30, **options,
+    )  # fmt: skip
+
+
+class _Tied(torch.nn.Module):
+    """A model that is cut as it is, makes positions where its input is, and has a weight in two stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(11, 8), torch.nn.Embedding(4, 8)
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()) for _ in "1234")
+        self.register_buffer("scale", torch.full((8,), 2.0))
+
+    def forward(self, ids):
+        x = self.words(ids) + self.places(torch.arange(ids.shape[1], device=ids.device))
+        for block in self.blocks:
+            x = x + block(x * self.scale)
+        return x @ self.words.weight.T
+
+
+def _next_word(output, target):
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def test_a_model_cut_as_it_is_computes_on_the_device_alone(apart, monkeypatch):
+    ids = torch.randint(11, (6, 4), generator=torch.Generator().manual_seed(0))
+    told = []
+    for devices in (True, False):
+        if not devices:
+            monkeypatch.undo()
+        torch.manual_seed(0)
+        options = {"schedule": "zb-h1", "max_grad_norm": 1e-2, "stall_s": 30}
+        optimizer = partial(torch.optim.AdamW, lr=1e-2)
+        with (
+            Apart() if devices else contextlib.nullcontext(),
+            Pipeline(_Tied(), _next_word, optimizer=optimizer, num_workers=3, num_microbatches=3, **options) as pipe,
+        ):
+            told.append(([pipe.step((ids, ids)) for _ in range(2)], pipe.predict(ids)))
+    assert told[0][0] == told[1][0] and told[0][1].equal(told[1][1])
+
+
+def _summed(output, target):
+    return (output - target).square().sum(), torch.tensor(output.numel())
+
+
+def _right(output, target):
+    """A metric that is told in numbers of the host."""
+    return float((output > target).sum()), len(target)
+
+
+USES = {
+    "clipped early": ("zb-h1", {"max_grad_norm": 1e-1}),
+    "clipped on two routes": ("chimera", {"max_grad_norm": 1e-3}),
+    "summed": ("zb-v", {"loss_fn": _summed, "max_grad_norm": 1e-3}),
+    "scaled": ("1f1b", {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**8), "max_grad_norm": 1e-3}),
+    "averaged": ("gpipe-recompute", {"ema_decay": 0.9, "deferred_batch_norm": True, "accumulate": 2}),
+    "asynchronous": ("pipedream", {"max_grad_norm": 1e-3}),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_no_tensor_of_the_host_is_taken_for_one_of_the_device(apart, monkeypatch, tmp_path, use):
+    schedule, options = USES[use]
+    x, y = torch.randn(10, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(4).expand(10, 4)
+    told = []
+    for devices in (True, False):
+        if not devices:
+            monkeypatch.undo()
+        with Apart() if devices else contextlib.nullcontext(), _pipe(schedule, **options) as pipe:
+            losses = list(pipe.train([(x, y)] * 2))
+            losses += [pipe.evaluate((x, y)), pipe.evaluate((x, y), metric=_right)]
+            predicted, state = pipe.predict(x), pipe.state_dict()
+            folder = pipe.save_checkpoint(tmp_path / str(devices))
+        with Apart() if devices else contextlib.nullcontext(), _pipe(schedule, **options) as pipe:
+            pipe.load_checkpoint(folder)
+            losses.append(pipe.step((x, y)))
+        assert not any(map(is_there, (predicted, *state.values())))
+        told.append((losses, pipe.grad_norm, [predicted, *state.values()]))
+    assert told[0][:2] == told[1][:2]
+    assert all(map(torch.equal, told[0][2], told[1][2]))
 
 
 @pytest.fixture

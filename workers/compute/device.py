@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...dependency import ConfigError, PipeError
-from ..transport.payload import Payload, Tree, map_tensors
+from ..transport.payload import Payload, Tree, is_dense, map_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class Courier(Protocol):
         """Make the compute that follows wait for the payload, on the device. Runs in the compute thread."""
 
     def load(self, batch: Tree) -> Tree:
-        """Bring a part of the user's batch to the device."""
+        """Bring a part of the user's batch, or what has arrived on the host, to the device."""
 
     def mark(self) -> Mark:
         """Return the point in time that the compute issued so far ends."""
@@ -154,8 +154,12 @@ class Cuda:
         event.record(stream)
         return event
 
+    def has(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor is on the device, not in the host's memory."""
+        return tensor.device == self.device
+
     def down(self, tensor: Tensor) -> Tensor:
-        """Return a tensor in pinned memory to which the current stream copies."""
+        """Return a tensor in pinned memory to which the current stream copies; for dense layouts on the device."""
         # empty_like with pinned memory keeps the strides, so the consumer sees the same layout
         copy = torch.empty_like(tensor, device="cpu", pin_memory=True)
         copy.copy_(tensor, non_blocking=True)
@@ -164,8 +168,9 @@ class Cuda:
 
     def up(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device to which the current stream copies."""
-        pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
-        return pinned.to(self.device, non_blocking=True)
+        # Of what repeats elements, as expanded masks do, no pinned copy with the same strides can be made.
+        pinnable = tensor.is_cpu and tensor.layout is torch.strided and is_dense(tensor) and not tensor.is_pinned()
+        return (tensor.pin_memory() if pinnable else tensor).to(self.device, non_blocking=True)
 
     def hold(self, tensor: Tensor, stream: Any) -> None:
         """Keep the memory of `tensor` until `stream` is done with what it has been issued."""
@@ -190,7 +195,6 @@ class CudaCourier:
 
     def __init__(self, cuda: Cuda) -> None:
         self.device, self._cuda = cuda.device, cuda
-        cuda.use()
         self._out, self._in = cuda.stream(), cuda.stream()
         self._leaving: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._origin = cuda.recorded(cuda.current())
@@ -204,19 +208,26 @@ class CudaCourier:
     def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
         self._out.wait_event(self._cuda.recorded(self._cuda.current()))
         with self._cuda.on(self._out):
-            copies = [self._cuda.down(tensor) for tensor in payload.tensors]
+            copies = [self._left(tensor) for tensor in payload.tensors]
             copied = self._cuda.recorded(self._out)
         # The tensors are held until they are copied: the caller may let go of them.
         self._leaving.put((copied, Payload(copies, payload.skeleton), payload, publish, failed))
 
+    def _left(self, tensor: Tensor) -> Tensor:
+        """Copy a tensor to the host; one that is there, such as a norm that is only passed on, is as it is."""
+        if self._cuda.has(tensor) and tensor.layout is torch.strided:
+            return self._cuda.down(tensor)
+        return tensor.cpu()  # of another device or layout it is waited for
+
     def _publish_when_copied(self) -> None:
         while True:
-            copied, payload, _, publish, failed = self._leaving.get()
+            copied, payload, held, publish, failed = self._leaving.get()
             try:
                 copied.synchronize()  # releases the GIL
                 publish(payload)
             except Exception as error:
                 failed(PipeError(f"{self.device}: a payload could not leave it: {type(error).__name__}: {error}"))
+            del copied, payload, held, publish, failed  # not to be held until the next one comes
 
     def enter(self, payload: Payload) -> Payload:
         with self._cuda.on(self._in):
@@ -233,13 +244,7 @@ class CudaCourier:
 
     def load(self, batch: Tree) -> Tree:
         with self._cuda.on(self._cuda.current()):
-            return map_tensors(batch, self._loaded)
-
-    def _loaded(self, tensor: Tensor) -> Tensor:
-        if tensor.device == self.device:
-            return tensor
-        pinnable = tensor.is_cpu and not tensor.is_sparse
-        return self._cuda.up(tensor) if pinnable else tensor.to(self.device, non_blocking=True)
+            return map_tensors(batch, lambda tensor: tensor if self._cuda.has(tensor) else self._cuda.up(tensor))
 
     def mark(self) -> Mark:
         return self._cuda.recorded(self._cuda.current())

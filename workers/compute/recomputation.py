@@ -234,7 +234,7 @@ class Recomputation:
             RuntimeError: it has not.
         """
         differ, self._differ = self._differ, []
-        if differ and torch.stack(differ).any():
+        if differ and torch.stack([each.to(differ[0].device) for each in differ]).any():
             raise RuntimeError(
                 "recomputed activations differ from those of forward: a layer depends on something besides its inputs, "
                 "parameters, buffers, attributes and random numbers, such as a file or a queue that grows; "
