@@ -141,6 +141,7 @@ class Stages:
         if optimizer is None or not self._groups:  # weights alone are wanted, or there is nothing more
             return lambda: None
         names = {parameter: name for name, parameter in shard.named_parameters()}
+        groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         options, origins = [], []
         for index, group in enumerate(optimizer.param_groups):
             found = self._origins(optimizer, [names[parameter] for parameter in group["params"]])
@@ -149,7 +150,8 @@ class Stages:
             options.append(self._options(origin) if found else {})
         state = {
             parameter: {
-                key.rpartition(".")[2]: self._value(name, key, tensors, parameter) for key in self._keys.get(name, [])
+                key.rpartition(".")[2]: self._value(name, key, tensors, parameter, groups.get(parameter, {}))
+                for key in self._keys.get(name, [])
             }
             for parameter, name in names.items()
             if name in self._groups
@@ -179,11 +181,15 @@ class Stages:
         stage, index = origin
         return dict(self._stages[stage]["groups"][index]["options"])
 
-    def _value(self, name: str, key: str, tensors: Mapping[str, Tensor], parameter: nn.Parameter) -> Any:
+    def _value(
+        self, name: str, key: str, tensors: Mapping[str, Tensor], parameter: nn.Parameter, group: Mapping[str, Any]
+    ) -> Any:
         plain = self._plain(name, key)
         if plain is not None:
             return decoded(plain["value"])
         on_host = key in self._stages[self._groups[name][0]].get("on_host", ())
+        if key.endswith(".step"):  # where torch wants it, whatever device the checkpoint was written on
+            on_host = not (group.get("fused") or group.get("capturable"))
         return tensors[key] if on_host else tensors[key].to(parameter.device)
 
     def _scheduler(self, shard: Shard, origins: list[tuple[int, int]]) -> Any:

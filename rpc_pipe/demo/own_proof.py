@@ -57,7 +57,8 @@ def prove_own(options: VerifyOptions) -> None:
     if initial is not None and state is not None and momenta is not None and copies is not None:
         whole = pipe.partition
         alone.load_state_dict(initial, strict=False)  # of a model made by a function
-        expected = Alone(alone, made.batch, whole, pipe.spec, Randomness(options.seed, torch.device(options.device)))
+        randomness = Randomness(options.seed, pipe.actors[0].courier.device)
+        expected = Alone(alone, made.batch, whole, pipe.spec, randomness)
         compared = Compared()
         compared.losses(losses, [expected.step() for _ in range(options.steps)])
         compared.tensors(state, alone.state_dict(keep_vars=False))
@@ -163,9 +164,11 @@ class Alone:
 
     def _loss(self, m: int, inputs: Any, target: Any) -> Any:
         args, kwargs = inputs if self._whole.pair is not None else ((inputs,), {})
-        args, kwargs = mapped((tuple(args), kwargs), torch.clone)  # which the model may change
+        device = self._randomness.device
+        args, kwargs = mapped((tuple(args), kwargs), lambda t: t.to(device, copy=True))  # which the model may change
+        target = mapped(target, lambda tensor: tensor.to(device))
         seed = partial(self._randomness.seed_forward, self._num_steps, m)
-        with Keyed(self.model, self._whole.block_names, seed, self._randomness.device):
+        with Keyed(self.model, self._whole.block_names, seed, device):
             output = self.model(*args, **kwargs)
         assert self._loss_fn is not None
         return self._loss_fn(output, target)

@@ -81,14 +81,13 @@ def _mlp_layers(count: int, dropout: float) -> Layers:
 
 
 def unpiped(
-    problem: Problem, spec: Spec, stages: Sequence[range], batches: Sequence[Batch], seed: int
+    problem: Problem, spec: Spec, stages: Sequence[range], batches: Sequence[Batch], randomness: Randomness
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train in this process by plain gradient accumulation; return the losses and the final weights.
 
     Gradients of microbatches are summed stage by stage in the schedule's own order (descending for GPipe as
     published), those of each route by themselves and then together.
     """
-    randomness = Randomness(seed)
     model = [module for _, module in Partition(list(problem.layers), 1).build(0, randomness)]
     optimizer = _optimizer([p for module in model for p in module.parameters()])
     losses = []
@@ -120,10 +119,9 @@ def unpiped(
 
 
 def replayed(
-    problem: Problem, spec: Spec, stages: Sequence[range], batches: Sequence[Batch], seed: int
+    problem: Problem, spec: Spec, stages: Sequence[range], batches: Sequence[Batch], randomness: Randomness
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train in this process by the declared versions; return the losses and the final weights of all routes."""
-    randomness = Randomness(seed)
     layers = [module for _, module in Partition(list(problem.layers), 1).build(0, randomness)]
     replay = Replay(spec, layers, stages, problem.loss_fn, _named_optimizer, randomness)
     losses = list(replay.train(batches))
@@ -170,7 +168,11 @@ def prove(options: VerifyOptions) -> None:
     state, copies = pipe.state_dict(), pipe.gather("replicas", replicas)
     if state is not None and copies is not None:
         compute = replayed if overlaps else unpiped
-        expected_losses, expected = compute(task, pipe.spec, pipe.partition.ranges, batches, options.seed)
+        device = pipe.actors[0].courier.device
+        there = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
+        randomness = Randomness(options.seed, device)
+        expected_losses, expected = compute(task, pipe.spec, pipe.partition.ranges, there, randomness)
+        expected = {name: tensor.cpu() for name, tensor in expected.items()}
         for route, tensors in (pair for worker in copies for pair in worker):
             state |= {f"{name} on route {route}": tensor for name, tensor in tensors.items()}
             if not overlaps:

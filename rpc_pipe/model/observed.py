@@ -28,7 +28,7 @@ from .observation import Observation
 from .observing import observe_forward
 from .skeleton import Skeleton, members, num_bytes
 from .stage import Stage
-from .trees import Path
+from .trees import Path, mapped, tensors
 from .used import unused_fields
 
 #: Lists of fewer calls are looked into for lists inside their members (the stages of a Swin or a ResNet).
@@ -93,6 +93,8 @@ def observe(
     skeleton = Skeleton(source if isinstance(source, nn.Module) else source.model, torch.device("cpu"))
     notes = _without_caches(skeleton.module)
     args, kwargs = tuple(args), dict(kwargs or {})
+    if not all(tensor.is_cpu for tensor in tensors((args, kwargs))):  # where the placeholders of weights are not
+        args, kwargs = mapped((args, kwargs), torch.Tensor.cpu)
     if blocks is not None:
         skeleton.choose(_named(skeleton.module, [blocks] if isinstance(blocks, str) else blocks))
         observation = observe_forward(skeleton, args, kwargs)

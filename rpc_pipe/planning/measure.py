@@ -64,7 +64,8 @@ def measure(
     costs = []
     for module, block, (entering, crossing) in zip(modules, blocks, sizes, strict=True):
         cost = LayerCost(block.times, block.kept.size(entering, crossing))
-        costs.append(with_shard(cost, list(module.named_parameters()), list(module.buffers()), optimizer, repeats))
+        named, buffers = list(module.named_parameters()), list(module.buffers())
+        costs.append(with_shard(cost, named, buffers, optimizer, repeats, finish))
     return with_working(costs, blocks)
 
 
@@ -198,6 +199,7 @@ def with_shard(
     buffers: Sequence[Tensor],
     optimizer: OptimizerFactory | None,
     repeats: int = 1,
+    finish: Finish = lambda: None,
 ) -> LayerCost:
     """Return what a block costs with what its parameters do: bytes all the time, and the milliseconds of an update."""
     trained = [(name, p) for name, p in parameters if p.requires_grad]
@@ -209,12 +211,15 @@ def with_shard(
         for _ in range(1 + repeats):  # the first makes the state
             for _, copy in copies:
                 copy.grad = torch.zeros_like(copy)
+            finish()
             begin = time.perf_counter()
             trial.step()
+            finish()
             took.append(time.perf_counter() - begin)
         begin = time.perf_counter()
         for _, copy in copies:
             copy.detach().add_(torch.zeros_like(copy))
+        finish()
         added = 1e3 * (time.perf_counter() - begin)
         kept = sum(t.nbytes for state in trial.state.values() for t in state.values() if isinstance(t, Tensor))
     size = replace(

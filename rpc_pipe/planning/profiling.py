@@ -100,6 +100,9 @@ def profile_model(
     around: dict[Kind, float] = {}
     ties: tuple[Tie, ...] = ()
     factory = OPTIMIZERS[optimizer]
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is not None:
+        torch.cuda.set_device(where)  # whose memory and end of work are asked for
     for number, count in enumerate(sorted(set(rows))):
         of = partial(_advance, tell, number, len(set(rows)))
         batch = resized(made.batch, count)
@@ -208,7 +211,7 @@ def _measure_whole(
     costs = []
     for i, block in enumerate(blocks):
         cost = LayerCost(block.times, block.kept.size(*sizes[i]), observed.blocks[i].name)
-        costs.append(with_shard(cost, named[i], [], optimizer, repeats))
+        costs.append(with_shard(cost, named[i], [], optimizer, repeats, _finish(device)))
     times = whole.times
     around = {kind: _around(costs, kind, times[kind]) for kind in (F, B, I, W, R)}
     costs = [
