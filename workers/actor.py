@@ -128,6 +128,8 @@ class WorkerActor(Context):
         They go straight from worker to worker, and are on the host of all takers alike. All workers call this alike.
         """
         with self._telling_failures():
+            if not self.courier.in_step:  # not by pinned memory, of which a whole model may be too much
+                value = map_tensors(value, Tensor.cpu)
             run = self.mailbox.begin(Call(self.worker, name))
             values: dict[int, Tree] = {self.worker: value} if self.worker in senders else {}
             others = [worker for worker in takers if worker != self.worker]
@@ -136,8 +138,6 @@ class WorkerActor(Context):
             if self.worker in takers:
                 arrived = self.mailbox.collect(run, name, set(senders) - {self.worker})
                 values |= {worker: unpack(payload) for worker, payload in arrived.items()}
-                if self.worker in values and not self.courier.in_step:
-                    values[self.worker] = map_tensors(values[self.worker], Tensor.cpu)
             self.mailbox.end(run)
         return [values[worker] for worker in sorted(senders)] if self.worker in takers else None
 

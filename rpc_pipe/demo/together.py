@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..launching.job import current_job
 from ..model.made import Made
 from ..planning.merging import merged
 from ..planning.profile import Profile, as_json, from_json
 from ..planning.profiling import RUNTIME_MS, profile_model
 from ..tracing import run_folders
+from ..workers.compute.device import courier_for
 from .calibration import calibrate
 
 
@@ -31,6 +33,8 @@ def profile_together(
     os.environ[run_folders.FOLDER] = run_folders.OFF  # nobody watches layers that sleep
     actor, found = calibrate(num_workers)
     actor.exchange("all are there", None)
+    job = current_job()
+    courier_for(settings.get("device", "cpu"), job.place if job else actor.worker).use()  # `cuda`: each its own
     own = profile_model(made, rows, at_least=num_workers, **settings)
     told = actor.exchange("profiles", json.dumps(as_json(own)))
     profiles = [from_json(json.loads(each), "the profile of a worker") for each in told]
