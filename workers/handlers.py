@@ -313,9 +313,8 @@ def _tell_norm(doing: Doing) -> Payload:
     (payload,) = _taken(doing, T, N)
     norm, finite = unpack(payload)
     if isinstance(norm, dict):
-        courier = doing.worker.courier
-        norm, finite = courier.load((norm, finite))  # those of other workers have arrived on the host
-        norm = total_norm([norm[rank] for rank in sorted(norm)], courier.device) if norm else None
+        norm, finite = doing.worker.courier.load((norm, finite))  # those of other workers have arrived on the host
+        norm = total_norm([norm[rank] for rank in sorted(norm)], doing.worker.courier.device) if norm else None
         finite = torch.stack(finite).all() if finite else None
     assert doing.step.result is not None
     doing.step.result.norm_tensor, doing.step.result.finite_tensor = norm, finite
