@@ -171,14 +171,14 @@ class Assignment:
         users: dict[str, set[int | None]] = {}
         events = list(zip(self._observation.events, self.stage_of, strict=True))
         for event, stage in events:
-            for name in event.buffers:
+            for name in event.buffers | event.params:
                 users.setdefault(name, set()).add(stage)
         for event, stage in events:
             for storage in event.writes if event.kind else ():
-                name = self._observation.buffers.get(storage, "")
+                name = self._observation.stored.get(storage, "")
                 if len(users.get(name, ())) > 1:
                     raise ConfigError(
-                        f"model: buffer {name} is written at {event.where}, on stage {stage}, and used by other stages "
+                        f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages "
                         f"too, each of which has a copy of its own; write and use it in one block"
                     )
 

@@ -33,6 +33,7 @@ def look(observer: Observer, observation: Observation, skeleton: Skeleton, befor
     """
     inside = {module for block in skeleton.blocks for module in block.modules()}
     changed = [module for module, held, _, inner in before if _changed(module, held) or inner.changed()]
+    skeleton.counting |= set(changed)  # a second forward may change them back
     around = [module for module in changed if module not in inside] or any(
         module not in inside for module, _ in skeleton.replaced_buffers()
     )

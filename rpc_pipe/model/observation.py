@@ -129,8 +129,8 @@ class Observation:
     draws_in_python: bool = False
     fields_written: bool = False
     carried: list[Carried] = field(default_factory=list)
-    #: storage -> name of the buffer
-    buffers: dict[int, str] = field(default_factory=dict)
+    #: storage -> name of the weight or buffer
+    stored: dict[int, str] = field(default_factory=dict)
     #: whether all stages must run to the end, since the model counts something around the blocks
     to_the_end: bool = False
 

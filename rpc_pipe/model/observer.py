@@ -55,7 +55,8 @@ class Observer(TorchFunctionMode):
         self._hollow = {key for key, value in self.values.items() if is_hollow(value, self.events)}
         self._params = {id(p): name for name, p in skeleton.parameters.items()}
         self._buffers = {id(b): name for name, b in skeleton.module.named_buffers(remove_duplicate=False)}
-        self._standing = list(skeleton.module.buffers())
+        self._standing = [(b, name) for name, b in skeleton.module.named_buffers()]
+        self._standing += [(parameter, name) for name, parameter in skeleton.parameters.items()]
         self._current: Event | None = None
         #: of every tensor that an operator made: by which event; and the tensors, so that no id is used again
         self._made_by: dict[int, Event | None] = {}
@@ -229,7 +230,6 @@ class Observer(TorchFunctionMode):
         return id(tensor) in self._hollow
 
     def made_by(self, tensor: Tensor) -> Event | None:
-        """Return the event that made a tensor; None: it was there before."""
         return self._made_by.get(id(tensor))
 
     def _is_of(self, event: Event, tensor: Tensor) -> bool:
@@ -301,7 +301,8 @@ class Observer(TorchFunctionMode):
         event = self._current
         if event is not None:
             event.computes = True
-            if torch.Tag.nondeterministic_seeded in operator.tags:
+            # by a generator of its own it draws the same wherever it stands
+            if torch.Tag.nondeterministic_seeded in operator.tags and kwargs.get("generator") is None:
                 event.random = 1
             event.writes |= self._born & {storage_of(tensor) for tensor in written(operator, args, kwargs)}
         if self._hollow:
@@ -309,7 +310,7 @@ class Observer(TorchFunctionMode):
             if absent and self._hollow.issuperset(absent):
                 self._hollow.update(map(id, tensors(result)))
         for tensor in tensors(result):
-            if id(tensor) not in self.values and id(tensor) not in self._buffers:
+            if id(tensor) not in self.values:
                 self._made_by.setdefault(id(tensor), event)
                 self._alive.append(tensor)
                 # what the event itself makes may be written in it: that is nobody else's business
@@ -343,9 +344,7 @@ class Observer(TorchFunctionMode):
             self.calls,
             self._fields,
             fields_written=any(storage_of(value.tensor) in changed for value in self._given),
-            buffers={
-                storage_of(b): name for name, b in self._skeleton.module.named_buffers() if id(b) in self._buffers
-            },
+            stored={storage_of(tensor): name for tensor, name in self._standing},
         )
 
 

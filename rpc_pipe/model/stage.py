@@ -18,8 +18,9 @@ from .observation import Part
 from .observer import name_of
 from .observing import observe_forward
 from .script import Departed, Script, Step, agrees
-from .skeleton import Skeleton, attributes, is_mark, put_back
+from .skeleton import Skeleton, is_mark
 from .trees import Path, at, leaves, mapped, replaced, tensors
+from .undoing import Writes
 
 #: ways through the forward that are remembered for inputs of one form
 _MOST_SCRIPTS = 8
@@ -58,8 +59,7 @@ class Stage:
         self.filled = StandIns(skeleton).filled
         self._modules = list(self.module.modules())
         self._own = self.own_modules()
-        #: modes -> buffers (their ids) that a forward has been seen to write
-        self._written: dict[Any, set[int]] = {}
+        self._writes = Writes(self._own)
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -110,21 +110,18 @@ class Stage:
                 script = self._observed(args, kwargs)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
-            buffers, counters = self._kept_buffers(modes), attributes(self._skeleton.counting)
+            kept = self._writes.keep(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
             try:
                 output = _Forward(self._skeleton, script, payload, seed or _no_seed).run(args, kwargs)
             except (Departed, NeedsField) as departed:
-                for buffer, before in _changed(buffers):
-                    buffer.copy_(before)
-                put_back(counters)
+                kept.put_back()
                 if isinstance(departed, NeedsField):
                     raise
                 if isinstance(departed.__context__, NeedsField):  # whose way out went through contexts of the model
                     raise departed.__context__ from None
                 departures.append(departed)
                 continue
-            if modes not in self._written:
-                self._written[modes] = {id(buffer) for buffer, _ in _changed(buffers)}
+            self._writes.note(modes, kept)
             return output
 
     def goes_without(self, tree: Any, unread: Unread) -> bool:
@@ -153,20 +150,6 @@ class Stage:
         while len(self._scripts) > _MOST_FORMS:
             del self._scripts[next(iter(self._scripts))]
         return scripts
-
-    def _kept_buffers(self, modes: Any) -> list[tuple[Tensor, Tensor]]:
-        """Return the buffers that a forward in these modes may write, with copies: it may have to be run again."""
-        written = self._written.get(modes)
-        if written is not None and not written:
-            return []
-        buffers = {id(b): b for module in self._own for b in module._buffers.values() if b is not None}
-        return [(b, b.clone()) for key, b in buffers.items() if written is None or key in written]
-
-
-def _changed(buffers: Iterable[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-    """Return the buffers that are not as their copies."""
-    with torch.no_grad():
-        return [(b, before) for b, before in buffers if not torch.equal(b, before)]
 
 
 def _wayward(script: Script, departed: Departed) -> ConfigError:

@@ -154,7 +154,7 @@ class CountsTogether(Model):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (Averages, r"buffer mean is written at test_carried\.py:\d+, on stage 1, and used by other stages too"),
+        (Averages, r"mean is written at test_carried\.py:\d+, on stage 1, and used by other stages too"),
         (AveragesAnew, r"attribute mean of AveragesAnew is left by one forward and used by the next on stages 0, 1,"),
         (Remembers, r"attribute memory of Remembers is left by one forward and used by the next on stages 0, 1,"),
         (AsksItsLastBlock, r"attribute state of blocks\.3 is left by one forward and used by the next on stages 0, 1,"),

@@ -232,8 +232,12 @@ def _unshared(grads: Sequence[Tensor | None], count: int) -> list[Tensor | None]
     return [copy_of(grad) if grad is not None and users[address(grad)] > 1 else grad for grad in grads[:count]]
 
 
-def address(grad: Tensor) -> int:
-    return grad.untyped_storage().data_ptr() if grad.layout is torch.strided else -id(grad)
+def address(tensor: Tensor) -> int:
+    """Return where the elements of a tensor begin; a number of its own, if it has none or keeps them otherwise."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
+    except RuntimeError:  # what only stands there for a tensor of another stage
+        return -id(tensor)
 
 
 def _run(starts: _Starts, wanted: Iterable[_Edge], retain_graph: bool = False) -> Sequence[Tensor | None]:

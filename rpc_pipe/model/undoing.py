@@ -1,0 +1,111 @@
+"""What a stage's forward may write, kept while it runs: when it goes another way than was observed it is run again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dependency import ConfigError
+from .skeleton import attributes, put_back
+
+#: of more bytes of weights than these only a part is compared: so many of each
+_MOST_BYTES, _NUM_COMPARED = 2**26, 1024
+#: where a buffer is, itself, and a copy
+_Buffer = tuple[nn.Module, str, Tensor, Tensor]
+#: a weight, and a copy of it or of a part of it
+_Weight = tuple[Tensor, Tensor]
+
+
+class Writes:
+    """Finds out, by the first forward in each mode, which buffers and weights forwards write.
+
+    Args:
+        modules: those that compute.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        #: modes -> buffers and weights
+        self._known: dict[Any, tuple[list[tuple[nn.Module, str]], list[Tensor]]] = {}
+
+    def keep(self, modes: Any, weights: Iterable[Tensor], counting: Iterable[nn.Module]) -> Kept:
+        """Return what a forward in these modes may write.
+
+        Args:
+            weights: all that it uses.
+            counting: modules that change attributes.
+        """
+        known = self._known.get(modes)
+        if known is None:
+            places, held = [(module, name) for module in self._modules for name in module._buffers], list(weights)
+        else:
+            places, held = known
+        in_full = known is not None or sum(weight.nbytes for weight in held) <= _MOST_BYTES
+        return Kept(places, held, in_full, counting)
+
+    def note(self, modes: Any, kept: Kept) -> None:
+        """A forward in these modes has come to its end."""
+        if modes not in self._known:
+            buffers = [(module, name) for module, name, _, _ in kept.changed_buffers()]
+            self._known[modes] = buffers, [weight for weight, _ in kept.changed_weights()]
+
+
+class Kept:
+    """Buffers, weights and attributes as they were before a forward.
+
+    Args:
+        in_full: whether weights are copied, so that they can be put back.
+    """
+
+    def __init__(
+        self,
+        places: Iterable[tuple[nn.Module, str]],
+        weights: Iterable[Tensor],
+        in_full: bool,
+        counting: Iterable[nn.Module],
+    ) -> None:
+        held = [(module, name, module._buffers.get(name)) for module, name in places]
+        self._buffers: list[_Buffer] = [(m, name, b, b.clone()) for m, name, b in held if b is not None]
+        self._in_full = in_full
+        self._weights: list[_Weight] = [(weight, self._part(weight).clone()) for weight in weights]
+        self._attributes = attributes(counting)
+
+    def put_back(self) -> None:
+        """Let all be as it was.
+
+        Raises:
+            ConfigError: a weight cannot.
+        """
+        with torch.no_grad():
+            for module, name, buffer, before in self.changed_buffers():
+                module._buffers[name] = buffer.copy_(before)
+        for weight, before in self.changed_weights():
+            if not self._in_full:
+                raise ConfigError(
+                    f"model: a block writes its weight of shape {tuple(weight.shape)} in a forward that goes another "
+                    f"way than was observed and has to be run again; make it a buffer"
+                )
+            self._part(weight).copy_(before)
+        put_back(self._attributes)
+
+    def changed_buffers(self) -> list[_Buffer]:
+        """Return the buffers that are not as their copies, or have been exchanged for others."""
+        return [held for held in self._buffers if held[0]._buffers.get(held[1]) is not held[2] or _differ(*held[2:])]
+
+    def changed_weights(self) -> list[_Weight]:
+        """Return the weights that are not as their copies."""
+        return [(weight, before) for weight, before in self._weights if _differ(self._part(weight), before)]
+
+    def _part(self, weight: Tensor) -> Tensor:
+        if self._in_full:
+            return weight.data  # autograd is not told of what is put back
+        flat = weight.data.flatten()
+        return flat[:: 1 + len(flat) // _NUM_COMPARED]
+
+
+def _differ(some: Tensor, others: Tensor) -> bool:
+    with torch.no_grad():
+        return not torch.equal(some, others)
