@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..transport.payload import Payload, Tree, as_leaf, is_dense, pack, span, tensors_of, unpack
-from .sharing import Sharing, Watch, told
+from .sharing import Sharing, refuse, told
 
 logger = logging.getLogger(__name__)
 #: what is smaller is copied sooner than it is shared
@@ -34,25 +34,26 @@ class Entered(NamedTuple):
     owing: list[Tensor]
     #: (tensor of the payload, what the layers get, version of that)
     given: list[tuple[Tensor, Tensor, int]]
-    #: those whose tensors overlapped in the stage before, while it is seen what is done with them
-    watch: Watch | None
+    #: numbers of those that overlapped in the stage before
+    groups: tuple[tuple[int, ...], ...] = ()
 
-    def written(self, made: Tree = None) -> bool:
-        """Tell whether layers have written what they got, and have made `made` of it.
+    def written(self) -> bool:
+        """Tell whether layers have written what they got.
 
         It is told to the payload's tensors too, so that a backward that needs what was there says so, as it does
         inside one model.
+
+        Raises:
+            RuntimeError: it overlapped with something else, which it does no longer.
         """
-        if self.watch is not None:
-            for each in tensors_of(made):
-                self.watch.use(each)
-        found = False
-        for tensor, given, version in self.given:
+        found = []
+        for number, (tensor, given, version) in enumerate(self.given):
             if not given.is_inference() and given._version != version:
-                found = True
+                found.append(number)
                 if given.requires_grad and given.data_ptr() == tensor.data_ptr():
                     increment_version(tensor)  # without a gradient, the two have one version
-        return found
+        refuse(self.groups, found)
+        return bool(found)
 
 
 class Owed:
@@ -115,8 +116,8 @@ def enter(payload: Payload, *, copied: bool = False) -> Entered:
 
     tree = unpack(payload, take)
     if type(tree) is not Sharing:
-        return Entered(tree, owing, given, None)
-    return Entered(tree.tree, owing, given, Watch([given[number][1] for number in group] for group in tree.groups))
+        return Entered(tree, owing, given)
+    return Entered(tree.tree, owing, given, tree.groups)
 
 
 def copy_of(tensor: Tensor) -> Tensor:

@@ -1,20 +1,18 @@
 """Tensors of one stage's output that overlap in memory: inside one model a layer that writes one writes the others too.
 
-Behind a cut they are apart. So the next stage is told which they are, and its operators are watched: one that reads
-what another would have written is refused. Nothing is done where no two tensors overlap.
+Behind a cut they are apart. So the next stage is told which they are, and must write none of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..transport.payload import Payload, Tree, tensors_of
+from ..transport.payload import Payload, Tree
 
 #: of more elements it is not found out whether they overlap or only lie among each other
 _MOST_ELEMENTS = 2**22
@@ -72,54 +70,15 @@ def _places(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     return places
 
 
-class Watch(TorchDispatchMode):
-    """Sees what operators read and write of tensors that overlapped.
+def refuse(groups: Iterable[Sequence[int]], written: Sequence[int]) -> None:
+    """Refuse that tensors are written, by their numbers, that overlapped with others.
 
-    Args:
-        groups: those that did, as this stage has them.
+    Raises:
+        RuntimeError: one has been.
     """
-
-    def __init__(self, groups: Iterable[Sequence[Tensor]]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        #: storage -> number of its group
-        self._group = {_storage(tensor): number for number, group in enumerate(groups) for tensor in group}
-        #: group -> the storage of it that has been written
-        self._written: dict[int, int] = {}
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # or a compiler would be imported
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        for tensor in tensors_of([*args, *kwargs.values()]):
-            self.use(tensor)
-        if func._schema.is_mutable:
-            for argument, given in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in tensors_of(given):
-                        if (group := self._group.get(storage := _storage(tensor))) is not None:
-                            self._written[group] = storage
-        return func(*args, **kwargs)
-
-    def use(self, tensor: Tensor) -> None:
-        """Let it be read, or handed on.
-
-        Raises:
-            RuntimeError: what it overlapped with has been written.
-        """
-        storage = _storage(tensor)
-        group = self._group.get(storage)
-        if group is not None and self._written.get(group, storage) != storage:
-            raise RuntimeError(
-                f"a layer writes in place what its stage was handed together with a view of it, and uses the view of "
-                f"shape {tuple(tensor.shape)} afterwards: behind a cut they no longer share memory; hand on a copy, by "
-                ".clone(), leave out the change in place, or choose a split that keeps the layers together"
-            )
-
-
-def _storage(tensor: Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse and other layouts have none
-        return -id(tensor)
+    if any(number in group for group in groups for number in written):
+        raise RuntimeError(
+            "a layer writes in place what its stage was handed together with a view of it: behind a cut the two no "
+            "longer share memory; hand on a copy, by .clone(), leave out the change in place, or choose a split that "
+            "keeps the layers together"
+        )
