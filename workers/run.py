@@ -227,6 +227,8 @@ class Stream:
             missing = " and ".join(sorted(step.borrowed))
             for arrival in self._mailbox.next_arrivals(self._steps, lambda: f"{missing} of step {step.number}"):  # noqa: B023
                 self._take_in(arrival)
+        if step.before and action.kind.way == 1:
+            next(world for shard, world in step.before if shard is task.shard).note_weights(task.shard.written_weights)
         worker.running, worker.running_step, worker.given = task.name, step.number, []
         worker.listeners.action_started(step.number, action)
         begin = worker.courier.mark()
@@ -309,6 +311,8 @@ class Stream:
             return  # nobody goes on
         for other in list(self._steps.values()):
             if step.taken_back:
+                for _, world in other.before:
+                    world.forget_weights()
                 self.abandon()
                 self._collect_layer_times(None, True)
                 # What others have not taken of the step before, and of the run that was abandoned, is kept for them.

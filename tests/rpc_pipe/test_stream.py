@@ -1,5 +1,6 @@
 """Streams of steps, and what ends a step: the loss, its weight, norms of gradients, a wish to stop."""
 
+import time
 from functools import partial
 
 import pytest
@@ -8,8 +9,10 @@ from processes import python
 from small_models import LAYERS, NORMED
 from torch import nn
 
+from rpc_pipe.dependency import G
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.workers.hooks import Listener
 
 X = torch.randn(6, 10, 8, generator=torch.Generator().manual_seed(1))
 
@@ -242,3 +245,37 @@ def test_norms_of_several_types_are_put_together_as_torch_does():
     nn.functional.mse_loss(whole(X[0]), X[0]).backward()
     pipe.step((X[0], X[0]))
     assert pipe.grad_norm == float(nn.utils.clip_grad_norm_(whole.parameters(), 1e-3))
+
+
+class Bounded(nn.Module):
+    """Writes its weights in its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.training:
+            self.linear.weight.data.mul_(0.95).clamp_(-0.3, 0.3)
+        return self.linear(x)
+
+
+class Late(Listener):
+    """Lets gradients of one stage come late from one worker: the other one begins the next step by the other stage."""
+
+    def __init__(self, worker):
+        self.worker = worker
+
+    def action_started(self, step, action):
+        if action.kind is G and action.stage == 1 and self.worker == 1:
+            time.sleep(0.01)
+
+
+def test_an_evaluation_between_steps_sees_no_weights_that_the_next_step_has_written():
+    """Forwards of the next step may have run by then, or not: what was evaluated depended on time."""
+    batches = [(x, x) for x in X.repeat(4, 1, 1)]
+    one, other = (pipeline("dualpipe", [nn.Identity, Bounded, Bounded], M=5, seed=3, order="ready") for _ in range(2))
+    apart = [(one.step(batch), one.evaluate(batch)) for batch in batches]
+    other.listen(Late)
+    assert [(loss, other.evaluate(batches[n])) for n, loss in enumerate(other.train(batches))] == apart
+    assert same(one.state_dict(), other.state_dict())

@@ -57,6 +57,16 @@ class World:
         frozen = [p for module in modules for p in module._parameters.values() if p is not None and not p.requires_grad]
         self._shared |= {parameter: parameter._version for parameter in frozen}
         self._copies = {tensor: tensor.clone() for tensor in tensors if tensor not in self._shared}
+        #: weights that forwards write, as they were before the first of them
+        self._weights: list[tuple[nn.Parameter, Tensor]] = []
+
+    def note_weights(self, weights: Iterable[nn.Parameter]) -> None:
+        """Hold what weights are now, once: the update of the step before has been made."""
+        self._weights = self._weights or [(weight, weight.detach().clone()) for weight in weights]
+
+    def forget_weights(self) -> None:
+        """Leave weights as they are when all else is put back: another update has written them."""
+        self._weights = []
 
     def constant(self) -> dict[Tensor, int]:
         """Return the large tensors that still are what they were, with their versions."""
@@ -108,6 +118,8 @@ class World:
 
     def put_back(self) -> None:
         """Make the modules hold what they held then."""
+        for weight, before in self._weights:
+            weight.data.copy_(before)  # by `data`: graphs of microbatches under way have noted the version
         for tensor, copy in self._copies.items():
             tensor.data = copy.clone()  # not written in place: other microbatches may have saved it
         for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
@@ -188,7 +200,9 @@ class Recomputation:
 
     def now(self, before: World) -> World:
         """Return what the modules of another world hold now."""
-        return World(before.modules, self._constant or {}, before.called, self._inner())
+        world = World(before.modules, self._constant or {}, before.called, self._inner())
+        world.note_weights([weight for weight, _ in before._weights])
+        return world
 
     def _inner(self) -> list[Place]:
         if self._places is None:

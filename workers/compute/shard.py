@@ -128,12 +128,15 @@ class Shard:
         return len(self._kept) + len(self._inputs) + len(self._deferred)
 
     @property
+    def written_weights(self) -> list[nn.Parameter]:
+        """Those that forwards write, as far as it is known."""
+        return self._written.weights or []
+
+    @property
     def stateful(self) -> bool:
         """Whether forwards may write what later ones read, such as running means: then their order matters."""
-        if self._written.weights:
-            return True
-        training = [module for module in self.slice.own if self._modes.get(module, module.training)]
-        return any(buffer is not None for module in training for buffer in module._buffers.values())
+        held = (b for m in self.slice.own if self._modes.get(m, m.training) for b in m._buffers.values())
+        return bool(self._written.weights) or any(buffer is not None for buffer in held)
 
     def train(self, mode: bool) -> None:
         """Set all layers to evaluation mode, or back to the modes that they had before, which are their owner's."""
@@ -218,13 +221,13 @@ class Shard:
         saved = Saved({} if again else known) if backward and (split or (known and not again)) else None
         times = None if self.layer_times else self.layer_times
         saving = saved.hooks(unseen=self.slice.takes_fields) if saved is not None else nullcontext()
-        with randomness.lock, saving, entered.watch or nullcontext():
+        with randomness.lock, saving:
             tree = self.slice.forward(tree, fields, partial(randomness.seed_forward, step, microbatch), times)
             if share is not None:
                 assert self.loss_fn is not None
                 tree = self._weigh(microbatch, self.loss_fn(tree, None if wanted is None else wanted.tree), share)
         hidden = self._written.end(again)
-        written = entered.written(tree)
+        written = entered.written()
         if self.stage == 0:
             if written and not copied:
                 tell_written(self.slice.first, microbatch)
