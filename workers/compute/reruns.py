@@ -60,7 +60,7 @@ class Reruns:
             raise RuntimeError(
                 f"a {type(self._writers[0]).__name__} that a checkpoint computes again in backward changes what it "
                 "holds: in one process before the next microbatch's forward, in a pipeline behind it; take it out "
-                "of the checkpoint, or leave the checkpoint out and let the schedule recompute (recompute='all')"
+                "of the checkpoint, or leave the checkpoint out and let the schedule recompute (--set recompute=all)"
             )
 
     @contextmanager
