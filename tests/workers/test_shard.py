@@ -9,6 +9,7 @@ from torch import nn
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.workers.compute import engine
+from rpc_pipe.workers.compute.borders import Owed
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.compute.slices import Layers
@@ -259,3 +260,16 @@ def test_backward_refuses_what_torch_refuses():
         engine.run_backward([(weight * 1j).sum()], [None])
     with pytest.raises(RuntimeError, match="shape"):
         engine.run_backward([weight * 2], [torch.randn(4)])
+
+
+def test_a_backward_gives_no_gradient_of_one_that_has_failed_before():
+    """In threads mode a pipeline goes on after a failure; what the failed backward had brought so far must not count."""
+    owed, first, second = Owed(), torch.zeros(2, 3).requires_grad_(), torch.zeros(2, 3).requires_grad_()
+    owed.watch([first])
+    owed.expect([first])
+    first.T.backward(torch.ones(3, 2))  # a gradient that is laid out otherwise than its leaf; nobody comes to take it
+    owed.watch([second])
+    owed.expect([second])
+    (2 * second).sum().backward()
+    (found,) = owed.taken([second])
+    assert torch.equal(found, torch.full((2, 3), 2.0))

@@ -77,8 +77,9 @@ class Owed:
             leaf._backward_hooks = self._hooks[number]
 
     def expect(self, leaves: Sequence[Tensor]) -> None:
-        """Backward begins, for these leaves."""
+        """Backward begins, for these leaves; one before may have failed on its way."""
         self._strides = [leaf.stride() if leaf.layout is torch.strided else () for leaf in leaves]
+        self._came = {}
 
     def taken(self, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Backward is over: return the gradients, with the strides that they have inside one model."""

@@ -279,8 +279,8 @@ class Shard:
         """
         step, owing, roots, _ = self._kept.pop(microbatch)
         roots, begun = starts(roots, grads)
+        self._owed.expect(owing)
         if roots:
-            self._owed.expect(owing)
             with self._randomness.lock, self._reruns.backward(self._casts, roots):
                 self._randomness.seed_backward(step, microbatch, self.slice.first)
                 run_backward(roots, begun)
