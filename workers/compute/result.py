@@ -30,7 +30,7 @@ class Losses:
 
         Numbers by microbatch go as bytes: a tree of many values takes longer on its way than all the rest of a step.
         """
-        sums = torch.stack([total for total, _ in self.parts.values()]).double() if self.parts else torch.zeros(0)
+        sums = torch.stack([total.double() for total, _ in self.parts.values()]) if self.parts else torch.zeros(0)
         told = {"microbatches": array("q", self.parts).tobytes(), "sums": sums, "summed": self.summed}
         if not self.summed:
             return told  # means come weighted
