@@ -263,7 +263,7 @@ def test_backward_refuses_what_torch_refuses():
 
 
 def test_a_backward_gives_no_gradient_of_one_that_has_failed_before():
-    """In threads mode a pipeline goes on after a failure; what the failed backward had brought so far must not count."""
+    """In threads mode a pipeline goes on after a failure; what the failed backward had brought must not count."""
     owed, first, second = Owed(), torch.zeros(2, 3).requires_grad_(), torch.zeros(2, 3).requires_grad_()
     owed.watch([first])
     owed.expect([first])
