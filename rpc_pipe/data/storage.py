@@ -14,8 +14,9 @@ import shutil
 import threading
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar
 
@@ -57,6 +58,8 @@ class Storage:
         self._lock = threading.Lock()
         #: cached files by how soon they are needed
         self._rank: dict[str, int] = {}
+        #: those that are being opened here, once for each time
+        self._opening: Counter[str] = Counter()
         #: how many shards were copied here
         self.fetched = 0
 
@@ -94,13 +97,20 @@ class Storage:
         Raises:
             DataError: as `local`, or as `read`.
         """
-        for _ in range(_ATTEMPTS):
-            path = self.local(shard, busy)
-            try:
-                return read(path)
-            except Exception:
-                if not shard.remote or path.exists():
-                    raise
+        name = self._name(shard)
+        with self._lock:
+            self._opening[name] += 1
+        try:
+            for _ in range(_ATTEMPTS):
+                path = self.local(shard, busy)
+                try:
+                    return read(path)
+                except Exception:
+                    if not shard.remote or path.exists():
+                        raise
+        finally:
+            with self._lock:
+                self._opening[name] -= 1
         raise DataError(f"shard {shard.name}: others take it out of the cache {self.folder} as soon as it is there")
 
     @contextmanager
@@ -143,14 +153,20 @@ class Storage:
     def _room(self, shard: Shard) -> Iterator[None]:
         """Have room for the shard in the body, also against others who fetch at the same time."""
         mark = self.folder / f".{self._name(shard)}.{os.getpid()}{_RESERVED}"
-        with _locked(self.folder / ".room.lock"):
+        with self._rooms():
             self._make_room(shard)
             with mark.open("wb") as file:
                 file.truncate(shard.num_bytes)  # takes no room itself
         try:
             yield
         finally:
-            mark.unlink(missing_ok=True)
+            # Whoever lists the folder at this moment would otherwise find neither the mark nor, yet, the shard.
+            with self._rooms():
+                mark.unlink(missing_ok=True)
+
+    def _rooms(self) -> AbstractContextManager[None]:
+        """Return a lock under which room is made and marks go: a listing in it misses no byte that is held."""
+        return _locked(self.folder / ".room.lock")
 
     def _make_room(self, shard: Shard) -> None:
         """Drop what is needed last until the shard fits under the limit and onto the disk."""
@@ -162,9 +178,10 @@ class Storage:
         held, reserved = self._held()
         total = reserved + sum(size for _, size, _ in held)
         with self._lock:
-            rank = dict(self._rank)
-        # What nobody here needs goes first, the longest unused before others; then what is needed last.
-        held.sort(key=lambda entry: (-rank.get(entry[0].name, len(rank) + 1), entry[2]))
+            rank, opening = dict(self._rank), +self._opening
+        # What nobody here needs goes first, the longest unused before others; then what is needed last, but what is
+        # just being opened only if nothing else is left.
+        held.sort(key=lambda entry: (entry[0].name in opening, -rank.get(entry[0].name, len(rank) + 1), entry[2]))
         for path, size, _ in held:
             free = shutil.disk_usage(self.folder).free
             if (self._limit is None or total + shard.num_bytes <= self._limit) and free > shard.num_bytes + reserved:
@@ -174,7 +191,7 @@ class Storage:
 
     def _held(self) -> tuple[list[tuple[Path, int, float]], int]:
         """Return the shards in the cache, each with size and time of use, and the bytes that will come."""
-        found, reserved = [], 0
+        found, coming = [], {}
         for path in self.folder.iterdir():
             try:
                 stat = path.stat()
@@ -186,8 +203,10 @@ class Storage:
                 if time.time() - stat.st_mtime > _FORGOTTEN_S:  # by a process that was killed
                     path.unlink(missing_ok=True)
                 else:
-                    reserved += stat.st_size
-        return found, reserved
+                    coming[path.name[1:].rsplit(".", 2)[0]] = stat.st_size
+        for path, _, _ in found:
+            coming.pop(path.name, None)  # it has come, and only its mark is still there
+        return found, sum(coming.values())
 
     def _fetch(self, shard: Shard, path: Path) -> None:
         partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")

@@ -4,11 +4,14 @@ import errno
 import http.server
 import threading
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rpc_pipe.data import Loader, elsewhere, pack, tokens
+from rpc_pipe.data.shards import find_shards
+from rpc_pipe.data.source import Busy
 from rpc_pipe.data.storage import Storage
 from rpc_pipe.dependency import ConfigError, DataError
 
@@ -73,16 +76,47 @@ def test_the_cache_keeps_its_limit(served, tmp_path):
     url, _ = served
     here = Storage(tmp_path / "cache", cache_bytes=4 * 1128)
     source = tokens(url, 8, storage=here)
-    for _ in Loader(source, rows=8, epochs=1, window=2, memory=16_000):
-        pass
-    batches = Loader(source, rows=8, epochs=1, window=2, memory=16_000)
-    for batch in batches:
+    for batch in Loader(source, rows=8, epochs=1, window=2, memory=16_000):
         batch[0]
-        files = [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
+        with here._rooms():  # a listing takes time, in which one shard might go and another come
+            files = [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
         assert len(files) <= 4
     assert here.fetched == 8
     with pytest.raises(DataError, match=r"shard-0000\d\.npy: has 1128 bytes, and the cache .* is limited to 1000"):
         read(tokens(url, 8, storage=Storage(tmp_path / "small", cache_bytes=1000)))
+
+
+def test_who_lists_the_cache_while_a_shard_arrives_counts_it(served, tmp_path, monkeypatch):
+    """A shard that arrived between a listing and the look at its mark was counted as nothing."""
+    url, _ = served
+    here = Storage(tmp_path / "cache", cache_bytes=4 * 1128)
+    shards = find_shards(url, (".npy",), None)[0]
+    listed, busy = Path.iterdir, Busy()
+    arriving = threading.Thread(target=here.local, args=(shards[3], busy))
+    slowly, fetched = threading.Event(), here._fetch
+
+    def fetch(shard, path):
+        if shard is shards[3]:
+            slowly.wait(10)
+        fetched(shard, path)
+
+    def listing(folder):
+        found = list(listed(folder))
+        if arriving.is_alive() and any(shards[3].name in path.name for path in found):
+            slowly.set()
+            arriving.join(0.5)  # its mark goes if nothing keeps it
+        return iter(found)
+
+    monkeypatch.setattr(here, "_fetch", fetch)
+    for shard in shards[:3]:
+        here.local(shard, busy)
+    arriving.start()
+    while not list((tmp_path / "cache").glob("*.reserved")):
+        pass
+    monkeypatch.setattr(Path, "iterdir", listing)
+    here.local(shards[4], busy)
+    arriving.join(10)
+    assert len([path for path in listed(tmp_path / "cache") if not path.name.startswith(".")]) <= 4
 
 
 def test_a_server_that_fails_is_asked_again(served, tmp_path):
