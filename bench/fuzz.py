@@ -138,18 +138,19 @@ class Child(threading.Thread):
             lines.put(None)
 
         threading.Thread(target=read, daemon=True).start()
-        done, running, said = 0, numbers.start, ""
+        ended: set[int] = set()
+        running, said = numbers.start, ""
         while not self.stop:
             try:
                 line = lines.get(timeout=_HANG_S)
             except queue.Empty:
                 self._told.put({"number": running, "how": "HANG", "detail": f"no end in {_HANG_S:g} s", "about": said})
-                done += 1
+                ended.add(running)
                 break
             if line is None:
-                if done < len(numbers) and not (self._typed.transport != "local" and done):
+                if len(ended) < len(numbers) and not (self._typed.transport != "local" and ended):
                     self._told.put({"number": running, "how": "TRACEBACK", "detail": "process ended", "about": said})
-                    done += 1
+                    ended.add(running)
                 break
             found = re.search(r"\{.*\}", line)
             try:
@@ -160,12 +161,12 @@ class Child(threading.Thread):
                 said = (said + line)[-3000:]
             elif "begins" in event:
                 running, said = event["begins"], ""
-            else:
+            elif event["number"] not in ended:  # what one worker refuses, others fail of
                 self._told.put(event)
-                done += 1
+                ended.add(event["number"])
         process.kill()
         process.wait()
-        return done
+        return len(ended)
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bench.fuzz_alone import Alone, Replayed, state_of
 from bench.fuzz_cases import Case
-from rpc_pipe.dependency import ConfigError, PipeError, ScheduleError, Stalled, WorkerFailure
+from rpc_pipe.dependency import ConfigError, PipeError, ScheduleError, Stalled, WorkerFailure, check_all
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.actor import WorkerActor
@@ -56,6 +56,8 @@ def tried(number: int, workers: int | None, whole: bool = False) -> tuple[End, s
         case = Case(number, workers, whole=whole)
         if in_job and case.may_round:  # all workers must know it beforehand
             case = Case(number, workers, doubled=True, whole=whole)
+        if in_job:
+            check_all(case.spec())  # a worker checks its own part alone
     except (ConfigError, ScheduleError) as error:
         return _refused(error), ""
     end = run(case)
@@ -82,7 +84,7 @@ def _run(case: Case) -> End:
         if done is None:
             return End("elsewhere")
     except (ConfigError, ScheduleError) as error:
-        return _refused(error)._replace(goes_on=pipe is None)
+        return _refused(error)._replace(goes_on="RANK" not in os.environ)  # perhaps others do not refuse it
     except Stalled as error:
         return End("HANG", str(error), False)
     except WorkerFailure as error:

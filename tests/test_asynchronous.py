@@ -284,6 +284,31 @@ def test_recurrent_layers_use_the_declared_version_and_train(schedule):
     assert same(state, replay.state_dict()) and not torch.equal(before, state["1.cell.weight_hh_l0"])
 
 
+class Exchanging(nn.Module):
+    """Its two layers change places in every forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.near, self.far = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        if self.training:
+            self.near, self.far = self.far, self.near
+        return self.near(x).tanh() + self.far(x) / 2
+
+
+@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
+def test_layers_that_change_places_keep_their_versions_and_their_reference(schedule):
+    """AvgPipe pulled each pipeline to the weights that had the name when it began, not to those of the layer."""
+    layers = [Exchanging, Exchanging]
+    pipe = pipeline(schedule, layers, P=2, schedule_options={"pipelines": 3} if schedule == "avgpipe" else {})
+    replay = replay_of(pipe, layers)
+    for x in X[:3]:  # a stream each
+        assert pipe.step((x, x)) == next(replay.train([(x, x)]))
+    assert list(pipe.train((x, x) for x in X[:3])) == list(replay.train((x, x) for x in X[:3]))
+    assert same(pipe.state_dict(), replay.state_dict())
+
+
 def test_weights_that_are_not_asked_of_their_module_are_refused():
     pipe = pipeline("pipedream", [partial(nn.Linear, 8, 8), Listed])
     with pytest.raises(WorkerFailure, match=r"parameter 1.weight is used otherwise than as an attribute of its module"):

@@ -109,8 +109,10 @@ class Replay:
         """Return the newest weights of a route under the unsplit model's names; of the first, the reference if any."""
         layers = [(i, module) for stage in self.replicas[route] for i, module in stage.layers]
         state = {f"{i}.{name}": t for i, module in layers for name, t in module.state_dict().items()}
-        if self._spec.elasticity and route == 0:
-            state |= {name: tensor for stage in self.reference for name, tensor in stage.items()}
+        for stage, reference in zip(self.replicas[0], self.reference, strict=True):
+            if self._spec.elasticity and route == 0:  # by today's names: a forward may exchange modules
+                now = {p: f"{i}.{name}" for i, module in stage.layers for name, p in module.named_parameters()}
+                state |= {now[parameter]: reference[name] for name, parameter in stage.named}
         return state
 
     @torch.no_grad()

@@ -367,7 +367,7 @@ class Shard:
     def clip_by_own_norm(self, max_norm: float) -> None:
         """Clip the gradients of this stage by their own norm."""
         refuse_sparse((name, p.grad) for name, p in self.updating.parameters.items())
-        torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
+        torch.nn.utils.clip_grad_norm_(self.updating.parameters.values(), max_norm)
 
     def update(self, *, finite: bool = True) -> None:
         """Apply one optimizer step to the gradients, and forget them.

@@ -77,7 +77,7 @@ class StashingShard(Shard):
             first: the shard of the stage on the first route, whose reference the others share if there is one.
         """
         if spec.elasticity and first.reference is None:
-            first.reference = [p.detach().clone() for p in first.parameters() if p.requires_grad]
+            first.reference = [parameter.detach().clone() for parameter in first._found()]
         self.reference = first.reference
         self.newest, self._spec = 0, spec
         self._microbatches = microbatches_on(spec, route)
@@ -92,15 +92,19 @@ class StashingShard(Shard):
 
     def _look(self) -> None:
         """Note which parameters are trained, and where modules hold them."""
-        self._trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        self._trained = self._found()
         number = {parameter: n for n, parameter in enumerate(self._trained)}
         self._places = places_of(self.slice.modules, number)
+
+    def _found(self) -> list[nn.Parameter]:
+        # In the order of the beginning, alike on all routes: a forward may exchange modules.
+        return [parameter for parameter in self.updating.parameters.values() if parameter.requires_grad]
 
     def refer_to(self, weights: Mapping[str, Tensor]) -> None:
         """Go on with these, by name, as the weights that all routes are pulled to."""
         self._look()
-        named = [(name, parameter) for name, parameter in self.named_parameters() if parameter.requires_grad]
-        self.reference = [weights[name].to(parameter.device, copy=True) for name, parameter in named]
+        names = {parameter: name for name, parameter in self.named_parameters()}
+        self.reference = [weights[names[parameter]].to(parameter.device, copy=True) for parameter in self._trained]
 
     @property
     def num_copies(self) -> int:
