@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ _STALL_S = 60.0
 _LONGEST = 500
 #: what workers say on purpose of a model that no pipeline can train
 _SENTENCES = re.compile(
-    "changed in place after it was used|recomputed activations differ|cannot be recomputed|cannot travel between|"
+    "changed in place after it was used|what its stage was handed together with a view of it|"
+    "recomputed activations differ|cannot be recomputed|cannot travel between|"
     "one of the variables needed for gradient computation has been modified by an inplace operation|"
     "a checkpoint computes again|always give the same|the gradient of parameter .* is sparse|"
     "use_reentrant=True, torch.utils.checkpoint is incompatible|errors.ConfigError: |saved tensor hooks"
@@ -77,8 +79,10 @@ def run(case: Case) -> End:
 def _run(case: Case) -> End:
     pipe: Pipeline | None = None
     try:
-        with case.settings():
+        made_by = case.settings() if all("orthogonal" not in maker.names for maker in case.makers) else nullcontext()
+        with made_by:  # torch cannot make those under autocast
             pipe = case.pipeline(_STALL_S)
+        with case.settings():
             initial = pipe.state_dict() if case.unsplit else None
             done = piped(case, pipe)
         if done is None:

@@ -21,13 +21,15 @@ from torch import Tensor
 
 from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, Stalled, WorkerFailure
 from .compute.device import Courier
+from .compute.inner_state import may_count
 from .compute.result import Result
 from .compute.shard import Shard
 from .context import Context
-from .handlers import Batch, Task, tasks
+from .handlers import Batch, Task
 from .mailbox import Mailbox
 from .overlap import OverlappingStream
 from .run import Stream
+from .tasks import tasks
 from .transport.call import Call
 from .transport.carrier import Carrier
 from .transport.payload import Tree, map_tensors, pack, unpack
@@ -199,4 +201,5 @@ class WorkerActor(Context):
 
 def chained(actor: WorkerActor) -> set[int]:
     """Return the stages of a worker whose forwards may write what later ones read."""
-    return {stage for (stage, _), shard in actor.shards.items() if shard.stateful}
+    shards = actor.shards.items()
+    return {stage for (stage, _), shard in shards if shard.stateful or any(map(may_count, shard.slice.own))}

@@ -187,17 +187,9 @@ def carries_out(kind: Kind) -> Callable[[Handler], Handler]:
     return register
 
 
-def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
-    """Return what the actions of `part` mean on a worker with these shards."""
-    spec, found = part.spec, {}
-    for entry in part.entries:
-        stage, kind, index = entry.action
-        chain = [a.kind for a in spec.actions(stage, index)] if kind.per_microbatch else []
-        saves = kind.way == 1 and any(other not in (F, R, B) for other in chain)
-        recomputes = kind.way == 1 and R in chain
-        route = spec.route(index) if kind.per_microbatch else index % spec.num_routes
-        found[entry.action] = Task(entry, str(entry.action), shards[stage, route], _handlers[kind], saves, recomputes)
-    return found
+def handler_of(kind: Kind) -> Handler:
+    """Return what workers do for `kind`."""
+    return _handlers[kind]
 
 
 _NO_PAYLOAD = pack(())

@@ -28,7 +28,7 @@ class Programs:
 
         Args:
             asked: as for `entries`.
-            chained: returns it for a training step, as for `entries`.
+            chained: returns it, as for `entries`.
 
         Raises:
             ScheduleError: so many microbatches cannot run.
@@ -40,7 +40,7 @@ class Programs:
             self._plans[num_microbatches] = spec
         key = self._plans[num_microbatches], worker, train, asked
         if key not in self._parts:
-            after = chained() if train else ()
+            after = chained()
             program = entries(key[0], worker, forward_only=not train, asked=asked, chained=after)
             self._parts[key] = Part(key[0], worker, program, after)
         return self._parts[key]

@@ -46,6 +46,13 @@ class InnerState:
         return InnerState(self._places)
 
 
+def may_count(module: nn.Module) -> bool:
+    """Tell whether a forward may write attributes of a module: those of torch, without anybody's hooks, do not."""
+    if isinstance(module, torch.jit.ScriptModule) or module._forward_hooks or module._forward_pre_hooks:
+        return True
+    return not type(module).__module__.startswith("torch.")
+
+
 def places_in(modules: Sequence[nn.Module]) -> list[Place]:
     """Return the attributes that can be looked into."""
     return [

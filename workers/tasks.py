@@ -1,0 +1,71 @@
+"""What the actions of a worker's part mean on its shards."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..dependency import Action, B, ConfigError, F, Part, R
+from .compute.inner_state import places_in
+from .compute.recomputation import World
+from .compute.shard import Shard
+from .handlers import Doing, Handler, Task, handler_of
+from .transport.payload import Payload
+
+
+def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
+    """Return what the actions of `part` mean on a worker with these shards."""
+    spec, found = part.spec, {}
+    watched = {place: _Watched(handler_of(F)) for place in _disordered(part)}
+    for entry in part.entries:
+        stage, kind, index = entry.action
+        chain = [a.kind for a in spec.actions(stage, index)] if kind.per_microbatch else []
+        saves = kind.way == 1 and any(other not in (F, R, B) for other in chain)
+        recomputes = kind.way == 1 and R in chain
+        place = stage, spec.route(index) if kind.per_microbatch else index % spec.num_routes
+        does: Handler = watched[place] if kind is F and place in watched else handler_of(kind)
+        found[entry.action] = Task(entry, str(entry.action), shards[place], does, saves, recomputes)
+    return found
+
+
+def _disordered(part: Part) -> set[tuple[int, int]]:
+    """Return (stage, route) of shards whose forwards do not come in the order of microbatches."""
+    last: dict[tuple[int, int], int] = {}
+    found = set()
+    for stage, kind, index in (entry.action for entry in part.entries):
+        if kind is F:
+            place = stage, part.spec.route(index)
+            if index < last.get(place, 0):
+                found.add(place)
+            last[place] = index
+    return found
+
+
+class _Watched:
+    """Forwards of a shard in another order than that of microbatches, which one process keeps: none may meet what a
+    later one has left."""
+
+    def __init__(self, does: Handler) -> None:
+        self._does = does
+        self._run = -1
+        #: microbatch -> the modules that its forward has changed
+        self._changed: dict[int, list[nn.Module]] = {}
+
+    def __call__(self, doing: Doing) -> Payload | None:
+        if not torch.is_grad_enabled():
+            return self._does(doing)
+        shard, m = doing.task.shard, doing.microbatch
+        if doing.step.run != self._run:
+            self._run, self._changed = doing.step.run, {}
+        own = shard.slice.own
+        before = World(own, {}, own, places_in(own))
+        payload = self._does(doing)
+        self._changed[m] = changed = before.changed()
+        for later in (each for each in self._changed if each > m):
+            if guilty := changed or self._changed[later]:
+                raise ConfigError(
+                    f"stage {shard.stage}: a {type(guilty[0]).__name__} changes what it holds in its forwards, which "
+                    f"one process runs in the order of microbatches, and the schedule runs {later} before {m}; let "
+                    "after(F(stage, m)) name F(stage, m - 1), and put them into that order"
+                )
+        return payload
