@@ -37,6 +37,8 @@ class Part:
         self.inherited: list[dict[Action, list[int]]] = []
         #: resource -> those that occupy it, in order
         self.queues: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
+        #: what each occupies
+        self.resources = [entry.action.kind.resource for entry in self.entries]
         #: own action -> its number
         self.number = {entry.action: number for number, entry in enumerate(self.entries)}
         waiting, queues = self.waiting, self.queues
@@ -47,7 +49,7 @@ class Part:
                 if pull.action not in waiting:
                     self.pulls.append(pull)
                 waiting.setdefault(pull.action, []).append(number)
-            queues[action.kind.resource].append(number)
+            queues[self.resources[number]].append(number)
             self.num_forwards += action.kind.way == 1
         #: of a stream: the slots of what computes, by which those of several steps are put in order
         self.slots: list[int] = []

@@ -351,7 +351,7 @@ def _update_version(doing: Doing, shard: StashingShard) -> None:
     worker, step, index = doing.worker, doing.step, doing.task.entry.action.index
     shard.take_gradients(step.first_update + index)
     if step.batch.asked.weight and shard not in step.completed and step.result is not None:
-        shard.divide(step.result.divisor)
+        shard.updating.divide(step.result.divisor)
     if worker.max_grad_norm is not None:
         if step.result is not None and step.result.norm_tensor is not None:
             shard.clip(worker.max_grad_norm, worker.courier.load(step.result.norm_tensor))
@@ -374,9 +374,9 @@ def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
         ready, own = doing.worker.courier.ready, G(shard.stage, route)
         # Not taken out: several who hold them may be on this worker.
         parts = [_gradients_of(shard, spec) if g == own else ready(step.payloads[g]) for g in exchanged]
-        shard.sum_gradients(parts)
+        shard.updating.sum_gradients(parts)
     if step.result is not None and step.batch.asked.weight and step.result.summed:
-        shard.divide(shard.updating.weight + step.result.divisor)
+        shard.updating.divide(shard.updating.weight + step.result.divisor)
     if shard.updating.scale.enabled:
         step.finite[shard] = shard.updating.unscale()
 

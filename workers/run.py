@@ -51,6 +51,8 @@ class Stream:
         self._laid_down: list[World] = []
         #: open steps, the oldest first, by their number among runs
         self._steps: dict[int, Step] = {}
+        #: the one that was opened last
+        self._newest: Step | None = None
 
     def next(self) -> Result | None:
         """Run until the oldest step is complete on this worker; None: there are no more.
@@ -65,7 +67,7 @@ class Stream:
         for shard in self._worker.shards.values():
             shard.train(oldest.batch.train)
         with torch.set_grad_enabled(oldest.batch.train):
-            while not oldest.state.complete:
+            while oldest.state.left:
                 self._advance()
                 self._open_next()
         result = self._close(oldest)
@@ -86,10 +88,8 @@ class Stream:
         self._laid_down.clear()
 
     def _open_next(self) -> None:
-        if self._ended or len(self._steps) == _MOST_OPEN:
-            return
-        newest = next(reversed(self._steps.values()), None)
-        if newest is not None and newest.forwards_left:
+        newest = self._newest if self._steps else None
+        if self._ended or (newest is not None and newest.forwards_left) or len(self._steps) == _MOST_OPEN:
             return
         batch = next(self._batches, None)
         if batch is None:
@@ -106,7 +106,7 @@ class Stream:
         before_it = self._worlds(batch)
         run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch.part)
         self._worker.next_step += batch.train
-        step = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
+        step = self._newest = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
         step.forwards_left, step.before = batch.part.num_forwards, before_it
         wanted: dict[int, list[tuple[Action | str, bool]]] = {}
         for need in state.start():
@@ -173,15 +173,18 @@ class Stream:
         """Do what may be done; return whether that was something."""
         moved = False
         for step in self._steps.values():
+            if not (step.state.links or step.state.copies):
+                continue
             while (entry := step.state.take("link")) is not None:
                 self._execute(step, entry)
                 moved = True
             while (entry := step.state.take("copy")) is not None:
                 self._copy(step, entry)
         chosen = self._choose()
-        if chosen is not None:
-            self._execute(*chosen)
-        return moved or chosen is not None
+        if chosen is None:
+            return moved
+        self._execute(*chosen)
+        return True
 
     def _choose(self) -> tuple[Step, Entry] | None:
         """Return what is computed next; None: nothing may run now."""

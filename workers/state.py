@@ -33,11 +33,16 @@ class WorkerState:
         self.running: dict[Resource, int] = {}
         self._fixed = order == "fixed"
         self._missing = part.num_needs.copy()
-        self._left = len(part.entries)
+        #: how many actions are not finished
+        self.left = len(part.entries)
         self._arrived: set[Action] = set()
         self._done = bytearray(len(part.entries))
+        #: before this one all are done
+        self._first_left = 0
         #: by resource, a heap of those whose needs are met, and the place of the next one in its queue
         self._ready: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
+        #: of these, what may run beside compute, if nothing in its queue is before it
+        self.links, self.copies = self._ready["link"], self._ready["copy"]
         self._issued: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
         #: the states of later steps, with those of their actions that wait for own ones of this
         self._followers: list[tuple[WorkerState, dict[Action, list[int]]]] = []
@@ -52,7 +57,7 @@ class WorkerState:
                     self._missing[number] += 1
         for number, missing in enumerate(self._missing):
             if not missing:
-                self._ready[part.entries[number].action.kind.resource].append(number)  # ascending, so a heap
+                self._ready[part.resources[number]].append(number)  # ascending, so a heap
 
     def start(self) -> list[Pulled]:
         """Begin: return what to ask other workers for."""
@@ -70,7 +75,7 @@ class WorkerState:
         running = self.running.pop(action.kind.resource, None)
         assert running == number, f"finished {action}, which was not running"
         self._done[number] = 1
-        self._left -= 1
+        self.left -= 1
         self._satisfy(self.part.waiting.get(action, ()))
         for follower, waiting in self._followers:
             if action in waiting:
@@ -112,19 +117,26 @@ class WorkerState:
     @property
     def complete(self) -> bool:
         """True when everything is finished."""
-        return not self._left
+        return not self.left
 
     def blocked(self) -> tuple[Action, list[Pulled]] | None:
         """Return the first action that waits for other workers, and for what: the roll-call on a stall."""
-        for number, entry in enumerate(self.part.entries):
-            if not self._done[number]:
+        done, entries = self._done, self.part.entries
+        first = done.find(0, self._first_left)
+        if first < 0:
+            return None
+        self._first_left = first
+        for number in range(first, len(entries)):
+            if not done[number]:
+                entry = entries[number]
                 missing = [need for need in entry.pulled if need.action not in self._arrived]
                 if missing:
                     return entry.action, missing
         return None
 
     def _satisfy(self, numbers: list[int] | tuple[()]) -> None:
+        missing = self._missing
         for number in numbers:
-            self._missing[number] -= 1
-            if not self._missing[number]:
-                heapq.heappush(self._ready[self.part.entries[number].action.kind.resource], number)
+            missing[number] -= 1
+            if not missing[number]:
+                heapq.heappush(self._ready[self.part.resources[number]], number)

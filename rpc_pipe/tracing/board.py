@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -298,7 +299,7 @@ def unpack_live(data: bytes, at: int) -> tuple[Live, int]:
 def pack_record(record: StepRecord) -> bytes:
     """Encode a step of a worker; `unpack_record` reads it."""
     words: list[int] = []
-    for action, start_ns, end_ns in ((r.action, r.start_ns, r.end_ns) for r in record.actions):
+    for action, start_ns, end_ns in record.actions:
         words += (_code(action), start_ns, end_ns)
     for arrived in record.arrivals:
         words += (_code(arrived.action), arrived.peer, arrived.num_bytes, arrived.at_ns)
@@ -342,6 +343,7 @@ def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
     )
 
 
+@lru_cache(maxsize=2**14)
 def _code(action: Action) -> int:
     stage, kind, microbatch = action
     return ord(kind.letter) << 48 | stage << 32 | microbatch

@@ -8,7 +8,8 @@ gradients would have other bits. And casts that were made without gradients must
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from torch.autograd.function import BackwardCFunction
 from .randomness import computing
 from .split_backward import children_first
 
-_DEVICES = ("cpu", "cuda")
+#: by whether autocast is on for a CPU and for a GPU
+_ENABLED = {(False, False): (), (True, False): ("cpu",), (False, True): ("cuda",), (True, True): ("cpu", "cuda")}
 
 
-def enabled() -> list[str]:
+def enabled() -> tuple[str, ...]:
     """Return the devices for which autocast is on in this thread."""
-    return [kind for kind in _DEVICES if torch.is_autocast_enabled(kind)]
+    return _ENABLED[torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
 
 
 def forget_casts() -> None:
@@ -45,15 +47,15 @@ def casting(kinds: Iterable[tuple[str, torch.dtype]], *, cached: bool) -> Iterat
                 stack.close()
 
 
-def without() -> AbstractContextManager[None]:
-    """Return a context in which nothing is cast, as behind the caller's `autocast`."""
+def without() -> AbstractContextManager[Any]:
+    """Return a context in which this thread alone computes and nothing is cast, as behind the caller's `autocast`."""
     kinds = enabled()
-    return _without(kinds) if kinds else nullcontext()
+    return _without(kinds) if kinds else computing
 
 
 @contextmanager
 def _without(kinds: Iterable[str]) -> Iterator[None]:
-    with ExitStack() as stack:
+    with computing, ExitStack() as stack:
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
@@ -73,8 +75,8 @@ class Casts:
             nodes = children_first(root.grad_fn for root in roots if root.grad_fn is not None)
             self._leaves = any(isinstance(node, BackwardCFunction) for node in nodes)
 
-    def backward(self) -> AbstractContextManager[None]:
-        """Return a context in which backward runs."""
+    def backward(self) -> AbstractContextManager[Any]:
+        """Return a context in which backward runs, as `without`."""
         if self._leaves:
             forget_casts()
         return without()

@@ -32,7 +32,7 @@ class Entered(NamedTuple):
     tree: Tree
     #: leaves whose gradients are owed
     owing: list[Tensor]
-    #: (tensor of the payload, what the layers get, version of that)
+    #: (tensor of the payload, what the layers get, version of that; -1: it has none)
     given: list[tuple[Tensor, Tensor, int]]
     #: numbers of those that overlapped in the stage before
     groups: tuple[tuple[int, ...], ...] = ()
@@ -46,14 +46,15 @@ class Entered(NamedTuple):
         Raises:
             RuntimeError: it overlapped with something else, which it does no longer.
         """
-        found = []
-        for number, (tensor, given, version) in enumerate(self.given):
-            if not given.is_inference() and given._version != version:
-                found.append(number)
-                if given.requires_grad and given.data_ptr() == tensor.data_ptr():
-                    increment_version(tensor)  # without a gradient, the two have one version
+        found = [n for n, (_, given, version) in enumerate(self.given) if version >= 0 and given._version != version]
+        if not found:
+            return False
+        for number in found:
+            tensor, given, _ = self.given[number]
+            if given.requires_grad and given.data_ptr() == tensor.data_ptr():
+                increment_version(tensor)  # without a gradient, the two have one version
         refuse(self.groups, found)
-        return bool(found)
+        return True
 
 
 class Owed:
@@ -112,7 +113,7 @@ def enter(payload: Payload, *, copied: bool = False) -> Entered:
             # A copy would not have the strides of what repeats elements or leaves some out, and so sums other orders.
             alike = leaf.layout is not torch.strided or (leaf.nbytes <= _SMALL_BYTES and is_dense(leaf))
             free = leaf.clone() if alike else torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
-        given.append((tensor, free, 0 if free.is_inference() else free._version))
+        given.append((tensor, free, -1 if free.is_inference() else free._version))
         return free
 
     tree = unpack(payload, take)

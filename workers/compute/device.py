@@ -181,7 +181,7 @@ class Cuda:
         return torch.cuda.max_memory_allocated(self.device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entered(Payload):
     """A payload whose copies to the device have been issued; `event` is when they are there."""
 

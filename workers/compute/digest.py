@@ -56,7 +56,7 @@ def digest(tensors: Iterable[Tensor]) -> int:
     value = 0
     for tensor in tensors:
         if _is_here(tensor):
-            value = _digest(tensor.detach(), value)
+            value = _digest(tensor, value)
     return value
 
 
@@ -72,7 +72,7 @@ def _name(dtype: torch.dtype) -> str:
 def _digest(tensor: Tensor, before: int) -> int:
     if tensor.nbytes > _FULL_BYTES:
         try:
-            tensor = tensor.take(_places(tensor.numel()))
+            tensor = tensor.detach().take(_places(tensor.numel()))
         except NotImplementedError:  # some small types cannot be indexed
             tensor = tensor.flatten()[:_SAMPLES]
     tensor = tensor.contiguous()

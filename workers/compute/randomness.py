@@ -30,11 +30,6 @@ _INITIAL, _FORWARD, _BACKWARD, _BACKWARD_WEIGHTS, _UPDATE = range(5)
 _packers = [struct.Struct(f"<{length}q").pack for length in range(8)]
 
 
-def _seed_from(*key: int) -> int:
-    digest = hashlib.blake2b(_packers[len(key)](*key), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1  # generators take 63 bits
-
-
 class Randomness:
     """The random numbers of a run with one seed. A stage is known by its first layer."""
 
@@ -56,7 +51,10 @@ class Randomness:
         Args:
             operation: number of an operation before the layer and outside of all layers; 0: the layer itself.
         """
-        self._seed(_FORWARD, step, microbatch, layer, *([operation] if operation else ()))
+        if operation:
+            self._seed(_FORWARD, step, microbatch, layer, operation)
+        else:
+            self._seed(_FORWARD, step, microbatch, layer)
 
     def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
         """Let what is drawn next be for a stage's backward; `weights`: for that of the weights alone."""
@@ -77,7 +75,8 @@ class Randomness:
             yield
 
     def _seed(self, *key: int) -> int:
-        seed = _seed_from(self.seed, *key)
+        digest = hashlib.blake2b(_packers[1 + len(key)](self.seed, *key), digest_size=8).digest()
+        seed = int.from_bytes(digest, "little") >> 1  # generators take 63 bits
         for generator in self._generators:
             generator.manual_seed(seed)
         return seed

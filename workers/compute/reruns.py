@@ -39,7 +39,7 @@ class Reruns:
     def backward(
         self, casts: Casts, roots: Sequence[Tensor], *, of_inputs: bool = False
     ) -> AbstractContextManager[Any]:
-        """Return a context in which a backward runs.
+        """Return a context in which a backward runs, on this thread alone.
 
         Args:
             roots: what it starts from, unless it is that of the weights alone.

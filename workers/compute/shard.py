@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
@@ -14,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..transport.payload import Payload, Tree, pack, tensors_of, unpack
+from ..transport.payload import Payload, Tree, pack, tensors_of
 from .autocast import Casts
 from .batch_norm import commit, forget
-from .borders import Owed, copies_batch, enter, leaving, starts, tell_written
+from .borders import Entered, Owed, copies_batch, enter, leaving, starts, tell_written
 from .engine import run_backward
 from .randomness import Randomness
 from .recomputation import Noted, Recomputation
@@ -74,9 +73,10 @@ class Shard:
         self._randomness = randomness
         #: modules' own modes while all are in evaluation mode
         self._modes: dict[nn.Module, bool] = {}
-        #: whether layers (None) or the loss function write the batch in place, by whether gradients are wanted; missing
-        #: until it has been seen
-        self._writes_batch: dict[tuple[bool, LossFn | None], bool] = {}
+        #: whether layers, and the loss function, write the batch in place, by whether gradients are wanted; None until
+        #: it has been seen
+        self._layers_write: dict[bool, bool | None] = {True: None, False: None}
+        self._loss_writes = self._layers_write.copy()
         self._own_loss_fn = loss_fn
         self._kept: dict[int, _Kept] = {}
         self._owed = Owed()
@@ -210,31 +210,34 @@ class Shard:
         Args:
             again: whether the same will be run once more, from the same inputs.
         """
-        backward, randomness = torch.is_grad_enabled(), self._randomness
-        mine, theirs = (backward, None), (backward, self.loss_fn)
-        writes = self._writes_batch
-        copied = again or (self.stage == 0 and copies_batch(inputs, writes.get(mine)))
-        tree, owing, *_ = entered = enter(inputs, copied=copied)
-        given = None if target is None else pack(target)
-        wanted = None if given is None else enter(given, copied=again or copies_batch(given, writes.get(theirs)))
-        known = self._written.begin() if backward else {}
+        backward = torch.is_grad_enabled()
+        mine = self._layers_write[backward]
+        copied = again or (self.stage == 0 and copies_batch(inputs, mine))
+        entered = enter(inputs, copied=copied)
+        wanted = None
+        if target is not None:
+            given = pack(target)
+            theirs = self._loss_writes[backward] if self.loss_fn is self._own_loss_fn else None
+            wanted = enter(given, copied=again or copies_batch(given, theirs))
+        known = self._written.begin() if backward and not self._written.nothing else {}
         saved = Saved({} if again else known) if backward and (split or (known and not again)) else None
-        times = None if self.layer_times else self.layer_times
-        saving = saved.hooks(unseen=self.slice.takes_fields) if saved is not None else nullcontext()
-        with randomness.lock, saving:
-            tree = self.slice.forward(tree, fields, partial(randomness.seed_forward, step, microbatch), times)
-            if share is not None:
-                assert self.loss_fn is not None
-                tree = self._weigh(microbatch, self.loss_fn(tree, None if wanted is None else wanted.tree), share)
-        hidden = self._written.end(again)
+        compute = partial(self._compute, step, microbatch, entered, fields, wanted, share)
+        if saved is None:
+            with self._randomness.lock:
+                tree = compute()
+        else:
+            with self._randomness.lock, saved.hooks(unseen=self.slice.takes_fields):
+                tree = compute()
+        hidden = {} if self._written.nothing else self._written.end(again)
         written = entered.written()
         if self.stage == 0:
             if written and not copied:
                 tell_written(self.slice.first, microbatch)
-            writes[mine] = written or writes.get(mine, False)
+            self._layers_write[backward] = written or bool(mine)
         if wanted is not None and self.loss_fn is self._own_loss_fn:  # of a metric it is never known
-            writes[theirs] = wanted.written() or writes.get(theirs, False)
+            self._loss_writes[backward] = wanted.written() or bool(theirs)
         if backward:
+            owing = entered.owing
             if not split:
                 self._owed.watch(owing)
             roots = [tensor for tensor in dict.fromkeys(tensors_of(tree)) if tensor.requires_grad]
@@ -245,6 +248,17 @@ class Shard:
                 keep_saved(roots, hidden.values())
             self._kept[microbatch] = _Kept(step, owing, roots, saved)
         return tree
+
+    def _compute(
+        self, step: int, microbatch: int, entered: Entered, fields: Tree, wanted: Entered | None, share: float | None
+    ) -> Tree:
+        times = None if self.layer_times else self.layer_times
+        seed = partial(self._randomness.seed_forward, step, microbatch)
+        tree = self.slice.forward(entered.tree, fields, seed, times)
+        if share is None:
+            return tree
+        assert self.loss_fn is not None
+        return self._weigh(microbatch, self.loss_fn(tree, None if wanted is None else wanted.tree), share)
 
     def _staying(self, inputs: Payload) -> Iterable[Tensor]:
         """Yield what lives on when an output has left: the shard's tensors, and the user's batch."""
@@ -281,7 +295,7 @@ class Shard:
         roots, begun = starts(roots, grads)
         self._owed.expect(owing)
         if roots:
-            with self._randomness.lock, self._reruns.backward(self._casts, roots):
+            with self._reruns.backward(self._casts, roots):
                 self._randomness.seed_backward(step, microbatch, self.slice.first)
                 run_backward(roots, begun)
         return pack(self._owed.taken(owing))
@@ -291,7 +305,7 @@ class Shard:
         step, owing, roots, saved = self._kept.pop(microbatch)
         roots, begun = starts(roots, grads)
         assert saved is not None
-        with self._randomness.lock, self._reruns.backward(self._casts, roots, of_inputs=True):
+        with self._reruns.backward(self._casts, roots, of_inputs=True):
             self._randomness.seed_backward(step, microbatch, self.slice.first)
             found, deferred = backward_inputs(roots, begun, owing, saved)
         self._deferred[microbatch] = step, deferred
@@ -300,7 +314,7 @@ class Shard:
     def backward_weights(self, microbatch: int) -> None:
         """Add to the weights' gradients what `backward_inputs` left."""
         step, deferred = self._deferred.pop(microbatch)
-        with self._randomness.lock, self._reruns.backward(self._casts, ()):
+        with self._reruns.backward(self._casts, ()):
             self._randomness.seed_backward(step, microbatch, self.slice.first, weights=True)
             deferred.run()
 
@@ -312,19 +326,6 @@ class Shard:
         """
         named = self.updating.parameters.items()
         return pack({name: p.grad for name, p in named if not shared or name in self.slice.shared})
-
-    def sum_gradients(self, parts: Sequence[Payload]) -> None:
-        """Replace gradients by the sums of all that the parts have for them, in the order given."""
-        found: dict[str, list[Tensor]] = {}
-        for part in parts:
-            for name, grad in unpack(part).items():
-                found.setdefault(name, []).extend([] if grad is None else [grad])
-        for name, parameter in self.updating.parameters.items():
-            if name in found:
-                total: Tensor | None = None
-                for grad in found[name]:
-                    total = grad.clone() if total is None else total.add_(grad)  # others read the parts
-                parameter.grad = total
 
     def saved(self, microbatch: int) -> Saved:
         """Return what the forward of a microbatch has saved, where actions between it and backward may touch that."""
@@ -339,13 +340,6 @@ class Shard:
         self.recomputation.forget()
         forget(self.slice.own)
         self.updating.restore()
-
-    def divide(self, divisor: float) -> None:
-        """Divide the summed gradients by the step's weight."""
-        if divisor != 1:
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.div_(divisor)
 
     def gradient_norms(self) -> Mapping[int, Tensor]:
         """Return the norm of each gradient by the parameter's rank, on the device.

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...dependency import ConfigError
+from ..transport.payload import Payload, unpack
 from . import autocast
 from .average import Average
 from .loss_scale import LossScale
@@ -86,6 +87,26 @@ class Updating:
         grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         return self.scale.unscale(grads, self._randomness.device)
 
+    def sum_gradients(self, parts: Sequence[Payload]) -> None:
+        """Replace gradients by the sums of all that the parts have for them, in the order given."""
+        found: dict[str, list[Tensor]] = {}
+        for part in parts:
+            for name, grad in unpack(part).items():
+                found.setdefault(name, []).extend([] if grad is None else [grad])
+        for name, parameter in self.parameters.items():
+            if name in found:
+                total: Tensor | None = None
+                for grad in found[name]:
+                    total = grad.clone() if total is None else total.add_(grad)  # others read the parts
+                parameter.grad = total
+
+    def divide(self, divisor: float) -> None:
+        """Divide the summed gradients by the step's weight."""
+        if divisor != 1:
+            for parameter in self.parameters.values():
+                if parameter.grad is not None:
+                    parameter.grad.div_(divisor)
+
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""
         self.held = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
@@ -107,7 +128,7 @@ class Updating:
         if self.optimizer is None:
             return
         if finite:
-            with self._randomness.lock, autocast.without():
+            with autocast.without():
                 self._randomness.seed_update(self.count, self._first)
                 self.optimizer.step()
             if self.lr_scheduler is not None:

@@ -38,6 +38,8 @@ class Written:
         self._before: list[tuple[nn.Module, str, Tensor, _Address, Tensor]] = []
         #: parameters that forwards write; None until it is known
         self.weights: list[nn.Parameter] | None = None
+        #: whether forwards write nothing, so that nothing has to be done for them
+        self.nothing = False
         self._weights_before: list[tuple[nn.Parameter, _Address, Tensor]] | None = None
         self._in_full = True
 
@@ -84,6 +86,7 @@ class Written:
             return found
         changed = [(p, at) for p, at, before in self._weights_before if not torch.equal(self._part(p), before)]
         self.weights, self._weights_before = [weight for weight, _ in changed], None
+        self.nothing = not (self.weights or self._modules)
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
             raise RuntimeError(

@@ -40,7 +40,7 @@ class Sparse(NamedTuple):
     is_coalesced: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Payload:
     """A tree taken apart for the road."""
 
@@ -153,7 +153,10 @@ def _tensors_in(tree: Tree) -> Iterator[Tensor]:
         yield tree
     elif isinstance(tree, (tuple, list)):
         for child in tree:
-            yield from _tensors_in(child)
+            if isinstance(child, Tensor):
+                yield child
+            else:
+                yield from _tensors_in(child)
     elif isinstance(tree, dict):
         for child in tree.values():
             yield from _tensors_in(child)

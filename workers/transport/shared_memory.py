@@ -221,8 +221,8 @@ class _Writer:
         """
         run, name = key[0], key[1].encode()
         form, tensors = (b"", ()) if answer is None else describe(key[1], answer)
-        sizes = [tensor.nbytes for tensor in tensors]
-        contents = sum([_aligned(nbytes) for nbytes in sizes])
+        rooms = [_aligned(tensor.nbytes) for tensor in tensors]
+        contents = sum(rooms)
         if contents > self._ring.size // _ROOM:
             return False
         described = _HEAD.size + len(name) + len(form)
@@ -236,9 +236,9 @@ class _Writer:
             _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, len(name), len(form))
             data[at + _HEAD.size : at + described] = name + form
             to = self._ring.address + at + begin
-            for tensor, nbytes in zip(tensors, sizes, strict=True):
-                copy_memory(to, tensor.data_ptr(), nbytes)
-                to += _aligned(nbytes)
+            for tensor, room in zip(tensors, rooms, strict=True):
+                copy_memory(to, tensor.data_ptr(), tensor.nbytes)
+                to += room
             self._ring.written(size)
         self._notifier.notify()
         return True
