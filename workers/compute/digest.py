@@ -46,7 +46,7 @@ def describe(tree: Tree, call: int = 0) -> str:
 
 def shapes_of(tensors: Sequence[Tensor]) -> tuple[str, int]:
     """Return how to call a batch of these tensors, and a digest of their shapes."""
-    shapes = array("q", [size for tensor in tensors for size in (tensor.itemsize, tensor.dim(), *tensor.shape)])
+    shapes = array("q", [size for tensor in tensors for size in (tensor.itemsize, *tensor.shape, -1)])
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     return f"{_name(tensors[0].dtype)}{list(tensors[0].shape)}{more}", zlib.crc32(shapes)
 
