@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from ..dependency import Spec, local_order, microbatches_of, takes_steps, update_of
 from ..model.microbatches import update_shares
 from ..workers.compute.randomness import Randomness, python_too
-from ..workers.compute.stash import holding, places_of
+from ..workers.compute.stash import Holding, places_of
 from ..workers.transport.payload import split_rows
 
 Batch = tuple[Tensor, Tensor]
@@ -137,7 +137,7 @@ class Replay:
                 for t, (_, p) in zip(stage.versions[version], stage.named, strict=True)
             ]
             self._used.append(leaves)
-            with self._randomness.lock, holding(stage.places, leaves, [parameter for _, parameter in stage.named]):
+            with Holding(stage.places, leaves, [parameter for _, parameter in stage.named]):
                 for layer, module in stage.layers:
                     python_too(partial(self._randomness.seed_forward, self._num_steps, m))(layer, 0)
                     x = module(x)
@@ -147,7 +147,7 @@ class Replay:
         stages = self.replicas[spec.route(m)]
         with ExitStack() as stack:  # a checkpoint computes again
             for stage, used in zip(stages, self._used, strict=True):
-                stack.enter_context(holding(stage.places, used, [parameter for _, parameter in stage.named]))
+                stack.enter_context(Holding(stage.places, used, [parameter for _, parameter in stage.named]))
             loss.backward()
         ready = []
         for number, stage in enumerate(stages):

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError, Spec, microbatches_on, takes_steps, update_of
 from ..transport.payload import Payload
+from .randomness import computing
 from .shard import Shard
 
 #: where a module has a parameter: the container, the key there, the parameter's number
 Place = tuple[Any, Any, int]
+Weights = TypeVar("Weights", bound=Sequence[Tensor])
 
 
 def places_of(modules: Iterable[nn.Module], number: Mapping[nn.Parameter, int]) -> list[Place]:
@@ -33,16 +35,24 @@ def places_of(modules: Iterable[nn.Module], number: Mapping[nn.Parameter, int]) 
     return [(container, key, number[p]) for container, key, p in found if p is not None and p in number]
 
 
-@contextmanager
-def holding(places: Iterable[Place], weights: Sequence[Tensor], own: Sequence[Tensor]) -> Iterator[None]:
-    """Return a context in which modules have other weights than their own, by their numbers."""
-    for container, key, number in places:
-        container[key] = weights[number]
-    try:
-        yield
-    finally:
-        for container, key, number in places:
-            container[key] = own[number]
+class Holding(Generic[Weights]):
+    """A context, on this thread alone, in which modules have other weights than their own, by their numbers."""
+
+    def __init__(self, places: Iterable[Place], weights: Weights, own: Sequence[Tensor]) -> None:
+        self._places, self._weights, self._own = places, weights, own
+
+    def __enter__(self) -> Weights:
+        computing.acquire()  # modules may be other threads' too
+        self._put(self._weights)
+        return self._weights
+
+    def __exit__(self, *error: object) -> None:
+        self._put(self._own)
+        computing.release()
+
+    def _put(self, weights: Sequence[Tensor]) -> None:
+        for container, key, number in self._places:
+            container[key] = weights[number]
 
 
 class StashingShard(Shard):
@@ -120,7 +130,7 @@ class StashingShard(Shard):
             scale: with a share, the microbatch's share of the rows of the update that takes its gradients.
         """
         if not torch.is_grad_enabled():
-            with nullcontext() if self.reference is None else self._holding(self.reference):
+            with nullcontext() if self.reference is None else Holding(self._places, self.reference, self._trained):
                 return super().forward(step, microbatch, inputs, **settings)
         if scale is not None:
             self._scales[microbatch] = scale
@@ -225,18 +235,10 @@ class StashingShard(Shard):
         for held in (self._leaves, self._left, self._gradients, self._scales):
             held.clear()
 
-    @contextmanager
-    def _using(self, microbatch: int) -> Iterator[list[nn.Parameter]]:
+    def _using(self, microbatch: int) -> Holding[list[nn.Parameter]]:
         """Return a context in which the modules hold the version that a microbatch uses."""
         leaves = self._leaves_of(self._spec.version(self.stage, microbatch))
-        with self._holding(leaves):
-            yield leaves
-
-    @contextmanager
-    def _holding(self, weights: Sequence[Tensor]) -> Iterator[None]:
-        """Return a context in which the modules hold other weights than the newest."""
-        with self._randomness.lock, holding(self._places, weights, self._trained):  # modules may be other threads' too
-            yield
+        return Holding(self._places, leaves, self._trained)
 
     @contextmanager
     def _accumulating(self, microbatch: int) -> Iterator[None]:
