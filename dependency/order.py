@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from operator import itemgetter
 
@@ -52,6 +52,12 @@ def local_order(spec: Spec, worker: int, asked: Asked = NOTHING) -> Iterator[Act
     return _with_end(spec, worker, order, asked) if spec.synchronous else _with_told(spec, worker, order, asked)
 
 
+@lru_cache(maxsize=16)
+def routes(spec: Spec) -> Callable[[int], int]:
+    """Return what gives the route of a microbatch, remembered: every worker asks it of most of them."""
+    return lru_cache(maxsize=2**13)(spec.route)
+
+
 #: a global pass, of which each worker in this process wants a part
 _unrolled = lru_cache(maxsize=4)(unroll)
 
@@ -81,15 +87,16 @@ def _slotted(spec: Spec, actions: Iterator[Action]) -> Iterator[tuple[int, Actio
 def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
     """Return, for each shard and kind on `worker`, its actions by ascending microbatch."""
     uniform, replicated = is_uniform(spec), spec.num_routes > 1
+    route_of = routes(spec)
 
     def stream(kind: Kind, stage: int, route: int) -> Iterator[Action]:
         for m in range(spec.total_microbatches):
-            if not replicated or spec.route(m) == route:
+            if not replicated or route_of(m) == route:
                 yield Action(stage, kind, m)
 
     def mixed(stage: int, route: int) -> Iterator[Action]:
         for m in range(spec.total_microbatches):
-            if not replicated or spec.route(m) == route:
+            if not replicated or route_of(m) == route:
                 yield from spec.actions(stage, m)
 
     hosted = spec.hosted(worker)
@@ -110,14 +117,15 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) ->
     """
     replicated, tree = spec.num_routes > 1, end_tree(spec)
     told = asked.weight or (asked.norms and not asked.validated)
-    microbatches = Counter(map(spec.route, range(spec.num_microbatches)) if replicated else {0: spec.num_microbatches})
+    route_of = routes(spec)
+    microbatches = Counter(map(route_of, range(spec.num_microbatches)) if replicated else {0: spec.num_microbatches})
     left = {shard: microbatches[shard[1]] for shard in spec.hosted(worker)}
     ended = [shard for shard, count in left.items() if count == 0]
     yield from (G(*shard) for shard in ended)  # a route without microbatches
     for action in order:
         yield action
         if action.kind.accumulates:
-            shard = action.stage, spec.route(action.index) if replicated else 0
+            shard = action.stage, route_of(action.index) if replicated else 0
             left[shard] = left.get(shard, 0) - 1
             if left[shard] == 0:
                 exchanges = bool(tree.exchanged(shard[0], asked))

@@ -9,6 +9,7 @@ from .ending import end_tree
 from .entry import Entry, Pulled
 from .errors import ScheduleError
 from .kinds import D, U, V
+from .order import routes
 from .spec import Spec
 from .versions import Reach, reaches
 
@@ -92,7 +93,7 @@ class Part:
 
     def _place(self, action: Action) -> tuple[int, Kind, int]:
         stage, kind, index = action
-        return stage, kind, self.spec.route(index) if kind.per_microbatch else index % self.spec.num_routes
+        return stage, kind, routes(self.spec)(index) if kind.per_microbatch else index % self.spec.num_routes
 
     def _inherit(self) -> None:
         """Let forwards wait for their stage's update, and updates for the end of the step before.
@@ -102,11 +103,11 @@ class Part:
         """
         spec = self.spec
         told = D(*end_tree(spec).own.get(self.worker, (-1, -1)))
-        replicated = spec.num_routes > 1
+        replicated, route_of = spec.num_routes > 1, routes(spec)
         for number, entry in enumerate(self.entries):
             stage, kind, index = entry.action
             if kind.way == 1:
-                before = U(stage, spec.route(index) if replicated else 0)
+                before = U(stage, route_of(index) if replicated else 0)
                 if before in self.number:  # an evaluation has no updates
                     self.inherited[0].setdefault(before, []).append(number)
             elif kind is U:

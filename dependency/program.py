@@ -8,7 +8,6 @@ actions, so it is asked of the spec once for each stage and kind.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from functools import cache
 from typing import NamedTuple
 
 from .action import Action, Kind
@@ -17,7 +16,7 @@ from .entry import Entry, Pulled
 from .errors import ScheduleError
 from .kinds import C, D, F, U
 from .memory import peaks_in_order
-from .order import has_program, has_slot, is_uniform, local_order
+from .order import has_program, has_slot, is_uniform, local_order, routes
 from .spec import Spec
 from .versions import before_forward, update_of
 
@@ -85,7 +84,7 @@ class _Flow:
         self._worker = worker
         self._asked = asked
         self._uniform = is_uniform(spec)
-        self._route = cache(spec.route) if spec.num_routes > 1 else None
+        self._route = routes(spec) if spec.num_routes > 1 else None
         self._patterns: dict[tuple[object, ...], _Pattern] = {}
         self._kinds: dict[tuple[int, int], tuple[Kind, ...]] = {}
 
@@ -184,7 +183,7 @@ class _OrderEdges:
         self._worker = worker
         self._asked = asked
         self._chained = chained
-        self._route = cache(spec.route) if spec.num_routes > 1 else None
+        self._route = routes(spec) if spec.num_routes > 1 else None
         self._limit = order_limit(spec, worker) if limited else None
         self._num_forwards = 0
         self._releases: list[Action] = []  # only if there is a limit
