@@ -1,11 +1,13 @@
 """Random faults, one after the other: whether the first cause is named, how soon, and whether anything is left.
 
-    python bench/faults.py [--count 10] [--seed 0] [--transport zmq] [--only "kill in loss"] [--exec]
+    python bench/faults.py [--count 10] [--seed 0] [--transport zmq] [--only "kill in loss"] [--exec | --torchrun]
 
-Each fault hits a training of three workers: something in a worker's own code, wherever that is called, or a signal from
-outside. It counts as right if the block on the console names the worker and what happened, the exit code is not 0, and
-no process and no file is left in TMPDIR and in the folder of runs. Launcher and workers are forks of a process that has
-imported torch; with --exec, and where a signal comes early, each is started as usual.
+Each fault hits a training of three workers: something in a worker's own code, wherever that is called, a signal from
+outside, or what is around the launcher. It counts as right if the block on the console names the worker and what
+happened, the exit code is not 0, and no process and no file is left in TMPDIR and in the folder of runs; what must be
+survived, if training goes on to its end. Launcher and workers are forks of a process that has imported torch; with
+--exec, and where a signal comes early, each is started as usual. With --torchrun that starts the workers, and in one
+kind two agents do, of which one is killed with all its workers, as a node that dies.
 """
 
 from __future__ import annotations
@@ -16,95 +18,36 @@ import random
 import re
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections import deque
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import psutil
 
+from bench import fault_kinds
+from bench.fault_kinds import AROUND, FROM_OUTSIDE, NODE, STRANGERS, TO_LAUNCHER
 from bench.forked import Forked, prepare
 from rpc_pipe.tracing import run_folders
 
 _ROOT = Path(__file__).parents[1]
-_STALL_S, _MOST_S, _START_S = 6, 10.0, 15.0
-#: by place of the user's code, what a worker is said to do there
-_DOING = {
-    "forward": r"running @F\d", "backward": r"running @B\d", "loss": r"running @F\d", "metric": r"running @F\d",
-    "optimizer": r"running @U0", "scheduler": r"running @U0", "script": "", "data": "", "build": "starting up",
-    "start-up": "starting up",
-}  # fmt: skip
-_OUTSIDE = ("script", "data", "build", "start-up")  # of the pipeline's own calls
-_ALL = tuple(_DOING)
-#: by fault, where it happens, and what the block must say; @: the worker, DOING: as above, FAILED: that it raised there
-_FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
-    "exception": (_ALL, "FAILED.*ArithmeticError"),
-    "KeyboardInterrupt": (("forward", "backward", "optimizer", *_OUTSIDE), "FAILED.*KeyboardInterrupt"),
-    "StopIteration": (("forward", "loss", "optimizer", "metric"), "FAILED.*StopIteration"),
-    "recursion": (("forward", "loss"), "FAILED.*RecursionError"),
-    "out of memory": (("forward", "optimizer"), "FAILED.*RuntimeError.*(memory|size)"),
-    "MemoryError": (("forward", "script"), "FAILED.*MemoryError"),
-    "no descriptors": (("forward", "script"), "FAILED.*OSError.*Too many open files"),
-    "disk full": (("forward", "script"), "FAILED.*OSError.*File too large"),
-    "sys.exit": (("forward", "backward", "optimizer", *_OUTSIDE), "FAILED.*SystemExit"),
-    "os._exit": (("forward", "backward", "optimizer", "script", "data", "build"), "exit code 0 while DOING"),
-    "nan": (("forward",), "the loss is nan"),
-    "hang": (("forward", "backward", "loss", "optimizer", *_OUTSIDE), "HANGS"),
-    "stop": (("forward", "script"), "worker @ was stopped by a signal"),
-    "segfault": (("forward", "backward"), r"worker @ was killed by signal 11 \(SIGSEGV\) while DOING"),
-    "abort": (("forward",), r"worker @ was killed by signal 6 \(SIGABRT\) while DOING"),
-    "kill": (
-        ("forward", "backward", "optimizer", *_OUTSIDE),
-        r"worker @ was killed by signal 9 \(SIGKILL\) while DOING",
-    ),
-    "forked, killed": (("forward",), r"worker @ was killed by signal 9 \(SIGKILL\) while DOING"),
-    "closed descriptors": (("forward",), r"worker @ (was killed|ended|failed)|lost worker @"),
-    "exit": (("start-up",), "worker @ has ended without a Pipeline"),
-}
-_FROM_OUTSIDE = {"killed from outside": signal.SIGKILL, "terminated from outside": signal.SIGTERM}
-_TO_LAUNCHER = {
-    "launcher killed": signal.SIGKILL,
-    "worker stopped, launcher killed": signal.SIGKILL,
-    "launcher interrupted": signal.SIGINT,
-    "launcher interrupted twice": signal.SIGINT,
-    "launcher terminated": signal.SIGTERM,
-    "launcher hung up": signal.SIGHUP,
-    "launcher interrupted early": signal.SIGINT,
-    "launcher terminated early": signal.SIGTERM,
-}
-#: where a fault happens after a few calls, not after many
-_RARE = ("optimizer", "scheduler", "script", "data")
-
-
-def kinds() -> list[str]:
-    """Return the names of all kinds of faults."""
-    own = [f"{fault} in {place}" for fault, (places, _) in _FAULTS.items() for place in places]
-    return [*own, *_FROM_OUTSIDE, *_TO_LAUNCHER]
-
-
-def said_of(what: str) -> str:
-    """Return what must be said of a kind of fault, as a regular expression."""
-    if what in _FROM_OUTSIDE:
-        name = _FROM_OUTSIDE[what]
-        return rf"worker @ was killed by signal {name.value} \({name.name}\) while "
-    if what in _TO_LAUNCHER:
-        return "stopping after this step" if what.split()[-1] in ("interrupted", "terminated", "up") else ""
-    fault, _, place = what.partition(" in ")
-    doing = _DOING[place]
-    failed = rf"worker @ failed \({doing}, step \d+\): " if place not in _OUTSIDE else "worker @ failed"
-    hangs = f"worker @ hangs: {doing}"
-    if place in ("build", "start-up"):
-        hangs = "worker @ (has not begun|has made no [Pp]ipeline)"
-    text = _FAULTS[fault][1].replace("FAILED", failed).replace("HANGS", hangs)
-    return text.replace("DOING", doing)
+_STALL_S, _MOST_S, _START_S, _STOP_S = 6, 10.0, 15.0, 3.0
+#: torchrun gives the other workers so long to end when one has
+_TORCHRUN_S = 30.0
+_WORKERS = 3
+#: a worker that prints for ever fills no memory of ours
+_MOST_LINES = 2000
+_IN_FULL_MEMORY = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=16k tmpfs /dev/shm && exec "$@"', "sh"]
 
 
 class Outcome(NamedTuple):
@@ -114,85 +57,205 @@ class Outcome(NamedTuple):
     seconds: float
 
 
-def _draw_call(place: str, draw: random.Random) -> int:
-    if place in ("build", "start-up"):
-        return 1
-    return draw.randrange(2, 9) if place in _RARE else draw.randrange(5, 40)
+class Trial:
+    """A training in which a fault happens.
 
+    Args:
+        how: `fork`, `exec` or `torchrun`: how processes are started.
+    """
 
-def inflict(what: str, draw: random.Random, transport: str, *, anew: bool = False) -> Outcome:
-    """Train, let a fault happen, and judge what is said and left; `anew`: not in forks."""
-    fault, _, place = what.partition(" in ")
-    rank = 2 if place in ("loss", "metric") else draw.randrange(3)  # who has the last stage
-    temporary = Path(tempfile.mkdtemp())  # no TemporaryDirectory: what a fork inherits would remove it at its end
-    try:
-        script = str(Path(__file__).with_name("faulty.py"))
-        command = [sys.executable, "-m", "rpc_pipe", "run", script, "--workers", "3", "--transport", transport]
-        command += ["--", fault, place, str(rank), str(_draw_call(place, draw)), str(_STALL_S)]
+    def __init__(self, what: str, draw: random.Random, transport: str, how: str) -> None:
+        self._what, self._draw, self._transport, self._how = what, draw, transport, how
+        self._kind = fault_kinds.kind_of(what)
+        last = self._kind.place in ("loss", "metric")  # who has the last stage
+        self._rank = _WORKERS - 1 if last else draw.randrange(_WORKERS)
+        self._lines: deque[str] = deque(maxlen=_MOST_LINES)
+        #: this trial's own, with their children
+        self._launchers: list[subprocess.Popen[str] | Forked] = []
+        self._workers: list[psutil.Process] = []
+        self._last = time.monotonic()
+        self._done = False
+        self._port = _free_port()
+
+    def run(self) -> Outcome:
+        """Train, let the fault happen, and judge what is said and left."""
+        # No TemporaryDirectory: what a fork inherits would remove it at its end.
+        temporary = Path(tempfile.mkdtemp())
+        try:
+            self._start(temporary)
+            self._follow()
+            codes = [launcher.wait() for launcher in self._launchers]
+            seconds = time.monotonic() - self._last
+            wrong = self._wrong(codes[0], seconds, temporary) or self._left(temporary)
+            if wrong:
+                print("".join(line[:300] for line in list(self._lines)[-60:]))
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return Outcome(wrong, seconds)
+
+    # --- starting
+
+    def _start(self, temporary: Path) -> None:
+        fault, place = self._kind
+        first, behind = self._kind.first_call
+        script = [str(Path(__file__).with_name("faulty.py"))]
+        options = [fault, place, str(self._rank), str(self._draw.randrange(first, behind)), str(_STALL_S)]
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TMPDIR": str(temporary), "RPC_PIPE_LOGS": "off"}
-        environment["RPC_PIPE_JOIN_TIMEOUT"] = str(_START_S)
-        launcher: subprocess.Popen[str] | Forked
-        if anew or "early" in what:
-            launcher = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=_ROOT
-            )
+        environment |= {"RPC_PIPE_JOIN_TIMEOUT": str(_START_S), "RPC_PIPE_STOP_TIMEOUT": str(_STOP_S)}
+        environment |= {"RPC_PIPE_TRANSPORT": self._transport}
+        if self._how == "torchrun":
+            self._start_torchrun([*script, *options], environment)
+            return
+        command = [sys.executable, "-m", "rpc_pipe", "run", *script, "--workers", str(_WORKERS)]
+        if fault == "full later":
+            command += ["--checkpoint-every", "2", "--checkpoint-folder", str(temporary / "checkpoints")]
+        command += ["--", *options]
+        if "early" in self._what or self._what in AROUND or self._how == "exec":
+            output: IO[str] | int = open("/dev/full", "w") if "full" in self._what else subprocess.PIPE
+            command = [*_IN_FULL_MEMORY, *command] if "memory is" in self._what else command
+            self._launchers.append(_opened(command, environment, subprocess.PIPE if "memory" in self._what else output))
         else:
-            launcher = Forked(command, text=True, env=environment, cwd=_ROOT)
-        lines, workers, seconds = _follow(launcher, what, rank, draw)
-        code = launcher.wait()
-        wrong = _wrong(what, rank, code, "".join(lines))
-        more: float = _STALL_S if fault in ("hang", "stop") else 0
-        more += _START_S if place in ("build", "start-up") or "early" in what else 0
-        more += _START_S if what == "hang in start-up" else 0  # which is how long others wait for it
-        if not wrong and seconds > _MOST_S + more:
-            wrong = f"it took too long (load {os.getloadavg()[0]:.1f})"
-        alive = [worker for worker in psutil.wait_procs(workers, timeout=2)[1] if not _is_zombie(worker)]
-        if not wrong and alive:
-            wrong = f"{len(alive)} processes are left"
-        left = [*temporary.glob("rpc-pipe*"), *run_folders.root().glob(f"run-{launcher.pid}*")]
-        if not wrong and left:
-            wrong = f"files are left: {left}"
-        if wrong:
-            print("".join(lines[-40:]))
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return Outcome(wrong, seconds)
+            self._launchers.append(Forked(command, text=True, env=environment, cwd=_ROOT))
 
+    def _start_torchrun(self, script: list[str], environment: dict[str, str]) -> None:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
+        torchrun += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", str(self._port)]
+        if self._what != NODE:
+            self._launchers.append(_opened([*torchrun, "--nproc-per-node", "3", *script], environment))
+            return
+        environment["RPC_PIPE_INTERFACE"] = "lo"
+        for number, workers in enumerate(("2", "1")):
+            node = [*torchrun, "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", workers]
+            self._launchers.append(_opened([*node, *script], environment))
 
-def _follow(
-    launcher: subprocess.Popen[str] | Forked, what: str, rank: int, draw: random.Random
-) -> tuple[list[str], list[psutil.Process], float]:
-    """Read what the launcher says to its end; return it, the workers, and how long it took since the last step."""
-    assert launcher.stdout is not None
-    lines: list[str] = []
-    workers: list[psutil.Process] = []
-    last = time.monotonic()
-    if "early" in what:
-        last += (after := draw.random() * 4)
-        threading.Timer(after, launcher.send_signal, [_TO_LAUNCHER[what]]).start()
-    for line in launcher.stdout:
-        lines.append(line)
-        if not re.search(r"\| step \d+$", line) or "early" in what:
-            continue
-        last, workers = time.monotonic(), workers or _in_order(psutil.Process(launcher.pid).children())
-        if "step 5" not in line:
-            continue
-        if what in _FROM_OUTSIDE:
-            workers[rank].send_signal(_FROM_OUTSIDE[what])
-        if what in _TO_LAUNCHER:
-            if "stopped" in what:
-                workers[rank].send_signal(signal.SIGSTOP)
-            launcher.send_signal(_TO_LAUNCHER[what])
-            if "twice" in what:
-                time.sleep(draw.random() / 20)
+    # --- what happens
+
+    def _follow(self) -> None:
+        """Read what the launcher says to its end, and do from outside what is to be done."""
+        launcher = self._launchers[0]
+        if "early" in self._what:
+            self._last += (after := self._draw.random() * 4)
+            threading.Timer(after, launcher.send_signal, [TO_LAUNCHER[self._what]]).start()
+        if launcher.stdout is None:  # nobody reads it
+            return
+        for line in launcher.stdout:
+            if "again and again" in line:
+                if self._what.startswith("one prints"):
+                    self._act()
+                continue
+            self._lines.append(line)
+            if re.search(r"^(worker 0 \| )?step \d+$", line) and "early" not in self._what:
+                self._last = time.monotonic()
+                self._workers = self._workers or self._in_order()
+                if line.endswith("step 5\n") and not self._what.startswith("one prints"):
+                    self._act()
+            if self._done and self._what == "nobody reads":
+                launcher.stdout.close()
+                return
+
+    def _act(self) -> None:
+        """Do from outside what is to be done, once."""
+        if self._done:
+            return
+        self._done, launcher = True, self._launchers[0]
+        if self._what in FROM_OUTSIDE:
+            self._workers[self._rank].send_signal(FROM_OUTSIDE[self._what])
+        if self._what in STRANGERS:
+            _disturb(self._workers[self._rank])
+        if self._what == NODE:
+            _kill_all(self._launchers[1].pid)
+        if self._what in TO_LAUNCHER:
+            if "stopped" in self._what:
+                self._workers[self._rank].send_signal(signal.SIGSTOP)
+            launcher.send_signal(TO_LAUNCHER[self._what])
+            if "twice" in self._what:
+                time.sleep(self._draw.random() / 20)
                 with suppress(ProcessLookupError):
-                    launcher.send_signal(_TO_LAUNCHER[what])
-    return lines, workers, time.monotonic() - last
+                    launcher.send_signal(TO_LAUNCHER[self._what])
+
+    def _in_order(self) -> list[psutil.Process]:
+        """Return the workers by rank, which is the order in which they were started."""
+        found = [child for launcher in self._launchers for child in psutil.Process(launcher.pid).children()]
+        return sorted(found, key=lambda worker: (worker.create_time(), worker.pid))
+
+    # --- what is judged
+
+    def _wrong(self, code: int, seconds: float, temporary: Path) -> str:
+        said = "".join(self._lines)
+        if fault_kinds.survives(self._what, self._transport):
+            ended = len(list(temporary.glob("done-*")))
+            return "" if code == 0 and ended == _WORKERS else f"exit code {code}, {ended} workers came to the end"
+        if code == 0:
+            return "exit code 0"
+        if self._what in TO_LAUNCHER:
+            number = TO_LAUNCHER[self._what]
+            # A signal that comes before anything runs ends the interpreter as it ends any.
+            if code not in (128 + number, *([-number] if number == signal.SIGKILL or "early" in self._what else [])):
+                return f"exit code {code}"
+        must = fault_kinds.of_torchrun(self._what) if self._how == "torchrun" else fault_kinds.said_of(self._what)
+        if not re.search(must.replace("@", str(self._rank)), said, re.DOTALL):
+            return "the cause is not named"
+        if seconds > _MOST_S + self._known_after():
+            return f"it took too long: {seconds:.1f} s (load {os.getloadavg()[0]:.1f})"
+        own = re.search(r'launching/(launcher|attempt)\.py", line \d+, in (run|watch|_)', said)  # not a worker's
+        return "a traceback of the launcher" if own else ""
+
+    def _known_after(self) -> float:
+        """Return for how long nobody can know that something is wrong."""
+        fault, place = self._kind
+        more = 0.0
+        if fault in ("hang", "endless loop", "hang in C", "prints", "stop") or self._what == "stopped from outside":
+            more += _STALL_S
+        if place in ("build", "start-up") or "early" in self._what:
+            more += _START_S
+        if self._what == "hang in start-up":
+            more += _START_S  # which is how long others wait for it
+        return more + (_TORCHRUN_S if self._how == "torchrun" and more else 0)
+
+    def _left(self, temporary: Path) -> str:
+        alive = [worker for worker in psutil.wait_procs(self._workers, timeout=2)[1] if not _is_zombie(worker)]
+        if alive:
+            return f"{len(alive)} processes are left"
+        ours = {"x", "checkpoints", *(f"done-{rank}" for rank in range(_WORKERS))}
+        left = [path for path in temporary.iterdir() if path.name not in ours]
+        for launcher in self._launchers:
+            left += run_folders.root().glob(f"run-{launcher.pid}*")
+        left += run_folders.root().glob(f"torchrun-{self._port}-*")
+        listening = [str(self._port)] if self._how == "torchrun" and not _is_free(self._port) else []
+        return f"left behind: {left or listening}" if left or listening else ""
 
 
-def _in_order(workers: list[psutil.Process]) -> list[psutil.Process]:
-    """Return the workers by rank, which is the order in which they were started."""
-    return sorted(workers, key=lambda worker: (worker.create_time(), worker.pid))
+def _opened(
+    command: list[str], environment: dict[str, str], output: IO[str] | int = subprocess.PIPE
+) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment, cwd=_ROOT)
+
+
+def _disturb(worker: psutil.Process) -> None:
+    """Ask for a page at every port that a worker listens at."""
+    for connection in worker.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN:
+            with suppress(OSError), socket.create_connection(connection.laddr, timeout=1) as stranger:
+                stranger.sendall(b"GET / HTTP/1.0\r\n\r\n")
+
+
+def _kill_all(pid: int) -> None:
+    """Kill a process and all below it at once."""
+    above = psutil.Process(pid)
+    for process in (above, *above.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port: int = found.getsockname()[1]
+        return port
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0
 
 
 def _is_zombie(process: psutil.Process) -> bool:
@@ -203,20 +266,6 @@ def _is_zombie(process: psutil.Process) -> bool:
         return True
 
 
-def _wrong(what: str, rank: int, code: int, said: str) -> str:
-    if code == 0:
-        return "exit code 0"
-    if what in _TO_LAUNCHER:
-        number = _TO_LAUNCHER[what]
-        # A signal that comes before anything runs ends the interpreter as it ends any.
-        if code not in (128 + number, *([-number] if number == signal.SIGKILL or "early" in what else [])):
-            return f"exit code {code}"
-    if not re.search(said_of(what).replace("@", str(rank)), said, re.DOTALL):
-        return "the cause is not named"
-    own = re.search(r'launching/(launcher|attempt)\.py", line \d+, in (run|watch|_)', said)  # not a worker's
-    return "a traceback of the launcher" if own else ""
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="random faults: are they named, and is anything left")
     parser.add_argument("--count", type=int, default=10, help="(10)")
@@ -225,19 +274,23 @@ def main() -> None:
     parser.add_argument("--list", action="store_true", help="list the kinds, and what must be said of each")
     parser.add_argument("--transport", choices=("rpc", "zmq"), default="zmq")
     parser.add_argument("--exec", action="store_true", help="start every process as usual, not as a fork")
+    parser.add_argument("--torchrun", action="store_true", help="let torchrun start the workers")
     options = parser.parse_args()
+    how = "torchrun" if options.torchrun else "exec" if options.exec else "fork"
     prepare()
-    chosen = options.only.split("; ") if options.only else kinds()
+    chosen = (
+        options.only.split("; ") if options.only else fault_kinds.kinds(options.transport, torchrun=options.torchrun)
+    )
     if options.list:
-        sys.exit("\n".join(f"{what:32} {said_of(what)}" for what in chosen))
+        sys.exit("\n".join(f"{what:32} {fault_kinds.said_of(what)}" for what in chosen))
     draw = random.Random(options.seed)
     draw.shuffle(chosen)
     outcomes = []
     for number in range(options.count):
         what = chosen[number % len(chosen)]
-        found = inflict(what, draw, options.transport, anew=options.exec)
+        found = Trial(what, draw, options.transport, how).run()
         outcomes.append(found)
-        print(f"{what:32} {found.seconds:6.1f} s  {found.wrong or 'right'}", flush=True)
+        print(f"{what:38} {found.seconds:6.1f} s  {found.wrong or 'right'}", flush=True)
     right = sum(not outcome.wrong for outcome in outcomes)
     times = sorted(outcome.seconds for outcome in outcomes)
     print(f"{right} of {len(outcomes)} right; from the last step to the end {statistics.median(times):.1f} s in the "

@@ -106,11 +106,8 @@ class Keeper:
         if writing is None:
             return None
         writing.join()
-        failed = "" if writing.error is None else str(writing.error)
-        told = self._each(lambda actor: actor.exchange("checkpoint written", failed))[0]
-        for error in told:
-            if error:
-                raise ConfigError(error)
+        failed = _failure(writing.error)
+        _raise_first(self._each(lambda actor: actor.exchange("checkpoint written", failed))[0])
         return writing.path
 
     def load(self, where: str | Path, *, anew: bool = False) -> Restored:
@@ -150,19 +147,18 @@ class Keeper:
         """
         self.settle()
 
-        def save(actor: WorkerActor) -> list[str]:
+        def save(actor: WorkerActor) -> list[Any]:
             place = Path(_agreed(actor, "export", lambda: str(begin_export(where)), of=0))
-            failed = ""
+            failed = _failure(None)
             try:
                 Snapshot(actor.worker, self._num_workers, _first_route(actor), None).write(place)
                 if actor.worker == 0:
                     export(place, self._num_workers, self.config, self._deadline_s)
             except (ConfigError, Stalled) as error:
-                failed = str(error)
-            return [cause for cause in actor.exchange("exported", failed) if cause]
+                failed = _failure(error)
+            return actor.exchange("exported", failed)
 
-        for cause in self._each(save)[0]:
-            raise ConfigError(cause)
+        _raise_first(self._each(save)[0])
 
     def load_pretrained(self, where: str | Path, strict: bool) -> Loaded:
         """Let all workers read their weights from a folder of safetensors.
@@ -202,6 +198,18 @@ class Keeper:
             return loaded
 
         return self._each(load)[0]  # type: ignore[no-any-return]
+
+
+def _failure(error: Exception | None) -> list[Any]:
+    """Return what a worker tells of an error, and whether it only waited for another one."""
+    return ["" if error is None else str(error), isinstance(error, Stalled)]
+
+
+def _raise_first(told: list[list[Any]]) -> None:
+    """Raise the first cause of what workers tell."""
+    for text, _ in sorted(told, key=lambda each: bool(each[1])):
+        if text:
+            raise ConfigError(text)
 
 
 def _first_route(actor: WorkerActor) -> list[Shard]:

@@ -10,6 +10,7 @@ import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from . import folder
 from .shard_state import described, evaluated_tensors, model_tensors, of_route, optimizer_tensors
 
 FORMAT = 1
+#: how a file ends that stands for a list that cannot be written
+_FAILED = ".failed"
 
 
 class Snapshot:
@@ -70,7 +73,7 @@ class Snapshot:
         except ConfigError as error:
             for name in files:  # which makes room for the list on a full disk
                 (place / name).unlink(missing_ok=True)
-            _list(place, self.worker, {"failed": str(error)})
+            _give_up(place, self.worker, str(error))
             raise
 
 
@@ -104,6 +107,15 @@ def _list(place: Path, worker: int, content: Any) -> None:
         folder.write_json(path, content)
     except OSError as error:
         raise _unwritten(path, error) from error
+
+
+def _give_up(place: Path, worker: int, why: str) -> None:
+    """Tell worker 0, who waits for this worker's list, that there will be none."""
+    try:
+        _list(place, worker, {"failed": why})
+    except ConfigError:  # not even for that is there room; an empty file needs none
+        with suppress(OSError):
+            (place / _part(worker)).with_suffix(_FAILED).touch()
 
 
 def _part(worker: int) -> str:
@@ -187,6 +199,8 @@ def _index(files: dict[str, Any]) -> dict[str, Any]:
 def _awaited(path: Path, deadline_s: float) -> Path:
     end, pause = time.monotonic() + deadline_s, 0.002
     while not path.exists():
+        if path.with_suffix(_FAILED).exists():
+            raise Stalled(f"checkpoint {path.parent}: {path.name} does not come; its worker failed")
         if time.monotonic() > end:
             raise Stalled(f"checkpoint {path.parent}: {path.name} has not come in {deadline_s:g} s; its worker failed")
         time.sleep(pause)

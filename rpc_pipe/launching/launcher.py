@@ -277,13 +277,11 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
         kinds = {"consequence": PeerLost, "stalled": Stalled, "disagreement": Disagreement}
         link.tell(kind="failure", text=str(error), **{name: isinstance(error, kind) for name, kind in kinds.items()})
         return FAILED
-    except (KeyboardInterrupt, SystemExit) as error:
-        well = isinstance(error, SystemExit) and error.code in (None, 0)
-        if well or link.stopping() or not link.present():
-            raise
-        link.tell(kind="failure", consequence=False, text=_formatted(error))
-        return FAILED
-    except Exception as error:  # outside the pipeline's own calls: the user's script
+    except BaseException as error:  # outside the pipeline's own calls: the user's script
+        if not isinstance(error, Exception):
+            well = isinstance(error, SystemExit) and error.code in (None, 0)
+            if well or link.stopping() or not link.present():
+                raise
         link.tell(kind="failure", consequence=False, text=_formatted(error))
         return FAILED
     link.tell(kind="done")

@@ -81,6 +81,7 @@ def test_who_calls_nothing_more_has_died_or_ended_early(done):
     "error, stopping, failure",
     [
         (KeyboardInterrupt("by itself"), False, "KeyboardInterrupt: by itself"),
+        (GeneratorExit("by itself"), False, "GeneratorExit: by itself"),
         (KeyboardInterrupt(), True, ""),
         (SystemExit(3), False, "SystemExit: 3"),
         (SystemExit(0), False, ""),

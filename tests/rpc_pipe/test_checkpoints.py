@@ -228,13 +228,14 @@ def test_a_checkpoint_of_something_else_is_refused(written, options, says):
     assert bits(pipe) == before
 
 
-def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path):
+@pytest.mark.parametrize("room", [1000, 10])  # even for the sentence that tells of it
+def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path, room):
     pipe = pipeline(2)
     pipe.step(BATCHES[0])
     before = pipe.save_checkpoint(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
     try:
         with pytest.raises(
             ConfigError, match=r"checkpoint .*: cannot be written: .*checkpoints before it are as they were"
