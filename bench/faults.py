@@ -217,7 +217,7 @@ class Trial:
         if alive:
             return f"{len(alive)} processes are left"
         ours = {"x", "checkpoints", *(f"done-{rank}" for rank in range(_WORKERS))}
-        left = [path for path in temporary.iterdir() if path.name not in ours]
+        left = [path for path in temporary.iterdir() if path.name not in ours and "torchelastic" not in path.name]
         for launcher in self._launchers:
             left += run_folders.root().glob(f"run-{launcher.pid}*")
         left += run_folders.root().glob(f"torchrun-{self._port}-*")

@@ -53,6 +53,18 @@ class Disagreement(PipeError, RuntimeError):
     """Workers were given different batches, made different calls, or began with different replicas."""
 
 
+def shortened(text: str, most: int) -> str:
+    """Return a text, without its middle if it has more than `most` characters: it goes to every other worker."""
+    left_out = len(text) - most
+    if left_out <= 0:
+        return text
+    return f"{text[: most // 2]} [... {left_out} characters ...] {text[len(text) - most // 2 :]}"
+
+
+#: characters of a failure that are told
+_MOST_SUMMARY, MOST_TRACEBACK = 2000, 20_000
+
+
 class WorkerFailure(PipeError, RuntimeError):
     """The first cause: an exception inside a worker's own work.
 
@@ -69,6 +81,7 @@ class WorkerFailure(PipeError, RuntimeError):
         self, worker: int, action: str, step: int, summary: str, remote_traceback: str, place: str = ""
     ) -> None:
         self.worker, self.action, self.step, self.place = worker, action, step, place
+        summary, remote_traceback = shortened(summary, _MOST_SUMMARY), shortened(remote_traceback, MOST_TRACEBACK)
         self.summary, self.remote_traceback = summary, remote_traceback
         where = f"running {action}, " if action else ""
         lines = [f"worker {worker} failed ({where}step {step}): {summary}", place, "traceback of where it failed:"]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..dependency import ConfigError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled
+from ..dependency.errors import MOST_TRACEBACK, shortened
 from ..tracing import run_folders
 from ..tracing.boards import Boards
 from ..tracing.ending import RUN_FAILED, RUN_STOPPED, Ending, tell_end
@@ -289,4 +290,4 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
 
 
 def _formatted(error: BaseException) -> str:
-    return "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), MOST_TRACEBACK)

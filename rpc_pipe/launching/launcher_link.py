@@ -15,6 +15,7 @@ import shutil
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from ..tracing import run_folders
 from ..tracing.ending import RUN_FAILED, Ending, tell_end
 from ..tracing.mirror import RemoteBoards
 from ..tracing.outcome import figures, lost_lines, sentence
-from ..tracing.own_boards import collect, keep_boards, release, roll_call_here, stay, tell_failure
+from ..tracing.own_boards import collect, keep_boards, leave, release, roll_call_here, stay, tell_failure
 from ..tracing.training import Training
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ NANS = "stop", "warn", "ignore"
 _PR_SET_PDEATHSIG = 1
 #: an order of the launcher: finish the step and stop
 STOP = b"s"
+#: how often who was asked to stop looks whether it can, and what it is given to say that it cannot
+_LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
 
 
 class Attachable(Training, Protocol):
@@ -101,16 +104,42 @@ def hold_leash() -> None:
 
 
 def _follow(descriptor: int) -> None:
-    global _stop_requested
     while order := os.read(descriptor, 1):
         if order == STOP:
-            _stop_requested = True
-            for pipeline in list(_pipelines):
-                pipeline.request_stop()
+            _request_stop()
     _clear_up()  # the launcher is gone, however it went
     if os.getpgid(0) == os.getpid():  # with all that this worker has started, as the launcher would end it
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
+
+
+def _request_stop() -> None:
+    global _stop_requested
+    _stop_requested = True
+    for pipeline in list(_pipelines):
+        pipeline.request_stop()
+
+
+def _stop_on_sigterm() -> None:
+    """Without a launcher, let SIGTERM finish the step and stop; torchrun and clusters end workers by it."""
+    here = threading.current_thread() is threading.main_thread()
+    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # a script's own handler stays
+        signal.signal(signal.SIGTERM, _on_sigterm)
+
+
+def _on_sigterm(number: int, frame: object) -> None:
+    signal.signal(number, signal.SIG_DFL)  # a second one kills
+    _request_stop()
+    threading.Thread(target=_end_when_broken, name="ending", daemon=True).start()
+
+
+def _end_when_broken() -> None:
+    """End this process once no step can be finished any more: torchrun ends workers too when another has failed."""
+    while not any(actor.carrier.broken for pipeline in list(_pipelines) for actor in pipeline.actors):
+        time.sleep(_LOOK_EVERY_S)
+    time.sleep(_LAST_WORDS_S)  # it may be about to say why
+    leave()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _wake_when_orphaned() -> None:
@@ -158,6 +187,8 @@ def attach(pipeline: Attachable) -> None:
                 actor.roll_call = roll_call_here
         if kept and of_a_job:
             _end_with_a_sentence(pipeline.actors[0].worker)
+        if of_a_job and not present():
+            _stop_on_sigterm()
     except Exception as error:  # nothing depends on being watched
         logger.warning("this run cannot be watched: %s: %s", type(error).__name__, error)
 

@@ -262,7 +262,7 @@ def _tell_error(error: BaseException) -> None:
 
 
 @atexit.register
-def _leave() -> None:
+def leave() -> None:
     """Say that the workers have left; clear up, unless a launcher does, which still wants to read."""
     error = getattr(sys, "last_value", None)
     if error is not None:
@@ -275,5 +275,6 @@ def _leave() -> None:
             file.unlink(missing_ok=True)
         for folder in {file.parent for file in _files | written}:
             with suppress(OSError):  # others were faster
-                if {path.name for path in folder.iterdir()} <= {WATCHED, END}:
+                alone = {path.name for path in folder.iterdir()} <= {WATCHED, END}
+                if alone or not any(map(run_folders.alive, run_folders.processes(folder))):  # others were killed
                     shutil.rmtree(folder)

@@ -102,14 +102,14 @@ def sweep() -> None:
     """Remove what runs that were killed have left."""
     for path in root().iterdir():
         with suppress(OSError):  # another process was faster
-            processes = _processes(path)
-            if not processes and time.time() < path.stat().st_mtime + _YOUNG_S:
+            there = processes(path)
+            if not there and time.time() < path.stat().st_mtime + _YOUNG_S:
                 continue
-            if not any(map(alive, processes)):
+            if not any(map(alive, there)):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _processes(path: Path) -> set[str]:
+def processes(path: Path) -> set[str]:
     """Return the processes of the run in the folder `path`: workers and launcher."""
     found = {board.header["process"] for board in boards(path).values()}
     with suppress(OSError):
@@ -201,7 +201,7 @@ def listings(path: Path, known: Container[tuple[int, int]] = ()) -> dict[tuple[i
 def running() -> Iterator[Path]:
     """Yield the folders of the runs on this machine."""
     for path in sorted(root().iterdir()):
-        if any(map(alive, _processes(path))):
+        if any(map(alive, processes(path))):
             yield path
 
 
@@ -222,7 +222,7 @@ def find(address: str | None) -> Path:
             raise ConfigError(f"watch: {len(there)} runs are going on; name one of {', '.join(map(_shown, there))}")
         return there[0]
     for path in there:
-        numbers = {process.partition("/")[0] for process in _processes(path)}
+        numbers = {process.partition("/")[0] for process in processes(path)}
         if address in numbers or address == path.name or Path(address) == path:
             return path
     known = f"running are {', '.join(map(_shown, there))}" if there else "none is running on this machine"

@@ -14,6 +14,14 @@ from rpc_pipe.dependency import (
 )
 
 
+def test_a_failure_of_many_words_is_shortened_for_the_others():
+    """A message of 24 MB went to every worker, in two copies, and the first cause took 10 s."""
+    long = WorkerFailure(1, "2B3", 17, f"ValueError: {'again ' * 10**6}end", "Traceback\n" * 10**6 + "ValueError")
+    assert len(str(long)) < 30_000
+    assert "ValueError: again" in long.summary and long.summary.endswith("end")
+    assert "[... 5998015 characters ...]" in long.summary and long.remote_traceback.endswith("ValueError")
+
+
 @pytest.mark.parametrize(
     "error",
     [

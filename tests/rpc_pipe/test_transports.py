@@ -1,6 +1,7 @@
 """The same training over every transport, as a user starts it: real processes."""
 
 import re
+import signal
 import socket
 
 import pytest
@@ -10,6 +11,7 @@ from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.job import current_job, own_part
 from rpc_pipe.launching.joining import _keys, join
 from rpc_pipe.launching.key_file import make_key, read_key
+from rpc_pipe.tracing import run_folders
 from rpc_pipe.workers.transport.meeting import StoreMeeting, store_at
 
 SCRIPT = """
@@ -96,6 +98,29 @@ def test_torchrun_on_one_host_needs_neither_port_nor_key(script):
     # Worker 0 says how it went; what else is on stderr is torchrun's.
     said = [line for line in done.stderr.splitlines() if line.startswith(("3 steps on 2 workers: ", "worst: "))]
     assert len(said) == 2, done.stderr
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_torchruns_sigterm_stops_in_good_order_and_leaves_nothing(script, killed):
+    """Workers died at once: what they showed stayed in memory, and nobody said which worker had been lost."""
+    port = free_port()
+    script.write_text(script.read_text().replace("    if step ==", "    if pipe.stopped: break\n    if step =="))
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    job |= {"RPC_PIPE_TRANSPORT": "zmq", "TORCHELASTIC_RUN_ID": "sigterm"}
+    workers = [start(script, 10**6, RANK=str(w), LOCAL_RANK=str(w), merged=True, **job) for w in range(2)]
+    with workers[0], workers[1]:
+        while "training" not in (line := workers[0].stdout.readline()):
+            assert line
+        (folder,) = run_folders.root().glob(f"torchrun-sigterm-{port}-*")
+        if killed:
+            workers[1].kill()
+        for worker in workers:
+            worker.send_signal(signal.SIGTERM)
+        said = workers[0].communicate(timeout=30)[0]
+        workers[1].communicate(timeout=30)
+    assert not folder.exists()
+    assert (workers[0].returncode == 0 and "steps on 2 workers" in said) or killed, said
+    assert "worker 0 lost worker 1" in said or not killed
 
 
 BEYOND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

@@ -165,6 +165,11 @@ class Carrier(ABC):
         finally:
             self._awaits_taken = False
 
+    @property
+    def broken(self) -> bool:
+        """Whether this worker has failed, or another one has gone or failed: no step can be finished."""
+        return bool(self._lost) or self.outbox.failure is not None or self._fault is not None
+
     def fail(self, failure: PipeError) -> None:
         """Answer every question, now and from now on, with the reason why there is no payload."""
         self.outbox.fail(failure)
