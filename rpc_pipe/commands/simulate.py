@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..dependency import Action, ConfigError, PipeError, Spec, check_all, copies_on, stale_on
+from ..dependency import Action, ConfigError, PipeError, ScheduleError, Spec, check_all, copies_on, stale_on
 from ..drawing.chrome import write_chrome
 from ..drawing.page import Picture, draw_page
 from ..drawing.svg import draw_svg
@@ -75,6 +75,8 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
         result = simulate(
             spec, cost, comm=comm, order=typed.get("order"), steps=steps, links=links, payload=lambda _: size
         )
+    except ScheduleError:
+        raise
     except PipeError as error:
         reporter.error(str(error))
         return 1

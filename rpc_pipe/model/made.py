@@ -115,6 +115,8 @@ def load(said: str) -> Made:
         raise ConfigError(f"{said}: the model is a {type(model).__name__}; must be a module or a list of layers")
     if not any(True for _ in tensors_of(batch)):
         raise ConfigError(f"{said}: the batch has no tensor")
+    if not rows_of(batch):
+        raise ConfigError(f"{said}: the batch has no rows; at least 1")
     return Made(model, batch, loss_fn)
 
 

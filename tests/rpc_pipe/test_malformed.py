@@ -23,6 +23,10 @@ class Nothing(Spec):
     def actions(self, stage, index):
         return None
 
+class Idle(Spec):
+    def actions(self, stage, index):
+        return []
+
 class Stops(Spec):
     def actions(self, stage, index):
         raise StopIteration
@@ -51,6 +55,7 @@ FILES = {
     "specs.py": SPECS,
     "exits.py": "import sys; sys.exit(0)",
     "models.py": "import torch\ndef make():\n    return [None], (torch.ones(4), torch.ones(4)), torch.nn.MSELoss()\n",
+    "empty.py": "import torch\ndef make():\n    return [torch.nn.Linear(4, 4)], torch.ones(0, 4), torch.sum\n",
     "uneven.py": "import torch\ndef make():\n    layers = [torch.nn.Linear(4, 4) for _ in range(2)]\n"
     "    return layers, (torch.ones(8, 4), torch.ones(2, 4)), torch.nn.MSELoss()\n",
     "links.json": json.dumps({"workers": [{}], "links": [1]}),
@@ -132,6 +137,8 @@ def folder(tmp_path_factory):
         ("run exits.py --workers 99999", "at most 1024 processes are started on one machine"),
         ("run --data pipe", "is not a regular file"),
         ("run --save /dev/full", "is not a regular file"),
+        ("simulate --schedule specs.py:Idle", "which no worker runs"),
+        ("plan empty.py:make --estimate", "empty.py:make: the batch has no rows; at least 1"),
         ("verify uneven.py:make --list-blocks", "makes a list of layers, which can be cut between any two"),
         ("verify uneven.py:make --transport local --steps 1", "a batch needs tensors that agree in dimension 0"),
         ("run --save /proc/x", "cannot be written"),
