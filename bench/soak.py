@@ -1,9 +1,10 @@
-"""Train for long and see what grows: memory, descriptors and threads of every worker; faults happen meanwhile.
+"""Train for long and see what grows: memory, descriptors and threads of all processes; faults happen meanwhile.
 
     python bench/soak.py [--seconds 60] [--fault-every 20] [--transport zmq]
 
-A worker is killed every so often, and the launcher starts the job again from its last checkpoint. Figures are taken
-from each attempt's second half against its first, so that what a start costs does not count.
+Every so often a worker gets a signal that ends it, and the launcher starts the job again from its last checkpoint.
+Figures are taken from each attempt's second half against its first, so that what a start costs does not count, and of
+the launcher, which sees all attempts, from its second half against its first.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import psutil
 
 _ROOT = Path(__file__).parents[1]
 _LOOK_EVERY_S = 0.5
+_FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM, signal.SIGBUS)
 _SCRIPT = """
 import sys, time
 from functools import partial
@@ -60,21 +62,21 @@ class Watch(threading.Thread):
         super().__init__(daemon=True)
         self._launcher, self._every_s = psutil.Process(launcher), fault_every_s
         self.samples: dict[int, list[Sample]] = {}
+        self._of_launcher: list[Sample] = []
         self.faults = 0
 
     def run(self) -> None:
         draw, next_fault = random.Random(0), time.monotonic() + self._every_s
         while self._launcher.is_running() and self._launcher.status() != psutil.STATUS_ZOMBIE:
             try:
+                self._of_launcher.append(_sampled(self._launcher))
                 workers = self._launcher.children()
                 for worker in workers:
-                    with worker.oneshot():
-                        sample = Sample(worker.memory_info().rss / 1e6, worker.num_fds(), worker.num_threads())
-                    self.samples.setdefault(worker.pid, []).append(sample)
+                    self.samples.setdefault(worker.pid, []).append(_sampled(worker))
                 if self._every_s and workers and time.monotonic() > next_fault:
                     next_fault = time.monotonic() + self._every_s
                     self.faults += 1
-                    draw.choice(workers).send_signal(signal.SIGKILL)
+                    draw.choice(workers).send_signal(draw.choice(_FAULTS))
             except psutil.Error:
                 pass
             time.sleep(_LOOK_EVERY_S)
@@ -85,13 +87,24 @@ class Watch(threading.Thread):
         lives = [life for life in self.samples.values() if len(life) >= max(8, longest // 2)]
         if not lives:
             return None
-        grown = []
-        for life in lives:
-            late = life[len(life) // 4 :]  # it is still starting before
-            first, second = late[: len(late) // 2], late[len(late) // 2 :]
-            grown.append([_median(second, field) - _median(first, field) for field in range(3)])
-        mb, descriptors, threads = (max(found[field] for found in grown) for field in range(3))
-        return Sample(mb, int(descriptors), int(threads))
+        grown = [_grown(life) for life in lives]
+        return Sample(*(max(found[field] for found in grown) for field in range(3)))  # type: ignore[arg-type]
+
+    def growth_of_launcher(self) -> Sample:
+        """Return by how much the second half of the launcher's life was above the first, in the median."""
+        return _grown(self._of_launcher)
+
+
+def _sampled(process: psutil.Process) -> Sample:
+    with process.oneshot():
+        return Sample(process.memory_info().rss / 1e6, process.num_fds(), process.num_threads())
+
+
+def _grown(life: list[Sample]) -> Sample:
+    late = life[len(life) // 4 :]  # it is still starting before
+    first, second = late[: len(late) // 2], late[len(late) // 2 :]
+    mb, descriptors, threads = (_median(second, field) - _median(first, field) for field in range(3))
+    return Sample(mb, int(descriptors), int(threads))
 
 
 def _median(life: list[Sample], field: int) -> float:
@@ -126,8 +139,9 @@ def main() -> None:
     print(f"{options.seconds:g} s, {max(steps, default=0)} steps, {watch.faults} kills, {restarts} restarts, "
           f"exit code {code}")  # fmt: skip
     if grown is not None:
-        print(f"growth from a life's first half to its second, the worst worker: {grown.rss_mb:+.1f} MB, "
-              f"{grown.descriptors:+d} descriptors, {grown.threads:+d} threads")  # fmt: skip
+        for whose, found in (("the worst worker", grown), ("the launcher", watch.growth_of_launcher())):
+            print(f"growth from a life's first half to its second, {whose}: {found.rss_mb:+.1f} MB, "
+                  f"{found.descriptors:+d} descriptors, {found.threads:+d} threads")  # fmt: skip
     failed = code != 128 + signal.SIGTERM or restarts < watch.faults
     if failed:
         print(said[-3000:])

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakSet
@@ -124,11 +124,14 @@ def _stop_on_sigterm() -> None:
     """Without a launcher, let SIGTERM finish the step and stop; torchrun and clusters end workers by it."""
     here = threading.current_thread() is threading.main_thread()
     if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # a script's own handler stays
-        signal.signal(signal.SIGTERM, _on_sigterm)
+        signal.signal(signal.SIGTERM, partial(_on_sigterm, os.getpid()))
 
 
-def _on_sigterm(number: int, frame: object) -> None:
+def _on_sigterm(process: int, number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_DFL)  # a second one kills
+    if os.getpid() != process:  # a fork, such as one that loads data
+        os.kill(os.getpid(), number)
+        return
     _request_stop()
     threading.Thread(target=_end_when_broken, name="ending", daemon=True).start()
 

@@ -100,11 +100,25 @@ def test_torchrun_on_one_host_needs_neither_port_nor_key(script):
     assert len(said) == 2, done.stderr
 
 
+FORK = """
+    if pipe.stopped:
+        break
+    if step == 0:  # a process that loads data, which is ended by SIGTERM as ever
+        import os, signal, time
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+        time.sleep(0.1)
+        os.kill(child, signal.SIGTERM)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
+"""
+
+
 @pytest.mark.parametrize("killed", [False, True])
 def test_torchruns_sigterm_stops_in_good_order_and_leaves_nothing(script, killed):
     """Workers died at once: what they showed stayed in memory, and nobody said which worker had been lost."""
     port = free_port()
-    script.write_text(script.read_text().replace("    if step ==", "    if pipe.stopped: break\n    if step =="))
+    script.write_text(script.read_text().replace("\n    if step ==", f"{FORK}    if step =="))
     job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     job |= {"RPC_PIPE_TRANSPORT": "zmq", "TORCHELASTIC_RUN_ID": "sigterm"}
     workers = [start(script, 10**6, RANK=str(w), LOCAL_RANK=str(w), merged=True, **job) for w in range(2)]
