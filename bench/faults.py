@@ -123,7 +123,7 @@ class Trial:
         if self._what != NODE:
             self._launchers.append(_opened([*torchrun, "--nproc-per-node", "3", *script], environment))
             return
-        environment["RPC_PIPE_INTERFACE"] = "lo"
+        environment |= {"RPC_PIPE_INTERFACE": "lo", "RPC_PIPE_TRUST_NETWORK": "on"}
         for number, workers in enumerate(("2", "1")):
             node = [*torchrun, "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", workers]
             self._launchers.append(_opened([*node, *script], environment))
