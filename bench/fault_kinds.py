@@ -152,7 +152,7 @@ def of_torchrun(what: str) -> str:
     _, place = kind_of(what)
     said = said_of(what)
     if what in FROM_OUTSIDE or "killed by signal" in said or "exit code 0" in said or "has ended" in said:
-        return r"lost worker @|rank +: @ .*exitcode +: -?\d+"
+        return r"lost worker @|worker @ has ended its script|rank +: @ .*exitcode +: -?\d+"
     if "hangs" in said or "was stopped" in said:
         return "everybody waits for worker @, which is|worker @ hangs|worker @ has (not begun|made no [Pp]ipeline)"
     if "KeyboardInterrupt" in said:  # may be Ctrl-C, which nobody of ours hears there
