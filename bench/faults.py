@@ -212,6 +212,10 @@ class Trial:
             more += _START_S  # which is how long others wait for it
         return more + (_TORCHRUN_S if self._how == "torchrun" and more else 0)
 
+    def _last_is_killed(self) -> bool:
+        """Tell whether torchrun kills who cannot end; the next run there removes what that one has left."""
+        return self._how == "torchrun" and (self._kind.fault in ("stop", "hang in C") or self._what == NODE)
+
     def _left(self, temporary: Path) -> str:
         alive = [worker for worker in psutil.wait_procs(self._workers, timeout=2)[1] if not _is_zombie(worker)]
         if alive:
@@ -220,7 +224,8 @@ class Trial:
         left = [path for path in temporary.iterdir() if path.name not in ours and "torchelastic" not in path.name]
         for launcher in self._launchers:
             left += run_folders.root().glob(f"run-{launcher.pid}*")
-        left += run_folders.root().glob(f"torchrun-{self._port}-*")
+        if not self._last_is_killed():
+            left += run_folders.root().glob(f"torchrun-{self._port}-*")
         listening = [str(self._port)] if self._how == "torchrun" and not _is_free(self._port) else []
         return f"left behind: {left or listening}" if left or listening else ""
 

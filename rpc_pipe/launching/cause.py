@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..tracing.board import Live, State
+from ..tracing.rollcall import waits_for_unseen
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 #: what a C++ library prints when TensorPipe reads a length that nobody meant
@@ -65,9 +66,9 @@ def of_stall(
     if live is None:
         return Cause("a worker waits in vain", told)
     for_s = max(0.0, (now_ns - live.since_ns) / 1e9)
-    if live.state is State.WAITING and live.peer is not None and live.peer not in lives:
-        title = f"worker {live.peer} has not begun"
-        text = f"worker {live.peer} has made no pipeline yet, and the others wait for it"
+    if culprit is not None and (unseen := waits_for_unseen(lives, culprit)) is not None:
+        title = f"worker {unseen} has not begun"
+        text = f"worker {unseen} has made no pipeline yet, and the others wait for it"
     elif live.state is State.WAITING:
         title, text = "no worker goes on", "each waits for another: a message has been lost"
     elif live.state is State.STOPPED:

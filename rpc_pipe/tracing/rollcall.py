@@ -19,15 +19,26 @@ def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[st
     """
     lines = [f"worker {worker} {live} for {duration(now_ns - live.since_ns)}" for worker, live in lives.items()]
     chain = blame(lives, last_host)
-    if len(chain) > 1:
-        names = " -> ".join(f"worker {worker}" for worker in chain)
-        end = lives[chain[-1]]
+    names = " -> ".join(f"worker {worker}" for worker in chain)
+    end = lives[chain[-1]]
+    if (unseen := waits_for_unseen(lives, chain[-1])) is not None:
+        lines.append(
+            f"{names} -> worker {unseen}: everybody waits for worker {unseen}, of which nothing can be seen here: "
+            "it has made no pipeline so far, or is on another host"
+        )
+    elif len(chain) > 1:
         if end.state is State.WAITING:
             # The checker has ruled out circles of a schedule's own.
             lines.append(f"{names}: each waits for the other, so a message has been lost")
         else:
             lines.append(f"{names}: everybody waits for worker {chain[-1]}, which is {end}")
     return lines
+
+
+def waits_for_unseen(lives: Mapping[int, Live], worker: int) -> int | None:
+    """Return the worker that `worker` waits for, if that is none of those that can be seen."""
+    live = lives[worker]
+    return live.peer if live.state is State.WAITING and live.peer not in lives else None
 
 
 def blame(lives: Mapping[int, Live], last_host: int) -> Sequence[int]:

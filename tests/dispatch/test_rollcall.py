@@ -41,7 +41,13 @@ def test_a_circle_is_named():
 
 
 def test_who_waits_for_a_worker_that_cannot_be_seen_is_the_end():
-    assert blame({0: waits(F(0, 1), F(1, 1), 1)}, last_host=1) == [0]
+    """Of a worker that hung while it made its model it was said that a message had been lost."""
+    lives = {0: waits(B(0, 1), B(1, 1), 1), 1: waits(F(1, 1), F(2, 1), 2)}
+    assert blame(lives, last_host=2) == [0, 1]
+    for seen, names in ((lives, "worker 0 -> worker 1"), ({1: lives[1]}, "worker 1")):
+        assert roll_call(seen, 2, S)[-1].startswith(
+            f"{names} -> worker 2: everybody waits for worker 2, of which nothing can be seen here"
+        )
 
 
 def test_stacks_are_told_in_a_line():
