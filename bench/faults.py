@@ -7,7 +7,8 @@ outside, or what is around the launcher. It counts as right if the block on the 
 happened, the exit code is not 0, and no process and no file is left in TMPDIR and in the folder of runs; what must be
 survived, if training goes on to its end. Launcher and workers are forks of a process that has imported torch; with
 --exec, and where a signal comes early, each is started as usual. With --torchrun that starts the workers, and in one
-kind two agents do, of which one is killed with all its workers, as a node that dies.
+kind two agents do, of which one is killed with all its workers, as a node that dies; times are then those until the
+cause is named, as the end is torchrun's.
 """
 
 from __future__ import annotations
@@ -74,6 +75,10 @@ class Trial:
         self._launchers: list[subprocess.Popen[str] | Forked] = []
         self._workers: list[psutil.Process] = []
         self._last = time.monotonic()
+        #: when the cause was named, where the end is torchrun's
+        self._named = 0.0
+        must = fault_kinds.of_torchrun(what) if how == "torchrun" else fault_kinds.said_of(what)
+        self._must = re.compile(must.replace("@", str(self._rank)), re.DOTALL)
         self._done = False
         self._port = _free_port()
 
@@ -85,7 +90,7 @@ class Trial:
             self._start(temporary)
             self._follow()
             codes = [launcher.wait() for launcher in self._launchers]
-            seconds = time.monotonic() - self._last
+            seconds = (self._named or time.monotonic()) - self._last
             wrong = self._wrong(codes[0], seconds, temporary) or self._left(temporary)
             if wrong:
                 print("".join(line[:300] for line in list(self._lines)[-60:]))
@@ -144,6 +149,8 @@ class Trial:
                     self._act()
                 continue
             self._lines.append(line)
+            if self._how == "torchrun" and not self._named and self._must.search("".join(self._lines)):
+                self._named = time.monotonic()
             if re.search(r"^(worker 0 \| )?step \d+$", line) and "early" not in self._what:
                 self._last = time.monotonic()
                 self._workers = self._workers or self._in_order()
@@ -192,8 +199,7 @@ class Trial:
             # A signal that comes before anything runs ends the interpreter as it ends any.
             if code not in (128 + number, *([-number] if number == signal.SIGKILL or "early" in self._what else [])):
                 return f"exit code {code}"
-        must = fault_kinds.of_torchrun(self._what) if self._how == "torchrun" else fault_kinds.said_of(self._what)
-        if not re.search(must.replace("@", str(self._rank)), said, re.DOTALL):
+        if not self._must.search(said):
             return "the cause is not named"
         if seconds > _MOST_S + self._known_after():
             return f"it took too long: {seconds:.1f} s (load {os.getloadavg()[0]:.1f})"

@@ -63,6 +63,9 @@ class Watch(threading.Thread):
         self._launcher, self._every_s = psutil.Process(launcher), fault_every_s
         self.samples: dict[int, list[Sample]] = {}
         self._of_launcher: list[Sample] = []
+        #: by process: those that are there, and those that have trained a few steps, which alone are looked at
+        self._there: set[int] = set()
+        self._trained: set[int] = set()
         self.faults = 0
 
     def run(self) -> None:
@@ -71,8 +74,10 @@ class Watch(threading.Thread):
             try:
                 self._of_launcher.append(_sampled(self._launcher))
                 workers = self._launcher.children()
+                self._there = {worker.pid for worker in workers}
                 for worker in workers:
-                    self.samples.setdefault(worker.pid, []).append(_sampled(worker))
+                    if worker.pid in self._trained:
+                        self.samples.setdefault(worker.pid, []).append(_sampled(worker))
                 if self._every_s and workers and time.monotonic() > next_fault:
                     next_fault = time.monotonic() + self._every_s
                     self.faults += 1
@@ -80,6 +85,10 @@ class Watch(threading.Thread):
             except psutil.Error:
                 pass
             time.sleep(_LOOK_EVERY_S)
+
+    def steps_made(self) -> None:
+        """Note that the workers that are there have trained some steps."""
+        self._trained |= self._there
 
     def growth(self) -> Sample | None:
         """Return by how much the second half of the longest lives was above the first, in the median."""
@@ -131,7 +140,11 @@ def main() -> None:
             watch.start()
             threading.Timer(options.seconds, launcher.send_signal, (signal.SIGTERM,)).start()
             assert launcher.stdout is not None
-            lines = list(launcher.stdout)
+            lines = []
+            for line in launcher.stdout:
+                lines.append(line)
+                if re.search(r"step \d+$", line):
+                    watch.steps_made()
             code = launcher.wait()
     said = "".join(lines)
     steps = [int(step) for step in re.findall(r"step (\d+)$", said, re.MULTILINE)]
