@@ -43,7 +43,7 @@ from rpc_pipe.tracing import run_folders
 
 _ROOT = Path(__file__).parents[1]
 _STALL_S, _MOST_S, _START_S, _STOP_S = 6, 10.0, 15.0, 3.0
-#: torchrun gives the other workers so long to end when one has
+#: three interpreters load torch in so long
 _TORCHRUN_S = 30.0
 _WORKERS = 3
 #: a worker that prints for ever fills no memory of ours
@@ -216,7 +216,9 @@ class Trial:
             more += _START_S
         if self._what == "hang in start-up":
             more += _START_S  # which is how long others wait for it
-        return more + (_TORCHRUN_S if self._how == "torchrun" and more else 0)
+        if self._how == "torchrun" and not self._workers:  # in the first step, and all have to start
+            more += _TORCHRUN_S
+        return more
 
     def _last_is_killed(self) -> bool:
         """Tell whether torchrun kills who cannot end; the next run there removes what that one has left."""
