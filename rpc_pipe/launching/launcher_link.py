@@ -42,6 +42,8 @@ NANS = "stop", "warn", "ignore"
 _PR_SET_PDEATHSIG = 1
 #: an order of the launcher: finish the step and stop
 STOP = b"s"
+#: signals that ask for the same where there is no launcher; Ctrl-C stays the interpreter's
+_STOPS = (signal.SIGTERM, signal.SIGHUP)
 #: how often who was asked to stop looks whether it can, and what it is given to say that it cannot
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
 
@@ -120,29 +122,30 @@ def _request_stop() -> None:
         pipeline.request_stop()
 
 
-def _stop_on_sigterm() -> None:
-    """Without a launcher, let SIGTERM finish the step and stop; torchrun and clusters end workers by it."""
-    here = threading.current_thread() is threading.main_thread()
-    if here and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # a script's own handler stays
-        signal.signal(signal.SIGTERM, partial(_on_sigterm, os.getpid()))
+def _stop_on_signals() -> None:
+    """Without a launcher, let signals finish the step and stop by which torchrun and clusters end workers."""
+    for number in _STOPS:
+        here = threading.current_thread() is threading.main_thread()
+        if here and signal.getsignal(number) is signal.SIG_DFL:  # a script's own handler stays
+            signal.signal(number, partial(_on_stop, os.getpid()))
 
 
-def _on_sigterm(process: int, number: int, frame: object) -> None:
+def _on_stop(process: int, number: int, frame: object) -> None:
     signal.signal(number, signal.SIG_DFL)  # a second one kills
     if os.getpid() != process:  # a fork, such as one that loads data
         os.kill(os.getpid(), number)
         return
     _request_stop()
-    threading.Thread(target=_end_when_broken, name="ending", daemon=True).start()
+    threading.Thread(target=_end_when_broken, args=(number,), name="ending", daemon=True).start()
 
 
-def _end_when_broken() -> None:
+def _end_when_broken(number: int) -> None:
     """End this process once no step can be finished any more: torchrun ends workers too when another has failed."""
     while not any(actor.carrier.broken for pipeline in list(_pipelines) for actor in pipeline.actors):
         time.sleep(_LOOK_EVERY_S)
     time.sleep(_LAST_WORDS_S)  # it may be about to say why
     leave()
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
 
 
 def _wake_when_orphaned() -> None:
@@ -191,7 +194,7 @@ def attach(pipeline: Attachable) -> None:
         if kept and of_a_job:
             _end_with_a_sentence(pipeline.actors[0].worker)
         if of_a_job and not present():
-            _stop_on_sigterm()
+            _stop_on_signals()
     except Exception as error:  # nothing depends on being watched
         logger.warning("this run cannot be watched: %s: %s", type(error).__name__, error)
 

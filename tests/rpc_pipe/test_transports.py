@@ -114,8 +114,8 @@ FORK = """
 """
 
 
-@pytest.mark.parametrize("killed", [False, True])
-def test_torchruns_sigterm_stops_in_good_order_and_leaves_nothing(script, killed):
+@pytest.mark.parametrize("number, killed", [(signal.SIGHUP, False), (signal.SIGTERM, True)])
+def test_torchruns_sigterm_stops_in_good_order_and_leaves_nothing(script, number, killed):
     """Workers died at once: what they showed stayed in memory, and nobody said which worker had been lost."""
     port = free_port()
     script.write_text(script.read_text().replace("\n    if step ==", f"{FORK}    if step =="))
@@ -129,7 +129,7 @@ def test_torchruns_sigterm_stops_in_good_order_and_leaves_nothing(script, killed
         if killed:
             workers[1].kill()
         for worker in workers:
-            worker.send_signal(signal.SIGTERM)
+            worker.send_signal(number)
         said = workers[0].communicate(timeout=30)[0]
         workers[1].communicate(timeout=30)
     assert not folder.exists()
