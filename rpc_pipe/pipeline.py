@@ -220,7 +220,7 @@ class Pipeline(Weights):
                     return
                 yield self._told(result, ahead.finished(step))
         finally:
-            if not self._closed:
+            if not self._closed and not (self._threads is not None and self._threads.stuck):  # that has been raised
                 self._each(lambda actor: streams[actor].close())
 
     def flush(self) -> None:

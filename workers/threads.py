@@ -9,7 +9,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import copy_context
@@ -43,18 +43,19 @@ class WorkerThreads:
         for actor in actors:
             actor.goes_on = True
         self._pool = [_Thread(actor.worker) for actor in actors] if len(actors) > 1 else None
-        self._stuck = False
+        #: whether one of them has hung: nothing more can be asked of them
+        self.stuck = False
         # A pipeline that nobody closes must not leave its threads when it is gone.
         self._ended = weakref.finalize(self, _end, self._pool or ())
 
     def each(self, call: Callable[[WorkerActor], T]) -> list[T]:
         """Return `call(worker)` for every worker. If one fails, raise the first cause and undo what was under way."""
-        if self._stuck:
+        if self.stuck:
             raise PipeError("a worker of this pipeline has hung, as an error said: make another pipeline")
         try:
             return [call(self._actors[0])] if self._pool is None else self._together(self._pool, call)
         except BaseException:
-            if not self._stuck:
+            if not self.stuck:
                 self._undo()
             raise
 
@@ -76,7 +77,11 @@ class WorkerThreads:
         except BaseException:  # Ctrl-C: let nobody wait for the others any more
             for actor in self._actors:
                 actor.carrier.fault(PipeError("interrupted"))
-            wait(futures)
+            self.stuck = True  # also if there is another Ctrl-C, which waits no longer
+            waiting = wait(futures, timeout=self._actors[0].stall_s).not_done
+            self.stuck = bool(waiting)
+            if waiting:
+                logger.warning("interrupted, but %s", self._who_hangs(pool, futures, waiting))
             raise
         errors = [error for future in futures if (error := future.exception()) is not None]
         for error in sorted(errors, key=lambda error: isinstance(error, PeerLost)):
@@ -96,13 +101,13 @@ class WorkerThreads:
             if seen != (seen := self._progress()):
                 since = time.monotonic()
             elif time.monotonic() > since + (min(_PATIENCE_S, patience_s) if stalled else patience_s):
-                self._stuck = True
-                hanging = [
-                    pair
-                    for pair, future in zip(zip(pool, self._actors, strict=True), futures, strict=True)
-                    if future in waiting and pair[1].running
-                ]
-                raise Stalled(_who_hangs(hanging, patience_s))
+                self.stuck = True
+                raise Stalled(self._who_hangs(pool, futures, waiting))
+
+    def _who_hangs(self, pool: Sequence[_Thread], futures: Sequence[Future[T]], waiting: Collection[Future[T]]) -> str:
+        called = zip(pool, self._actors, futures, strict=True)
+        hanging = [(thread, actor) for thread, actor, future in called if future in waiting and actor.running]
+        return _who_hangs(hanging, self._actors[0].stall_s)
 
     def _progress(self) -> list[tuple[str, int, int]]:
         return [(actor.running, actor.running_step, actor.step) for actor in self._actors]
@@ -125,7 +130,7 @@ class WorkerThreads:
         """End the threads, and wait for them, unless one hangs."""
         self._ended()
         for thread in self._pool or ():
-            if not self._stuck:
+            if not self.stuck:
                 thread.join()
 
 

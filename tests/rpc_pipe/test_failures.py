@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from rpc_pipe.launching.report import Reporter
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.board import Live, State
+from rpc_pipe.workers.threads import WorkerThreads
 
 RUNNING = Live(State.RUNNING, 3, F(1, 2), since_ns=5 * 10**9)
 
@@ -65,14 +67,30 @@ def test_whatever_a_model_raises_is_named_with_place_and_shapes(error):
     pipe.close()
 
 
-def test_a_script_alone_that_hangs_is_told_who_does():
-    """Workers of a process wait for each other's locks, not for payloads: `stall_s` never fired."""
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_script_alone_that_hangs_is_told_who_does(streamed):
+    """Workers of a process wait for each other's locks, not for payloads: `stall_s` never fired. And `train` told only
+    that something had hung."""
     pipe, batch = training(lambda x: time.sleep(5) or x, stall_s=0.6)
     with pytest.raises(Stalled, match=r"worker 1 hangs: running 1F2, step 0, for 0.6 s; it is in") as raised:
-        pipe.step(batch)
+        next(pipe.train([batch])) if streamed else pipe.step(batch)
     assert "time.sleep(5)" in str(raised.value)
     with pytest.raises(Exception, match="make another pipeline"):
         pipe.step(batch)
+
+
+def test_ctrl_c_waits_for_a_worker_that_hangs_no_longer_than_others_do(monkeypatch, caplog):
+    """It was waited for without a deadline."""
+    ended = threading.Event()
+    pipe, batch = training(lambda x: ended.wait(20) and x, stall_s=0.3)
+    monkeypatch.setattr(WorkerThreads, "_await", lambda *_: time.sleep(0.3) or raising(KeyboardInterrupt())(0))
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        pipe.step(batch)
+    assert time.monotonic() < began + 5 and "interrupted, but worker 1 hangs: running 1F2" in caplog.text
+    with pytest.raises(Exception, match="make another pipeline"):
+        pipe.step(batch)
+    ended.set()
 
 
 @pytest.mark.parametrize("policy", ["stop", "warn", "ignore"])

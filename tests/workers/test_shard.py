@@ -273,3 +273,14 @@ def test_a_backward_gives_no_gradient_of_one_that_has_failed_before():
     (2 * second).sum().backward()
     (found,) = owed.taken([second])
     assert torch.equal(found, torch.full((2, 3), 2.0))
+
+
+def test_weights_that_change_behind_a_forward_that_failed_are_not_written_by_it():
+    """An evaluation compared them with what they had been, and the next asynchronous step was refused."""
+    made = shard(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="in layer 0"):
+        made.forward(0, 0, pack(torch.ones(2, 5)))
+    with torch.no_grad():
+        made.parameters()[0].mul_(2)
+        made.forward(0, 0, pack(torch.ones(2, 4)))
+    assert made.written_weights == []

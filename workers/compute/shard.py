@@ -228,7 +228,7 @@ class Shard:
         else:
             with self._randomness.lock, saved.hooks(unseen=self.slice.takes_fields):
                 tree = compute()
-        hidden = {} if self._written.nothing else self._written.end(again)
+        hidden = self._written.end(again) if backward and not self._written.nothing else {}
         written = entered.written()
         if self.stage == 0:
             if written and not copied:
