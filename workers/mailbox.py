@@ -69,7 +69,9 @@ class Mailbox:
     def abandon(self, run: int) -> None:
         """Drop what is kept for others, and what comes, of `run`, which no worker goes on with."""
         self._carrier.abandon(run)
-        self._actions = {key: action for key, action in self._actions.items() if key[0] != run}
+        for key in list(self._actions):  # in one step of the interpreter: a thread that copies may add to it
+            if key[0] == run:
+                self._actions.pop(key, None)
 
     @property
     def outbox(self) -> Outbox:

@@ -1,11 +1,13 @@
 """A worker's end of its carrier."""
 
+import itertools
+import sys
 import threading
 
 import pytest
 import torch
 
-from rpc_pipe.dependency import F, PeerLost, PipeError, Stalled, WorkerFailure
+from rpc_pipe.dependency import Action, F, PeerLost, PipeError, Stalled, WorkerFailure
 from rpc_pipe.workers.compute.device import CpuCourier
 from rpc_pipe.workers.mailbox import Mailbox
 from rpc_pipe.workers.transport.call import Call
@@ -74,6 +76,28 @@ def test_of_an_abandoned_run_nothing_is_kept_and_nothing_comes(mailboxes):
     second.pull(RUN, 0, [(F(0, 1), True)])
     second.abandon(RUN)
     assert len(first.outbox) == 0 and second.arrivals((RUN + 1,)) == []
+
+
+def test_a_run_may_be_abandoned_while_a_thread_that_copies_delivers(mailboxes):
+    """The dict of what is awaited changed its size while it was copied."""
+    first, ends, interval = mailboxes[0], threading.Event(), sys.getswitchinterval()
+    first.pull(RUN, 1, [(F(1, m), True) for m in range(1000)])
+
+    def deliver():
+        for m in itertools.takewhile(lambda _: not ends.is_set(), itertools.count()):
+            first.deliver_own(RUN, F(0, m), None)
+
+    thread = threading.Thread(target=deliver)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        for _ in range(100):
+            first.abandon(RUN + 1)
+            assert all(isinstance(arrival.what, Action) for arrival in first.arrivals((RUN,)))
+    finally:
+        ends.set()
+        thread.join()
+        sys.setswitchinterval(interval)
 
 
 def test_who_waits_in_vain_says_for_what(mailboxes):

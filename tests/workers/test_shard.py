@@ -1,18 +1,22 @@
 """A shard computes what its layers compute inside one model, or says in one sentence why not."""
 
+import threading
+import time
 from collections import deque
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.workers.compute import engine
 from rpc_pipe.workers.compute.borders import Owed
-from rpc_pipe.workers.compute.randomness import Randomness
+from rpc_pipe.workers.compute.randomness import Randomness, computing
 from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.compute.slices import Layers
+from rpc_pipe.workers.compute.stash import Holding
 from rpc_pipe.workers.compute.updating import Training
 from rpc_pipe.workers.transport.payload import pack, unpack
 
@@ -284,3 +288,55 @@ def test_weights_that_change_behind_a_forward_that_failed_are_not_written_by_it(
         made.parameters()[0].mul_(2)
         made.forward(0, 0, pack(torch.ones(2, 4)))
     assert made.written_weights == []
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def forward(self, x):
+        return checkpoint(self.part, x, use_reentrant=False)
+
+
+def test_what_backward_runs_again_is_looked_at_while_nobody_else_computes():
+    """What another worker's forward wrote, of a module without weights that both have, counted as written by it."""
+    part, errors = nn.Tanh(), []
+    made = shard(nn.Linear(4, 4), Checkpointed(part), nn.Linear(4, 4))
+    for microbatch in (0, 1):
+        made.forward(0, microbatch, pack(torch.ones(2, 4)))
+
+    def backward():
+        try:
+            made.backward(0, pack((torch.ones(2, 4),)))
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=backward)
+    with computing:
+        thread.start()
+        time.sleep(0.1)
+        part.note = "the other's"
+    thread.join(10)
+    assert not errors
+
+
+@pytest.mark.parametrize("enters", [True, False])
+def test_ctrl_c_while_weights_are_exchanged_leaves_nobody_waiting(enters):
+    class Place(dict):
+        interrupted = enters
+
+        def __setitem__(self, key, weight):
+            if self.interrupted:
+                self.interrupted = False
+                raise KeyboardInterrupt
+            super().__setitem__(key, weight)
+
+    place, free = Place(), []
+    with pytest.raises(KeyboardInterrupt), Holding([(place, "weight", 0)], [torch.ones(1)], [torch.zeros(1)]):
+        place.interrupted = True
+    thread = threading.Thread(target=lambda: free.append(computing.acquire(timeout=0.2)) or computing.release())
+    thread.start()
+    thread.join()
+    assert free == [True]
+    assert not enters or place == {"weight": torch.zeros(1)}

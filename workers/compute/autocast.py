@@ -54,8 +54,10 @@ def without() -> AbstractContextManager[Any]:
 
 
 @contextmanager
-def _without(kinds: Iterable[str]) -> Iterator[None]:
+def _without(kinds: Iterable[str], *, forget: bool = False) -> Iterator[None]:
     with computing, ExitStack() as stack:
+        if forget:
+            torch.clear_autocast_cache()
         for kind in kinds:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield
@@ -77,6 +79,5 @@ class Casts:
 
     def backward(self) -> AbstractContextManager[Any]:
         """Return a context in which backward runs, as `without`."""
-        if self._leaves:
-            forget_casts()
-        return without()
+        kinds = enabled()
+        return _without(kinds, forget=bool(self._leaves)) if kinds else computing

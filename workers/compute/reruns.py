@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from .autocast import Casts
 from .inner_state import places_in
+from .randomness import computing
 from .recomputation import World
 from .split_backward import children_first, packed
 
@@ -54,7 +55,7 @@ class Reruns:
 
     @contextmanager
     def _watched(self, casts: Casts, of_inputs: bool) -> Iterator[None]:
-        with casts.backward() if self._writers is not None else self._looking(casts, of_inputs):
+        with computing, casts.backward() if self._writers is not None else self._looking(casts, of_inputs):
             yield
         if self._writers and any(map(len, self._others)):
             raise RuntimeError(

@@ -43,12 +43,18 @@ class Holding(Generic[Weights]):
 
     def __enter__(self) -> Weights:
         computing.acquire()  # modules may be other threads' too
-        self._put(self._weights)
+        try:
+            self._put(self._weights)
+        except BaseException:  # Ctrl-C
+            self.__exit__()
+            raise
         return self._weights
 
     def __exit__(self, *error: object) -> None:
-        self._put(self._own)
-        computing.release()
+        try:
+            self._put(self._own)
+        finally:
+            computing.release()
 
     def _put(self, weights: Sequence[Tensor]) -> None:
         for container, key, number in self._places:
