@@ -51,7 +51,7 @@ class Stream:
         self._laid_down: list[World] = []
         #: open steps, the oldest first, by their number among runs
         self._steps: dict[int, Step] = {}
-        #: the one that was opened last
+        #: the one that was opened last, while it is open
         self._newest: Step | None = None
 
     def next(self) -> Result | None:
@@ -88,7 +88,7 @@ class Stream:
         self._laid_down.clear()
 
     def _open_next(self) -> None:
-        newest = self._newest if self._steps else None
+        newest = self._newest
         if self._ended or (newest is not None and newest.forwards_left) or len(self._steps) == _MOST_OPEN:
             return
         batch = next(self._batches, None)
@@ -151,6 +151,7 @@ class Stream:
         for run in self._steps:
             self._mailbox.abandon(run)
         self._steps.clear()
+        self._newest = None
         self._worker.next_step = self._worker.step
 
     def _collect_layer_times(self, before: Step | None, anew: bool) -> None:
@@ -287,6 +288,7 @@ class Stream:
         worker = self._worker
         del self._steps[step.run]
         if not self._steps:
+            self._newest = None
             self._collect_layer_times(step, False)
         self._mailbox.end(step.run)
         if step.batch.train:

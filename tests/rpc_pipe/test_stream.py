@@ -1,6 +1,7 @@
 """Streams of steps, and what ends a step: the loss, its weight, norms of gradients, a wish to stop."""
 
 import time
+import weakref
 from functools import partial
 
 import pytest
@@ -12,6 +13,8 @@ from torch import nn
 from rpc_pipe.dependency import G
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.workers import run
+from rpc_pipe.workers.handlers import Step
 from rpc_pipe.workers.hooks import Listener
 
 X = torch.randn(6, 10, 8, generator=torch.Generator().manual_seed(1))
@@ -114,6 +117,22 @@ def test_batches_of_a_stream_are_read_one_ahead_and_may_differ_in_size():
         assert len(read) == min(len(losses) + 1, 4)
     straight = pipeline()
     assert losses == [straight.step((X[0, :rows], X[0, :rows])) for rows in (8, 3, 10, 1)]
+
+
+def test_of_a_complete_step_nothing_is_held_while_the_caller_has_the_loss(monkeypatch):
+    """The step that was opened last was, with its batch and what replicas had handed each other."""
+    steps = weakref.WeakSet()
+
+    def noted(*args):
+        steps.add(step := Step(*args))
+        return step
+
+    monkeypatch.setattr(run, "Step", noted)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    pipe = Pipeline([partial(nn.Linear, 4, 4)], nn.functional.mse_loss, optimizer=sgd, num_microbatches=2)
+    losses = pipe.train([(torch.ones(4, 4), torch.ones(4, 4))])
+    next(losses)
+    assert not list(steps) and pipe.actors[0].step == 1
 
 
 def test_a_stop_that_is_wanted_ends_the_stream_after_the_step_that_has_begun():

@@ -1,6 +1,7 @@
 """The road between a device and the outbox, on a device that does everything as late as it may."""
 
 import contextlib
+import queue
 import random
 import threading
 from functools import partial
@@ -67,6 +68,33 @@ def test_a_payload_is_published_when_it_has_been_copied_and_not_before():
     held.set()
     assert published.wait(10)
     assert found[0].equal(source)
+
+
+def test_what_is_shown_conjugate_or_negative_is_copied_as_it_is():
+    """Torch copies it without waiting and then changes the host's copy, which may not be there yet (Copy.cu)."""
+
+    class Cuda(FakeCuda):
+        def down(self, tensor):
+            assert not tensor.is_conj() and not tensor.is_neg()
+            return super().down(tensor)
+
+    courier, found = CudaCourier(Cuda()), queue.SimpleQueue()
+    source = torch.randn(3, 2, dtype=torch.complex64)
+    courier.leave(pack((source.mH, source.conj().imag)), found.put, found.put)
+    conjugate, negative = unpack(found.get(timeout=10))
+    assert conjugate.is_conj() and torch.equal(conjugate, source.mH) and torch.equal(negative, -source.imag)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_csr, torch.sparse_csc, torch.sparse_coo, torch.strided], ids=str)
+def test_of_what_is_sparse_the_parts_are_held(monkeypatch, layout):
+    """`record_stream` is there for strided tensors alone."""
+    held = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: held.append((self.layout, self.numel())))
+    tensor = torch.eye(3) if layout is torch.strided else torch.eye(3).to_sparse(layout=layout)
+    device.Cuda(torch.device("cpu")).hold(tensor, None)
+    sizes = {torch.strided: [9], torch.sparse_coo: [6, 3]}.get(layout, [4, 3, 3])
+    assert held == [(torch.strided, size) for size in sizes]
 
 
 def test_compute_waits_for_what_has_arrived():

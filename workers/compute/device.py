@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ...dependency import ConfigError, PipeError
-from ..transport.payload import Payload, Tree, is_dense, map_tensors
+from ..transport.payload import Payload, Tree, is_dense, map_tensors, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +174,8 @@ class Cuda:
 
     def hold(self, tensor: Tensor, stream: Any) -> None:
         """Keep the memory of `tensor` until `stream` is done with what it has been issued."""
-        tensor.record_stream(stream)
+        for part in parts_of(tensor):  # of sparse tensors torch does not know how
+            part.record_stream(stream)
 
     def peak_bytes(self) -> int:
         """Return the most memory that was held."""
@@ -215,6 +216,10 @@ class CudaCourier:
 
     def _left(self, tensor: Tensor) -> Tensor:
         """Copy a tensor to the host; one that is there, such as a norm that is only passed on, is as it is."""
+        # Torch would make numbers conjugate, or negative, in the host's copy at once, before they are there.
+        if tensor.is_conj():
+            return self._left(tensor.conj()).conj()
+        tensor = tensor.resolve_neg()
         if self._cuda.has(tensor) and tensor.layout is torch.strided:
             return self._cuda.down(tensor)
         return tensor.cpu()  # of another device or layout it is waited for

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .payload import Payload, Place, is_dense, span
+from .payload import Payload, Place, is_dense, parts_of, span
 from .values import Malformed, decode_value, encode_value
 
 #: so many forms are remembered, of up to so many bytes each
@@ -118,13 +118,7 @@ def _sparse_look(tensor: Tensor, dense: list[Tensor]) -> tuple[Any, ...]:
     if layout not in _SPARSE:
         raise TypeError(f"a tensor of layout {layout} cannot travel between workers")
     coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
-    if tensor.layout is torch.sparse_coo:
-        parts = [tensor._indices(), tensor._values()]  # the public ones want it coalesced
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    else:
-        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return layout, tensor.shape, coalesced, tuple([_look(part, dense) for part in parts])
+    return layout, tensor.shape, coalesced, tuple([_look(part, dense) for part in parts_of(tensor)])
 
 
 def _write(skeleton: Any, looks: tuple[Any, ...]) -> bytes:

@@ -126,6 +126,17 @@ def unpack(payload: Payload, take: Callable[[Tensor, bool], Tensor] = as_leaf) -
     return _map(skeleton, (Place, Sparse), restore, "payload")
 
 
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Return the strided tensors that a tensor is made of: itself, or of a sparse one its indices and values."""
+    if tensor.layout is torch.strided:
+        return [tensor]
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]  # the public ones want it coalesced
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+
+
 def is_dense(tensor: Tensor) -> bool:
     """Tell whether a tensor has each element of its part of memory, and once."""
     return tensor.is_contiguous() or span(tensor.shape, tensor.stride()) == tensor.numel()
