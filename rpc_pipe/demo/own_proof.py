@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError, Spec
+from ..model.absent import OperatorMode, draws_at_random
 from ..model.made import Made, load
 from ..model.microbatches import Microbatches
 from ..model.partition import Partition
@@ -190,9 +191,6 @@ class Keyed(TorchFunctionMode):
         self._marked = MARK in blocks
         names = [name for name in dict.fromkeys(blocks) if name != MARK]
         self._blocks = [model if not name else model.get_submodule(name) for name in names]
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            self._generators.append(torch.cuda.default_generators[device.index or 0])
         self._position = self._number = 0
         self._inside = False
         self._wrapped: list[tuple[nn.Module, Any]] = []
@@ -244,10 +242,20 @@ class Keyed(TorchFunctionMode):
         if self._marked and is_mark(func):
             return self._advance()
         self._seed(self._position, self._number + 1)
-        before = [generator.get_state() for generator in self._generators]
-        result = func(*args, **(kwargs or {}))
-        if any(not torch.equal(b, g.get_state()) for b, g in zip(before, self._generators, strict=True)):
+        with _Draws() as draws:
+            result = func(*args, **(kwargs or {}))
+        if draws.seen:
             self._number += 1
             self._begin()
         self._seed(self._position, 0)
         return result
+
+
+class _Draws(OperatorMode):
+    """Sees whether an operator may draw random numbers, as the observed forward does: by its numbers it need not."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= draws_at_random(func, kwargs or {})
+        return func(*args, **(kwargs or {}))

@@ -262,6 +262,11 @@ def written(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return [t for a, tree in given if a.alias_info is not None and a.alias_info.is_write for t in tensors(tree)]
 
 
+def draws_at_random(operator: Any, kwargs: Any) -> bool:
+    """Tell whether an operator may draw random numbers; by a generator of its own it draws the same anywhere."""
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ()) and kwargs.get("generator") is None
+
+
 def numbers(tensor: Tensor) -> Tensor:
     """Return some numbers of the form of a tensor that has none."""
     with _unobserved(), torch.no_grad():

@@ -21,6 +21,7 @@ from .absent import (
     NEEDS_NUMBERS,
     Absent,
     OperatorMode,
+    draws_at_random,
     numbers,
     on_ones,
     on_shapes,
@@ -301,9 +302,7 @@ class Observer(TorchFunctionMode):
         event = self._current
         if event is not None:
             event.computes = True
-            # by a generator of its own it draws the same wherever it stands
-            if torch.Tag.nondeterministic_seeded in operator.tags and kwargs.get("generator") is None:
-                event.random = 1
+            event.random |= draws_at_random(operator, kwargs)
             event.writes |= self._born & {storage_of(tensor) for tensor in written(operator, args, kwargs)}
         if self._hollow:
             absent = [id(tensor) for tensor in tensors((args, kwargs)) if isinstance(tensor, Absent)]
@@ -360,7 +359,9 @@ class _Operators(OperatorMode):
         if func.namespace == "prim":
             return func(*args, **kwargs)
         observer, given = self._observer, tensors((args, kwargs))
-        for tensor in given:
+        # What `torch.tensor` has just made out of Python's numbers is nothing that an event takes.
+        is_new = func is torch.ops.aten.lift_fresh.default and observer._current is not None
+        for tensor in given if not is_new else ():
             observer.read(observer._current, tensor)
         try:
             result = self._run(func, args, kwargs, from_nothing=not given)

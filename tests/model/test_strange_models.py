@@ -105,6 +105,24 @@ class Hooked(Listed):
         self.layers[3].register_forward_hook(lambda module, args, output: output * 2)
 
 
+class WithConstants(nn.Module):
+    """Its blocks return numbers that they make, and use those that others have made."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return super().forward(x).tanh() * scale, torch.tensor([0.5])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(8, 8) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.tensor(1.5)
+        for block in self.blocks:
+            x, scale = block(x, scale)
+        return x + scale
+
+
 #: (model, shape of its input, how the names begin of what is summed by stage first)
 CASES = {
     "dicts": (Dicts, (2, 8), ()),
@@ -113,6 +131,7 @@ CASES = {
     "weights that a module makes": (Generated, (2, 8), ("made",)),
     "views in place": (InPlaceOnViews, (2, 3, 8), ()),
     "hooks of blocks": (Hooked, (2, 8), ()),
+    "constants of blocks": (WithConstants, (2, 8), ()),
 }
 
 

@@ -49,6 +49,15 @@ def layers():
     return nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))), (torch.randn(4, 4), torch.randn(4, 4)), nn.MSELoss()
 
 
+def draws():
+    class Draws(models.Nested):
+        def forward(self, x):  # rrelu draws for what is negative alone: nothing, here, before the dropout
+            x = nn.functional.rrelu(super().forward(x).sigmoid(), training=self.training)
+            return nn.functional.dropout(x, 0.5, self.training)
+
+    return Draws(), (torch.randn(4, 6), torch.randn(4, 8)), nn.functional.mse_loss
+
+
 def asks():
     class Asks(models.Nested):
         def forward(self, x):
@@ -82,6 +91,7 @@ def verified(capsys, *arguments: str) -> tuple[int, dict, str]:
         ("tied", "rounding", ["--workers", "3"]),
         ("unet", "identical", ["--workers", "3", "--schedule", "zb-h1"]),
         ("pair", "rounding", ["--workers", "2"]),
+        ("draws", "rounding", ["--workers", "2"]),
         ("layers", "identical", ["--workers", "2"]),
     ],
 )
