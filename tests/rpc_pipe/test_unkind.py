@@ -257,6 +257,25 @@ def test_what_a_checkpoint_counts_in_backward_is_refused_where_it_comes_too_late
         pipe.step((torch.randn(8, WIDTH), torch.randn(8, WIDTH)))
 
 
+class Normed(Linear):
+    """Makes its weight anew when a checkpoint runs it again."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.weight_norm(self.linear)
+
+    def forward(self, x):
+        return checkpoint(self.linear, x, use_reentrant=False).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_what_a_checkpoint_makes_the_same_again_is_no_change():
+    """It was refused: an attribute held another tensor, of the same numbers."""
+    torch.manual_seed(0)
+    pipe = pipeline(repeated(Normed), "1f1b", num_workers=2, num_microbatches=4, seed=1)
+    assert differences(pipe, repeated(Normed), batches_for("moving average", 4), 1) == []
+
+
 class Hands(Linear):
     """Hands on what it computes, and something else of the same memory."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, NoReturn
@@ -74,14 +75,16 @@ class World:
         large = [(tensor, copy) for tensor, copy in dense if tensor.nbytes > _LARGE_BYTES]
         return {tensor: tensor._version for tensor, copy in large if torch.equal(tensor, copy)}
 
-    def changed(self) -> list[nn.Module]:
-        """Return the modules that hold something else now."""
+    def changed(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> list[nn.Module]:
+        """Return the modules that hold something else now; `is_same(now, then)` judges what has been exchanged."""
         found, inside = [], self._inner.changed()
         for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
             now = vars(module)
-            same = len(now) == len(attributes) and all(name in now and now[name] is v for name, v in attributes.items())
+            same = len(now) == len(attributes) and all(
+                name in now and is_same(now[name], v) for name, v in attributes.items()
+            )
             same = same and len(module._buffers) == len(buffers)
-            same = same and all(module._buffers.get(name) is buffer for name, buffer in buffers.items())
+            same = same and all(is_same(module._buffers.get(name), buffer) for name, buffer in buffers.items())
             held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, Tensor) and v in self._copies]
             same = same and module not in inside
             if not same or not all(v.layout is torch.strided and torch.equal(v, self._copies[v]) for v in held):
@@ -130,6 +133,18 @@ class World:
 
     def _copied(self, held: Mapping[str, Any]) -> dict[str, Any]:
         return {k: self._copies.get(v, v) if isinstance(v, Tensor) else v for k, v in held.items()}
+
+
+def equal(some: Any, other: Any) -> bool:
+    """Tell whether what an attribute holds is the same, or has the same numbers."""
+    if some is other:
+        return True
+    if type(some) is not type(other):
+        return False
+    if isinstance(some, Tensor):
+        dense = some.layout is torch.strided is other.layout
+        return dense and some.dtype == other.dtype and some.device == other.device and torch.equal(some, other)
+    return isinstance(some, (bool, int, float, str, torch.Size)) and bool(some == other)
 
 
 def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from .autocast import Casts
 from .inner_state import places_in
 from .randomness import computing
-from .recomputation import World
+from .recomputation import World, equal
 from .split_backward import children_first, packed
 
 
@@ -84,7 +84,7 @@ class Reruns:
         # parts of, and their parts.
         again = {part for module in called for part in module.modules()}
         again |= {module for module in self._modules if not called.isdisjoint(module.modules())}
-        changed = [module for module in world.changed() if module in again]
+        changed = [module for module in world.changed(equal) if module in again]
         self._writers = changed or (None if of_inputs else [])
         self._may_be = self._writers != []
 
