@@ -23,11 +23,11 @@ class Loopback(RemoteCarrier):
         self.group = group
         group[worker] = self
         self.handlers = ThreadPoolExecutor(2, f"handler of worker {worker}")
-        self.broken = set()
+        self.cut_off = set()
         self._sender.start()
 
     def _request(self, peer, what, args, then):
-        if peer in self.broken:
+        if peer in self.cut_off:
             self._failed(peer, "connection reset")
         else:
             self.group[peer].handlers.submit(

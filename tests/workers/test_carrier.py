@@ -214,7 +214,7 @@ def test_a_peer_that_breaks_or_ends_is_told_to_whoever_waits(monkeypatch):
     third.exchange(0).hold(print)  # worker 0 has talked
     third.pull(0, RUN, ["0F0"])
     third.pull(1, RUN, ["1F0"])
-    third.broken.add(0)
+    third.cut_off.add(0)
     third.wait(0)
     second.close()
     found = wait_for(third, 2)
