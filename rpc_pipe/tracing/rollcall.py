@@ -45,7 +45,8 @@ def blame(lives: Mapping[int, Live], last_host: int) -> Sequence[int]:
     """Return a chain of workers, each waiting for the next, to the one that most waits end at."""
     chains = [_chain(lives, worker, last_host) for worker in lives]
     ends = Counter(chain[-1] for chain in chains)
-    most = max(ends, key=lambda worker: (ends[worker], worker))
+    # Who has left may have waited in vain before.
+    most = max(ends, key=lambda worker: (lives[worker].state is not State.LEFT, ends[worker], worker))
     return max((chain for chain in chains if chain[-1] == most), key=len)
 
 

@@ -28,6 +28,13 @@ def test_the_chain_of_waits_ends_at_who_waits_for_nobody():
     ]
 
 
+def test_who_has_left_is_not_blamed_for_who_hangs():
+    """The launcher was busy with what a worker printed; until it looked, those who had waited for it were leaving."""
+    hangs, left = Live(State.RUNNING, 5, F(0, 1)), Live(State.LEFT, 5)
+    assert blame({0: hangs, 1: left, 2: left}, last_host=2) == [0]
+    assert blame({0: hangs, 1: left, 2: waits(F(2, 1), F(1, 1), 1)}, last_host=2) == [0]
+
+
 def test_who_waits_for_the_result_waits_for_the_last_stage():
     lives = {0: Live(State.WAITING, 1), 1: Live(State.RUNNING, 1, F(1, 0))}
     assert blame(lives, last_host=1) == [0, 1]
