@@ -9,14 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
+from ..workers.compute.split_backward import address
 from .skeleton import attributes, put_back
 
 #: of more bytes of weights than these only a part is compared: so many of each
 _MOST_BYTES, _NUM_COMPARED = 2**26, 1024
-#: where a buffer is, itself, and a copy
-_Buffer = tuple[nn.Module, str, Tensor, Tensor]
-#: a weight, and a copy of it or of a part of it
-_Weight = tuple[Tensor, Tensor]
+#: where a buffer is, itself, its memory, and a copy
+_Buffer = tuple[nn.Module, str, Tensor, Tensor, Tensor]
+#: a weight, its memory, and a copy of it or of a part of it
+_Weight = tuple[Tensor, Tensor, Tensor]
 
 
 class Writes:
@@ -49,8 +50,8 @@ class Writes:
     def note(self, modes: Any, kept: Kept) -> None:
         """A forward in these modes has come to its end."""
         if modes not in self._known:
-            buffers = [(module, name) for module, name, _, _ in kept.changed_buffers()]
-            self._known[modes] = buffers, [weight for weight, _ in kept.changed_weights()]
+            buffers = [(module, name) for module, name, *_ in kept.changed_buffers()]
+            self._known[modes] = buffers, [weight for weight, *_ in kept.changed_weights()]
 
 
 class Kept:
@@ -68,36 +69,39 @@ class Kept:
         counting: Iterable[nn.Module],
     ) -> None:
         held = [(module, name, module._buffers.get(name)) for module, name in places]
-        self._buffers: list[_Buffer] = [(m, name, b, b.clone()) for m, name, b in held if b is not None]
+        self._buffers: list[_Buffer] = [(m, name, b, b.data, b.clone()) for m, name, b in held if b is not None]
         self._in_full = in_full
-        self._weights: list[_Weight] = [(weight, self._part(weight).clone()) for weight in weights]
+        self._weights: list[_Weight] = [(weight, weight.data, self._part(weight).clone()) for weight in weights]
         self._attributes = attributes(counting)
 
     def put_back(self) -> None:
-        """Let all be as it was.
+        """Let all be as it was, in the same memory: it is known by that what backward must not read later.
 
         Raises:
             ConfigError: a weight cannot.
         """
         with torch.no_grad():
-            for module, name, buffer, before in self.changed_buffers():
+            for module, name, buffer, memory, before in self.changed_buffers():
+                buffer.data = memory
                 module._buffers[name] = buffer.copy_(before)
-        for weight, before in self.changed_weights():
+        for weight, memory, before in self.changed_weights():
             if not self._in_full:
                 raise ConfigError(
                     f"model: a block writes its weight of shape {tuple(weight.shape)} in a forward that goes another "
                     f"way than was observed and has to be run again; make it a buffer"
                 )
-            self._part(weight).copy_(before)
+            weight.data = memory
+            weight.data.copy_(before)
         put_back(self._attributes)
 
     def changed_buffers(self) -> list[_Buffer]:
         """Return the buffers that are not as their copies, or have been exchanged for others."""
-        return [held for held in self._buffers if held[0]._buffers.get(held[1]) is not held[2] or _differ(*held[2:])]
+        held = self._buffers
+        return [each for each in held if each[0]._buffers.get(each[1]) is not each[2] or _differ(*each[2:], each[2])]
 
     def changed_weights(self) -> list[_Weight]:
-        """Return the weights that are not as their copies."""
-        return [(weight, before) for weight, before in self._weights if _differ(self._part(weight), before)]
+        """Return the weights that are not as their copies, or have been given other memory."""
+        return [held for held in self._weights if _differ(*held, self._part(held[0]))]
 
     def _part(self, weight: Tensor) -> Tensor:
         if self._in_full:
@@ -106,6 +110,6 @@ class Kept:
         return flat[:: 1 + len(flat) // _NUM_COMPARED]
 
 
-def _differ(some: Tensor, others: Tensor) -> bool:
+def _differ(tensor: Tensor, memory: Tensor, before: Tensor, compared: Tensor) -> bool:
     with torch.no_grad():
-        return not torch.equal(some, others)
+        return address(tensor) != address(memory) or not torch.equal(compared, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -381,17 +382,22 @@ class Turns(nn.Module):
     """Goes another way behind a block that has moved its weight, and exchanges a buffer around the blocks."""
 
     class Block(nn.Linear):
-        def __init__(self) -> None:
+        def __init__(self, exchanges: bool) -> None:
             super().__init__(8, 8)
             self.book = nn.Parameter(torch.ones(8), requires_grad=False)
+            self.exchanges = exchanges
 
         def forward(self, x: Tensor) -> Tensor:
+            if self.exchanges:
+                y = super().forward(x) * self.book
+                self.book.data = self.book.data * 0.9
+                return y
             self.book.data.mul_(0.9)
             return super().forward(x) * self.book
 
-    def __init__(self) -> None:
+    def __init__(self, exchanges: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([self.Block() for _ in range(4)])
+        self.blocks = nn.ModuleList([self.Block(exchanges) for _ in range(4)])
         self.register_buffer("shift", torch.zeros(8))
 
     def forward(self, x: Tensor, turned: Tensor) -> dict[str, Tensor]:
@@ -402,9 +408,11 @@ class Turns(nn.Module):
         return {"loss": x.square().mean()}
 
 
-def test_a_forward_that_is_run_again_has_written_its_weights_once():
-    """It was begun as another had been observed, and had moved a weight and exchanged a buffer once more by then."""
-    model, x = made(Turns), floats(2, 8)
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_a_forward_that_is_run_again_has_written_its_weights_once(exchanges):
+    """It was begun as another had been observed, and had moved a weight and exchanged a buffer once more by then; and
+    backward read what a weight had been before, where that had been given other memory."""
+    model, x = made(partial(Turns, exchanges)), floats(2, 8)
     alone = copy.deepcopy(model)
     pieces = [((x, torch.tensor([turned, turned])), {}) for turned in (False, True, False, True)]
     pipe = Pipeline(model, optimizer=SGD, schedule="naive", num_workers=2, num_microbatches=4)
