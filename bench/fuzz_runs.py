@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -33,6 +33,10 @@ _SENTENCES = re.compile(
 )
 #: how far apart numbers may be that are sums of the same in another order, in single and in double precision
 _ROUNDING = {False: (1e-2, 1e-4), True: (1e-9, 1e-12)}
+
+
+#: weights of a model that a function makes
+Initial = Mapping[str, Tensor] | None
 
 
 class End(NamedTuple):
@@ -78,6 +82,7 @@ def run(case: Case) -> End:
 
 def _run(case: Case) -> End:
     pipe: Pipeline | None = None
+    initial: Initial = None
     try:
         made_by = case.settings() if all("orthogonal" not in maker.names for maker in case.makers) else nullcontext()
         with made_by:  # torch cannot make those under autocast
@@ -92,11 +97,13 @@ def _run(case: Case) -> End:
     except Stalled as error:
         return End("HANG", str(error), False)
     except WorkerFailure as error:
-        return _failed(case, str(error), error.summary)._replace(goes_on=False)
+        return _failed(case, pipe, initial, str(error), error.summary)._replace(goes_on=False)
     except PipeError as error:
-        return _failed(case, f"{type(error).__name__}: {error}", str(error).partition("\n")[0])._replace(goes_on=False)
+        text = f"{type(error).__name__}: {error}"
+        return _failed(case, pipe, initial, text, str(error).partition("\n")[0])._replace(goes_on=False)
     except Exception as error:
-        return _failed(case, f"{type(error).__name__}: {error}", repr(error))._replace(goes_on=False)
+        text = f"{type(error).__name__}: {error}"
+        return _failed(case, pipe, initial, text, repr(error))._replace(goes_on=False)
     try:
         if case.is_synchronous:
             alone: Alone | Replayed = Alone(case, pipe.spec, pipe.partition, initial)
@@ -121,13 +128,15 @@ def _refused(error: Exception | str) -> End:
     return End("UNCLEAR" if "\n" in sentence or len(sentence) > _LONGEST else "refused", sentence)
 
 
-def _failed(case: Case, text: str, summary: str) -> End:
-    """Say how a run ended that raised: perhaps one process raises too."""
+def _failed(case: Case, pipe: Pipeline | None, initial: Initial, text: str, summary: str) -> End:
+    """Say how a run ended that raised: perhaps one process raises too, or comes to the same that is not finite."""
     if _SENTENCES.search(summary):
         return _refused(summary)
     try:
-        spec = SCHEDULES["naive"](num_workers=1, num_microbatches=case.microbatches)
-        numbers = unpiped(case, Alone(case, spec, None, None))
+        alone = Alone(case, SCHEDULES["naive"](num_workers=1, num_microbatches=case.microbatches), None, None)
+        if pipe is not None and initial is not None:
+            alone = Alone(case, pipe.spec, pipe.partition, initial)
+        numbers = unpiped(case, alone)
     except Exception as error:
         return End("illegal", f"{type(error).__name__}: {error}")
     if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
