@@ -31,6 +31,8 @@ _SENTENCES = re.compile(
     "a checkpoint computes again|always give the same|the gradient of parameter .* is sparse|"
     "use_reentrant=True, torch.utils.checkpoint is incompatible|errors.ConfigError: |saved tensor hooks"
 )
+#: what torch says in one process too
+_OF_TORCH = re.compile("has been modified by an inplace operation|use_reentrant=True, torch.utils.checkpoint is")
 #: how far apart numbers may be that are sums of the same in another order, in single and in double precision
 _ROUNDING = {False: (1e-2, 1e-4), True: (1e-9, 1e-12)}
 
@@ -130,7 +132,8 @@ def _refused(error: Exception | str) -> End:
 
 def _failed(case: Case, pipe: Pipeline | None, initial: Initial, text: str, summary: str) -> End:
     """Say how a run ended that raised: perhaps one process raises too, or comes to the same that is not finite."""
-    if _SENTENCES.search(summary):
+    is_said = _SENTENCES.search(summary) is not None
+    if is_said and not _OF_TORCH.search(summary):
         return _refused(summary)
     try:
         alone = Alone(case, SCHEDULES["naive"](num_workers=1, num_microbatches=case.microbatches), None, None)
@@ -141,7 +144,7 @@ def _failed(case: Case, pipe: Pipeline | None, initial: Initial, text: str, summ
         return End("illegal", f"{type(error).__name__}: {error}")
     if not all(math.isfinite(number) for number in numbers if isinstance(number, float)):
         return End("illegal", "the loss is not finite")
-    return End("TRACEBACK", text)
+    return _refused(summary) if is_said else End("TRACEBACK", text)
 
 
 def piped(case: Case, pipe: Pipeline) -> Done | None:
