@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..workers.compute.inner_state import OF_TORCH
 from .hollow import NeedsField, observable
 from .observation import Carried, Event, Kind, Observation
 from .observer import Observer
@@ -20,8 +21,6 @@ from .skeleton import Held, Skeleton
 from .trees import mapped, tensors
 
 _PLAIN = (bool, int, float, complex, str, bytes)
-#: what every module has
-_OF_TORCH = frozenset(vars(nn.Module()))
 
 
 def look(observer: Observer, observation: Observation, skeleton: Skeleton, before: Sequence[Held], given: Any) -> None:
@@ -75,7 +74,7 @@ def _left(observer: Observer, skeleton: Skeleton, changed: Iterable[nn.Module]) 
     held += [(module, name, module._buffers.get(name)) for module, name in skeleton.replaced_buffers()]
     found = {}
     for module, name, value in held:
-        for tensor in tensors(value) if name not in _OF_TORCH else ():
+        for tensor in tensors(value) if name not in OF_TORCH else ():
             if observer.is_hollow(tensor):
                 raise NeedsField(f"attribute {name} of {skeleton.name_of(module)} is made of a field")
             made = observer.made_by(tensor)
@@ -121,4 +120,4 @@ class _Again(Observer):
 
 def _numbers(module: nn.Module) -> dict[str, Any]:
     """Return what a module has in plain attributes."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name not in _OF_TORCH}
+    return {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN) and name not in OF_TORCH}

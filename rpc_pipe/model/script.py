@@ -75,7 +75,7 @@ class Script:
     def __init__(
         self, observation: Observation, skeleton: Skeleton, stage: int, cut: Sequence[range], owners: Owners
     ) -> None:
-        self._skeleton = skeleton
+        self._skeleton, self.stage = skeleton, stage
         assignment = Assignment(observation, cut, owners)
         role = assignment.role(stage)
         self.is_last = stage == len(cut) - 1

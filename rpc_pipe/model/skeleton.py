@@ -16,9 +16,10 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..dependency import ConfigError
-from ..workers.compute.inner_state import InnerState, places_in
+from ..workers.compute.inner_state import OF_TORCH, InnerState, places_in
 from ..workers.compute.recomputation import Hooks, hooks_of, put_hooks_back, set_attributes
 from .absent import Absent, Shapes
+from .trees import at, leaves
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 #: what a mark is called among the blocks
@@ -68,6 +69,8 @@ class Skeleton:
         #: name in the unsplit model (the first, where it has several) -> what stands there now
         self.parameters: dict[str, nn.Parameter] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
+        #: lists and dicts that hold one besides, and where
+        self._held: dict[str, list[tuple[Any, Any]]] = {}
         names: dict[int, str] = {}
         for prefix, module in modules:
             for name, buffer in module._buffers.items():
@@ -78,6 +81,10 @@ class Skeleton:
                     whole = names.setdefault(id(own), f"{prefix}.{name}" if prefix else name)
                     self.parameters.setdefault(whole, own)
                     self._places.setdefault(whole, []).append((module, name))
+        for _, module in modules:
+            for attribute, value in vars(module).items():
+                if type(value) in (list, dict) and attribute not in OF_TORCH:
+                    self._note_held(value, names)
         self._names = {id(module): name for name, module in modules}
         self._fakes = dict(self.parameters)
         self.blocks: list[nn.Module] = []
@@ -113,7 +120,15 @@ class Skeleton:
         for name, parameter in parameters.items():
             for module, attribute in self._places[name]:
                 setattr(module, attribute, parameter)
+            for held, key in self._held.get(name, ()):
+                held[key] = parameter
             self.parameters[name] = parameter
+
+    def _note_held(self, held: Any, names: dict[int, str]) -> None:
+        for path, tensor in leaves(held):
+            inside = at(held, path[:-1])
+            if id(tensor) in names and type(inside) in (list, dict):
+                self._held.setdefault(names[id(tensor)], []).append((inside, path[-1][1]))
 
     @contextmanager
     def without_numbers(self) -> Iterator[list[Held]]:

@@ -218,7 +218,10 @@ class _Forward(TorchFunctionMode):
         if any(isinstance(tensor, Absent) for tensor in tensors(output)):
             if any(isinstance(tensor, Hollow) for tensor in tensors(output)):
                 raise NeedsField("the stage would hand on a field")
-            raise ConfigError("model: a stage would hand on a tensor that it does not have")
+            raise ConfigError(
+                f"model: stage {script.stage} would hand on a tensor that it does not have: a block computes by a "
+                f"weight that it holds neither as an attribute nor in a list or dict, but in a tuple, or a function"
+            )
         if any(tensor.grad_fn is not node for tensor, node in zip(self._payload, self._nodes, strict=True)):
             raise ConfigError(
                 "model: an autograd function around the blocks took over what came from the stage before; "

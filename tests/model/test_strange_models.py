@@ -124,6 +124,22 @@ class WithConstants(nn.Module):
         return x + scale
 
 
+class HeldTwice(Listed):
+    """Its blocks compute by weights that they hold in a plain list or dict besides."""
+
+    class Block(nn.Linear):
+        def __init__(self, dicts: bool) -> None:
+            super().__init__(8, 8)
+            self.plain = {"both": [self.weight, self.bias]} if dicts else [self.weight, self.bias]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, *(self.plain["both"] if isinstance(self.plain, dict) else self.plain))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Block(number % 2 == 1) for number in range(4)])
+
+
 #: (model, shape of its input, how the names begin of what is summed by stage first)
 CASES = {
     "dicts": (Dicts, (2, 8), ()),
@@ -133,6 +149,7 @@ CASES = {
     "views in place": (InPlaceOnViews, (2, 3, 8), ()),
     "hooks of blocks": (Hooked, (2, 8), ()),
     "constants of blocks": (WithConstants, (2, 8), ()),
+    "weights in plain lists": (HeldTwice, (2, 8), ()),
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 #: what every module has, which is torch's
-_OF_TORCH = frozenset(vars(nn.Module()))
+OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 #: larger containers are taken for tables, which nobody changes
 _MOST = 1024
@@ -59,7 +59,7 @@ def places_in(modules: Sequence[nn.Module]) -> list[Place]:
         (module, name)
         for module in modules
         for name, value in vars(module).items()
-        if (name not in _OF_TORCH or (name == "_modules" and value)) and _inside(value) is not None
+        if (name not in OF_TORCH or (name == "_modules" and value)) and _inside(value) is not None
         if not (type(value) in (list, dict, set) and len(value) > _MOST)
     ]
 
