@@ -31,6 +31,8 @@ class Context:
     #: training steps done, and begun
     step: int = 0
     next_step: int = 0
+    #: evaluations and predictions done
+    num_evaluated: int = 0
     #: what runs now, such as `2B3`, and in which step, for reports
     running: str = ""
     running_step: int = 0

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from ..dependency import Action, Entry, NotFinite, Part
+from ..dependency import Action, ConfigError, Entry, NotFinite, Part
 from .compute.autocast import forget_casts
 from .compute.recomputation import World
 from .compute.result import Result
@@ -49,6 +49,8 @@ class Stream:
         self._ended = False
         #: what forwards of a step under way have left in modules, while the caller sees those of a complete step
         self._laid_down: list[World] = []
+        #: evaluations before that
+        self._num_evaluated = 0
         #: open steps, the oldest first, by their number among runs
         self._steps: dict[int, Step] = {}
         #: the one that was opened last, while it is open
@@ -76,13 +78,33 @@ class Stream:
 
     def _lay_down(self) -> None:
         """Let modules hold what they held after the step that is complete: the caller may evaluate and save."""
-        for step in list(self._steps.values())[:1]:
+        self._num_evaluated = self._worker.num_evaluated
+        for step in list(self._steps.values())[:1] if self._steps and self._has_begun() else ():
             for shard, before in step.before:
                 self._laid_down.append(shard.recomputation.now(before))
                 before.put_back()
 
+    def _has_begun(self) -> bool:
+        """Tell whether a forward of the oldest step has run."""
+        oldest = next(iter(self._steps.values()))
+        return oldest.forwards_left != oldest.batch.part.num_forwards
+
     def _take_up(self) -> None:
-        """Let modules hold what forwards of the next step have left."""
+        """Let modules hold what forwards of the next step have left.
+
+        Raises:
+            ConfigError: these have read what an evaluation has changed since.
+        """
+        if self._steps and self._num_evaluated != self._worker.num_evaluated:
+            oldest = next(iter(self._steps.values()))
+            if not self._has_begun():
+                oldest.before = self._worlds(oldest.batch)
+            for (shard, before), under_way in zip(oldest.before, self._laid_down, strict=False):
+                if changed := before.counted_in(under_way):
+                    raise ConfigError(
+                        f"stage {shard.stage}: an evaluation changed {changed}, which forwards of the next step under "
+                        "way have read: call `step` for each batch instead of `train`, or evaluate behind it"
+                    )
         for world in self._laid_down:
             world.put_back()
         self._laid_down.clear()
@@ -300,6 +322,7 @@ class Stream:
             for shard in worker.shards.values():
                 shard.train(True)  # back to the modes that their owner gave them
             forget_casts()  # made without gradients
+            worker.num_evaluated += 1
         # The count goes up only after a training step, which this may not have been.
         worker.listeners.idle(worker.step - 1)
         assert step.result is not None

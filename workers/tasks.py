@@ -60,7 +60,9 @@ class _Watched:
         own = shard.slice.own
         before = World(own, {}, own, places_in(own))
         payload = self._does(doing)
-        self._changed[m] = changed = before.changed()
+        written = set(shard.written_weights)
+        holders = [module for module in own if not written.isdisjoint(module._parameters.values())] if written else []
+        self._changed[m] = changed = before.changed() or holders
         for later in (each for each in self._changed if each > m):
             if guilty := changed or self._changed[later]:
                 raise ConfigError(

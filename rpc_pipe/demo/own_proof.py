@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..dependency import ConfigError, Spec
 from ..model.absent import OperatorMode, draws_at_random
@@ -224,10 +224,15 @@ class Keyed(TorchFunctionMode):
         if self._inside:
             return forward(*args, **kwargs)
         self._inside = True
+        own = _get_current_function_mode() is self
+        if own:  # under a mode torch leaves its fast paths: attention in evaluation has other bits
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             result = forward(*args, **kwargs)
         finally:
             self._inside = False
+            if own:
+                super().__enter__()  # type: ignore[no-untyped-call]
         self._advance()
         return result
 

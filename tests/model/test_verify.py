@@ -7,11 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from processes import rpc_pipe
+from torch import nn
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.commands.run import run
-from rpc_pipe.demo.own_proof import seeded
+from rpc_pipe.demo.own_proof import Keyed, seeded
 from rpc_pipe.dependency import ConfigError
 
 MODELS = """
@@ -152,3 +154,14 @@ def test_a_model_of_the_users_is_trained_by_run(file):
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2 and "step 2 of 2: loss" in done.stderr
     assert float(re.search(r"step 1 of 2: loss (\S+)", done.stderr)[1]) == pytest.approx(loss, abs=1e-3)
+
+
+def test_the_one_process_to_compare_with_evaluates_by_the_same_kernels():
+    """Under a mode torch leaves the fast path of attention, which the blocks of a pipeline take: bits differed."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)]).eval()
+    x = torch.randn(64, 5, 8)
+    with torch.no_grad():
+        expected = model[0](x)
+        with Keyed(model, ["0"], lambda position, number: None, torch.device("cpu")):
+            assert torch.equal(model[0](x), expected)

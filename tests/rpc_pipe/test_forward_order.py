@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 from unkind import differences, repeated
-from unkind_layers import EMA, WIDTH, Linear
+from unkind_layers import EMA, WIDTH, Bounded, Linear
 
 from rpc_pipe.dependency import F, WorkerFailure
 from rpc_pipe.pipeline import Pipeline
@@ -89,7 +89,7 @@ def test_forwards_of_a_layer_that_counts_do_not_overtake_each_other(layer, order
     assert differences(pipe, model, BATCHES, 1) == []
 
 
-@pytest.mark.parametrize("layer", [EMA, Counts, partial(nn.BatchNorm1d, WIDTH)])
+@pytest.mark.parametrize("layer", [EMA, Counts, Bounded, partial(nn.BatchNorm1d, WIDTH)])
 def test_a_schedule_whose_forwards_go_another_way_cannot_train_a_layer_that_counts(layer):
     """It was trained in the schedule's order, which is no one process's."""
     pipe, _ = training(layer, Crossed)

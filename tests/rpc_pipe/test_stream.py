@@ -1,5 +1,6 @@
 """Streams of steps, and what ends a step: the loss, its weight, norms of gradients, a wish to stop."""
 
+import re
 import time
 import weakref
 from functools import partial
@@ -10,7 +11,7 @@ from processes import python
 from small_models import LAYERS, NORMED
 from torch import nn
 
-from rpc_pipe.dependency import G
+from rpc_pipe.dependency import G, PipeError
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import run
@@ -298,3 +299,50 @@ def test_an_evaluation_between_steps_sees_no_weights_that_the_next_step_has_writ
     other.listen(Late)
     assert [(loss, other.evaluate(batches[n])) for n, loss in enumerate(other.train(batches))] == apart
     assert same(one.state_dict(), other.state_dict())
+
+
+class Table(nn.Module):
+    """Bounds the rows that it looks up, in evaluation too."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = nn.Embedding(8, 8, max_norm=0.5)
+
+    def forward(self, x):
+        return x + self.rows(x.detach().argsort(1)[:, 0])
+
+
+class Counting(nn.Module):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + self.calls % 3)
+
+
+class Noting(nn.Module):
+    """Keeps what nobody reads."""
+
+    def forward(self, x):
+        self.rows, self.seen = len(x), x.detach()
+        return x * 2
+
+
+@pytest.mark.parametrize("layer", [Table, Counting, Noting])
+def test_an_evaluation_that_changes_what_the_next_step_has_read_is_told(layer):
+    """The next step's forwards had begun, and what the evaluation wrote was lost."""
+    layers = [partial(nn.Linear, 8, 8), layer, layer]
+    one, other = (pipeline("dualpipe", layers, M=5, seed=3, order="ready") for _ in range(2))
+    batches = [(x[:7], x[:7]) for x in X[:4]]
+    apart = [(one.step(batch), one.evaluate((X[5], X[5]))) for batch in batches]
+    other.listen(Late)
+    found = []
+    try:
+        found += ((loss, other.evaluate((X[5], X[5]))) for loss in other.train(batches))
+    except PipeError as error:  # unless none of them had begun
+        assert layer is not Noting
+        said = (
+            r"an evaluation changed (a parameter|calls of a Counting), which forwards of the next step under way have"
+        )
+        assert re.search(said, str(error))
+    assert found == apart[: len(found)] and (found == apart or layer is not Noting)

@@ -91,6 +91,25 @@ class World:
                 found.append(module)
         return found
 
+    def counted_in(self, under_way: World) -> str:
+        """Say what holds something else than then that the forwards under way have read; nothing is an empty text.
+
+        Of attributes those that only count: others may be notes that nobody reads, such as the last shape.
+        """
+        if any(not torch.equal(weight, before) for weight, before in self._weights):
+            return "a parameter"
+        pairs = zip(self._attributes, self._buffers, under_way._attributes, strict=True)
+        for (module, attributes), buffers, (_, theirs) in pairs:
+            for name, buffer in buffers.items():
+                now = module._buffers.get(name)
+                if now is not buffer or (buffer in self._copies and not torch.equal(buffer, self._copies[buffer])):
+                    return f"buffer {name} of a {type(module).__name__}"
+            for name, value in attributes.items():
+                later = vars(module).get(name), theirs.get(name)
+                if type(value) is int and all(type(each) is int and each > value for each in later):
+                    return f"{name} of a {type(module).__name__}"
+        return ""
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Return a context in which the modules hold what they held then, and after which they hold what they do now.
