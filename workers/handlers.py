@@ -356,7 +356,7 @@ def _update_version(doing: Doing, shard: StashingShard) -> None:
         if step.result is not None and step.result.norm_tensor is not None:
             shard.clip(worker.max_grad_norm, worker.courier.load(step.result.norm_tensor))
         else:
-            shard.clip_by_own_norm(worker.max_grad_norm)
+            shard.updating.clip_by_own_norm(worker.max_grad_norm)
     shard.update()
     if step.batch.spec.elasticity:
         shard.exchange(step.batch.spec.elasticity)

@@ -200,12 +200,25 @@ class OfGradients(Linear):
         return x + torch.func.vmap(torch.func.grad(lambda row: self.linear(row).tanh().sum()))(x) * self.shift
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe-recompute"])
-def test_a_forward_that_bears_no_hooks_is_run_without(schedule):
-    """It was refused beside a buffer, and where forwards are run again."""
+class OfGradientsInPlace(OfGradients):
+    """Has written its input, counted and drawn before it comes to them."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x.mul_(self.calls).add_(torch.randn_like(x)))
+
+
+@pytest.mark.parametrize("layer", [OfGradients, OfGradientsInPlace])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe-recompute", "zb-h1", "zb-v", "zb-h1 recomputed"])
+def test_a_forward_that_bears_no_hooks_is_run_without(schedule, layer):
+    """It was refused beside a buffer, where forwards are run again, and where backward is split."""
     torch.manual_seed(0)
-    model = repeated(OfGradients)
-    pipe = pipeline(model, schedule, num_workers=2, num_microbatches=3, seed=1)
+    model = repeated(layer)
+    schedule, _, recomputed = schedule.partition(" ")
+    options = {"schedule_options": {"recompute": "all"}} if recomputed else {}
+    pipe = pipeline(model, schedule, num_workers=2, num_microbatches=3, seed=1, **options)
     assert differences(pipe, model, batches_for("hooks", 3), 1) == []
 
 

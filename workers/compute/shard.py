@@ -24,6 +24,7 @@ from .reruns import Reruns
 from .result import Losses, sum_and_weight
 from .slices import Slice, Times
 from .split_backward import Deferred, Saved, backward_inputs
+from .unhooked import Unhooked
 from .updating import Before, Training, Updating, refuse_sparse
 from .written import Written, keep_saved
 
@@ -86,6 +87,7 @@ class Shard:
         self._deferred: dict[int, tuple[int, Deferred]] = {}
         self.recomputation = Recomputation(slice.own, slice.modules)
         self._written = Written(slice.own, self.parameters)
+        self._unhooked = Unhooked(slice.own, slice.modules)
         self._casts = Casts()
         self._reruns = Reruns(slice.own, (self._kept, self._inputs, self._deferred))
         # By the names of the beginning: a forward may exchange modules.
@@ -174,18 +176,25 @@ class Shard:
             split: whether `backward_inputs` and `backward_weights` will follow instead of `backward`.
             recompute: keep the inputs instead of the activations; `recompute` comes before backward.
         """
-        if recompute and torch.is_grad_enabled():
-            forward = partial(self._forward, step, microbatch, inputs, fields, target, share, split)
-            with self._randomness.lock:  # modules may be those of other threads too
-                # With the graph, not without: the outputs say what owes a gradient.
-                tree, noted = self.recomputation.first(partial(forward, again=True))
-            del self._kept[microbatch]
-            self._inputs[microbatch] = forward, noted
+        given = step, microbatch, inputs, fields, target, share, split
+        if not ((split or recompute) and torch.is_grad_enabled()):
+            tree = self._forward(*given)
         else:
-            tree = self._forward(step, microbatch, inputs, fields, target, share, split)
+            forward: Callable[..., Tree] = partial(self._forward, *given)
+            if split:
+                forward = partial(self._unhooked.run, forward, self._written.begin_anew)
+            tree = self._noted(microbatch, forward) if recompute else forward()
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
             tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
         return leaving(tree, lambda: self._staying(inputs)) if share is None else None
+
+    def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
+        with self._randomness.lock:  # modules may be those of other threads too
+            # With the graph, not without: the outputs say what owes a gradient.
+            tree, noted = self.recomputation.first(partial(forward, again=True))
+        del self._kept[microbatch]
+        self._inputs[microbatch] = forward, noted
+        return tree
 
     def recompute(self, step: int, microbatch: int) -> None:
         """Compute the activations of a microbatch again, with the same random numbers and no other effect."""
@@ -204,23 +213,25 @@ class Shard:
         split: bool,
         *,
         again: bool = False,
+        spared: bool = False,
     ) -> Tree:
         """Run the slice, and the loss function if a share is given; return what comes out.
 
         Args:
-            again: whether the same will be run once more, from the same inputs.
+            again: whether the same will be run once more, from the same inputs; `spared`: whether it may have to be.
         """
-        backward = torch.is_grad_enabled()
+        backward, spared = torch.is_grad_enabled(), spared or again
         mine = self._layers_write[backward]
-        copied = again or (self.stage == 0 and copies_batch(inputs, mine))
+        copied = spared or (self.stage == 0 and copies_batch(inputs, mine))
         entered = enter(inputs, copied=copied)
         wanted = None
         if target is not None:
             given = pack(target)
             theirs = self._loss_writes[backward] if self.loss_fn is self._own_loss_fn else None
-            wanted = enter(given, copied=again or copies_batch(given, theirs))
+            wanted = enter(given, copied=spared or copies_batch(given, theirs))
         known = self._written.begin() if backward and not self._written.nothing else {}
-        saved = Saved({} if again else known) if backward and (split or (known and not again)) else None
+        seen = not (split and self._unhooked.known)
+        saved = Saved({} if again else known, seen) if backward and (split or (known and not again)) else None
         compute = partial(self._compute, step, microbatch, entered, fields, wanted, share)
         if saved is None:
             with self._randomness.lock:
@@ -242,10 +253,10 @@ class Shard:
                 self._owed.watch(owing)
             roots = [tensor for tensor in dict.fromkeys(tensors_of(tree)) if tensor.requires_grad]
             self._casts.look(roots)
-            if saved is not None:
+            if saved is not None and saved.seen:
                 saved.keep(hidden)
-            elif hidden:
-                keep_saved(roots, hidden.values())
+            elif moved := {**known, **hidden} if split and not again else hidden:
+                keep_saved(roots, moved.values())
             self._kept[microbatch] = _Kept(step, owing, roots, saved)
         return tree
 
@@ -357,11 +368,6 @@ class Shard:
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the gradients of a model whose gradients have this norm as `clip_grad_norm_` does."""
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
-
-    def clip_by_own_norm(self, max_norm: float) -> None:
-        """Clip the gradients of this stage by their own norm."""
-        refuse_sparse((name, p.grad) for name, p in self.updating.parameters.items())
-        torch.nn.utils.clip_grad_norm_(self.updating.parameters.values(), max_norm)
 
     def update(self, *, finite: bool = True) -> None:
         """Apply one optimizer step to the gradients, and forget them.

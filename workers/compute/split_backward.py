@@ -51,10 +51,12 @@ class Saved:
 
     Args:
         written: by their addresses, tensors that are written again and again, so that copies are held.
+        seen: whether anything is held here; else autograd holds it, and I makes all gradients.
     """
 
-    def __init__(self, written: Mapping[int, Tensor] | None = None) -> None:
+    def __init__(self, written: Mapping[int, Tensor] | None = None, seen: bool = True) -> None:
         self._written = written or {}
+        self.seen = seen
         self._handles: list[_Handle] = []
         #: whether forward may have registered hooks of tensors or nodes
         self.hooked = False
@@ -68,6 +70,10 @@ class Saved:
         Args:
             unseen: whether a torch function mode must not see what is done for that: it is not the model.
         """
+        if not self.seen:
+            self.hooked = True
+            yield
+            return
         num_registered = RemovableHandle.next_id  # of the process; a node does not tell its hooks
         with saved_tensors_hooks(self._save_unseen if unseen else self._save, self._load):
             yield

@@ -107,6 +107,11 @@ class Updating:
                 if parameter.grad is not None:
                     parameter.grad.div_(divisor)
 
+    def clip_by_own_norm(self, max_norm: float) -> None:
+        """Clip the gradients of this stage by their own norm."""
+        refuse_sparse((name, parameter.grad) for name, parameter in self.parameters.items())
+        torch.nn.utils.clip_grad_norm_(self.parameters.values(), max_norm)
+
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""
         self.held = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}

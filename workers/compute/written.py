@@ -63,6 +63,16 @@ class Written:
         buffers = [module._buffers[name] for module, name in self._written]
         return found | {address(buffer): buffer for buffer in buffers if buffer is not None}
 
+    def begin_anew(self) -> None:
+        """A forward has failed, and the first one will be run again.
+
+        Raises:
+            RuntimeError: it has written a parameter.
+        """
+        if not self.nothing:
+            self.end(again=True)
+        self._modes, self._written, self._before, self.weights, self.nothing = [], [], [], None, False
+
     def end(self, again: bool) -> dict[_Address, Tensor]:
         """Take note of what the forward has written; return what nobody knew of, by where it lay before.
 
