@@ -10,7 +10,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from ..dependency import ConfigError, Spec, takes_steps, update_of
+from ..dependency import Action, ConfigError, Spec, takes_steps, update_of
 from ..workers.compute.digest import describe, shapes_of
 from ..workers.transport.call import pack_description
 from ..workers.transport.lending import Lending
@@ -165,7 +165,10 @@ def update_shares(spec: Spec, shares: Sequence[float]) -> list[float]:
     if takes_steps(spec):
         return list(shares)
     taken = [update_of(spec, 0, m) for m in range(len(shares))]
-    rows = {update: sum(s for s, by in zip(shares, taken, strict=True) if by == update) for update in set(taken)}
+    parts: dict[Action, list[float]] = {}
+    for share, update in zip(shares, taken, strict=True):
+        parts.setdefault(update, []).append(share)
+    rows = {update: sum(of_update) for update, of_update in parts.items()}
     return [share / rows[update] for share, update in zip(shares, taken, strict=True)]
 
 
