@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from ..dependency import Action, B, ConfigError, F, Part, R
@@ -52,8 +51,6 @@ class _Watched:
         self._changed: dict[int, list[nn.Module]] = {}
 
     def __call__(self, doing: Doing) -> Payload | None:
-        if not torch.is_grad_enabled():
-            return self._does(doing)
         shard, m = doing.task.shard, doing.microbatch
         if doing.step.run != self._run:
             self._run, self._changed = doing.step.run, {}

@@ -102,3 +102,10 @@ def test_a_schedule_whose_forwards_go_another_way_trains_other_layers(layer):
     torch.manual_seed(0)
     pipe, model = training(layer, Crossed)
     assert differences(pipe, model, BATCHES, 1) == []
+
+
+def test_an_evaluation_is_told_too():
+    """Of the schedule's order, too, were the numbers of layers that count in evaluation."""
+    pipe, _ = training(Counts, Crossed)
+    with pytest.raises(WorkerFailure, match=r"a Counts changes what it holds in its forwards, .* runs 3 before 2;"):
+        pipe.evaluate(BATCHES[0])
