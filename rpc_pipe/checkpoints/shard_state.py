@@ -138,8 +138,10 @@ class Stages:
             ConfigError: it is another optimizer, or groups other parameters together.
         """
         optimizer = shard.optimizer
-        if optimizer is None or not self._groups:  # weights alone are wanted, or there is nothing more
+        if not self._groups:  # there is nothing more
             return lambda: None
+        if optimizer is None:  # nothing is trained here; the loss may be computed here, though
+            return partial(self._apply_scale, shard.updating)
         names = {parameter: name for name, parameter in shard.named_parameters()}
         groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         options, origins = [], []
@@ -233,10 +235,8 @@ class Stages:
 
     def _apply_beside(self, updating: Updating, tensors: Mapping[str, Tensor]) -> None:
         """Set the scale of the loss, the average of the weights, and the gradients of steps since the last update."""
-        told = next((each for each in self._stages.values() if each["groups"]), {})
-        if updating.scale.enabled and told.get("scale") is not None:
-            scale, streak = told["scale"]
-            updating.scale.scale, updating.scale.streak = float(scale), int(streak)
+        self._apply_scale(updating)
+        told = self._told()
         if updating.average is not None:
             updating.average.num_updates = int(told.get("averaged") or 0)
             for name, average in updating.average.tensors.items():
@@ -247,6 +247,15 @@ class Stages:
         updating.held = {name: tensor.to(device[name]) for name, tensor in held.items()}
         updating.weight = float(told.get("weight", 0.0))
         updating.restore()
+
+    def _apply_scale(self, updating: Updating) -> None:
+        scale = self._told().get("scale")
+        if updating.scale.enabled and scale is not None:
+            updating.scale.scale, updating.scale.streak = float(scale[0]), int(scale[1])
+
+    def _told(self) -> dict[str, Any]:
+        """Return what a stage has described that was trained: all have it alike."""
+        return next((each for each in self._stages.values() if each["groups"]), {})
 
     @property
     def updates(self) -> int:

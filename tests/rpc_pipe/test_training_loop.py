@@ -148,6 +148,31 @@ def test_one_decision_of_all_stages_scales_the_loss(schedule, num_workers, max_g
     assert equal(pipe.state_dict(), model)
 
 
+def test_the_scale_of_a_loss_behind_frozen_layers(tmp_path):
+    """Their stages have no optimizer, and the last of them computes the loss, also of a run that goes on."""
+
+    def pipe(num_workers, layers):
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=2)
+        return Pipeline(
+            layers, nn.functional.mse_loss, optimizer=ADAM, grad_scaler=scaler, num_workers=num_workers,
+            num_microbatches=MICROBATCHES,
+        )  # fmt: skip
+
+    def frozen():
+        return [layer.requires_grad_(place == 2) for place, layer in enumerate(layers())]
+
+    alone = pipe(1, frozen())
+    expected = [(alone.step(batch), alone.loss_scale) for batch in BATCHES]
+    first = pipe(3, frozen())
+    found = [(first.step(batch), first.loss_scale) for batch in BATCHES[:5]]
+    first.save_checkpoint(tmp_path)
+    second = pipe(2, frozen())
+    second.load_checkpoint(tmp_path)
+    assert found + [(second.step(batch), second.loss_scale) for batch in BATCHES[5:]] == expected
+    last = alone.state_dict()
+    assert all(tensor.equal(last[name]) for name, tensor in second.state_dict().items())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_as_in_one_process(dtype):
     """Autocast keeps its casts of weights for as long as the context is open: as here, for each microbatch."""

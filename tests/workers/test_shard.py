@@ -219,6 +219,10 @@ def test_a_loss_of_one_number_in_any_shape():
             {"lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
             "lr_scheduler: there is no optimizer",
         ),
+        (
+            {"optimizer": torch.optim.AdamW, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau},
+            "lr_scheduler ReduceLROnPlateau: its step takes a metric",
+        ),
     ],
 )
 def test_optimizers_that_cannot_work(options, message):

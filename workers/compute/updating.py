@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...dependency import ConfigError
 from ..transport.payload import Payload, unpack
@@ -68,6 +68,11 @@ class Updating:
                 "pipeline cannot; use one whose step needs no closure, such as AdamW"
             )
         self.lr_scheduler = training.lr_scheduler(self.optimizer) if training.lr_scheduler and self.optimizer else None
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "lr_scheduler ReduceLROnPlateau: its step takes a metric, and schedulers are stepped after every "
+                "update without one; use one whose step takes nothing, such as CosineAnnealingLR"
+            )
         self.scale = LossScale(training.grad_scaler)
         self.average = None if training.ema_decay is None else Average(dict(trained), training.ema_decay)
         #: how often the optimizer has been asked
@@ -130,6 +135,8 @@ class Updating:
     def update(self, finite: bool) -> None:
         """Let the optimizer make one step, unless gradients have overflowed, and forget them."""
         self.held, self.weight = {}, 0.0
+        if self.scale.enabled:  # also where nothing is trained: there the loss may be computed
+            self.scale.update(finite)
         if self.optimizer is None:
             return
         if finite:
@@ -141,8 +148,6 @@ class Updating:
             if self.average is not None:
                 self.average.update()
         self.count += 1
-        if self.scale.enabled:
-            self.scale.update(finite)
         self.optimizer.zero_grad(set_to_none=True)
         autocast.forget_casts()  # of weights as they were, kept until the caller leaves `autocast`
 
