@@ -19,7 +19,7 @@ from ..workers.compute.updating import Updating
 from .plain import decoded, encoded
 
 #: options of a group that say how torch computes, not what
-_AVERAGE, _HELD = "average.", "gradient."
+_AVERAGE, _HELD, _SUMS = "average.", "gradient.", "statistics."
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -55,7 +55,15 @@ def optimizer_tensors(shard: Shard) -> dict[str, Tensor]:
     found = {key: value for key, value, _ in _state(shard) if isinstance(value, Tensor)}
     averages = {} if updating.average is None else updating.average.tensors
     found |= {f"{_AVERAGE}{name}": tensor for name, tensor in averages.items()}
-    return found | {f"{_HELD}{name}": tensor for name, tensor in updating.held.items()}
+    return found | {f"{_HELD}{name}": tensor for name, tensor in updating.held.items()} | _sums(shard)
+
+
+def _sums(shard: Shard) -> dict[str, Tensor]:
+    """Return what batch normalisations have summed up since the last update, if that may be some steps ago."""
+    found = shard.statistics.sums() if shard.updating.training.accumulate > 1 else []
+    names = {tensor.data_ptr(): name for name, tensor in shard.state_dict().items() if isinstance(tensor, Tensor)}
+    named = [(names.get(mean.data_ptr()), sums) for mean, sums in found]
+    return {f"{_SUMS}{name}.{key}": tensor for name, sums in named if name for key, tensor in sums.items()}
 
 
 def described(shard: Shard) -> dict[str, Any]:
@@ -121,6 +129,7 @@ class Stages:
         """Return the names of the tensors that the optimizer of `shard` needs."""
         on_this = [] if shard.optimizer is None else shard.named_parameters()
         found = [key for name, _ in on_this for key in self._keys.get(name, []) if self._plain(name, key) is None]
+        found += [key for key in _sums(shard) if key in self._beside]
         return found + [what + name for name, _ in on_this for what in (_AVERAGE, _HELD) if what + name in self._beside]
 
     def _plain(self, name: str, key: str) -> dict[str, Any] | None:
@@ -140,8 +149,9 @@ class Stages:
         optimizer = shard.optimizer
         if not self._groups:  # there is nothing more
             return lambda: None
+        beside = {key: tensor for key, tensor in tensors.items() if key in self._beside}
         if optimizer is None:  # nothing is trained here; the loss may be computed here, though
-            return partial(self._apply_scale, shard.updating)
+            return partial(self._apply_common, shard, beside)
         names = {parameter: name for name, parameter in shard.named_parameters()}
         groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         options, origins = [], []
@@ -158,7 +168,6 @@ class Stages:
             for parameter, name in names.items()
             if name in self._groups
         }
-        beside = {key: tensor for key, tensor in tensors.items() if key in self._beside}
         return partial(self._apply, shard, options, state, self._scheduler(shard, origins), beside)
 
     def _origins(self, optimizer: Optimizer, names: list[str]) -> list[tuple[int, int]]:
@@ -215,6 +224,7 @@ class Stages:
         beside: Mapping[str, Tensor],
     ) -> None:
         assert shard.optimizer is not None
+        self._apply_common(shard, beside)
         self._apply_beside(shard.updating, beside)
         for group, stored in zip(shard.optimizer.param_groups, options, strict=True):
             for key, each in stored.items():
@@ -234,8 +244,7 @@ class Stages:
             shard.lr_scheduler.load_state_dict(scheduler)
 
     def _apply_beside(self, updating: Updating, tensors: Mapping[str, Tensor]) -> None:
-        """Set the scale of the loss, the average of the weights, and the gradients of steps since the last update."""
-        self._apply_scale(updating)
+        """Set the average of the weights, and the gradients of steps since the last update."""
         told = self._told()
         if updating.average is not None:
             updating.average.num_updates = int(told.get("averaged") or 0)
@@ -248,8 +257,13 @@ class Stages:
         updating.weight = float(told.get("weight", 0.0))
         updating.restore()
 
-    def _apply_scale(self, updating: Updating) -> None:
-        scale = self._told().get("scale")
+    def _apply_common(self, shard: Shard, tensors: Mapping[str, Tensor]) -> None:
+        """Set the scale of the loss, and what batch normalisations have summed up: also where nothing is trained."""
+        for name, sums in _sums(shard).items():
+            if name in tensors:
+                sums.copy_(tensors[name])
+        shard.statistics.hold()
+        updating, scale = shard.updating, self._told().get("scale")
         if updating.scale.enabled and scale is not None:
             updating.scale.scale, updating.scale.streak = float(scale[0]), int(scale[1])
 

@@ -236,6 +236,37 @@ def test_running_statistics_of_whole_batches(whole):
     assert first is not None
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_running_statistics_where_a_stream_is_seen_left_and_taken_up(tmp_path, accumulate):
+    """The next step's forwards have begun then; updates have written the statistics in between."""
+
+    def pipe(num_workers):
+        torch.manual_seed(2)
+        blocks = [part for _ in range(3) for part in (nn.Linear(8, 8), nn.BatchNorm1d(8))]
+        return Pipeline(
+            [*blocks, nn.Linear(8, 4)], nn.functional.mse_loss, optimizer=ADAM, num_workers=num_workers,
+            num_microbatches=4, deferred_batch_norm=True, accumulate=accumulate,
+        )  # fmt: skip
+
+    def seen(pipe):
+        return pipe.evaluate(BATCHES[0]), {name: tensor.tolist() for name, tensor in pipe.state_dict().items()}
+
+    one = pipe(2)
+    expected = [(one.step(batch), seen(one)) for batch in BATCHES]
+    two, found = pipe(2), []
+    for loss in two.train(BATCHES):
+        found.append((loss, seen(two)))
+        if len(found) == 3:
+            break
+    with pytest.raises(Exception, match="shapes cannot be multiplied"):
+        two.step((torch.randn(8, 5), BATCHES[0][1]))
+    found += [(two.step(batch), seen(two)) for batch in BATCHES[3:5]]
+    two.save_checkpoint(tmp_path)
+    three = pipe(3)
+    three.load_checkpoint(tmp_path)
+    assert found + [(three.step(batch), seen(three)) for batch in BATCHES[5:]] == expected
+
+
 def test_everything_of_a_loop_is_in_its_checkpoint(tmp_path):
     options = {
         "accumulate": 2, "ema_decay": 0.7, "max_grad_norm": 0.05, "loss_fn": mse_sum,

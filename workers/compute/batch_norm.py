@@ -6,11 +6,13 @@ statistics; what it adds to the running ones is summed up, and taken over once, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+_SUMS = ("sums", "squares", "count")
 
 
 class Deferred(_BatchNorm):
@@ -65,15 +67,43 @@ def defer(modules: Iterable[nn.Module]) -> None:
                 module.register_buffer(name, value[0].clone() if name == "count" else value, persistent=False)
 
 
-def commit(modules: Iterable[nn.Module]) -> None:
-    """Take over the statistics since the last update."""
-    for module in modules:
-        if isinstance(module, Deferred):
+def statistics(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """Return all that forwards and updates write: the sums, and the running statistics themselves."""
+    names = (*_SUMS, "running_mean", "running_var", "num_batches_tracked")
+    found = [module._buffers.get(name) for module in modules if isinstance(module, Deferred) for name in names]
+    return [tensor for tensor in found if tensor is not None]
+
+
+class Statistics:
+    """What the batch normalisations among `modules` have summed up since the last update."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        #: sums, and what they were after the last complete step since the last update
+        self._held: list[tuple[Tensor, Tensor]] = []
+
+    def _deferred(self) -> list[Deferred]:
+        return [module for module in self._modules if isinstance(module, Deferred)]
+
+    def commit(self) -> None:
+        """Take over all of it."""
+        for module in self._deferred():
             module.commit()
+        self._held = []
 
+    def hold(self) -> None:
+        """Keep the sums of a complete step for a later update."""
+        self._held = [(tensor, tensor.clone()) for _, sums in self.sums() for tensor in sums.values()]
 
-def forget(modules: Iterable[nn.Module]) -> None:
-    """Forget the statistics since the last update."""
-    for module in modules:
-        if isinstance(module, Deferred):
+    def restore(self) -> None:
+        """Set the sums to those of complete steps."""
+        for module in self._deferred():
             module.forget()
+        for tensor, held in self._held:
+            tensor.copy_(held)
+
+    def sums(self) -> list[tuple[Tensor, dict[str, Tensor]]]:
+        """Return the sums by name, with the running mean that they will change."""
+        return [
+            (m.running_mean, {n: getattr(m, n) for n in _SUMS}) for m in self._deferred() if m.running_mean is not None
+        ]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..transport.payload import Tree, tensors_of
+from .batch_norm import statistics
 from .inner_state import InnerState, Place, places_in
 
 #: larger tensors that the first forward has left as they were are not copied for later ones
@@ -60,10 +61,18 @@ class World:
         self._copies = {tensor: tensor.clone() for tensor in tensors if tensor not in self._shared}
         #: weights that forwards write, as they were before the first of them
         self._weights: list[tuple[nn.Parameter, Tensor]] = []
+        #: buffers that updates write, too, and as the update of the step before has left them
+        self._of_updates: list[Tensor] = []
+        self._updated: list[tuple[Tensor, Tensor]] = []
+
+    def leave(self, buffers: Iterable[Tensor]) -> None:
+        """Leave these buffers as they are when all else is put back, until `note_weights` has held them."""
+        self._of_updates = list(buffers)
 
     def note_weights(self, weights: Iterable[nn.Parameter]) -> None:
         """Hold what weights are now, once: the update of the step before has been made."""
         self._weights = self._weights or [(weight, weight.detach().clone()) for weight in weights]
+        self._updated = self._updated or [(buffer, buffer.clone()) for buffer in self._of_updates]
 
     def forget_weights(self) -> None:
         """Leave weights as they are when all else is put back: another update has written them."""
@@ -142,7 +151,8 @@ class World:
         """Make the modules hold what they held then."""
         for weight, before in self._weights:
             weight.data.copy_(before)  # by `data`: graphs of microbatches under way have noted the version
-        for tensor, copy in self._copies.items():
+        left, updated = dict.fromkeys(self._of_updates), dict(self._updated)
+        for tensor, copy in [(t, copy) for t, copy in self._copies.items() if t not in left] + [*updated.items()]:
             tensor.data = copy.clone()  # not written in place: other microbatches may have saved it
         for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
             set_attributes(module, attributes)
@@ -224,7 +234,9 @@ class Recomputation:
         """Return what the modules hold now that forwards change: all, until that has been seen."""
         changing = self._changing.get(self._modes())
         modules = (self._modules, self._called) if changing is None else (changing, changing)
-        return World(modules[0], self._constant or {}, modules[1], self._inner())
+        world = World(modules[0], self._constant or {}, modules[1], self._inner())
+        world.leave(statistics(self._modules))
+        return world
 
     def after_step(self, before: World) -> None:
         """Take note of what a step in training has changed."""

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..transport.payload import Payload, Tree, pack, tensors_of
 from .autocast import Casts
-from .batch_norm import commit, forget
+from .batch_norm import Statistics
 from .borders import Entered, Owed, copies_batch, enter, leaving, starts, tell_written
 from .engine import run_backward
 from .randomness import Randomness
@@ -79,6 +79,7 @@ class Shard:
         self._layers_write: dict[bool, bool | None] = {True: None, False: None}
         self._loss_writes = self._layers_write.copy()
         self._own_loss_fn = loss_fn
+        self.statistics = Statistics(slice.own)
         self._kept: dict[int, _Kept] = {}
         self._owed = Owed()
         #: microbatch -> the forward to run again, and in which world
@@ -349,7 +350,7 @@ class Shard:
         for kept in (self._kept, self._inputs, self._deferred):
             kept.clear()
         self.recomputation.forget()
-        forget(self.slice.own)
+        self.statistics.restore()
         self.updating.restore()
 
     def gradient_norms(self) -> Mapping[int, Tensor]:
@@ -376,7 +377,7 @@ class Shard:
             finite: whether no gradient of any stage has overflowed; else the weights stay as they are.
         """
         self.recomputation.check()
-        commit(self.slice.own)
+        self.statistics.commit()
         self.updating.update(finite)
         self.num_updates += 1
 
@@ -395,5 +396,6 @@ class Shard:
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""
         self.recomputation.check()
+        self.statistics.hold()
         self.updating.hold(weight)
         self.num_updates += 1
