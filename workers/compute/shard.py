@@ -275,8 +275,7 @@ class Shard:
     def _staying(self, inputs: Payload) -> Iterable[Tensor]:
         """Yield what lives on when an output has left: the shard's tensors, and the user's batch."""
         yield from self.parameters()
-        for module in self.slice.own:
-            yield from (buffer for buffer in module._buffers.values() if buffer is not None)
+        yield from self.buffers()
         if self.stage == 0:
             yield from inputs.tensors
 
