@@ -154,7 +154,7 @@ def of_torchrun(what: str) -> str:
     if what in FROM_OUTSIDE or "killed by signal" in said or "exit code 0" in said or "has ended" in said:
         return r"lost worker @|worker @ has ended its script|rank +: @ .*exitcode +: -?\d+"
     if "hangs" in said or "was stopped" in said:
-        return "everybody waits for worker @, |worker @ has (not begun|made no [Pp]ipeline)"
+        return r"everybody waits for worker @, |worker @ has (not begun|made no [Pp]ipeline)|heard of workers \[@\]"
     if "KeyboardInterrupt" in said:  # may be Ctrl-C, which nobody of ours hears there
         return "KeyboardInterrupt"
     if place in _OUTSIDE:  # a script's own errors are Python's to tell
