@@ -93,12 +93,14 @@ def _by_zmq(job: Job) -> Carrier:
         network = _network(job)
     options = {"shared_memory": job.shared_memory}
     carrier = ZmqCarrier(job.worker, job.num_workers, folder, network, job.join_timeout_s, **options)
-    atexit.register(_leave, carrier)
+    atexit.register(_leave, carrier, None if job.init_method.startswith("file://") else folder)
     return carrier
 
 
-def _leave(carrier: ZmqCarrier) -> None:
+def _leave(carrier: ZmqCarrier, own_folder: Path | None) -> None:
     carrier.close()
+    if own_folder is not None:  # there is no launcher that would remove it
+        run_folders.leave(own_folder)
     if carrier.refused:
         text = f"worker {carrier.worker} refused {carrier.refused} connections that did not prove to be of this job"
         link.tell(kind="text", text=text)
@@ -115,6 +117,7 @@ def _folder(job: Job) -> Path:
     name = hashlib.sha256(repr([os.environ.get(name) for name in names]).encode()).hexdigest()[:16]
     folder = run_folders.root() / f"sockets-{name}"
     folder.mkdir(mode=0o700, exist_ok=True)
+    run_folders.enter(folder)
     return folder
 
 

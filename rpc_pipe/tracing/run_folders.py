@@ -24,6 +24,8 @@ FOLDER = "RPC_PIPE_BOARDS"
 OFF = "off"
 #: file in a run's folder: the launcher's identity
 LAUNCHER = "launcher"
+#: what files begin with that say which processes need a folder
+_MEMBER = "member-"
 #: what files with listings of programs begin with
 LISTING = "program"
 #: an empty folder may be of a run that is just starting
@@ -102,11 +104,31 @@ def sweep() -> None:
     """Remove what runs that were killed have left."""
     for path in root().iterdir():
         with suppress(OSError):  # another process was faster
-            there = processes(path)
+            there = processes(path) | _members(path)
             if not there and time.time() < path.stat().st_mtime + _YOUNG_S:
                 continue
             if not any(map(alive, there)):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def enter(path: Path) -> None:
+    """Note that this process needs the folder `path`, which is no run's: it is kept while the process is there."""
+    (path / f"{_MEMBER}{os.getpid()}").write_text(identity())
+
+
+def leave(path: Path) -> None:
+    """Take back what `enter` has noted; the last one removes the folder."""
+    (path / f"{_MEMBER}{os.getpid()}").unlink(missing_ok=True)
+    if not any(map(alive, _members(path))):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _members(path: Path) -> set[str]:
+    found = set()
+    for file in path.glob(f"{_MEMBER}*"):
+        with suppress(OSError):  # it has just left
+            found.add(file.read_text())
+    return found
 
 
 def processes(path: Path) -> set[str]:

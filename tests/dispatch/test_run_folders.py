@@ -40,6 +40,24 @@ def test_what_others_left_is_cleared_and_what_cannot_be_judged_is_kept(root):
     assert run_folders.find(number).name == "mine" and run_folders.find("other").name == "other"
 
 
+def test_a_folder_that_processes_need_is_kept_until_the_last_has_gone(root):
+    """The next run removed the sockets of a job that had run under torchrun for more than ten minutes."""
+    number, _, namespace = run_folders.identity().split("/")
+    used = root / "sockets-1"
+    used.mkdir()
+    run_folders.enter(used)
+    (used / "member-other").write_text(f"{number}/1/{namespace}")  # it was killed
+    os.utime(used, (0, 0))
+    run_folders.sweep()
+    assert used.is_dir() and not list(run_folders.running()), "it is no run"
+    (used / "member-another").write_text("1/1/pid:[7]")
+    run_folders.leave(used)
+    assert used.is_dir()
+    (used / "member-another").unlink()
+    run_folders.leave(used)
+    assert not used.exists()
+
+
 def test_a_folder_of_the_same_number_does_not_hinder_a_run(root):
     (root / f"run-{os.getpid()}").mkdir()
     (root / f"run-{os.getpid()}" / run_folders.LAUNCHER).write_text("1/1/pid:[7]")

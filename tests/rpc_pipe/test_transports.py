@@ -90,7 +90,9 @@ def test_the_store_of_an_rpc_job_listens_on_the_loopback_interface_alone():
 
 def test_torchrun_on_one_host_needs_neither_port_nor_key(script):
     torchrun = "-m", "torch.distributed.run", "--nproc-per-node", 2
+    before = set(run_folders.root().glob("sockets-*"))
     done = python(*torchrun, script, 3, "--without-rpc", RPC_PIPE_TRANSPORT="zmq")
+    assert set(run_folders.root().glob("sockets-*")) <= before, "nothing is left"
     assert done.returncode == 0, done.stderr
     alone = python(script, 3, OMP_NUM_THREADS="1")
     (loss,) = re.findall(r"loss (\S+) LocalCarrier", alone.stdout)
