@@ -301,8 +301,12 @@ class Stream:
             return task.does(Doing(self._worker, step, task))
 
         def copied(future: Future[Payload | None]) -> None:
-            step.marks.append((entry.action, begin, self._worker.courier.mark()))
-            self._mailbox.deliver_own(step.run, entry.action, future.exception() or future.result())
+            outcome = future.exception() or future.result()
+            try:
+                step.marks.append((entry.action, begin, self._worker.courier.mark()))
+            except Exception as error:  # else nobody would hear of it, and the worker would wait
+                outcome = outcome if isinstance(outcome, BaseException) else error
+            self._mailbox.deliver_own(step.run, entry.action, outcome)
 
         _copier(self._worker.worker).submit(does).add_done_callback(copied)
 

@@ -3,6 +3,7 @@
 Each is a row of the table and a function; all else, checker, simulator, timeline and trace included, follows.
 """
 
+import threading
 from functools import partial
 
 import pytest
@@ -118,3 +119,27 @@ def test_it_trains_bit_for_bit_and_is_traced(order):
     assert all(torch.equal(states[0][1][name], tensor) for name, tensor in states[1][1].items())
     assert len(moved) == 2 * 2 * 1 * 6, "two steps, there and back, one stage"
     assert {EVICT, LOAD} <= traced
+
+
+def test_what_fails_behind_a_copy_fails_the_worker():
+    """It was only logged, and the worker waited for the copy until it counted as hung."""
+    pipe = Pipeline(
+        [partial(nn.Linear, 8, 8)] * 4,
+        nn.functional.mse_loss,
+        schedule=Offloaded,
+        num_workers=3,
+        num_microbatches=4,
+        stall_s=20,
+    )
+    courier = pipe.actors[0].courier
+    mark = courier.mark
+
+    def broken():
+        if threading.current_thread().name.startswith("copies"):
+            raise ValueError("no more events")
+        return mark()
+
+    courier.mark = broken
+    with pytest.raises(Exception, match="no more events"):
+        pipe.step((torch.ones(8, 8), torch.ones(8, 8)))
+    pipe.close()
