@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ..dependency import Kind
 from ..launching.job import current_job
 from ..model.made import Made
 from ..planning.merging import merged
@@ -40,7 +41,11 @@ def profile_together(
     profiles = [from_json(json.loads(each), "the profile of a worker") for each in told]
     profile = merged(profiles, found.links)
     on_host = own.device == "cpu"  # a GPU runs behind its worker, which hides what the worker takes
-    per_stage = dict(profile.per_stage)
-    for kind, took in found.per_action.items() if on_host else ():
-        per_stage[kind] = per_stage.get(kind, RUNTIME_MS) - RUNTIME_MS + took
-    return replace(profile, per_stage=per_stage, per_step=found.per_step if on_host else 0.0), actor.worker
+    per_stage = around(profile.per_stage, found.per_action if on_host else {})
+    return replace(profile, per_stage=per_stage, per_step=max(0.0, found.per_step) if on_host else 0.0), actor.worker
+
+
+def around(assumed: Mapping[Kind, float], found: Mapping[Kind, float]) -> dict[Kind, float]:
+    """Return what each stage takes besides its blocks, ms: what the runtime was found to take for what was assumed."""
+    # Not less than nothing: what was assumed has been divided by the speed of a worker that was slow meanwhile.
+    return {**assumed, **{kind: max(0.0, assumed.get(kind, RUNTIME_MS) - RUNTIME_MS + found[kind]) for kind in found}}

@@ -8,6 +8,7 @@ from processes import rpc_pipe
 
 from rpc_pipe.commands.auto import Auto, let_note, noting
 from rpc_pipe.commands.main import main
+from rpc_pipe.demo.together import around
 from rpc_pipe.dependency import B, ConfigError, F, I, R, U, W
 from rpc_pipe.planning.correcting import Ran, corrected, predicted_ms, ran_with, read_ran, spec_of
 from rpc_pipe.planning.footprint import Size
@@ -31,6 +32,13 @@ def make():
 def profile(*times, workers=0):
     blocks = [LayerCost({F: t, I: t, W: t, B: 2 * t, R: t, U: 0}, Size(weights=8), f"{i}") for i, t in enumerate(times)]
     return Profile({1: blocks}, {F: 0.1, B: 0.1, I: 0.1, W: 0.1, R: 0.1}, workers=workers)
+
+
+def test_a_stage_takes_nothing_less_than_nothing():
+    """Of a runtime that was found to take nothing more was taken away than a slow worker had: its profile could not be
+    read."""
+    assert around({W: 0.14, R: 0.2}, {W: 0.0}) == {W: 0.0, R: 0.2}
+    assert around({F: 0.25}, {F: 0.1, U: 0.3}) == pytest.approx({F: 0.2, U: 0.3})
 
 
 def question(*times):
