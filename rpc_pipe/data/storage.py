@@ -97,21 +97,28 @@ class Storage:
         Raises:
             DataError: as `local`, or as `read`.
         """
-        name = self._name(shard)
-        with self._lock:
-            self._opening[name] += 1
-        try:
+        if not shard.remote:
+            return read(self.local(shard, busy))
+        with self._opened(self._name(shard)):
             for _ in range(_ATTEMPTS):
                 path = self.local(shard, busy)
                 try:
                     return read(path)
                 except Exception:
-                    if not shard.remote or path.exists():
+                    if path.exists():
                         raise
+        raise DataError(f"shard {shard.name}: others take it out of the cache {self.folder} as soon as it is there")
+
+    @contextmanager
+    def _opened(self, name: str) -> Iterator[None]:
+        with self._lock:
+            self._opening[name] += 1
+        try:
+            yield
         finally:
             with self._lock:
                 self._opening[name] -= 1
-        raise DataError(f"shard {shard.name}: others take it out of the cache {self.folder} as soon as it is there")
+                self._opening += Counter()  # without those that nobody opens
 
     @contextmanager
     def alone(self, name: str) -> Iterator[None]:
@@ -178,7 +185,7 @@ class Storage:
         held, reserved = self._held()
         total = reserved + sum(size for _, size, _ in held)
         with self._lock:
-            rank, opening = dict(self._rank), +self._opening
+            rank, opening = dict(self._rank), set(self._opening)
         # What nobody here needs goes first, the longest unused before others; then what is needed last, but what is
         # just being opened only if nothing else is left.
         held.sort(key=lambda entry: (entry[0].name in opening, -rank.get(entry[0].name, len(rank) + 1), entry[2]))
