@@ -154,7 +154,7 @@ class Alone:
             if self._partition is None:
                 return layers[0](x)
             seed = partial(self._randomness.seed_forward, self._num_steps, m)
-            with Keyed(layers[0], self._partition.block_names, seed, torch.device("cpu")):
+            with Keyed(layers[0], self._partition.block_names, seed):
                 return layers[0](x)
         for index, layer in enumerate(layers):
             python_too(partial(self._randomness.seed_forward, self._num_steps, m))(index, 0)

@@ -169,7 +169,7 @@ class Alone:
         args, kwargs = mapped((tuple(args), kwargs), lambda t: t.to(device, copy=True))  # which the model may change
         target = mapped(target, lambda tensor: tensor.to(device))
         seed = partial(self._randomness.seed_forward, self._num_steps, m)
-        with Keyed(self.model, self._whole.block_names, seed, device):
+        with Keyed(self.model, self._whole.block_names, seed):
             output = self.model(*args, **kwargs)
         assert self._loss_fn is not None
         return self._loss_fn(output, target)
@@ -183,9 +183,7 @@ class Keyed(TorchFunctionMode):
         seed: called with the place before numbers are drawn; number 0 is the block.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: Sequence[str], seed: Callable[[int, int], None], device: torch.device
-    ) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str], seed: Callable[[int, int], None]) -> None:
         super().__init__()
         self._seed = seed
         self._marked = MARK in blocks

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
-from ..workers.compute.split_backward import address
+from ..workers.compute.borders import address
 from .skeleton import attributes, put_back
 
 #: of more bytes of weights than these only a part is compared: so many of each

@@ -47,14 +47,18 @@ def casting(kinds: Iterable[tuple[str, torch.dtype]], *, cached: bool) -> Iterat
                 stack.close()
 
 
-def without() -> AbstractContextManager[Any]:
-    """Return a context in which this thread alone computes and nothing is cast, as behind the caller's `autocast`."""
+def without(*, forget: bool = False) -> AbstractContextManager[Any]:
+    """Return a context in which this thread alone computes and nothing is cast, as behind the caller's `autocast`.
+
+    Args:
+        forget: whether weights are cast anew in it.
+    """
     kinds = enabled()
-    return _without(kinds) if kinds else computing
+    return _without(kinds, forget) if kinds else computing
 
 
 @contextmanager
-def _without(kinds: Iterable[str], *, forget: bool = False) -> Iterator[None]:
+def _without(kinds: Iterable[str], forget: bool) -> Iterator[None]:
     with computing, ExitStack() as stack:
         if forget:
             torch.clear_autocast_cache()
@@ -79,5 +83,4 @@ class Casts:
 
     def backward(self) -> AbstractContextManager[Any]:
         """Return a context in which backward runs, as `without`."""
-        kinds = enabled()
-        return _without(kinds, forget=bool(self._leaves)) if kinds else computing
+        return without(forget=bool(self._leaves))

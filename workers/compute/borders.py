@@ -141,8 +141,8 @@ def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
         payload = told(payload)
     if all([_is_activation(tensor) for tensor in tensors_of(tree)]):
         return payload
-    addresses = {_address(tensor) for tensor in staying()}
-    tensors = [copy_of(tensor) if _address(tensor) in addresses else tensor for tensor in payload.tensors]
+    addresses = {address(tensor) for tensor in staying()}
+    tensors = [copy_of(tensor) if address(tensor) in addresses else tensor for tensor in payload.tensors]
     return Payload(tensors, payload.skeleton)
 
 
@@ -153,8 +153,12 @@ def _is_activation(tensor: Tensor) -> bool:
     return not tensor.is_leaf
 
 
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
+def address(tensor: Tensor) -> int:
+    """Return where the elements of a tensor begin; a number of its own, if it has none or keeps them otherwise."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
+    except RuntimeError:  # what only stands there for a tensor of another stage
+        return -id(tensor)
 
 
 def copies_batch(batch: Payload, written: bool | None) -> bool:

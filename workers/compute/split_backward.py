@@ -30,7 +30,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
 
-from .borders import copy_of
+from .borders import address, copy_of
 
 #: nodes whose formula computes the gradient of each operand by itself, and only if it is asked for
 _SEPARABLE = frozenset((
@@ -236,14 +236,6 @@ def _unshared(grads: Sequence[Tensor | None], count: int) -> list[Tensor | None]
     """Return the first `count` gradients, copied where they share memory: whoever gets one may write to it."""
     users = Counter(address(grad) for grad in grads if grad is not None)
     return [copy_of(grad) if grad is not None and users[address(grad)] > 1 else grad for grad in grads[:count]]
-
-
-def address(tensor: Tensor) -> int:
-    """Return where the elements of a tensor begin; a number of its own, if it has none or keeps them otherwise."""
-    try:
-        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
-    except RuntimeError:  # what only stands there for a tensor of another stage
-        return -id(tensor)
 
 
 def _run(starts: _Starts, wanted: Iterable[_Edge], retain_graph: bool = False) -> Sequence[Tensor | None]:

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from .autocast import forget_casts
-from .split_backward import address, children_first
+from .borders import address
+from .split_backward import children_first
 
 #: where the elements of a tensor lie
 _Address = int
