@@ -227,7 +227,9 @@ class Assignment:
         )
         self._give(stage, role)
         made_here = [value.made for value, version in role.hands if (value, version) not in role.takes]
-        role.last = max([*role.own, *made_here], default=-1)
+        # Where the forward goes another way behind a decision, other tensors may cross, also before it.
+        decisions = [e.index for e in self._observation.events if e.decides and e.kind is Kind.FREE]
+        role.last = max([*role.own, *made_here, *decisions], default=-1)
         return role
 
     def _give(self, stage: int, role: Role) -> None:

@@ -92,6 +92,8 @@ class Event:
     asked: set[Version] = field(default_factory=set)
     #: whether operators ran
     computes: bool = False
+    #: whether for other numbers the forward may go another way behind it
+    decides: bool = False
 
     @property
     def is_block(self) -> bool:

@@ -124,7 +124,7 @@ class Observer(TorchFunctionMode):
             if isinstance(result, (int, torch.Size, list)) and not mere_form:
                 event.answer = result
             if event.computes or event.func in _NUMBERS:
-                event.asked = set(event.reads)
+                event.asked, event.decides = set(event.reads), True
             event.reads.clear()
             event.params.clear()
         if event.params:
@@ -303,6 +303,7 @@ class Observer(TorchFunctionMode):
         if event is not None:
             event.computes = True
             event.random |= draws_at_random(operator, kwargs)
+            event.decides |= torch.Tag.dynamic_output_shape in getattr(operator, "tags", ())
             event.writes |= self._born & {storage_of(tensor) for tensor in written(operator, args, kwargs)}
         if self._hollow:
             absent = [id(tensor) for tensor in tensors((args, kwargs)) if isinstance(tensor, Absent)]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from ..dependency import ConfigError
 from ..workers.compute.randomness import Seed, python_too
@@ -181,6 +182,8 @@ class _Forward(TorchFunctionMode):
         self._over = False
         #: observed tensor (its id) -> what it is now
         self._now: dict[int, Tensor] = {}
+        #: hooks that other stages hang on what arrived, for blocks that ask for its gradient in their forward
+        self._hooks: list[RemovableHandle] = []
         arrived = zip(script.takes, payload, strict=True)
         #: what arrived in another shape than was observed, with where it comes from
         self._odd = {key: (where, shape, t) for (key, shape, where), t in arrived if t.shape != shape}
@@ -210,6 +213,8 @@ class _Forward(TorchFunctionMode):
                 pass
             finally:
                 self._skeleton.run = None
+                for hook in self._hooks:
+                    hook.remove()
         if not script.fields_written and not script.is_alone and _versions(given.values()) != versions:
             raise _wrote_fields()
         self._refuse_odd(self._odd)
@@ -247,6 +252,8 @@ class _Forward(TorchFunctionMode):
             if step.said is not None and said((args, kwargs or {})) != step.said:
                 self._over = True
                 raise NeedsField(f"{name_of(func)} is called with other numbers, and takes a field")
+            if step.func is Tensor.register_hook and not isinstance(args[0], Absent) and args[0].requires_grad:
+                self._hooks.append(args[0].register_hook(*args[1:], **(kwargs or {})))
             return self._stand_in(step)[0].tree
         if step.number:
             self._seed(step.position, step.number)

@@ -11,6 +11,7 @@ import torch
 import unsplit_models as models
 from in_turn import ALL_ONES, CASES, PADDED, Outcome, assert_same, floats, ids, in_turn, stages_of, uncut
 from torch import Tensor, nn
+from unkind_layers import WIDTH, Penalty
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.cut import cut
@@ -123,6 +124,54 @@ def test_what_is_chosen_by_the_numbers_of_a_field_may_have_any_size():
     for rows in ([1.0, 1, 1, 1], [1, 0, 0, 1], [0, 0, 1, 0], [1, 0, 0, 1]):
         args = floats(4, 6), torch.tensor(rows)
         assert_same(in_turn(stages, *args), uncut(model, *args))
+
+
+class Around(nn.Module):
+    """Does something at the border of two stages, with what the batch is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](batch))
+        return self.layers[3](self.layers[2](self.around(x, batch)))
+
+    def around(self, x: Tensor, batch: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+def test_stages_come_to_a_decision_behind_which_something_else_crosses():
+    class Decides(Around):
+        def around(self, x: Tensor, batch: Tensor) -> Tensor:
+            return x * 0.9 if bool(batch.sum() > 0) else self.norm(x)
+
+    class Chooses(Around):
+        def around(self, x: Tensor, batch: Tensor) -> Tensor:
+            return x * 0.9 if batch.sum().nonzero().numel() else self.norm(x)
+
+    for make, other in ((Decides, -torch.ones(3, WIDTH)), (Chooses, torch.zeros(3, WIDTH))):
+        model = make()
+        stages = stages_of(observe(model, [torch.ones(3, WIDTH)]), 2)
+        for batch in (torch.ones(3, WIDTH), other, torch.ones(3, WIDTH), other):
+            assert_same(in_turn(stages, batch), uncut(model, batch))
+
+
+def test_what_asks_for_a_gradient_in_its_forward_sees_hooks_of_the_stage_before():
+    class Hangs(Around):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers[2] = Penalty()
+
+        def around(self, x: Tensor, batch: Tensor) -> Tensor:
+            x = x * 1
+            x.register_hook(lambda grad: grad * 0.5)
+            return x
+
+    model, x = Hangs(), floats(3, WIDTH)
+    for count in (2, 4):
+        assert_same(in_turn(stages_of(observe(model, [x], blocks="layers"), count), x), uncut(model, x))
 
 
 def test_evaluation_is_the_same_too():
