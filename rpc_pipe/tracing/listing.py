@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ..dependency import Action, ConfigError, Entry, I, Order, R, Spec, U, period, reaches
+from ..dependency import Action, ConfigError, Entry, Order, Spec, U, period, reaches
 from ..schedules import SCHEDULES
 
 _NAMES = {cls: name for name, cls in SCHEDULES.items()}
@@ -98,8 +98,13 @@ class _Relation:
         return Counter(action.stage for action in self.slots if action.kind is U)
 
     @cached_property
-    def recomputed(self) -> set[int]:
-        return {action.stage for action in self.slots if action.kind is R}
+    def done(self) -> dict[tuple[int, int], tuple[Action, ...]]:
+        """(stage, microbatch of a step) -> what is done with it, in order."""
+        found: dict[tuple[int, int], list[Action]] = {}
+        for action in sorted(self.slots, key=self.slots.__getitem__):
+            if action.kind.per_microbatch:
+                found.setdefault((action.stage, action.index), []).append(action)
+        return {place: tuple(actions) for place, actions in found.items()}
 
 
 class Listed(Spec):
@@ -125,11 +130,10 @@ class Listed(Spec):
     def route(self, microbatch: int) -> int:
         return self.relation.routes[microbatch % self.num_microbatches] if self.relation.routes else 0
 
-    def splits(self, stage: int, microbatch: int) -> bool:
-        return I(stage, microbatch % self.num_microbatches) in self.relation.slots
-
-    def recomputes(self, stage: int) -> bool:
-        return stage in self.relation.recomputed
+    def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]:
+        step, m = divmod(microbatch, self.num_microbatches)
+        done = self.relation.done[stage, m]
+        return tuple([self._of(step, action) for action in done]) if step else done
 
     def after(self, action: Action) -> Iterable[Action]:
         step, own = self._within(action)

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.dependency import B, F, Kind, ScheduleError, check_all
+from rpc_pipe.dependency import B, F, Kind, ScheduleError, check_all, entries
 from rpc_pipe.drawing.timeline import draw
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import OneFOneB
+from rpc_pipe.tracing.listing import list_program, spec_of_listings
 from rpc_pipe.workers.handlers import carries_out
 from rpc_pipe.workers.hooks import Listener
 
@@ -93,6 +94,17 @@ def test_copies_overlap_compute_in_the_simulator_and_are_drawn():
     slow = simulate(spec, uniform({F: 1, B: 2, EVICT: 4, LOAD: 4}))
     assert slow.makespan > result.makespan, "copies have a resource of their own, and it is one"
     assert "E0" in draw([s for s in result.spans if s.worker == 0 and s.action.kind is not F], 1, width=400).plain
+
+
+def test_what_its_workers_wrote_down_is_simulated_alike():
+    """Who reads it took every backward for what the package's kinds make of it, and the run ended in a traceback."""
+    spec, cost = Offloaded(num_workers=6, num_microbatches=12), uniform({F: 1, B: 2, EVICT: 1, LOAD: 1})
+    written = [list_program(spec, worker, "ready", list(entries(spec, worker))) for worker in range(6)]
+    read = spec_of_listings(written)
+    assert simulate(read, cost, steps=2).spans == simulate(spec, cost, steps=2).spans
+    fewer = spec_of_listings(written, 5)
+    assert simulate(fewer, cost).spans == simulate(Offloaded(num_workers=6, num_microbatches=5), cost).spans
+    assert fewer.actions(0, 4) == (F(0, 4), EVICT(0, 4), LOAD(0, 4), B(0, 4))
 
 
 @pytest.mark.parametrize("order", ["ready", "fixed"])
