@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
 #: what of a worker an action occupies: the device, the way between device and host memory, the way between workers
@@ -45,6 +46,15 @@ class Kind:
     ) -> None:
         if not re.fullmatch("[A-Z]", letter) or letter in self._rows:
             raise ValueError(f"kind {letter!r}: must be a capital letter; taken are {', '.join(self._rows)}")
+        for name, value, known in (
+            ("index", index, ("microbatch", "route")), ("resource", resource, RESOURCES),
+            ("holds", holds, (1, 0, -1)), ("way", way, (1, 0, -1)),
+        ):  # fmt: skip
+            if value not in known:
+                raise ValueError(f"kind {letter}: {name} {value!r}: must be one of {', '.join(map(str, known))}")
+        for name, shade in (("colour", colour), ("ink", ink)):
+            if not re.fullmatch("#[0-9a-fA-F]{6}", shade):
+                raise ValueError(f"kind {letter}: {name} {shade!r}: must be such as #56b4e9")
         self.letter, self.word, self.index, self.resource = letter, word, index, resource
         self.holds, self.way, self.accumulates = holds, way, accumulates
         self.colour, self.ink = colour, ink
@@ -65,6 +75,22 @@ class Kind:
     def all(cls) -> tuple[Kind, ...]:
         """Return the rows of the table, those of the user's own last."""
         return tuple(cls._rows.values())
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """The row as plain values, for processes that do not run the code which made it; `learn` reads it."""
+        return {name: value for name, value in vars(self).items() if name != "per_microbatch"}
+
+    @classmethod
+    def learn(cls, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Make the kinds of these rows, but for those whose letters are known.
+
+        Raises:
+            KeyError, TypeError, ValueError: one is no row of a kind.
+        """
+        for row in rows:
+            if row["letter"] not in cls._rows:
+                cls(**row)
 
     def __call__(self, stage: int, index: int) -> Action:
         return Action(stage, self, index)

@@ -22,3 +22,6 @@ D = Kind("D", "tell the loss", index="route", resource="link")
 N = Kind("N", "collect norms of gradients", index="route", resource="link")
 T = Kind("T", "tell the norm", index="route", resource="link")
 V = Kind("V", "validate the update", index="route", resource="link")
+
+#: the rows that every process has; others are made by the code of one schedule
+BUILT_IN = Kind.all()

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..dependency import Action, ConfigError
+from ..dependency import Action, ConfigError, Kind
 from ..dependency.files import DAMAGED, opened
 from ..tracing.board import Live, State
 from ..tracing.boards import News
@@ -183,6 +183,7 @@ def _checked(line: dict[str, Any]) -> dict[str, Any]:
     if line["kind"] == "run":
         float(line["clock_error_ms"])
         for header in line["workers"]:
+            Kind.learn(header.get("kinds", ()))
             for name, kind in _HEADER.items():
                 if not isinstance(header[name], kind):
                     raise TypeError(f"{name} is {header[name]!r}")

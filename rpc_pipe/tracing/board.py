@@ -217,6 +217,7 @@ class Board:
             raise ValueError(f"{board} is no board")
         #: what does not change
         self.header: dict[str, Any] = json.loads(self._map[_START.size : _START.size + length])
+        Kind.learn(self.header.get("kinds", ()))  # else what follows could not be read
         self._seen = -1
         #: steps that were overwritten before they were read
         self.dropped = 0

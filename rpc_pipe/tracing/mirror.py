@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from ..dependency import Kind
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Board, BoardWriter, Live, pack_live, pack_record, packed_size, unpack_live, unpack_record
@@ -95,6 +96,7 @@ def unpack_answer(answer: bytes, offset_ns: int) -> Answer:
     """Decode what `pack_answer` made, its times put off by `offset_ns`."""
     at = 8 + int.from_bytes(answer[:8], "little")
     head = json.loads(answer[8:at])
+    Kind.learn((head["header"] or {}).get("kinds", ()))
     live, at = unpack_live(answer, at)
     records = []
     while at < len(answer):

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any
 from weakref import ref
 
-from ..dependency import PeerLost, PipeError
+from ..dependency import Kind, PeerLost, PipeError
+from ..dependency.kinds import BUILT_IN
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import BoardWriter
@@ -112,6 +113,7 @@ def _header(training: Training, worker: int) -> dict[str, Any]:
         "started": time.time(),
         "clock_ns": time.perf_counter_ns(),
         "stacks_signal": _STACKS,
+        "kinds": [kind.row for kind in Kind.all() if kind not in BUILT_IN],
     }
 
 

@@ -53,6 +53,20 @@ def test_clocks_are_put_right_when_read():
     assert read.actions == [Record(F(0, 1), 1011, 1019)] and read.arrivals[0].at_ns == 1011
 
 
+def test_kinds_of_a_schedule_of_ones_own_are_read_where_its_code_is_not(tmp_path, monkeypatch):
+    """A watcher, or the launcher after a failure, ended in KeyError: 'X'."""
+    monkeypatch.setattr(Kind, "_rows", dict(Kind._rows))
+    made = Kind("X", "exchange halos", resource="copy", colour="#123456")
+    written = BoardWriter(tmp_path / "worker-0", {"kinds": [made.row]})
+    written.action_started(3, made(1, 2))
+    written.step_finished(StepRecord(0, 3, 10, 20, [Record(made(0, 1), 11, 19)]))
+    del Kind._rows["X"]
+    board = Board(tmp_path / "worker-0")
+    assert str(board.live()) == "running 1X2, step 3" and str(board.records()[0].actions[0].action) == "0X1"
+    assert Kind.of("X").row == made.row and Kind.of("X").resource == "copy"
+    Kind.learn([made.row])  # is known
+
+
 def test_what_a_worker_does_is_read_live(writer, tmp_path):
     board = Board(tmp_path / "worker-0")
     assert board.header == {"pid": 1, "name": "ä"} and board.live().state is State.STARTING
