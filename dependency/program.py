@@ -174,8 +174,8 @@ class _OrderEdges:
 
     Gradients of a shard are summed in this order, so each B or W waits for the one before it: the sum is then
     the same for any order of arrival, with no gradient set aside. So it is with the forwards of a stage whose buffers
-    they write. An activation limit L lets the k-th F wait for the (k-L)-th B or W of the worker; it points backwards in
-    the order, so it cannot deadlock, as a counter would.
+    they write. An activation limit L lets the k-th F wait for the (k-L)-th B or W of the worker, or whatever else begins
+    and ends the life of activations; it points backwards in the order, so it cannot deadlock, as a counter would.
     """
 
     def __init__(self, spec: Spec, worker: int, asked: Asked, chained: frozenset[int], *, limited: bool) -> None:
@@ -185,7 +185,7 @@ class _OrderEdges:
         self._chained = chained
         self._route = routes(spec) if spec.num_routes > 1 else None
         self._limit = order_limit(spec, worker) if limited else None
-        self._num_forwards = 0
+        self._num_begun = 0
         self._releases: list[Action] = []  # only if there is a limit
         self._last_release: dict[Shard, Action] = {}
         self._last_forward: dict[Shard, Action] = {}
@@ -201,22 +201,23 @@ class _OrderEdges:
                 return self._before_update(action)
             return self._gradients_before(action)
         before: Action | None = None
-        if kind.accumulates:
+        releases = self._limit is not None and kind.holds < 0
+        if kind.accumulates or releases:
             route = 0 if self._route is None else self._route(index)
             # With a limit the releases of the whole worker are one chain.
             shard = (stage, route) if self._limit is None else _WHOLE_WORKER
             before = self._last_release.get(shard)
             self._last_release[shard] = action
-            if self._takes:
+            if self._takes and kind.accumulates:
                 self._last_of[update_of(self._spec, stage, index)] = action
-            if self._limit is not None:
+            if releases:
                 self._releases.append(action)
         if kind.way == 1 and stage in self._chained:
             shard = stage, 0 if self._route is None else self._route(index)
             before = self._last_forward.get(shard)
             self._last_forward[shard] = action
         edges = [] if before is None else [before]
-        if kind.way == 1 and self._limit is not None:
+        if kind.holds > 0 and self._limit is not None:
             edges += self._released_before(action, self._limit)
         return edges
 
@@ -233,8 +234,8 @@ class _OrderEdges:
         return list(dict.fromkeys(release for release in last if release is not None))
 
     def _released_before(self, action: Action, limit: int) -> list[Action]:
-        k = self._num_forwards
-        self._num_forwards += 1
+        k = self._num_begun
+        self._num_begun += 1
         if k < limit:
             return []
         if k - limit >= len(self._releases):

@@ -22,7 +22,7 @@ def recomputing(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
     """Return `base` with recomputation on `stages`; None: on all. The same class for the same arguments.
 
     Raises:
-        ConfigError: the schedule recomputes by itself, or has updates that steps overtake.
+        ConfigError: the schedule recomputes by itself, has updates that steps overtake, or actions of its own.
     """
     if (base, stages) not in _made:
         _made[base, stages] = _make(base, stages)
@@ -34,6 +34,10 @@ def _make(base: type[Spec], stages: frozenset[int] | None) -> type[Spec]:
         raise ConfigError(f"recompute: schedule {base.__name__} recomputes by itself; leave it out")
     if not base.synchronous:
         raise ConfigError(f"recompute: schedule {base.__name__} lets steps overlap; only synchronous ones recompute")
+    if base.actions is not Spec.actions:
+        raise ConfigError(
+            f"recompute: schedule {base.__name__} says by `actions` what is done with a microbatch; leave it out"
+        )
 
     def recomputes(self: Spec, stage: int) -> bool:
         return stages is None or stage in stages

@@ -10,10 +10,22 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.dependency import B, F, Kind, ScheduleError, check_all, entries
+from rpc_pipe.dependency import (
+    B,
+    ConfigError,
+    F,
+    Kind,
+    ScheduleError,
+    Spec,
+    check_all,
+    entries,
+    local_order,
+    order_limit,
+)
 from rpc_pipe.drawing.timeline import draw
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import OneFOneB
 from rpc_pipe.tracing.listing import list_program, spec_of_listings
 from rpc_pipe.workers.handlers import carries_out
@@ -82,6 +94,40 @@ def test_the_checker_sees_less_memory_on_the_device():
                 return 3
 
         check_all(AllKept(num_workers=6, num_microbatches=12))
+
+
+class ListedOffloading(Offloaded):
+    """The same as lists, which are also what may be held."""
+
+    slot = Spec.slot
+
+    def after(self, a):
+        return []
+
+    def program(self, worker):
+        slotted = Offloaded(num_workers=self.num_workers, num_microbatches=self.num_microbatches)
+        return [action for action in local_order(slotted, worker) if action.kind.per_microbatch]
+
+    def peak_activations(self, worker):
+        return None
+
+
+def test_a_list_of_them_is_the_limit_of_what_is_held():
+    """Only B and W counted as ends of lives: 'activation_limit(0) is 1, but in its order worker 0 holds 2'."""
+    spec = ListedOffloading(num_workers=6, num_microbatches=12)
+    check_all(spec)
+    limits = [order_limit(spec, worker) for worker in range(6)]
+    assert limits == [1, 1, 1, 1, 2, 1]
+    for costs in ({F: 1, B: 2, EVICT: 1, LOAD: 1}, {F: 1, B: 9, EVICT: 4, LOAD: 2}, {F: 5, B: 1, EVICT: 0, LOAD: 9}):
+        for order in ("ready", "fixed"):
+            peaks = simulate(spec, uniform(costs), comm=3, order=order).peak_activations
+            assert all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+def test_a_schedule_with_actions_of_its_own_cannot_be_told_to_recompute():
+    """Nothing recomputed, or a traceback."""
+    with pytest.raises(ConfigError, match="schedule Offloaded says by `actions` what is done with a microbatch"):
+        make_spec(Offloaded, 6, 12, {"recompute": "all"})
 
 
 def test_copies_overlap_compute_in_the_simulator_and_are_drawn():
