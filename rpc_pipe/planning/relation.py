@@ -55,6 +55,8 @@ class Relation:
         self.own: list[list[int]] = [[] for _ in self.actions]
         #: number -> those on other workers that need it
         self.others: list[list[int]] = [[] for _ in self.actions]
+        #: (number, worker) of those that are only waited for there, as what they make is for others or nobody
+        self.marks: set[tuple[int, int]] = set()
         for step in range(steps):
             self._connect(parts, step)
 
@@ -79,6 +81,8 @@ class Relation:
                 if at is not None:
                     others[starts[need.worker] + at] += [start + waits for waits in waiting[need.action]]
                     met += 1
+                    if not need.carries:
+                        self.marks.add((starts[need.worker] + at, part.worker))
             if met < len(waiting):
                 self._refuse(parts, part)
             if step:

@@ -25,7 +25,7 @@ from .span import Span
 #: time of an action on its worker, in any unit
 Cost = Callable[[Action], float]
 
-#: (number, start, end) of what ran, by start; (what, from, to, when it arrives)
+#: (number, start, end) of what ran, by start; (what, from, to, when it is known there)
 _Ran = list[tuple[int, float, float]]
 _Carried = list[tuple[Action, int, int, float]]
 
@@ -68,7 +68,7 @@ class Simulation:
 
     @cached_property
     def carried(self) -> tuple[tuple[Action, int, int, float], ...]:
-        """(what, from, to, when it arrives) of payloads that travelled, unless travel takes no time."""
+        """(what, from, to, when it is known there) of what others waited for, unless travel takes no time."""
         if self._carried is not None:
             return tuple(carried for carried in self._carried if carried[0].kind.resource != "link")
         if not self._comm:
@@ -179,7 +179,7 @@ def price(
         comm: travel time between any two workers.
         order: `ready` or `fixed`; the schedule's own preference by default.
         links: those that are different, by (from, to).
-        payload: bytes of what an action makes, for links of limited bandwidth.
+        payload: bytes of what an action makes, for links of limited bandwidth; asked of those whose payloads are sent.
 
     Raises:
         PipeError: the run cannot finish; `dependency.check_all` says why.
@@ -256,12 +256,13 @@ class _Roads:
         self._free: dict[tuple[int, int], float] = {}
         self.carried: _Carried = []
 
-    def arrival(self, action: Action, source: int, target: int, now: float) -> float:
-        """Return when `action`, finished at `now`, is at `target`."""
+    def arrival(self, action: Action, source: int, target: int, now: float, *, carries: bool) -> float:
+        """Return when `action`, finished at `now`, is at `target`; `carries`: with what it has made."""
         link = self._links.get((source, target))
         there = now + self._comm
         if link is not None:
-            sent = max(now, self._free.get((source, target), 0)) + self._payload(action) / link.bandwidth
+            size = self._payload(action) if carries and action.kind.resource != "link" else 0
+            sent = max(now, self._free.get((source, target), 0)) + size / link.bandwidth
             self._free[source, target] = sent
             there = sent + link.latency
         self.carried.append((action, source, target, there))
@@ -337,8 +338,10 @@ def _as_ready(relation: Relation, costs: list[float], fixed: bool, comm: float, 
                     elif roads is None:
                         push(events, (now + comm, number, others[number]))
                     else:
+                        action, source = relation.actions[number], relation.worker[number]
                         for target, numbers in relation.targets(number):
-                            there = roads.arrival(relation.actions[number], relation.worker[number], target, now)
+                            carries = (number, target) not in relation.marks
+                            there = roads.arrival(action, source, target, now, carries=carries)
                             push(events, (there, number, numbers))
             for user in arrives_for:
                 missing[user] -= 1

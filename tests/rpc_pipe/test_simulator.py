@@ -128,3 +128,15 @@ def test_a_slow_link_and_a_narrow_one():
     arrivals = [when for action, source, _, when in narrow.carried if source == 0]
     assert arrivals == [6, 11, 16], "one payload at a time, 5 each"
     assert simulate(spec, cost, links={(0, 1): Link(), (1, 0): Link()}).makespan == simulate(spec, cost).makespan
+
+
+@pytest.mark.parametrize("name", ["1f1b", "varuna", "zb-h1"])
+def test_what_is_only_waited_for_takes_no_room_on_a_link(name):
+    """The end of the step, and a recomputation that the stage before waits for, were sent as if with a payload."""
+    spec, cost = SCHEDULES[name](num_workers=3, num_microbatches=6), uniform({F: 1, I: 1, W: 1, B: 2, R: 1})
+    links = {(worker + 1, worker): Link(bandwidth=10) for worker in range(2)}
+    all_alike, by_kind = (
+        simulate(spec, cost, links=links, payload=payload, steps=2)
+        for payload in (lambda action: 40, lambda action: 40 if action.kind.way else 0)
+    )
+    assert all_alike.spans == by_kind.spans
