@@ -73,7 +73,13 @@ def _umask() -> int:
 
 
 def commit(place: Path, step: int, keep: int | None) -> Path:
-    """Give a checkpoint all of whose files are there its name; remove all but the newest `keep`."""
+    """Give a checkpoint all of whose files are there its name; remove all but this one and the newest of others.
+
+    The others may be of a run that came further and has been left behind: this one is the newest, whatever its step.
+
+    Args:
+        keep: how many stay, this one included; None: all.
+    """
     sync(place)
     folder, final = place.parent, place.parent / f"step-{step:08}"
     count = 0
@@ -82,7 +88,8 @@ def commit(place: Path, step: int, keep: int | None) -> Path:
         final = folder / f"step-{step:08}.{count}"
     place.rename(final)
     sync(folder)
-    for old in complete(folder)[:-keep] if keep else ():
+    others = [path for path in complete(folder) if path != final]
+    for old in others[: max(0, len(others) + 1 - keep)] if keep else ():
         # No longer a checkpoint before it loses its first file.
         gone = folder / f"{_HIDDEN}{old.name}.old"
         old.rename(gone)

@@ -144,6 +144,10 @@ def test_only_the_newest_are_kept_and_one_step_may_be_saved_twice(tmp_path):
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000004", "step-00000004.1"]
     assert folders.newest(tmp_path) == again
     assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000004.1"]
+    anew = pipeline(2)
+    anew.step(BATCHES[0])
+    written = anew.save_checkpoint(tmp_path, keep=1)
+    assert folders.complete(tmp_path) == [written], "not those of a run before that came further"
 
 
 def copied(path, tmp_path):
