@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "checkpoints": "model workers workers/compute workers/transport dependency",
     "pipeline": "checkpoints launching model planning workers workers/compute workers/transport dependency",
     # batches of data larger than memory; training does not need it, who makes batches may
-    "data": "model workers/transport dependency",
+    "data": "model workers/compute workers/transport dependency",
     "demo": "data pipeline checkpoints launching tracing drawing planning model workers workers/compute "
     "workers/transport dependency",
     "commands": "demo data pipeline checkpoints launching dispatch tracing drawing planning schedules dependency",

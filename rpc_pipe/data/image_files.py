@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from ..dependency import ConfigError, DataError
 from .bijection import Numbers
+from .drawing import drawn, draws
 from .shards import Shard, find_shards, fingerprint
 from .source import Busy, Chunk, Source, Wanted, need
 from .storage import Storage
@@ -40,7 +42,8 @@ def images(
     Args:
         source: a folder with a folder for each class, here or as a URL; classes are numbered by name.
         size: images are scaled to so many pixels a side, float32 `[rows, 3, size, size]` in 0 … 1.
-        transform: makes the tensor of a PIL image instead; all of one shape.
+        transform: makes the tensor of a PIL image instead; all of one shape. It may draw random numbers as the samples
+            of `dataset` may; images are then decoded one by one.
         threads: that decode.
 
     Raises:
@@ -86,7 +89,12 @@ class Images(Source):
         self.sample_bytes = 12 * size * size if size else 12 * 224 * 224
         digest = fingerprint(shards, size, self._starts.tolist())
         self.identity = f"{len(shards)} images, {len(self.classes)} classes, digest {digest}"
+        self._given = size is None
         self._pool = ThreadPoolExecutor(threads, "images")
+
+    @cached_property
+    def draws(self) -> bool:
+        return self._given and draws(lambda: self.decode(0, self._stored(0, Busy())))
 
     def shard_of(self, chunk: int) -> str:
         return self.shards[int(self._starts[chunk])]
@@ -97,14 +105,16 @@ class Images(Source):
 
     def load(self, chunk: int, busy: Busy) -> Chunk:
         first, last = int(self._starts[chunk]), int(self._starts[chunk + 1])
-        stored = []
-        for shard in self._files[first:last]:
-            with busy.on("disk"):
-                try:
-                    stored.append(self._storage.use(shard, busy, Path.read_bytes))
-                except OSError as error:
-                    raise DataError(f"image {shard.name}: cannot be read: {error.strerror}") from error
-        return ImageChunk(self, first, stored)
+        return ImageChunk(self, first, [self._stored(number, busy) for number in range(first, last)])
+
+    def _stored(self, number: int, busy: Busy) -> bytes:
+        """Return what is in a file."""
+        shard = self._files[number]
+        with busy.on("disk"):
+            try:
+                return self._storage.use(shard, busy, Path.read_bytes)
+            except OSError as error:
+                raise DataError(f"image {shard.name}: cannot be read: {error.strerror}") from error
 
     def decode(self, number: int, stored: bytes) -> Tensor:
         """Return the image of a file as a tensor."""
@@ -116,11 +126,16 @@ class Images(Source):
             said = str(error).partition(" <_io.")[0]  # which object in memory tells nobody anything
             raise DataError(f"image {self.shards[number]}: cannot be decoded: {said}") from error
 
-    def rows(self, first: int, stored: Sequence[bytes], numbers: Numbers, wanted: Wanted) -> tuple[Any, Any]:
+    def rows(
+        self, first: int, stored: Sequence[bytes], numbers: Numbers, wanted: Wanted, keyed: int | None
+    ) -> tuple[Any, Any]:
         """Return images and labels."""
         labels = torch.from_numpy(self._labels[first + numbers]) if wanted.targets else None
         if not wanted.inputs:
             return None, labels
+        if keyed is not None:
+            places = (first + numbers).tolist()
+            return torch.stack(drawn(lambda place: self.decode(place, stored[place - first]), places, keyed)), labels
         pixels = self._pool.map(lambda n: self.decode(first + n, stored[n]), numbers.tolist())
         return torch.stack(list(pixels)), labels
 
@@ -158,4 +173,4 @@ class ImageChunk(Chunk):
                 self._stored[number] = b""
 
     def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Any, Any]:
-        return self._source.rows(self._first, self._stored, numbers, wanted)
+        return self._source.rows(self._first, self._stored, numbers, wanted, self.keyed)

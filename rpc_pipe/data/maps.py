@@ -13,6 +13,7 @@ from ..dependency import ConfigError
 from ..model.lazy_batch import Some
 from ..workers.transport.payload import Tree, tensors_of
 from .bijection import Numbers
+from .drawing import drawn, draws
 from .source import ALL, Busy, Chunk, Source, Wanted, among
 
 _CHUNKS = 4096
@@ -36,6 +37,9 @@ def dataset(
         chunk: how many samples in a row are cheap to read together, such as those of a file; by default it is taken
             that all are equally near, and the shuffle is over all.
         identity: tells this dataset from others of the same length; its class by default.
+
+    Samples may draw from torch's, Python's and numpy's global generators, to crop or to flip: each draws numbers of its
+    own in every epoch, the same on every worker and in a run that is resumed.
 
     Raises:
         ConfigError: it is none, is empty, or its samples are no pairs.
@@ -64,7 +68,7 @@ class Mapped(Source):
         each = chunk or -(-count // _CHUNKS)
         self.sizes = np.full(-(-count // each), each, np.int64)
         self.sizes[-1] = count - each * (len(self.sizes) - 1)
-        first = self.pair(samples[0])
+        (first,) = drawn(self._sample, [0], 0)
         self.sample_bytes = sum(tensor.nbytes for tensor in tensors_of(default_collate([first]))) or 1
         # Without chunks of its own nothing is held here: the whole fits into any memory.
         self.num_bytes = self.sizes * self.sample_bytes if chunk else np.ones(len(self.sizes), np.int64)
@@ -90,10 +94,17 @@ class Mapped(Source):
         said = self._keys
         return _of(sample, said[0], wanted.inputs), _of(sample, said[1], wanted.targets)
 
+    def _sample(self, number: int) -> tuple[Any, Any]:
+        return self.pair(self.samples[number])
+
+    @cached_property
+    def draws(self) -> bool:
+        return draws(lambda: self.samples[0])
+
     @cached_property
     def uniform(self) -> bool:
         places = {0, len(self.samples) // 2, len(self.samples) - 1}
-        forms = [_form(self.pair(self.samples[place])) for place in sorted(places)]
+        forms = [_form(sample) for sample in drawn(self._sample, sorted(places), 0)]
         return all(form == forms[0] for form in forms)
 
     def load(self, chunk: int, busy: Busy) -> Chunk:
@@ -107,7 +118,9 @@ class MappedChunk(Chunk):
         self._source, self._first = source, first
 
     def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
-        pairs = [self._source.pair(self._source.samples[self._first + n], wanted) for n in numbers.tolist()]
+        source = self._source
+        places = (self._first + numbers).tolist()
+        pairs = drawn(lambda place: source.pair(source.samples[place], wanted), places, self.keyed)
         inputs = default_collate([pair[0] for pair in pairs]) if wanted.inputs else None
         targets = default_collate([pair[1] for pair in pairs]) if wanted.targets else None
         return inputs, targets

@@ -28,7 +28,7 @@ import numpy as np
 from ..dependency import ConfigError
 from .bijection import Numbers, key, keys, permute
 
-_CHUNKS, _TURNS, _SAMPLES, _BLOCKS = range(1, 5)
+_CHUNKS, _TURNS, _SAMPLES, _BLOCKS, _DRAWN = range(1, 6)
 
 
 class Segment(NamedTuple):
@@ -126,6 +126,8 @@ class Epoch:
     def __init__(self, order: Order, number: int) -> None:
         self._order = order
         self._key = key(order.seed, number)
+        #: what random numbers of its samples are keyed by
+        self.drawn = key(self._key, _DRAWN)
         #: the chunks in the order in which they come
         self.chunks = self._spread() if order.shuffle else np.arange(order.num_chunks)
         # Without shuffling chunk after chunk is a block of its own.

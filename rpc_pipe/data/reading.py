@@ -92,7 +92,7 @@ class _Located:
 
 
 class Reader:
-    """Makes batches in a thread of its own.
+    """Makes batches in a thread of its own; those that draw random numbers in that of the caller, when they are taken.
 
     Args:
         room: bytes that chunks may take.
@@ -117,6 +117,7 @@ class Reader:
         #: where the next batch that is taken begins, and whether the thread has been told to end
         self._next = -1
         self._stop = False
+        self._located = _Located(order, shares, 0)
 
     def take(self, start: int, wanted: Wanted) -> tuple[tuple[Tree, Tree], int, Cause]:
         """Return the batch that begins at `start`, how many ns it was waited for, and what for mostly.
@@ -125,8 +126,12 @@ class Reader:
             DataError: a shard cannot be read.
             Stalled: it takes too long.
         """
-        if start != self._next or not wanted == self._wanted or self._thread is None:
+        if start != self._next or not wanted == self._wanted:
             self._restart(start, wanted)
+        share = self._shares.at(start)
+        assert share is not None, "there is no such batch"
+        if self._source.draws:
+            return self._make(share)
         waited_ns, cause = 0, _NOTHING
         with self._changed:
             if not self._ready:
@@ -137,9 +142,16 @@ class Reader:
         if isinstance(made, BaseException):
             self._end()
             raise made
-        share = self._shares.at(start)
-        self._next = -1 if share is None else share.after
+        self._next = share.after
         return made, waited_ns, cause
+
+    def _make(self, share: Share) -> tuple[tuple[Tree, Tree], int, Cause]:
+        """Make a batch here and now, as it draws random numbers; return it, how many ns that took, and what for."""
+        begun, before = time.perf_counter_ns(), self.busy.spent()
+        self._next = -1  # unless it can be made
+        made = self._batch(self._located, share.end - share.begin)
+        self._next = share.after
+        return made, time.perf_counter_ns() - begun, self.busy.worst(before)
 
     def _wait(self) -> tuple[int, Cause]:
         """Wait for a batch; return how many ns, and what for mostly."""
@@ -155,8 +167,10 @@ class Reader:
         if self._source.loads_fields and not wanted.is_in(self.residency.wanted):
             self.residency.drop()  # chunks that were loaded without fields that are wanted
         self.residency.wanted = wanted
-        self._thread = threading.Thread(target=self._work, args=(start,), name="batches", daemon=True)
-        self._thread.start()
+        self._located = _Located(self._order, self._shares, start)
+        if not self._source.draws:
+            self._thread = threading.Thread(target=self._work, args=(start,), name="batches", daemon=True)
+            self._thread.start()
 
     def _end(self) -> None:
         if self._thread is not None:
@@ -170,7 +184,7 @@ class Reader:
         self._ready_bytes, self._next = 0, -1
 
     def _work(self, start: int) -> None:
-        located, share = _Located(self._order, self._shares, start), self._shares.at(start)
+        located, share = self._located, self._shares.at(start)
         while share is not None:
             try:
                 made: Tree | BaseException = self._batch(located, share.end - share.begin)
@@ -228,14 +242,16 @@ def look(source: Source, order: Order, shares: Shares, start: int, timeout_s: fl
         DataError: a shard cannot be read.
         Stalled: it takes too long.
     """
-    share, busy = shares.at(start), Busy()
+    share, busy, draws = shares.at(start), Busy(), source.draws
     assert share is not None, "there is no such batch"
     rows = share.end - share.begin
 
     def made() -> tuple[Tree, Tree]:
         filling = source.filling(rows, ALL) or Joined(ALL)
-        for _, chunk, numbers, places in _by_chunk(_Located(order, shares, start).take(rows)):
+        for segment, chunk, numbers, places in _by_chunk(_Located(order, shares, start).take(rows)):
             held = source.load(chunk, busy)
+            if draws:
+                held.keyed = order.epoch(segment.epoch).drawn
             filling.put(held, numbers, places)
             held.close()
         return filling.made()

@@ -148,6 +148,8 @@ class Residency:
         try:
             loaded = loading.result(self._timeout_s)
             loaded.go_to(block)
+            if self._source.draws:
+                loaded.keyed = self._order.epoch(epoch).drawn
             return loaded
         except TimeoutError as error:
             if loading.done():  # a timeout of the storage's own

@@ -47,6 +47,8 @@ class Chunk:
 
     #: what `read` spends its time on
     cause: Cause = "decode"
+    #: what random numbers of its samples are keyed by, with the sample; None: they draw none
+    keyed: int | None = None
 
     def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
         """Return (inputs, targets) of these samples of the chunk, a row each; None for what is not wanted.
@@ -109,6 +111,11 @@ class Source:
     loads_fields = False
     #: whether chunks let go of samples that are behind, so that more of them fit into memory
     lets_go = False
+
+    @property
+    def draws(self) -> bool:
+        """Whether to make a sample random numbers are drawn from generators that the process has for everybody."""
+        return False
 
     @property
     def uniform(self) -> bool:

@@ -122,6 +122,14 @@ def test_images_by_class(tmp_path):
     assert inputs.shape == (12, 3, 4, 4)
     assert (inputs[:, 0, 0, 0] * 255).round().int().tolist() == [10 * n for n in range(12)]
     assert targets.tolist() == [1 - n % 2 for n in range(12)]
+
+    def brighter(image):
+        return float(np.asarray(image)[0, 0, 0]) + torch.rand(())
+
+    before, drawn = torch.get_rng_state(), epoch(images(tmp_path, transform=brighter))[0]
+    assert torch.equal(before, torch.get_rng_state()), "drawn for images, not from the user's generator"
+    assert torch.equal(drawn, epoch(images(tmp_path, transform=brighter, threads=1))[0])
+    assert drawn.int().tolist() == [10 * n for n in range(12)] and len(set((drawn % 1).tolist())) == 12
     (tmp_path / "cat" / "01.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"image cat/01\.png: cannot be decoded"):
         epoch(images(tmp_path, size=4))

@@ -1,4 +1,5 @@
 import os
+import random
 import resource
 import threading
 
@@ -6,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from rpc_pipe.data import Loader, tokens
+from rpc_pipe.data import Loader, dataset, tokens
 from rpc_pipe.dependency import ConfigError, DataError, Stalled
 
 CONTEXT = 4
@@ -64,6 +65,39 @@ def test_resumed_at_any_position_with_other_rows(shards):
         resumed = loader(shards, rows=rows, epochs=2, memory=40_000, window=None)
         resumed.load_state_dict({"position": seed, "identity": loader(shards).identity})
         assert read(resumed) == expected[seed:]
+
+
+class Flipped:
+    """Samples that draw, from torch's, Python's and numpy's generators: (image, mask), flipped alike."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, number):
+        drawn = torch.rand(()) + random.random() + np.random.rand()
+        return number + drawn, drawn
+
+
+def test_a_sample_draws_the_same_for_everybody_who_reads_it():
+    """A worker that reads images and one that reads their masks cropped each elsewhere, and disturbed who draws."""
+
+    def flipped(*wanted, steps=6, start=0, rows=4):
+        here = Loader(dataset(Flipped()), rows=rows)
+        here.seek(start)
+        return torch.cat([batch.read(*wanted)[wanted[1]] for batch, _ in zip(here, range(steps), strict=False)])
+
+    torch.manual_seed(5)
+    images = flipped(True, False)
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    masks = flipped(False, True)
+    assert torch.equal(states[0], torch.get_rng_state()) and random.getstate() == states[1], "the user draws from them"
+    assert np.random.get_state()[1].tolist() == states[2]
+    numbers = Loader(dataset(Flipped()), rows=4).samples(0, 24)
+    assert torch.allclose(images - masks, torch.from_numpy(numbers).float(), atol=1e-5), "they belong together"
+    assert not set(masks[:12].tolist()) & set(masks[12:].tolist()), "another epoch draws others"
+    assert torch.equal(flipped(False, True, steps=3, start=12, rows=3), masks[12:21]), "as in a run that is resumed"
+    first = next(iter(Loader(dataset(Flipped()), rows=4)))
+    assert torch.equal(first.look()[1], masks[:4])
 
 
 def test_replicas_share_a_batch(shards):

@@ -68,10 +68,7 @@ class Randomness:
     def initial(self, layer: int) -> Iterator[None]:
         """Return a context in which `layer` draws its initial weights; the generators are left as they were."""
         with self.lock, preserved(self.device):
-            seed = self._seed(_INITIAL, layer)
-            random.seed(seed)
-            if numpy := sys.modules.get("numpy"):
-                numpy.random.seed(seed % 2**32)
+            _seed_others(self._seed(_INITIAL, layer))
             yield
 
     def _seed(self, *key: int) -> int:
@@ -80,6 +77,18 @@ class Randomness:
         for generator in self._generators:
             generator.manual_seed(seed)
         return seed
+
+
+def seed_process(seed: int) -> None:
+    """Seed the generators that this process has for everybody on the CPU: torch's, Python's and numpy's."""
+    torch.default_generator.manual_seed(seed)
+    _seed_others(seed)
+
+
+def _seed_others(seed: int) -> None:
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
 
 
 @contextmanager
@@ -115,9 +124,7 @@ def python_too(seed: Seed) -> Seed:
         seed(unit, operation)
         drawn = int(torch.randint(2**32, (), device="cpu").item())
         seed(unit, operation)
-        random.seed(drawn)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(drawn)
+        _seed_others(drawn)
 
     return all_alike
 
