@@ -26,9 +26,9 @@ class Head(nn.Module):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-def tied():
+def tied(sparse=False):
     torch.manual_seed(0)
-    embedding = nn.Embedding(11, 8)
+    embedding = nn.Embedding(11, 8, sparse=sparse)
     return [embedding, nn.Linear(8, 8), nn.Tanh(), Head(embedding)]
 
 
@@ -43,9 +43,10 @@ def trained(num_workers, steps=3, num_microbatches=1, layers=None, **options):
     return pipe, [pipe.step((IDS, IDS)) for _ in range(steps)]
 
 
-@pytest.mark.parametrize("num_workers", [2, 4])
-def test_two_holders_and_one_microbatch_have_the_bits_of_one_process(num_workers):
-    layers = tied()
+@pytest.mark.parametrize(("num_workers", "sparse"), [(2, False), (4, False), (2, True)])
+def test_two_holders_and_one_microbatch_have_the_bits_of_one_process(num_workers, sparse):
+    """Of a sparse gradient and a dense one there was no sum."""
+    layers = tied(sparse)
     plain = nn.Sequential(*copy.deepcopy(layers))
     optimizer = SGD(plain.parameters())
     expected = []

@@ -102,7 +102,7 @@ class Updating:
             if name in found:
                 total: Tensor | None = None
                 for grad in found[name]:
-                    total = grad.clone() if total is None else total.add_(grad)  # others read the parts
+                    total = grad.clone() if total is None else _added(total, grad)  # others read the parts
                 parameter.grad = total
 
     def divide(self, divisor: float) -> None:
@@ -191,6 +191,13 @@ class Before:
             updating.lr_scheduler.load_state_dict(self._schedule)
         if average is not None and self._average is not None:
             average.tensors, average.num_updates = self._average
+
+
+def _added(total: Tensor, grad: Tensor) -> Tensor:
+    """Return a sum, in the memory of `total` where that can be; of sparse and dense it is dense, as by autograd."""
+    if total.layout is not torch.strided and grad.layout is torch.strided:
+        return grad + total
+    return total.add_(grad)
 
 
 def _copied(value: Any) -> Any:
