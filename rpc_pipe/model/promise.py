@@ -1,7 +1,8 @@
 """What the stages behind a block are told of it without running it: so much must be as it was observed.
 
-The tensors that a block makes travel, whatever they are. All else that it returns does not: how they are packed, the
-numbers and words beside them, and what it hands through, which other stages take from where the block got it.
+The numbers of the tensors that a block makes travel, whatever they are. All else that it returns does not: the types of
+these tensors, how they are packed, the numbers and words beside them, and what it hands through, which other stages
+take from where the block got it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from ..dependency import ConfigError
 from .absent import Absent
-from .trees import PLAIN, Path, at, leaves, replaced
+from .trees import PLAIN, Path, at, leaves, replaced, tensors
 
 #: what a block handed through: its place in what came back, and where the block got it: the name of a weight or
 #: buffer, or the path in (args, kwargs)
@@ -34,6 +35,7 @@ class Promise:
     def __init__(self, where: str, result: Any, given: Any, owned: Callable[[Tensor], str | None]) -> None:
         self._where = where
         self._form = form_of(result)
+        self._dtypes = [tensor.dtype for tensor in tensors(result)]
         paths = {id(tensor): path for path, tensor in leaves(given)}
         found = ((path, paths.get(id(tensor)) or owned(tensor)) for path, tensor in leaves(result))
         self._handed: list[_Handed] = [(path, source) for path, source in found if source is not None]
@@ -52,6 +54,12 @@ class Promise:
                 f"model: block {self._where} returned {_told(found)}, and {_told(self._form)} when it was observed: "
                 f"tensors travel to the other stages, but not what is beside them; return a tensor instead"
             )
+        for tensor, dtype in zip(tensors(result), self._dtypes, strict=True):
+            if tensor.dtype is not dtype:
+                raise ConfigError(
+                    f"model: block {self._where} returned a tensor of {tensor.dtype} for this microbatch, and of "
+                    f"{dtype} when it was observed, which others may go by; let it always return one type, by .to()"
+                )
         for path, source in self._handed:
             if at(result, path) is not (owned(source) if isinstance(source, str) else at(given, source)):
                 what = source if isinstance(source, str) else "one of its arguments"
