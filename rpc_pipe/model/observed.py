@@ -39,9 +39,15 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One call of a block, the unit of cutting."""
+    """One call of a block, the unit of cutting.
+
+    Args:
+        name: what to call it in a sentence.
+        path: its name in the model, empty if it is the model itself.
+    """
 
     name: str
+    path: str
     num_parameters: int
     num_bytes: int
 
@@ -117,7 +123,7 @@ class Observed:
         self._skeleton = skeleton
         self._observation = observation
         self._assignment: tuple[list[range], Assignment] | None = None
-        self._block_names = [skeleton.name_of(block) for block in skeleton.blocks]
+        self._block_paths = [skeleton.path_of(block) for block in skeleton.blocks]
         #: what was changed in the copies of the model, in words for the user
         self.notes = notes
         #: what the model returned, of tensors without numbers
@@ -203,7 +209,7 @@ class Observed:
         with uncollected():
             skeleton = Skeleton(self._model, device)
         _without_caches(skeleton.module)
-        skeleton.choose([skeleton.module.get_submodule(name) for name in self._block_names])
+        skeleton.choose([skeleton.module.get_submodule(path) for path in self._block_paths])
         skeleton.marked = self._skeleton.marked
         own = {}
         change = moved_to(dict(zip(self._model.modules(), skeleton.module.modules(), strict=True)))
@@ -217,8 +223,8 @@ class Observed:
                 own[name] = made
         skeleton.put(own)
         calls = self._observation.calls[cut[stage].start : cut[stage].stop]
-        running = {self._skeleton.name_of(call.module) for call in calls if call.module is not None}
-        foreign = [block for block, name in zip(skeleton.blocks, self._block_names, strict=True) if name not in running]
+        running = {self._skeleton.path_of(call.module) for call in calls if call.module is not None}
+        foreign = [block for block, path in zip(skeleton.blocks, self._block_paths, strict=True) if path not in running]
         return Stage(skeleton, stage, cut, owners, foreign)
 
     def _assigned(self, cut: Sequence[range]) -> Assignment:
@@ -263,7 +269,8 @@ class Observed:
 
 
 def _block(skeleton: Skeleton, module: nn.Module) -> Block:
-    return Block(skeleton.name_of(module), sum(p.numel() for p in module.parameters()), num_bytes(module))
+    count = sum(p.numel() for p in module.parameters())
+    return Block(skeleton.name_of(module), skeleton.path_of(module), count, num_bytes(module))
 
 
 def _without_caches(module: nn.Module) -> list[str]:
@@ -313,6 +320,9 @@ def _find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, A
             if set(wider) == set(candidates):
                 raise
             candidates = wider  # what cannot be seen, or be decided, around blocks may be inside of one
+            continue
+        if observation is not None and not finer.calls:  # blocks whose parts others use without a call
+            candidates = chosen if len(observation.calls) >= at_least else _beside(skeleton.module, set(chosen))
             continue
         observation = finer
         chosen = list(dict.fromkeys(event.module for event in observation.calls if event.module is not None))

@@ -105,9 +105,14 @@ class Skeleton:
         """Return the parameters and buffers that stand there now."""
         return [*self.parameters.values(), *self.module.buffers()]
 
+    def path_of(self, module: nn.Module) -> str:
+        """Return a module's name in the model, empty for the model itself."""
+        path: str = self._names[id(module)]
+        return path
+
     def name_of(self, module: nn.Module) -> str:
-        """Return a module's name in the model."""
-        return self._names[id(module)] or type(module).__name__
+        """Return what to call a module in a sentence."""
+        return self.path_of(module) or type(module).__name__
 
     def owned(self, name: str) -> Tensor:
         """Return a parameter or a buffer, whatever stands there now."""

@@ -67,7 +67,7 @@ class Whole:
         self.sharing: tuple[tuple[int, ...], ...] = ()
         #: parameters that several stages hold -> those stages
         self.shared: dict[str, list[int]] = {}
-        #: of each call of a block
+        #: of each call of a block; empty if the model itself is one
         self.block_names: list[str] = []
         self._stage_of: dict[str, int] = {}
         #: by stage, the places in (args, kwargs) of fields that it was not seen to use
@@ -92,7 +92,7 @@ class Whole:
         observed.check(self.ranges)
         self.shared = observed.shared(self.ranges)
         self.unused = observed.unused(self.ranges)
-        self.block_names = [block.name for block in observed.blocks]
+        self.block_names = [block.path for block in observed.blocks]
         for stage, told in reversed(list(enumerate(observed.stages(self.ranges)))):
             self._stage_of |= dict.fromkeys(told.parameters, stage)
         self.sharing = groups(self.shared, len(self.ranges))

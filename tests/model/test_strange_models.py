@@ -312,6 +312,8 @@ class Beside(nn.Module):
                 return x, mask * 1, 1 / self.calls
             if self.what == "length":
                 return (x, *[mask * 1] * self.calls)
+            if self.what == "type":
+                return x, mask * 1 if self.calls == 1 else mask.double()
             if self.what == "weight":
                 return x, mask * 1, self.weight if self.calls == 1 else self.weight * 1
             return x, mask if self.calls == 1 else mask * 2
@@ -335,6 +337,7 @@ class Beside(nn.Module):
             "length",
             r"blocks\.0 returned a tuple of a tensor, a tensor, a tensor, and a tuple of a tensor, a tensor wh",
         ),
+        ("type", r"blocks\.0 returned a tensor of torch\.float64 for this microbatch, and of torch\.float32 when it"),
         ("weight", r"blocks\.0 returned blocks\.0\.weight itself when it was observed, and another tensor in its"),
         ("argument", r"blocks\.0 returned one of its arguments itself when it was observed, and another tensor"),
     ],
@@ -346,6 +349,36 @@ def test_what_does_not_travel_must_be_what_was_observed(what, says):
     stage.forward((), [x], {})
     with pytest.raises(ConfigError, match=says):
         stage.forward((), [x], {})
+
+
+class Uncalled(Listed):
+    """Uses the weights of modules that it does not call, as attention does, in a list or in a block."""
+
+    def __init__(self, *, in_block: bool) -> None:
+        super().__init__()
+        self.stem = nn.Linear(8, 8)
+        if in_block:
+            self.layers = nn.ModuleList([nn.MultiheadAttention(8, 2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for layer in self.layers:
+            if isinstance(layer, nn.Linear):
+                x = nn.functional.linear(x, layer.weight, layer.bias).tanh()
+            else:
+                x = layer(x, x, x)[0]
+        return x
+
+
+@pytest.mark.parametrize(("in_block", "num_workers"), [(False, 1), (True, 2)])
+def test_modules_that_are_not_called_are_no_blocks(in_block, num_workers):
+    """A stage looked for a module of the model's class, and a cut was wanted inside of attention."""
+    model, x, loss_fn = made(partial(Uncalled, in_block=in_block)), floats(6, 8), nn.functional.mse_loss
+    alone = copy.deepcopy(model)
+    pipe = Pipeline(model, loss_fn, optimizer=SGD, num_workers=num_workers, num_microbatches=2)
+    pieces = [((piece, piece), {}) for piece in x.chunk(2)]
+    expected = plain(lambda a, b: loss_fn(alone(a), b), [pieces] * 2, lambda loss: loss, list(alone.parameters()))
+    assert [pipe.step((x, x)) for _ in range(2)] == expected
 
 
 class Shares(Listed):
