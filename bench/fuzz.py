@@ -9,9 +9,9 @@
 A run is one number: model, schedule, workers, microbatches, order, optimizer and calls follow from it. It ends as
 `identical`; as `rounding`, where gradients of what several stages use are summed in another order, sparse ones are
 merged otherwise than by autograd, or a reentrant checkpoint adds to gradients by itself: then the same in double
-precision is equal but for 1e-9; as `refused`, in one sentence; as `illegal`, if one process cannot
-train it either; or as one of these, which are printed: DIFFERENT, HANG, TRACEBACK, UNCLEAR (a refusal that is more
-than a sentence) or UNSETTLED (it cannot be run in double precision).
+precision is equal but for 1e-9, and under autocast, where it grows, all is close up to the first update; as `refused`,
+in one sentence; as `illegal`, if one process cannot train it either; or as one of these, which are printed: DIFFERENT,
+HANG, TRACEBACK, UNCLEAR (a refusal that is more than a sentence) or UNSETTLED (it cannot be run in double precision).
 """
 
 from __future__ import annotations

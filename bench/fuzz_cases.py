@@ -53,9 +53,18 @@ class Case:
         doubled: whether all is computed in double precision, with an optimizer that is linear in gradients: then what
             another order of sums changes stays next to nothing.
         whole: whether the model has a forward of its own, in which anything stands around the blocks.
+        short: whether it ends with the first update.
     """
 
-    def __init__(self, number: int, workers: int | None = None, *, doubled: bool = False, whole: bool = False) -> None:
+    def __init__(
+        self,
+        number: int,
+        workers: int | None = None,
+        *,
+        doubled: bool = False,
+        whole: bool = False,
+        short: bool = False,
+    ) -> None:
         draw = self._draw = random.Random(number)
         self.number = number
         self.workers = workers or draw.choice([1, 2, 2, 2, 3, 3, 4, 5])
@@ -78,6 +87,8 @@ class Case:
         self.autocast = draw.random() < 0.1
         self.streams = draw.random() < 0.25
         self.steps = draw.choice([1, 2, 3]) * (1 if self.accumulate == 1 else 2)
+        if short:
+            self.steps = min(self.steps, self.accumulate)
         self.between = [draw.choice(["", "", "evaluate", "predict", "state"]) for _ in range(self.steps)]
         self.loss_fn = draw.choice(LOSSES)
         #: whether a step ends before the next begins
@@ -108,6 +119,12 @@ class Case:
         self.accumulate, self.loss_fn = 1, draw.choice(MEANS)
         self.streams, self.steps = draw.random() < 0.7, draw.choice([1, 3, 5])
         self.between = [draw.choice(["", "", "state"]) for _ in range(self.steps)]
+
+    @property
+    def num_early(self) -> int:
+        """How many results come before the first update: no sum of gradients is in them."""
+        calls = sum(what in ("evaluate", "predict") for what in self.between[: self.accumulate - 1])
+        return min(self.steps, self.accumulate) + calls if self.is_synchronous else 0
 
     @property
     def may_round(self) -> bool:

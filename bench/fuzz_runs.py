@@ -20,7 +20,7 @@ from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.actor import WorkerActor
 from rpc_pipe.workers.transport.payload import Tree, tensors_of
 
-_STALL_S = 60.0
+_STALL_S = 200.0
 #: letters of a sentence
 _LONGEST = 500
 #: what workers say on purpose of a model that no pipeline can train
@@ -69,6 +69,9 @@ def tried(number: int, workers: int | None, whole: bool = False) -> tuple[End, s
     except (ConfigError, ScheduleError) as error:
         return _refused(error), ""
     end = run(case)
+    if end.how == "amplified":
+        first = run(Case(number, workers, whole=whole, short=True))
+        end = end._replace(how="rounding" if first.how in ("rounding", "identical") else "DIFFERENT")
     if end.how == "rounding" and not case.doubled:
         again = run(Case(number, workers, doubled=True, whole=whole))
         if again.how not in ("rounding", "identical"):
@@ -225,11 +228,16 @@ def _compared(case: Case, pipe: Pipeline, done: Done, expected: list[Any], alone
         return End("identical")
     shared = case.unsplit and (pipe.partition.shared or case.skips or case.whole)
     reentrant = any(getattr(module, "reentrant", False) for layer in alone.replicas[0] for module in layer.modules())
-    if (shared or reentrant or case.sparse) and not found and all(_close(case, a, b) for _, a, b in differing):
+    early = {f"result {i}" for i in range(case.num_early)}
+    may_round = not found and early.isdisjoint(name for name, _, _ in differing)
+    may_round &= bool(shared or reentrant or case.sparse)
+    if may_round and all(_close(case, a, b) for _, a, b in differing):
         why = "what several stages hold or use" if shared else "a reentrant checkpoint" if reentrant else "sparse"
         return End("rounding", why)
     found += [f"{name}: off by {_off(a, b)}" for name, a, b in differing[:6]]
-    return End("DIFFERENT", f"{len(differing)} of {len(pairs)}; " + "; ".join(found[:8]))
+    # Gradients of a cast weight are summed in bfloat16 by one process: update by update that grows.
+    grown = may_round and case.autocast and case.steps > case.accumulate
+    return End("amplified" if grown else "DIFFERENT", f"{len(differing)} of {len(pairs)}; " + "; ".join(found[:8]))
 
 
 def _same(a: Any, b: Any) -> bool:
