@@ -7,6 +7,7 @@ it are answered from here: the same losses in the same order, whatever else the 
 from __future__ import annotations
 
 import math
+from array import array
 
 import torch
 from torch import Tensor
@@ -14,39 +15,64 @@ from torch import Tensor
 from ..dependency import ConfigError
 
 _KINDS = ("step", "evaluate")
+_MOST_COLUMNS = 3
 
 
 class Resumption:
     """Results of `step` and `evaluate`, in the order of the calls.
 
     Args:
-        past: of the run that the checkpoint was made in; shape (calls, 3).
+        past: of the run that the checkpoint was made in, as `tensor` gives it.
         batch: what the batch of its last training step is called, if it has a name.
 
     Attributes:
         norm: of the gradients of the last training step, if it was asked for.
+
+    Raises:
+        ValueError: no run can have had such a past.
     """
 
     def __init__(self, past: Tensor | None = None, batch: str = "") -> None:
-        told = [] if past is None else past.tolist()
-        #: which call it was, loss, norm of the gradients or nan
-        self._told: list[tuple[int, float, float]] = [(int(kind), loss, norm) for kind, loss, norm in told]
+        #: of each call: which it was, the loss, the norm of the gradients or nan; a run may make millions
+        self._kinds, self._losses, self._norms = bytearray(), array("d"), array("d")
         self.batch = batch
         self.norm: float | None = None
-        for kind, _, norm in self._told:
-            self._note_norm(kind, norm)
+        if past is not None:
+            self._remember(past)
         #: calls that are answered from the past: the next one, and the first that is not
         self._next = self._until = 0
         #: of these, the last training step
         self._last = -1
 
+    def _remember(self, past: Tensor) -> None:
+        calls, columns = past.shape
+        if not 1 <= columns <= _MOST_COLUMNS:
+            raise ValueError(f"{columns} columns of results")
+        *kinds, losses = past[:, : max(1, columns - 1)].T.tolist()
+        norms = past[:, -1].tolist() if columns > 1 else [math.nan] * calls
+        self._kinds.extend(map(int, kinds[0]) if kinds else bytes(calls))
+        if self._kinds.strip(bytes(range(len(_KINDS)))):
+            raise ValueError("results of unknown calls")
+        self._losses.extend(losses)
+        self._norms.extend(norms)
+        last = self._kinds.rfind(0)
+        if last >= 0:
+            self._note_norm(0, self._norms[last])
+
     def tensor(self) -> Tensor:
-        """Return all results, (calls, 3): which call it was, the loss, and the norm of the gradients or nan."""
-        return torch.tensor(self._told, dtype=torch.float64).reshape(-1, 3)
+        """Return all results, (calls, columns): which call it was, the loss, the norm of the gradients or nan.
+
+        The first column is left out where all calls were steps, and then the last where none has a norm.
+        """
+        kinds, losses, norms = (_column(each) for each in (self._kinds, self._losses, self._norms))
+        columns = [kinds, losses, norms]
+        if not kinds.any():
+            columns = [losses] if norms.isnan().all() else [losses, norms]
+        return torch.stack(columns, dim=1)
 
     def steps_done(self, now: int) -> int:
         """Return how many training steps the script has made, which are `now` when all calls have been answered."""
-        return sum(kind == 0 for kind, *_ in self._told[: self._next]) if self.behind else now
+        return self._kinds.count(0, 0, self._next) if self.behind else now
 
     def _note_norm(self, kind: int, norm: float) -> None:
         if _KINDS[kind] == "step":
@@ -55,8 +81,8 @@ class Resumption:
     def replay(self) -> None:
         """Answer the calls from the first one on."""
         self.norm = None
-        self._next, self._until = 0, len(self._told)
-        self._last = max((number for number, (kind, *_) in enumerate(self._told) if kind == 0), default=-1)
+        self._next, self._until = 0, len(self._kinds)
+        self._last = self._kinds.rfind(0)
 
     @property
     def behind(self) -> bool:
@@ -72,7 +98,7 @@ class Resumption:
         Raises:
             ConfigError: the script makes other calls than it did, or has other data.
         """
-        kind, loss, norm = self._told[self._next]
+        kind = self._kinds[self._next]
         if _KINDS[kind] != what:
             raise ConfigError(
                 f"--resume: call {self._next} of the script is {what}, and was {_KINDS[kind]} in the run that "
@@ -83,12 +109,21 @@ class Resumption:
                 f"--resume: the last step before the checkpoint was of {self.batch}, and is of {batch}: the data, "
                 "their order or the rows of a batch have changed; go on with the same, or begin anew without --resume"
             )
-        self._next += 1
-        self._note_norm(kind, norm)
-        return loss
+        number, self._next = self._next, self._next + 1
+        self._note_norm(kind, self._norms[number])
+        return self._losses[number]
 
     def note(self, what: str, loss: float, batch: str = "", norm: float | None = None) -> None:
         """Remember a result, and of a training step what its batch is called and the norm of its gradients."""
         if what == "step":
             self.batch, self.norm = batch, norm
-        self._told.append((_KINDS.index(what), loss, math.nan if norm is None else norm))
+        self._kinds.append(_KINDS.index(what))
+        self._losses.append(loss)
+        self._norms.append(math.nan if norm is None else norm)
+
+
+def _column(values: bytearray | array[float]) -> Tensor:
+    if not values:
+        return torch.empty(0, dtype=torch.float64)
+    dtype = torch.uint8 if isinstance(values, bytearray) else torch.float64
+    return torch.frombuffer(values, dtype=dtype).to(torch.float64, copy=True)
