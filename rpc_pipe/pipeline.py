@@ -274,6 +274,8 @@ class Pipeline(Weights):
             self._keeper.settle()
         if self._threads is not None:
             self._threads.close()
+        for actor in self._actors:
+            actor.courier.close()
         self._threads, self._actors, self._closed = None, [], True
 
     def __enter__(self) -> Pipeline:

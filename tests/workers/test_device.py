@@ -97,6 +97,18 @@ def test_of_what_is_sparse_the_parts_are_held(monkeypatch, layout):
     assert held == [(torch.strided, size) for size in sizes]
 
 
+def test_a_closed_pipeline_leaves_no_thread(couriers):
+    def helpers():
+        return [thread for thread in threading.enumerate() if thread.name == "courier"]
+
+    model, before = MODELS["frozen"], len(helpers())
+    with Pipeline(list(model.layers), model.loss_fn, num_workers=2, num_microbatches=2):
+        assert len(helpers()) == before + 2
+    for thread in helpers()[before:]:
+        thread.join(10)
+    assert len(helpers()) == before
+
+
 def test_compute_waits_for_what_has_arrived():
     courier = CudaCourier(FakeCuda())
     entered = courier.enter(pack(torch.ones(3)))

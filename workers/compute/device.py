@@ -61,6 +61,9 @@ class Courier(Protocol):
     def peak_bytes(self) -> int:
         """Return the most memory held so far: by the process on a CPU, by torch on the device on a GPU."""
 
+    def close(self) -> None:
+        """Let the last payloads leave, and nothing after them."""
+
 
 def courier_for(device: str, place: int = 0) -> Courier:
     """Return the courier for `cpu`, `cuda` or `cuda:N`.
@@ -122,6 +125,9 @@ class CpuCourier:
 
     def peak_bytes(self) -> int:
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux
+
+    def close(self) -> None:
+        pass
 
 
 class Cuda:
@@ -225,14 +231,14 @@ class CudaCourier:
         return tensor.cpu()  # of another device or layout it is waited for
 
     def _publish_when_copied(self) -> None:
-        while True:
-            copied, payload, held, publish, failed = self._leaving.get()
+        while (leaving := self._leaving.get()) is not None:
+            copied, payload, held, publish, failed = leaving
             try:
                 copied.synchronize()  # releases the GIL
                 publish(payload)
             except Exception as error:
                 failed(PipeError(f"{self.device}: a payload could not leave it: {type(error).__name__}: {error}"))
-            del copied, payload, held, publish, failed  # not to be held until the next one comes
+            del leaving, copied, payload, held, publish, failed  # not to be held until the next one comes
 
     def enter(self, payload: Payload) -> Payload:
         with self._cuda.on(self._in):
@@ -266,3 +272,6 @@ class CudaCourier:
 
     def peak_bytes(self) -> int:
         return self._cuda.peak_bytes()
+
+    def close(self) -> None:
+        self._leaving.put(None)
