@@ -20,7 +20,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Protocol
-from weakref import WeakSet
+from weakref import ref
 
 from ..dependency import ConfigError
 from ..tracing import run_folders
@@ -60,7 +60,8 @@ class Attachable(Training, Protocol):
 
 
 _lock = threading.Lock()
-_pipelines: WeakSet[Attachable] = WeakSet()
+#: a list is copied at once, also while another thread adds to it; a lock would not do where a signal comes
+_attached: list[ref[Attachable]] = []
 _stop_requested = False
 #: whether the user has been told how the run went, or why it ends
 _concluded = _failed = False
@@ -118,8 +119,13 @@ def _follow(descriptor: int) -> None:
 def _request_stop() -> None:
     global _stop_requested
     _stop_requested = True
-    for pipeline in list(_pipelines):
+    for pipeline in _pipelines():
         pipeline.request_stop()
+
+
+def _pipelines() -> list[Attachable]:
+    """Return those that are attached and still used."""
+    return [pipeline for attached in _attached.copy() if (pipeline := attached()) is not None]
 
 
 def _stop_on_signals() -> None:
@@ -141,7 +147,7 @@ def _on_stop(process: int, number: int, frame: object) -> None:
 
 def _end_when_broken(number: int) -> None:
     """End this process once no step can be finished any more: torchrun ends workers too when another has failed."""
-    while not any(actor.carrier.broken for pipeline in list(_pipelines) for actor in pipeline.actors):
+    while not any(actor.carrier.broken for pipeline in _pipelines() for actor in pipeline.actors):
         time.sleep(_LOOK_EVERY_S)
     time.sleep(_LAST_WORDS_S)  # it may be about to say why
     leave()
@@ -168,7 +174,7 @@ def _clear_up() -> None:
 
 def stopping() -> bool:
     """Tell whether this process has been asked to stop."""
-    return _stop_requested or any(pipeline.stopped for pipeline in list(_pipelines))
+    return _stop_requested or any(pipeline.stopped for pipeline in _pipelines())
 
 
 def attach(pipeline: Attachable) -> None:
@@ -177,7 +183,7 @@ def attach(pipeline: Attachable) -> None:
     Raises:
         ConfigError: what the environment says of losses that are not finite makes no sense.
     """
-    _pipelines.add(pipeline)
+    _attached.append(ref(pipeline, _attached.remove))
     nan = os.environ.get(NAN, "stop")
     if nan not in NANS:
         raise ConfigError(f"{NAN} {nan!r}: must be {', '.join(NANS[:-1])} or {NANS[-1]}")

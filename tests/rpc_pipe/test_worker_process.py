@@ -4,9 +4,11 @@ import os
 import sys
 import time
 from contextlib import contextmanager
+from weakref import ref
 
 import psutil
 
+from rpc_pipe.launching import launcher_link as link
 from rpc_pipe.launching.worker_process import _LONGEST_LINE, _MOST_UNREAD, Events, WorkerProcess
 
 
@@ -77,3 +79,16 @@ def test_when_the_launcher_is_gone_so_is_what_its_workers_have_started():
         worker._leash.close()  # as the system does when the launcher ends
         assert psutil.wait_procs([child], timeout=10)[1] == []
         assert until_the_end(events) == [("ended", -9)]
+
+
+def test_a_pipeline_may_be_made_while_the_others_are_asked_to_stop(monkeypatch):
+    class Asked:
+        def request_stop(self):
+            later.append(Asked())
+            link._attached.append(ref(later[-1]))
+
+    later = [Asked()]
+    monkeypatch.setattr(link, "_attached", [ref(later[0])])
+    monkeypatch.setattr(link, "_stop_requested", False)
+    link._request_stop()
+    assert len(later) == len(link._pipelines()) == 2
