@@ -105,8 +105,7 @@ class Keeper:
         writing, self._writing = self._writing, None
         if writing is None:
             return None
-        writing.join()
-        failed = _failure(writing.error)
+        failed = _failure(writing.finished())
         _raise_first(self._each(lambda actor: actor.exchange("checkpoint written", failed))[0])
         return writing.path
 

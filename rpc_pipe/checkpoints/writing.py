@@ -6,6 +6,9 @@ and gives the checkpoint its name.
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
 import shutil
 import threading
 import time
@@ -22,7 +25,13 @@ from ..workers.compute.shard import Shard
 from . import folder
 from .shard_state import described, evaluated_tensors, model_tensors, of_route, optimizer_tensors
 
+logger = logging.getLogger(__name__)
+
 FORMAT = 1
+#: what a worker's files may take beyond the deadline: storage that is slower than this does not do for training
+_LEAST_BYTES_A_SECOND = 10e6
+#: what the manifest may take beyond it
+_MANIFEST_S = 10.0
 #: how a file ends that stands for a list that cannot be written
 _FAILED = ".failed"
 
@@ -55,6 +64,11 @@ class Snapshot:
                 own = model_tensors(shard) | optimizer_tensors(shard)
                 rest |= {of_route(number, name): _copied(tensor) for name, tensor in own.items()}
         self._files = {"model": model, "optimizer": rest | {name: _copied(tensor) for name, tensor in also.items()}}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensors in self._files.values() for tensor in tensors.values())
 
     def write(self, place: Path) -> None:
         """Write the files and, when they are on the disk, the list of them.
@@ -174,7 +188,8 @@ def export(place: Path, num_workers: int, config: Any, deadline_s: float) -> Non
 
 def _together(place: Path, num_workers: int, deadline_s: float) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the files and the stages of all workers' lists."""
-    parts = [folder.read_json(_awaited(place / _part(worker), deadline_s)) for worker in range(num_workers)]
+    end = time.monotonic() + deadline_s
+    parts = [folder.read_json(_awaited(place / _part(worker), end, deadline_s)) for worker in range(num_workers)]
     for part in parts:
         if "failed" in part:
             raise ConfigError(part["failed"])
@@ -196,8 +211,8 @@ def _index(files: dict[str, Any]) -> dict[str, Any]:
     return {"metadata": {"total_size": sum(each["bytes"] for each in of_model.values())}, "weight_map": found}
 
 
-def _awaited(path: Path, deadline_s: float) -> Path:
-    end, pause = time.monotonic() + deadline_s, 0.002
+def _awaited(path: Path, end: float, deadline_s: float) -> Path:
+    pause = 0.002
     while not path.exists():
         if path.with_suffix(_FAILED).exists():
             raise Stalled(f"checkpoint {path.parent}: {path.name} does not come; its worker failed")
@@ -209,7 +224,10 @@ def _awaited(path: Path, deadline_s: float) -> Path:
 
 
 class Writing(threading.Thread):
-    """Writes one checkpoint beside training: this process's snapshots and, where worker 0 is, what makes it one."""
+    """Writes one checkpoint beside training: this process's snapshots and, where worker 0 is, what makes it one.
+
+    A process that ends waits for it; not longer than training would, as what never answers may be its storage.
+    """
 
     def __init__(
         self,
@@ -220,18 +238,26 @@ class Writing(threading.Thread):
         keep: int | None,
         deadline_s: float,
     ) -> None:
-        super().__init__(name="checkpoint", daemon=False)
-        self._snapshots, self._place = snapshots, place
+        super().__init__(name="checkpoint", daemon=True)
+        self._snapshots, self._place, self._deadline_s = snapshots, place, deadline_s
         self._how = about, config, keep, deadline_s
+        self._own_s = deadline_s + sum(each.num_bytes for each in snapshots) / _LEAST_BYTES_A_SECOND
+        #: whether this process's own files are written, or cannot be
+        self._own_are = threading.Event()
         self.error: Exception | None = None
         self.path: Path | None = None
+        self._process = os.getpid()
         self.start()
+        atexit.register(self._at_exit)
 
     def run(self) -> None:
         """Write."""
         try:
-            for snapshot in self._snapshots:
-                snapshot.write(self._place)
+            try:
+                for snapshot in self._snapshots:
+                    snapshot.write(self._place)
+            finally:
+                self._own_are.set()
             first = self._snapshots[0]
             if first.worker == 0:
                 self.path = finish(self._place, first.num_workers, *self._how)
@@ -239,3 +265,24 @@ class Writing(threading.Thread):
             self.error = error
             if self._snapshots[0].worker == 0:
                 shutil.rmtree(self._place, ignore_errors=True)
+
+    def finished(self) -> Exception | None:
+        """Wait until the checkpoint is complete, as far as this process sees; return why it cannot be."""
+        atexit.unregister(self._at_exit)
+        own = self._own_are.wait(self._own_s)
+        if own:
+            self.join(self._deadline_s + _MANIFEST_S)
+        if not self.is_alive():
+            return self.error
+        if own:
+            return Stalled(f"checkpoint {self._place}: is not complete after {self._deadline_s:g} s")
+        workers = ", ".join(str(each.worker) for each in self._snapshots)
+        return ConfigError(
+            f"checkpoint {self._place}: the files of worker {workers} are not written after {self._own_s:.3g} s; "
+            "the storage does not answer, or is too slow"
+        )
+
+    def _at_exit(self) -> None:
+        # Nobody has asked how it went; in a fork, such as one that loads data, it goes on elsewhere.
+        if self._process == os.getpid() and (error := self.finished()) is not None:
+            logger.error("%s", error)

@@ -1,10 +1,12 @@
 """Checkpoints: gone on from with any number of workers, cut and schedule; damaged ones are told, and change nothing."""
 
 import json
+import math
 import os
 import resource
 import signal
 import sys
+import threading
 import time
 from functools import partial
 
@@ -16,10 +18,13 @@ from torch.optim import lr_scheduler
 
 from rpc_pipe import Pipeline
 from rpc_pipe.checkpoints import folder as folders
+from rpc_pipe.checkpoints import writing
 from rpc_pipe.checkpoints.plain import decoded, encoded
 from rpc_pipe.checkpoints.reading import Checkpoint
+from rpc_pipe.checkpoints.resumption import Resumption
 from rpc_pipe.checkpoints.shard_state import Stages
 from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency.files import DAMAGED
 
 LAYERS = [
     partial(nn.Linear, 8, 16),
@@ -252,6 +257,53 @@ def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path, room):
     assert Checkpoint(tmp_path).step == 1
     pipe.step(BATCHES[1])
     assert pipe.save_checkpoint(tmp_path).name == "step-00000002"
+
+
+def test_storage_that_does_not_answer_is_told_in_time(tmp_path, monkeypatch):
+    answer = threading.Event()
+    write = writing.Snapshot.write
+    monkeypatch.setattr(writing.Snapshot, "write", lambda self, place: (answer.wait(), write(self, place)))
+    pipe = pipeline(2)
+    pipe.step(BATCHES[0])
+    pipe._keeper._deadline_s = 0.3
+    with pytest.raises(ConfigError, match=r"checkpoint .*worker 0, 1 are not written after 0\.303 s; the storage"):
+        pipe.save_checkpoint(tmp_path)
+    assert not pipe.save_checkpoint(tmp_path, wait=False)
+    answer.set()  # it is slow only
+    pipe.close()
+    assert [path.name for path in folders.complete(tmp_path)] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    "calls, columns",
+    [
+        ([], 1),
+        ([("step", None)] * 2, 1),
+        ([("step", 0.5), ("step", None)], 2),
+        ([("evaluate", None), ("step", None)], 3),
+    ],
+)
+def test_what_a_script_was_told_takes_a_few_bytes_a_call(calls, columns):
+    told = Resumption()
+    for number, (what, norm) in enumerate(calls):
+        told.note(what, number / 3, norm=norm)
+    kept = told.tensor()
+    assert kept.shape == (len(calls), columns) and kept.dtype == torch.float64
+    again = Resumption(kept)
+    assert again.norm == told.norm
+    again.replay()
+    assert [(again.answer(what), again.norm) for what, _ in calls if again.behind] == [
+        (number / 3, norm) for number, (_, norm) in enumerate(calls)
+    ]
+    assert not again.behind and again.tensor().equal(kept.nan_to_num()) == (not kept.isnan().any())
+
+
+@pytest.mark.parametrize(
+    "past", [torch.ones(2), torch.ones(2, 4), torch.full((1, 3), 7.0), torch.full((1, 3), math.nan)]
+)
+def test_a_past_that_nobody_had_is_refused(past):
+    with pytest.raises(DAMAGED):
+        Resumption(past)
 
 
 KILLED = """
