@@ -6,9 +6,9 @@ Each fault hits a training of three workers: something in a worker's own code, w
 outside, or what is around the launcher. It counts as right if the block on the console names the worker and what
 happened, the exit code is not 0, and no process and no file is left in TMPDIR and in the folder of runs; what must be
 survived, if training goes on to its end. Launcher and workers are forks of a process that has imported torch; with
---exec, and where a signal comes early, each is started as usual. With --torchrun that starts the workers, and in one
-kind two agents do, of which one is killed with all its workers, as a node that dies; times are then those until the
-cause is named, as the end is torchrun's.
+--exec, and where a signal comes early, each is started as usual. With --torchrun that starts the workers, forks too,
+and in one kind two agents do, of which one is killed with all its workers, as a node that dies; times are then those
+until the cause is named, as the end is torchrun's.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -62,11 +63,13 @@ class Trial:
     """A training in which a fault happens.
 
     Args:
-        how: `fork`, `exec` or `torchrun`: how processes are started.
+        forked: whether processes are forks, and not started as usual.
+        torchrun: whether that starts the workers.
     """
 
-    def __init__(self, what: str, draw: random.Random, transport: str, how: str) -> None:
-        self._what, self._draw, self._transport, self._how = what, draw, transport, how
+    def __init__(self, what: str, draw: random.Random, transport: str, *, forked: bool, torchrun: bool) -> None:
+        self._what, self._draw, self._transport = what, draw, transport
+        self._forked, self._torchrun = forked and "early" not in what and what not in AROUND, torchrun
         self._kind = fault_kinds.kind_of(what)
         last = self._kind.place in ("loss", "metric")  # who has the last stage
         self._rank = _WORKERS - 1 if last else draw.randrange(_WORKERS)
@@ -77,7 +80,7 @@ class Trial:
         self._last = time.monotonic()
         #: when the cause was named, where the end is torchrun's
         self._named = 0.0
-        must = fault_kinds.of_torchrun(what) if how == "torchrun" else fault_kinds.said_of(what)
+        must = fault_kinds.of_torchrun(what) if torchrun else fault_kinds.said_of(what)
         self._must = re.compile(must.replace("@", str(self._rank)), re.DOTALL)
         self._done = False
         self._port = _free_port()
@@ -108,14 +111,14 @@ class Trial:
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), "TMPDIR": str(temporary), "RPC_PIPE_LOGS": "off"}
         environment |= {"RPC_PIPE_JOIN_TIMEOUT": str(_START_S), "RPC_PIPE_STOP_TIMEOUT": str(_STOP_S)}
         environment |= {"RPC_PIPE_TRANSPORT": self._transport}
-        if self._how == "torchrun":
+        if self._torchrun:
             self._start_torchrun([*script, *options], environment)
             return
         command = [sys.executable, "-m", "rpc_pipe", "run", *script, "--workers", str(_WORKERS)]
         if fault == "full later":
             command += ["--checkpoint-every", "2", "--checkpoint-folder", str(temporary / "checkpoints")]
         command += ["--", *options]
-        if "early" in self._what or self._what in AROUND or self._how == "exec":
+        if not self._forked:
             output: IO[str] | int = open("/dev/full", "w") if "full" in self._what else subprocess.PIPE
             command = [*_IN_FULL_MEMORY, *command] if "memory is" in self._what else command
             self._launchers.append(_opened(command, environment, subprocess.PIPE if "memory" in self._what else output))
@@ -126,12 +129,16 @@ class Trial:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d"]
         torchrun += ["--rdzv-endpoint", f"127.0.0.1:{self._port}", "--rdzv-id", str(self._port)]
         if self._what != NODE:
-            self._launchers.append(_opened([*torchrun, "--nproc-per-node", "3", *script], environment))
+            self._start_node([*torchrun, "--nproc-per-node", "3", *script], environment)
             return
         environment |= {"RPC_PIPE_INTERFACE": "lo", "RPC_PIPE_TRUST_NETWORK": "on"}
         for number, workers in enumerate(("2", "1")):
             node = [*torchrun, "--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", workers]
-            self._launchers.append(_opened([*node, *script], environment))
+            self._start_node([*node, *script], environment)
+
+    def _start_node(self, command: list[str], environment: dict[str, str]) -> None:
+        forked = partial(Forked, text=True, env=environment, cwd=_ROOT)
+        self._launchers.append(forked(command) if self._forked else _opened(command, environment))
 
     # --- what happens
 
@@ -149,7 +156,7 @@ class Trial:
                     self._act()
                 continue
             self._lines.append(line)
-            if self._how == "torchrun" and not self._named and self._must.search("".join(self._lines)):
+            if self._torchrun and not self._named and self._must.search("".join(self._lines)):
                 self._named = time.monotonic()
             if re.search(r"^(worker 0 \| )?step \d+$", line) and "early" not in self._what:
                 self._last = time.monotonic()
@@ -216,13 +223,13 @@ class Trial:
             more += _START_S
         if self._what == "hang in start-up":
             more += _START_S  # which is how long others wait for it
-        if self._how == "torchrun" and not self._workers:  # in the first step, and all have to start
+        if self._torchrun and not self._workers:  # in the first step, and all have to start
             more += _TORCHRUN_S
         return more
 
     def _last_is_killed(self) -> bool:
         """Tell whether torchrun kills who cannot end; the next run there removes what that one has left."""
-        return self._how == "torchrun" and (self._kind.fault in ("stop", "hang in C") or self._what == NODE)
+        return self._torchrun and (self._kind.fault in ("stop", "hang in C") or self._what == NODE)
 
     def _left(self, temporary: Path) -> str:
         alive = [worker for worker in psutil.wait_procs(self._workers, timeout=2)[1] if not _is_zombie(worker)]
@@ -234,7 +241,7 @@ class Trial:
             left += run_folders.root().glob(f"run-{launcher.pid}*")
         if not self._last_is_killed():
             left += run_folders.root().glob(f"torchrun-{self._port}-*")
-        listening = [str(self._port)] if self._how == "torchrun" and not _is_free(self._port) else []
+        listening = [str(self._port)] if self._torchrun and not _is_free(self._port) else []
         return f"left behind: {left or listening}" if left or listening else ""
 
 
@@ -289,19 +296,22 @@ def main() -> None:
     parser.add_argument("--exec", action="store_true", help="start every process as usual, not as a fork")
     parser.add_argument("--torchrun", action="store_true", help="let torchrun start the workers")
     options = parser.parse_args()
-    how = "torchrun" if options.torchrun else "exec" if options.exec else "fork"
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a shell's background job would hand on that it is ignored
     prepare()
     chosen = (
         options.only.split("; ") if options.only else fault_kinds.kinds(options.transport, torchrun=options.torchrun)
     )
     if options.list:
-        sys.exit("\n".join(f"{what:32} {fault_kinds.said_of(what)}" for what in chosen))
+        said = fault_kinds.of_torchrun if options.torchrun else fault_kinds.said_of
+        sys.exit("\n".join(f"{what:32} {said(what)}" for what in chosen))
     draw = random.Random(options.seed)
     draw.shuffle(chosen)
     outcomes = []
     for number in range(options.count):
         what = chosen[number % len(chosen)]
-        found = Trial(what, draw, options.transport, how).run()
+        found = Trial(what, draw, options.transport, forked=not options.exec, torchrun=options.torchrun).run()
         outcomes.append(found)
         print(f"{what:38} {found.seconds:6.1f} s  {found.wrong or 'right'}", flush=True)
     right = sum(not outcome.wrong for outcome in outcomes)

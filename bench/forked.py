@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import io
+import math
 import os
 import runpy
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +25,8 @@ from types import ModuleType, SimpleNamespace
 from typing import IO, Any
 
 import torch
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import rpc_pipe.commands.main
 import rpc_pipe.pipeline
@@ -71,6 +75,35 @@ class Forked:
         if self.returncode is None:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+
+class Elastic:
+    """A worker as torchrun starts it, but a fork: what torch asks of a `subprocess.Popen`."""
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], stdout: None, stderr: None, **_: Any) -> None:
+        unbuffered, *arguments = args[1:]
+        assert unbuffered == "-u"
+        self.pid = fork(arguments, 1, 2, env={**env, "PYTHONUNBUFFERED": "1"})
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code if the process has ended."""
+        if self.returncode is None and (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            self.returncode = os.waitstatus_to_exitcode(ended[1])
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return the exit code once the process has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not in `timeout` seconds.
+        """
+        end = time.monotonic() + (timeout or math.inf)
+        while (code := self.poll()) is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            time.sleep(0.01)
+        return code
 
 
 def fork(
@@ -166,8 +199,9 @@ def _interpret(arguments: Sequence[str]) -> None:
 
 
 def prepare() -> None:
-    """Let launchers of this process, and of its forks, start their workers as forks."""
-    assert rpc_pipe.commands.main and rpc_pipe.pipeline and rpc_pipe.workers.transport
+    """Let launchers of this process and of its forks, torchrun among them, start their workers as forks."""
+    assert rpc_pipe.commands.main and rpc_pipe.pipeline and rpc_pipe.workers.transport and torch.distributed.run
+    vars(subprocess_handler)["Popen"] = Elastic
     vars(worker_process)["subprocess"] = SimpleNamespace(
         Popen=Forked, DEVNULL=subprocess.DEVNULL, PIPE=subprocess.PIPE, STDOUT=subprocess.STDOUT
     )

@@ -264,16 +264,17 @@ _OUTPUTS = (
 def outputs(draw: random.Random, made: Path) -> Case:
     """A file to write that cannot be written."""
     base, _, option = draw.choice(_OUTPUTS).partition(" --")
+    deep = "\udcff/" * 200
     path = draw.choice(
         ["folder", "file/x", "/proc/x", "/sys/x", "/dev/full", "fifo", "", "n" * 300, "n/" * 3000, "/", ".", "loop",
-         "/proc/self/mem/x", "file/", "socket/../..", "\udcff/" * 200]
+         "/proc/self/mem/x", "file/", "socket/../..", deep]
     )  # fmt: skip
     special = {"folder": "folder", "fifo": "fifo", "loop": "loop"}
     files: dict[str, str | bytes] = {"file": "x", "socket": "x", "folder.txt": "x"}
     folders = base in ("data pack",) or option in ("tensorboard", "checkpoint-folder")
     if folders and path in ("/", "socket/../.."):  # they may be written
         path = "folder"
-    wrong = not (folders and path in ("folder", "."))
+    wrong = not (folders and path in ("folder", ".", deep))
     if base == "export":
         typed = ["export", path]
     elif base == "key":
