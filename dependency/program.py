@@ -174,8 +174,9 @@ class _OrderEdges:
 
     Gradients of a shard are summed in this order, so each B or W waits for the one before it: the sum is then
     the same for any order of arrival, with no gradient set aside. So it is with the forwards of a stage whose buffers
-    they write. An activation limit L lets the k-th F wait for the (k-L)-th B or W of the worker, or for whatever else
-    ends the life of activations; it points backwards in the order, so it cannot deadlock, as a counter would.
+    they write. An activation limit L lets the k-th F, or whatever begins the life of activations, wait for the (k-L)-th
+    B or W of the worker, or what else ends it; that points backwards in the order, so it cannot deadlock, as a counter
+    would.
     """
 
     def __init__(self, spec: Spec, worker: int, asked: Asked, chained: frozenset[int], *, limited: bool) -> None:
