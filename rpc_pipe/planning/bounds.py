@@ -173,7 +173,8 @@ class _Partial:
         link = b.machines.between(there, here) if back else b.machines.between(here, there)
         if stage >= self._known or link.bandwidth == float("inf"):
             return link.latency
-        return link.latency + b.chain.outputs(self._ends[stage + 1]) / link.bandwidth
+        size = (b.chain.inputs if back else b.chain.outputs)(self._ends[stage + 1])
+        return link.latency + size / link.bandwidth
 
     def _path(self, route: int) -> _Path:
         """Return when each known stage can begin, what comes after its backward, all forwards, the whole path."""

@@ -238,8 +238,12 @@ class Chain:
                     yield first, last, tie
 
     def outputs(self, stop: int) -> float:
-        """Return the bytes that cross the cut before block `stop`."""
+        """Return the bytes that go forward over the cut before block `stop`."""
         return self._outputs[stop - 1]
+
+    def inputs(self, start: int) -> float:
+        """Return the bytes that come back over the cut before block `start`."""
+        return self._inputs[start]
 
     def _inside(self, start: int, stop: int) -> list[Tie]:
         places = self._places
