@@ -232,6 +232,7 @@ def _as_json(question: Question, answer: Answer, advice: Sequence[Advice]) -> di
             for each in advice
         ],
         "not_faster_than_ms": answer.left_out,
+        "do_not_fit": answer.unfit,
         "workers": question.machines.num_workers,
         "batch": question.batch,
         "measured": as_json(question.profile),
@@ -262,6 +263,8 @@ def _show(
     console.print(f"why: {why(answer.plans[0], limits)}{others}", markup=False)
     if answer.left_out:
         console.print(f"not priced: {left_out_text(answer.left_out)}", markup=False)
+    if answer.unfit:
+        console.print(f"no cut that fits was found of: {', '.join(answer.unfit)}", markup=False)
     best = answer.plans[0].predicted_ms
     sure = "proven: no cut of any schedule here is faster" if answer.gap <= 1e-9 else f"gap {answer.gap:.1%}"
     more = best / answer.lower_bound - 1 if answer.lower_bound else 0

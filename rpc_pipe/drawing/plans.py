@@ -162,5 +162,5 @@ def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
 
 
 def left_out_text(left_out: Mapping[str, float]) -> str:
-    """Say which schedules were not priced, as their bound is above the best."""
+    """Say of which schedules nothing was priced, and what none of their cuts can be below."""
     return ", ".join(f"{name} (not below {least:.4g} ms)" for name, least in sorted(left_out.items()))

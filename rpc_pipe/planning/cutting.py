@@ -74,6 +74,11 @@ class CutSearch:
             return None
         return CutFound(ends, known[0], known[1], self.priced.excess(known[1], cap) if known[1] else 0)
 
+    @property
+    def was_priced(self) -> bool:
+        """Whether any cut was."""
+        return bool(self._known)
+
     def found(self) -> Iterator[CutFound]:
         """Yield what has been priced with its memory and fits."""
         for ends, (took, held) in self._known.items():

@@ -56,8 +56,10 @@ class Answer:
     #: the plan that exceeds the limits of memory least, if none fits, and by how many bytes
     nearest: Plan | None = None
     excess: float = 0
-    #: schedules that were left out, as they cannot be faster than this
+    #: schedules of which nothing was priced, as they cannot be faster than this
     left_out: dict[str, float] = field(default_factory=dict)
+    #: schedules of which nothing was found that fits
+    unfit: list[str] = field(default_factory=list)
 
     @property
     def gap(self) -> float:
@@ -136,7 +138,7 @@ class _Search:
                 continue
             # That nothing fits must not be said because there was no time to look.
             late = time.monotonic() > until and (best is not None or cap is not None)
-            if late or search.bounds.beyond((0,), cap):
+            if late or search.least == float("inf"):  # nothing fits
                 continue
             found = search.climb(min(until, time.monotonic() + self._slice(until, total - number)), cap)
             if found.excess <= 0 and (best is None or found.time < best[1].time):
@@ -172,6 +174,8 @@ class _Search:
             if fitting:
                 plans.append((candidate, search, fitting[0]))
                 everything += [(candidate, search, found) for found in fitting]
+            elif search.was_priced or search.least == float("inf"):
+                answer.unfit.append(candidate.schedule)
             else:
                 name = candidate.schedule
                 answer.left_out[name] = min(search.least, answer.left_out.get(name, float("inf")))
@@ -179,6 +183,8 @@ class _Search:
         answer.plans = [_plan(*triple) for triple in plans]
         for plan in answer.plans:
             answer.left_out.pop(plan.schedule, None)
+        known = {*answer.left_out, *(plan.schedule for plan in answer.plans)}
+        answer.unfit = sorted(set(answer.unfit) - known)
         everything.sort(key=lambda triple: (triple[2].time, max(triple[2].memory, default=0)))
         least = float("inf")
         for candidate, search, found in everything:

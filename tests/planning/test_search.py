@@ -122,6 +122,25 @@ def test_nothing_fits_and_it_says_by_how_much():
     assert answer.excess == max(answer.nearest.memory_by_worker) - 150 > 0
 
 
+def test_what_does_not_fit_is_not_said_to_be_slow():
+    """It was listed as not priced, below a bound that is no number in JSON: Infinity."""
+    profile = Profile({1: [block(1.0, weights=size) for size in (3, 3, 1, 1)]})
+    question = Question(profile, Machines(2, memory=(4.5, 4.5)), 8, (4,), recompute=False)
+    answer = search(question)
+    assert answer.plans[0].schedule == "zb-v" and {"1f1b", "gpipe", "zb-h1"} <= set(answer.unfit)
+    assert all(least >= answer.plans[0].predicted_ms for least in answer.left_out.values())
+    assert not set(answer.unfit) & {*answer.left_out, *(plan.schedule for plan in answer.plans)}
+
+
+def test_a_gradient_may_be_smaller_than_what_went_forward():
+    """The bound took it to be as large, and was above what the simulator says: 218 and 214."""
+    profile = Profile({1: [block(1, inputs=1, outputs=50), block(1, inputs=1)]})
+    machines = Machines(2, link=Link(0, 1.0))
+    question = Question(profile, machines, 4, (2,))
+    chain, spec = question.chain(2), Candidate("1f1b", {}, 2).spec(2)
+    assert Bounds(spec, chain, machines).of((0, 1, 2)) <= Priced(spec, chain, machines).simulate((0, 1, 2)).span
+
+
 def test_recomputation_is_chosen_where_memory_asks_for_it():
     blocks = [block(1, activations=100, inputs=1, outputs=1) for _ in range(4)]
     question = Question(Profile({1: blocks}), Machines(2, memory=(320, 320)), 8, (8,), schedules=("gpipe", "1f1b"))
