@@ -162,7 +162,13 @@ class Reader:
         return time.perf_counter_ns() - begun, self.busy.worst(before)
 
     def _restart(self, start: int, wanted: Wanted) -> None:
+        thread = self._thread
         self._end()
+        if thread is not None and thread.is_alive():  # what it makes would be taken for a batch of the next one
+            raise Stalled(
+                f"data {self._source.name}: has been at a batch that nobody takes for {self._timeout_s:g} s; raise "
+                "timeout_s"
+            )
         self._wanted, self._stop = wanted, False
         if self._source.loads_fields and not wanted.is_in(self.residency.wanted):
             self.residency.drop()  # chunks that were loaded without fields that are wanted

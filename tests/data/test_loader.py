@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rpc_pipe.data import Loader, dataset, tokens
+from rpc_pipe.data.reading import Reader
 from rpc_pipe.dependency import ConfigError, DataError, Stalled
 
 CONTEXT = 4
@@ -116,6 +117,28 @@ def test_position_counts_what_was_yielded(shards):
 
 def test_unshuffled_samples_come_as_they_are_stored(shards):
     assert read(loader(shards, epochs=1, shuffle=False)) == list(range(80))
+
+
+def test_what_is_made_late_is_not_taken_for_another_batch(shards, monkeypatch):
+    """Whoever went elsewhere while a batch was being made was given that one for the one that he asked for."""
+    release, begun, made = threading.Event(), threading.Event(), Reader._batch
+
+    def late(reader, located, rows):
+        found = made(reader, located, rows)
+        if found[0][0, 0] == 6 * CONTEXT:  # the second batch
+            begun.set()
+            release.wait(20)
+        return found
+
+    monkeypatch.setattr(Reader, "_batch", late)
+    slow = Loader(tokens(shards, CONTEXT), rows=6, shuffle=False, timeout_s=0.2)
+    assert read([next(iter(slow))])[0] == 0 and begun.wait(20)
+    slow.seek(0)
+    with pytest.raises(Stalled, match=r"has been at a batch that nobody takes for 0\.2 s"):
+        next(iter(slow))[0]
+    release.set()
+    slow.seek(0)
+    assert read([next(iter(slow))])[0] == 0
 
 
 @pytest.mark.parametrize(
