@@ -78,7 +78,7 @@ def _columns(source: Roots, storage: Storage, inputs: str | None, targets: str |
     schema = tables.schema_of(shards[0], storage)
     found = []
     for column in schema:
-        kind = column.type.value_type if arrow.types.is_nested(column.type) else column.type
+        kind = tables.element_of(column.type)
         if arrow.types.is_integer(kind) or arrow.types.is_floating(kind):
             found.append(column.name)
     if not found:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -71,29 +73,64 @@ def _listed(columns: Columns) -> list[str]:
 
 
 def _opened(place: Path | BinaryIO, shard: Shard) -> Any:
-    """Return a Parquet file, or the record batches of an Arrow file, which are mapped."""
-    arrow = need("pyarrow", f"shard {shard.name}")
-    try:
+    """Return a Parquet file, or the record batches of an Arrow file, which is mapped."""
+    with _told(shard):
         if shard.name.lower().endswith(".parquet"):
             return need("pyarrow.parquet", f"shard {shard.name}").ParquetFile(place)
-        file = arrow.memory_map(str(place)) if isinstance(place, Path) else arrow.PythonFile(place)
-        try:
-            batches = arrow.ipc.open_file(file)
-            return [batches.get_batch(number) for number in range(batches.num_record_batches)]
-        except arrow.ArrowInvalid:  # the form without an index at its end, which `datasets` writes
-            file.seek(0)
-            return list(arrow.ipc.open_stream(file))
+        return _Batches(place, shard)
+
+
+@contextmanager
+def _told(shard: Shard) -> Iterator[None]:
+    """Turn what pyarrow raises into a sentence."""
+    arrow = need("pyarrow", f"shard {shard.name}")
+    try:
+        yield
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"shard {shard.name}: cannot be read, it may be truncated: {_first(error)}") from error
+
+
+class _Batches:
+    """The record batches of an Arrow file, one at a time: those that are stored compressed take memory when read."""
+
+    def __init__(self, place: Path | BinaryIO, shard: Shard) -> None:
+        arrow = need("pyarrow", f"shard {shard.name}")
+        self._shard = shard
+        file = arrow.memory_map(str(place)) if isinstance(place, Path) else arrow.PythonFile(place)
+        self._has_index = True
+        try:
+            self._batches: Any = arrow.ipc.open_file(file)
+        except arrow.ArrowInvalid:  # the form without an index at its end, which `datasets` writes
+            file.seek(0)
+            self._has_index, self._batches = False, arrow.ipc.open_stream(file)
+        self.schema_arrow = self._batches.schema
+
+    def __iter__(self) -> Iterator[Any]:
+        with _told(self._shard):
+            if self._has_index:
+                yield from map(self._batches.get_batch, range(self._batches.num_record_batches))
+            else:
+                yield from self._batches
+
+    def at(self, number: int) -> Any:
+        """Return one of them."""
+        return self._batches.get_batch(number) if self._has_index else next(islice(self, number, None))
 
 
 def _first(error: BaseException) -> str:
     return str(error).split("\n")[0]
 
 
+def element_of(kind: Any) -> Any:
+    """Return the type of what a column's lists hold, or its own if it has none."""
+    types = need("pyarrow", "a table").types
+    lists = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return kind.value_type if lists else kind
+
+
 def schema_of(shard: Shard, storage: Storage) -> Any:
     """Return the Arrow schema of a file."""
-    return storage.look(shard, lambda file: _schema(_opened(_place(file), shard), shard))
+    return storage.look(shard, lambda file: _opened(_place(file), shard).schema_arrow)
 
 
 def _place(file: BinaryIO) -> Path | BinaryIO:
@@ -101,25 +138,19 @@ def _place(file: BinaryIO) -> Path | BinaryIO:
     return Path(file.name) if isinstance(file, io.BufferedReader) and isinstance(file.name, str) else file
 
 
-def _schema(file: Any, shard: Shard) -> Any:
-    if isinstance(file, list) and not file:
-        raise DataError(f"shard {shard.name}: has no rows")
-    return file[0].schema if isinstance(file, list) else file.schema_arrow
-
-
 def _groups(shard: Shard, storage: Storage, columns: Sequence[str]) -> list[Group]:
     return storage.look(shard, lambda file: _listed_groups(_opened(_place(file), shard), shard, columns))
 
 
 def _listed_groups(file: Any, shard: Shard, columns: Sequence[str]) -> list[Group]:
-    names = _schema(file, shard).names
+    names = file.schema_arrow.names
     for column in columns:
         if column not in names:
             raise ConfigError(f"shard {shard.name}: has no column {column!r}; it has {', '.join(map(repr, names))}")
-    if isinstance(file, list):
+    if isinstance(file, _Batches):
         found = [(batch.num_rows, batch.select(columns).nbytes, _batch_form(batch, columns)) for batch in file]
     else:
-        kinds = {name: str(_schema(file, shard).field(name).type) for name in columns}
+        kinds = {name: str(file.schema_arrow.field(name).type) for name in columns}
         metadata = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
         found = [(group.num_rows, *_decoded(group, kinds)) for group in metadata]
     return [Group(shard, number, rows, size + _ROW * rows + 1, form) for number, (rows, size, form) in enumerate(found)]
@@ -149,10 +180,10 @@ def _rows(path: Path, group: Group, columns: Sequence[str]) -> Any:
     arrow = need("pyarrow", f"shard {group.shard.name}")
     file = _opened(path, group.shard)
     try:
-        if isinstance(file, list):
-            return arrow.Table.from_batches([file[group.number].select(columns)])
+        if isinstance(file, _Batches):
+            return arrow.Table.from_batches([file.at(group.number).select(columns)])
         return file.read_row_group(group.number, columns=columns, use_threads=False)
-    except (arrow.ArrowException, OSError, IndexError) as error:
+    except (arrow.ArrowException, OSError, IndexError, StopIteration) as error:
         text = f"rows of group {group.number} cannot be read, it may be truncated: {_first(error)}"
         raise DataError(f"shard {group.shard.name}: {text}") from error
 
@@ -220,7 +251,7 @@ def _numbers(column: Any, name: str, shard: Shard, mapped: bool) -> NDArray[Any]
     arrow = need("pyarrow", "a table")
     joined = column.combine_chunks()
     kind = joined.type
-    lists = arrow.types.is_list(kind) or arrow.types.is_large_list(kind) or arrow.types.is_fixed_size_list(kind)
+    lists = element_of(kind) is not kind
     values = joined.flatten() if lists else joined
     if missing := column.null_count or values.null_count:
         raise DataError(f"shard {shard.name}: column {name!r} has {missing} rows without a value")

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from rpc_pipe.data import Loader, Order, dataset, images, open_source, table, tables, text, tokens
+from rpc_pipe.data.source import ALL, Busy
 from rpc_pipe.data.storage import Storage
 from rpc_pipe.dependency import ConfigError, DataError
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
+feather = pytest.importorskip("pyarrow.feather")
 
 
 def epoch(source, **options):
@@ -99,6 +101,21 @@ def longer(rows, ending):
     return str(rows / f"*.{ending}")
 
 
+def test_of_a_compressed_file_one_batch_is_in_memory_at_a_time(tmp_path):
+    """All were, whichever chunk was wanted; and `datasets` and pandas compress Feather."""
+    made = pa.table({"x": np.arange(100_000) % 7, "y": np.arange(100_000) % 7})
+    feather.write_feather(made, tmp_path / "a.feather", compression="lz4", chunksize=1000)
+    usual, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        source = table(tmp_path / "a.feather", "x", "y")
+        held = source.load(50, Busy())
+    finally:
+        pa.set_memory_pool(usual)
+    assert len(source.sizes) == 100 and pool.max_memory() < 4 * 16_000
+    assert held.read(np.arange(3), ALL)[0].tolist() == [row % 7 for row in range(50_000, 50_003)]
+
+
 def test_tables_that_cannot_be_read(rows):
     with pytest.raises(ConfigError, match=r"shard 0\.parquet: has no column 'z'; it has 'x', 'y', 'name'"):
         table(str(rows / "*.parquet"), "z", "y")
@@ -170,5 +187,8 @@ def test_text_is_made_into_tokens_once(tmp_path):
 
 def test_kinds_by_name(rows, tmp_path):
     assert open_source(str(rows / "*.parquet")).sizes.sum() == 50
+    parquet.write_table(pa.table({"of": [{"a": 1}], "x": [2.0], "z": [3]}), tmp_path / "struct.parquet")
+    (batch,) = Loader(open_source(tmp_path / "struct.parquet"), rows=1, epochs=1)
+    assert (batch[0].tolist(), batch[1].tolist()) == ([2.0], [3]), "columns of structs are left out"
     np.save(tmp_path / "t.npy", np.zeros(100, np.uint8))
     assert open_source(tmp_path / "t.npy", context=9).identity == tokens(tmp_path / "t.npy", 9).identity
