@@ -32,8 +32,12 @@ class _Output:
         self.failed = False
 
     def write(self, text: str) -> int:
+        stream = getattr(sys, self._name)
         try:
-            getattr(sys, self._name).write(text)
+            stream.write(text)
+        except UnicodeEncodeError as error:  # it has not all characters; what it has says more than nothing
+            known = text.replace("─", "-").encode(error.encoding, "backslashreplace")
+            return self.write(known.decode(error.encoding))
         except (OSError, ValueError, AttributeError):  # closed, full, or there was none from the start
             self._give_up()
         return len(text)

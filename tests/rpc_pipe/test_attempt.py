@@ -1,5 +1,6 @@
 """What a launcher makes of what its workers tell, without any process."""
 
+import io
 import signal
 
 import pytest
@@ -41,6 +42,14 @@ def test_workers_that_the_system_does_not_allow_are_told_and_the_others_ended(mo
         found.start()
     assert len(found.workers) == 2
     found.end()
+
+
+def test_the_cause_is_told_where_not_all_characters_can_be(monkeypatch):
+    """An output of Latin-1 was taken for a closed one by the line around the cause, and nothing more was shown."""
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="latin-1", write_through=True))
+    Reporter().failure("worker 1 failed", "in 中.py: é", [])
+    assert b"-- worker 1 failed --" in written.getvalue() and b"in \\u4e2d.py: \xe9\n" in written.getvalue()
 
 
 def test_who_has_not_come_is_named_by_those_who_waited(monkeypatch, capsys):
