@@ -86,6 +86,9 @@ class FakeCuda(Cuda):
     def current(self) -> Any:
         return getattr(self._local, "stream", self._compute)
 
+    def follow(self, stream: Any) -> None:
+        self._local.stream = stream
+
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
         before = self.current()

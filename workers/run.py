@@ -294,10 +294,10 @@ class Stream:
         """Let an action run beside compute; that it is finished arrives like everything else."""
         task = step.tasks[entry.action]
         self._worker.listeners.action_started(step.number, entry.action)
-        begin = self._worker.courier.mark()
+        begin, follow = self._worker.courier.mark(), self._worker.courier.as_here()
 
         def does() -> Payload | None:
-            self._worker.courier.use()  # another thread has a current device of its own
+            follow()  # another thread has a current device and stream of its own
             return task.does(Doing(self._worker, step, task))
 
         def copied(future: Future[Payload | None]) -> None:

@@ -62,12 +62,13 @@ class WorkerThreads:
     def _together(self, pool: Sequence[_Thread], call: Callable[[WorkerActor], T]) -> list[T]:
         settings = callers_settings()
 
-        def run(actor: WorkerActor) -> T:
+        def run(actor: WorkerActor, follow: Callable[[], None]) -> T:
+            follow()  # what the caller has made on the device is there in his stream alone
             with settings():
                 return call(actor)
 
         futures = [
-            thread.submit(partial(copy_context().run, run, actor))
+            thread.submit(partial(copy_context().run, run, actor, actor.courier.as_here()))
             for thread, actor in zip(pool, self._actors, strict=True)
         ]
         try:

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from fake_cuda import DEVICE, Apart, FakeCuda, StrictCuda, is_there, put_there
+from fake_cuda import DEVICE, Apart, FakeCuda, Stream, StrictCuda, is_there, put_there
 from unkind import MODELS, batches_for, differences
 
 from rpc_pipe import Pipeline, pipeline
@@ -55,6 +55,26 @@ def test_nothing_is_read_before_it_is_there_nor_written_before_it_has_left(couri
     )  # fmt: skip
     assert differences(pipe, model, batches_for(name, microbatches), 1) == []
     assert all(courier._cuda.num_copies for courier in couriers)
+
+
+def test_workers_compute_in_the_stream_of_the_caller(couriers):
+    """Another stream does not wait for the batch that the caller makes in his."""
+    seen = []
+
+    class Sees(torch.nn.Linear):
+        def forward(self, x):
+            seen.append({courier._cuda.current() for courier in couriers})
+            return super().forward(x)
+
+    pipe = Pipeline([Sees(2, 2), Sees(2, 2)], torch.nn.functional.mse_loss, num_workers=2, num_microbatches=1)
+    batch, streams = (torch.ones(2, 2), torch.zeros(2, 2)), [Stream(eager=True) for _ in couriers]
+    with contextlib.ExitStack() as stack:
+        for courier, stream in zip(couriers, streams, strict=True):
+            stack.enter_context(courier._cuda.on(stream))
+        pipe.evaluate(batch)
+    assert [streams[0] in seen[0], streams[1] in seen[1]] == [True, True]
+    pipe.evaluate(batch)
+    assert not {*streams} & (seen[2] | seen[3]), "the caller has left it"
 
 
 def test_a_payload_is_published_when_it_has_been_copied_and_not_before():
@@ -142,7 +162,8 @@ def test_a_copy_that_fails_fails_the_worker(couriers, monkeypatch):
 
 def test_the_courier_of_a_gpu_is_made_of_torchs_own(monkeypatch):
     """On a machine without one: that the names exist and are called as torch has them."""
-    for name in ("Stream", "Event", "current_stream", "stream", "device", "set_device", "max_memory_allocated"):
+    streams = "Stream", "current_stream", "stream", "set_stream"
+    for name in (*streams, "Event", "device", "set_device", "max_memory_allocated"):
         assert hasattr(torch.cuda, name)
     assert {name for name in vars(device.Cuda) if not name.startswith("_")} <= set(vars(FakeCuda)) | {"device"}
 

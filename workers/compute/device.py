@@ -40,6 +40,9 @@ class Courier(Protocol):
     def use(self) -> None:
         """Let this thread compute on the device, also where a model names none."""
 
+    def as_here(self) -> Callable[[], None]:
+        """Return what lets another thread compute where this one does: on the device, and in the same stream of it."""
+
     def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
         """Call `publish` with the payload in CPU memory, when it is there, or `failed`; return at once."""
 
@@ -105,6 +108,9 @@ class CpuCourier:
     def use(self) -> None:
         pass
 
+    def as_here(self) -> Callable[[], None]:
+        return self.use
+
     def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
         publish(payload)
 
@@ -147,6 +153,10 @@ class Cuda:
     def current(self) -> Any:
         """Return the stream that computes."""
         return torch.cuda.current_stream(self.device)
+
+    def follow(self, stream: Any) -> None:
+        """Let this thread compute in `stream`, on its device."""
+        torch.cuda.set_stream(stream)
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -211,6 +221,15 @@ class CudaCourier:
 
     def use(self) -> None:
         self._cuda.use()
+
+    def as_here(self) -> Callable[[], None]:
+        stream = self._cuda.current()
+
+        def follow() -> None:
+            self._cuda.use()
+            self._cuda.follow(stream)
+
+        return follow
 
     def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
         self._out.wait_event(self._cuda.recorded(self._cuda.current()))
