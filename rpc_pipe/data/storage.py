@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 #: how often a shard is fetched that others take out of the cache
 _ATTEMPTS = 4
 _BLOCK = 2**20
-_RESERVED, _FORGOTTEN_S = ".reserved", 3600.0
+_RESERVED, _PARTIAL, _FORGOTTEN_S = ".reserved", ".partial", 3600.0
 #: how long another process is waited for that fetches or makes the same, and after how long that is told
 _OTHERS_S, _TOLD_S = 6 * 3600.0, 10.0
 
@@ -206,17 +206,17 @@ class Storage:
                 continue
             if not path.name.startswith("."):
                 found.append((path, stat.st_size, stat.st_mtime))
-            elif path.name.endswith(_RESERVED):
+            elif path.name.endswith((_RESERVED, _PARTIAL)):
                 if time.time() - stat.st_mtime > _FORGOTTEN_S:  # by a process that was killed
                     path.unlink(missing_ok=True)
-                else:
+                elif path.name.endswith(_RESERVED):
                     coming[path.name[1:].rsplit(".", 2)[0]] = stat.st_size
         for path, _, _ in found:
             coming.pop(path.name, None)  # it has come, and only its mark is still there
         return found, sum(coming.values())
 
     def _fetch(self, shard: Shard, path: Path) -> None:
-        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
+        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}{_PARTIAL}")
 
         def copied() -> None:
             try:

@@ -2,6 +2,7 @@
 
 import errno
 import http.server
+import os
 import threading
 from functools import partial
 from pathlib import Path
@@ -76,12 +77,18 @@ def test_the_cache_keeps_its_limit(served, tmp_path):
     url, _ = served
     here = Storage(tmp_path / "cache", cache_bytes=4 * 1128)
     source = tokens(url, 8, storage=here)
+    (tmp_path / "cache").mkdir()
+    killed, another = ((tmp_path / "cache" / f".shard.{process}.5.partial") for process in (1, 2))
+    for half in (killed, another):
+        half.write_bytes(b"half")
+    os.utime(killed, (0, 0))
     for batch in Loader(source, rows=8, epochs=1, window=2, memory=16_000):
         batch[0]
         with here._rooms():  # a listing takes time, in which one shard might go and another come
             files = [path for path in (tmp_path / "cache").iterdir() if not path.name.startswith(".")]
         assert len(files) <= 4
     assert here.fetched == 8
+    assert another.exists() and not killed.exists(), "what was fetched by a process that has been killed"
     with pytest.raises(DataError, match=r"shard-0000\d\.npy: has 1128 bytes, and the cache .* is limited to 1000"):
         read(tokens(url, 8, storage=Storage(tmp_path / "small", cache_bytes=1000)))
 
