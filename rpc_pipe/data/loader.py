@@ -234,7 +234,7 @@ class Loader:
         if self._reader is None:
             sizes = self.room, self.ahead_bytes
             self._reader = Reader(self.source, self.order, self._shares, *sizes, self.timeout_s)
-            weakref.finalize(self, self._reader.close)
+            self._end_reader = weakref.finalize(self, self._reader.close)
         try:
             return self._reader.take(share.start, wanted)
         except BaseException:
@@ -258,7 +258,7 @@ class Loader:
     def close(self) -> None:
         """Let go of memory and threads; reading begins anew when it is asked for."""
         if self._reader is not None:
-            self._reader.close()
+            self._end_reader()  # once, or every reader would be held as long as this
             self._reader = None
 
 

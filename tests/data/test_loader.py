@@ -1,7 +1,9 @@
+import gc
 import os
 import random
 import resource
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -233,6 +235,18 @@ def test_a_batch_that_is_looked_at_holds_nothing(shards):
     seen = batch.look()
     assert batches.loads == 0
     assert torch.equal(seen[0], batch[0]) and torch.equal(seen[1], batch[1])
+
+
+def test_readers_that_are_closed_are_let_go_of(shards):
+    batches = loader(shards)
+    first = next(iter(batches))
+    held = []
+    for _ in range(3):
+        first.read(True, True)
+        held.append(weakref.ref(batches._reader))
+        first.read(False, False)
+    gc.collect()
+    assert [reader() for reader in held] == [None] * 3
 
 
 def test_a_shard_that_does_not_come_is_named(shards, monkeypatch):
