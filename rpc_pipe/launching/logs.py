@@ -48,8 +48,9 @@ class Logs:
 
     def write(self, worker: int, data: bytes) -> None:
         """Add what a worker has printed."""
-        if self._files:
-            self._files[worker].write(data)
+        files = self._files  # which are let go of while threads still read what workers have printed
+        if files:
+            files[worker].write(data)
 
     def close(self, keep: bool) -> None:
         """Keep the logs, or remove them."""
