@@ -10,6 +10,7 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import json
+import re
 import secrets
 import socket
 import time
@@ -39,7 +40,7 @@ def parse_address(option: str, text: str) -> tuple[str, int]:
     """
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]") or "127.0.0.1"
-    if not port.isdigit() or int(port) > 65535:
+    if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ConfigError(f"{option} {text}: must be PORT or HOST:PORT, such as 8800 or 0.0.0.0:8800")
     return host, int(port)
 

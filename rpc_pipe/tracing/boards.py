@@ -141,7 +141,7 @@ class Boards:
     def _open_new(self) -> None:
         """Open boards that are new, or that a process has replaced: by larger ones, or those of its next pipeline."""
         for file in self.folder.glob("worker-*"):
-            if not file.name[7:].isdigit():
+            if not file.name[7:].isdecimal():
                 continue
             worker = int(file.name[7:])
             try:

@@ -232,7 +232,7 @@ def release() -> None:
 def _keep_mirror(carrier: RemoteBoards, folder: Path) -> None:
     """Let the first worker of a machine show those of the others too. torchrun starts ranks machine by machine."""
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
-    if local == "0" and size.isdigit() and int(size) < carrier.num_workers:
+    if local == "0" and size.isdecimal() and int(size) < carrier.num_workers:
         own = range(carrier.worker, carrier.worker + int(size))
         remote = [worker for worker in range(carrier.num_workers) if worker not in own]
         Mirror(carrier, folder, remote).start()

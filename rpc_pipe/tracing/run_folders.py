@@ -180,7 +180,7 @@ def boards(path: Path) -> dict[int, Board]:
     """Return the boards in a run's folder, by worker."""
     found = {}
     for file in path.glob("worker-*"):
-        if file.name[7:].isdigit():
+        if file.name[7:].isdecimal():
             try:
                 found[int(file.name[7:])] = Board(file)
             except (OSError, ValueError):  # just removed, or of another version

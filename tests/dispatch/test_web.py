@@ -130,7 +130,7 @@ def ask_metrics_only():
     return served(View(), lambda at: ask(at.replace("metrics", ""))[0], page=False) == 404
 
 
-@pytest.mark.parametrize("text", ["", "x", "70000", "host:", "1.2.3.4:x", ":-1"])
+@pytest.mark.parametrize("text", ["", "x", "70000", "host:", "1.2.3.4:x", ":-1", "²", "9" * 5000])
 def test_addresses_that_are_none(text):
     with pytest.raises(ConfigError, match=r"--web .*must be PORT or HOST:PORT"):
         web.parse_address("--web", text)
