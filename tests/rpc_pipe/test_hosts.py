@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -75,8 +74,6 @@ def test_a_pulled_cable_is_noticed_and_named(start):
             if line.startswith("step 3"):
                 break
         hosts.cut.add(1)
-        begin = time.monotonic()
-        said = [worker.communicate(timeout=30)[0] for worker in workers]
-        assert time.monotonic() - begin < 15
+        said = [worker.communicate(timeout=60)[0] for worker in workers]  # a stall takes 300 s
     for worker, text in zip(workers, said, strict=True):
         assert worker.returncode not in (0, None) and "no connection for" in text, text
