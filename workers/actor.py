@@ -20,6 +20,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, Stalled, WorkerFailure
+from .compute.allocator import keep_freed_memory
 from .compute.device import Courier
 from .compute.inner_state import may_count
 from .compute.result import Result
@@ -80,6 +81,8 @@ class WorkerActor(Context):
         first = next(batches, None)
         if first is None:
             return
+        if self.courier.in_step:
+            keep_freed_memory()
         overlaps = first.train and not first.spec.synchronous
         stream = (OverlappingStream if overlaps else Stream)(self, chain([first], batches), self._tasks_of)
         self._streams.append(stream)

@@ -65,7 +65,7 @@ def measure(
     for module, block, (entering, crossing) in zip(modules, blocks, sizes, strict=True):
         cost = LayerCost(block.times, block.kept.size(entering, crossing))
         named, buffers = list(module.named_parameters()), list(module.buffers())
-        costs.append(with_shard(cost, named, buffers, optimizer, repeats, finish))
+        costs.append(with_shard(cost, named, buffers, block.gradients(), optimizer, repeats, finish))
     return with_working(costs, blocks)
 
 
@@ -139,6 +139,17 @@ class Block:
             parameter.grad = None
         return output
 
+    def gradients(self) -> list[Tensor]:
+        """Return those of the parameters that are trained, of one microbatch."""
+        trained = begin_gradients(self.parameters)
+        roots = self.forward()[2]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        found = [parameter.grad for parameter in trained if parameter.grad is not None]
+        for parameter in trained:
+            parameter.grad = None
+        return found
+
     def _time(self, kind: Kind, run: Callable[[], object]) -> None:
         self._finish()
         begin = time.perf_counter()
@@ -197,28 +208,33 @@ def with_shard(
     cost: LayerCost,
     parameters: Sequence[tuple[str, nn.Parameter]],
     buffers: Sequence[Tensor],
+    gradients: Sequence[Tensor],
     optimizer: OptimizerFactory | None,
     repeats: int = 1,
     finish: Finish = lambda: None,
 ) -> LayerCost:
-    """Return what a block costs with what its parameters do: bytes all the time, and the milliseconds of an update."""
+    """Return what a block costs with what its parameters do: bytes all the time, and the milliseconds of an update.
+
+    Args:
+        gradients: of those that are trained, for the update: it takes another time for zeros.
+    """
     trained = [(name, p) for name, p in parameters if p.requires_grad]
     kept, took, added = 0, [0.0], 0.0
     if optimizer is not None and trained:
-        copies = [(name, nn.Parameter(torch.zeros_like(p))) for name, p in trained]
+        copies = [(name, nn.Parameter(p.detach().clone())) for name, p in trained]
         trial = optimizer(copies)
         took = []
         for _ in range(1 + repeats):  # the first makes the state
-            for _, copy in copies:
-                copy.grad = torch.zeros_like(copy)
+            for (_, copy), gradient in zip(copies, gradients, strict=True):
+                copy.grad = gradient.clone()
             finish()
             begin = time.perf_counter()
             trial.step()
             finish()
             took.append(time.perf_counter() - begin)
         begin = time.perf_counter()
-        for _, copy in copies:
-            copy.detach().add_(torch.zeros_like(copy))
+        for (_, copy), gradient in zip(copies, gradients, strict=True):
+            copy.detach().add_(gradient)
         finish()
         added = 1e3 * (time.perf_counter() - begin)
         kept = sum(t.nbytes for state in trial.state.values() for t in state.values() if isinstance(t, Tensor))

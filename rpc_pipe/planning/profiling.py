@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..dependency import B, ConfigError, F, I, Kind, PipeError, R, W
 from ..model.made import Made, load, resized, rows_of
+from ..workers.compute.allocator import keep_freed_memory
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
@@ -103,6 +104,8 @@ def profile_model(
     where = torch.device(device)
     if where.type == "cuda" and where.index is not None:
         torch.cuda.set_device(where)  # whose memory and end of work are asked for
+    if where.type == "cpu":
+        keep_freed_memory()  # as workers do
     for number, count in enumerate(sorted(set(rows))):
         of = partial(_advance, tell, number, len(set(rows)))
         batch = resized(made.batch, count)
@@ -211,7 +214,7 @@ def _measure_whole(
     costs = []
     for i, block in enumerate(blocks):
         cost = LayerCost(block.times, block.kept.size(*sizes[i]), observed.blocks[i].name)
-        costs.append(with_shard(cost, named[i], [], optimizer, repeats, _finish(device)))
+        costs.append(with_shard(cost, named[i], [], block.gradients(), optimizer, repeats, _finish(device)))
     times = whole.times
     around = {kind: _around(costs, kind, times[kind]) for kind in (F, B, I, W, R)}
     costs = [
