@@ -1,7 +1,8 @@
 """Layers that backward runs again, as `torch.utils.checkpoint` does, and what they write when they do.
 
 In one process a microbatch's backward comes before the next one's forward; in a pipeline others come between. A layer
-that counts, or moves an average, when it is run again does so too late for them.
+that counts, or moves an average, when it is run again does so too late for them; one that reads an average then reads
+theirs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from .inner_state import places_in
 from .randomness import computing
 from .recomputation import World, equal
 from .split_backward import children_first, packed
+from .written import Written
 
 
 class Reruns:
@@ -28,13 +30,14 @@ class Reruns:
     Args:
         modules: all that compute.
         others: what holds the other microbatches whose forwards have run, but not all of their backward.
+        written: what forwards write.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], others: Sequence[Sized]) -> None:
-        self._modules, self._others = modules, others
+    def __init__(self, modules: Sequence[nn.Module], others: Sequence[Sized], written: Written) -> None:
+        self._modules, self._others, self._written = modules, others, written
         #: whether there may be some; None until a forward has been seen
         self._may_be: bool | None = None
-        #: those that write something in backward; None until one has been seen
+        #: those that write something in backward, or read there what forwards write; None until one has been seen
         self._writers: list[nn.Module] | None = None
 
     def backward(
@@ -60,8 +63,9 @@ class Reruns:
         if self._writers and any(map(len, self._others)):
             raise RuntimeError(
                 f"a {type(self._writers[0]).__name__} that a checkpoint computes again in backward changes what it "
-                "holds: in one process before the next microbatch's forward, in a pipeline behind it; take it out "
-                "of the checkpoint, or leave the checkpoint out and let the schedule recompute (--set recompute=all)"
+                "holds, then or in its forward: in one process it is computed again before the next microbatch's "
+                "forward, in a pipeline behind it; take it out of the checkpoint, or leave the checkpoint out and let "
+                "the schedule recompute (--set recompute=all)"
             )
 
     @contextmanager
@@ -85,6 +89,10 @@ class Reruns:
         again = {part for module in called for part in module.modules()}
         again |= {module for module in self._modules if not called.isdisjoint(module.modules())}
         changed = [module for module in world.changed(equal) if module in again]
+        # A checkpoint ends as soon as it has what backward needs: what a forward moves last it reads only.
+        moved = set(self._written.weights or ())
+        changed += [module for module in again if not moved.isdisjoint(module._parameters.values())]
+        changed += [module for module, _ in self._written.buffers if module in called]
         self._writers = changed or (None if of_inputs else [])
         self._may_be = self._writers != []
 

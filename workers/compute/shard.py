@@ -90,7 +90,7 @@ class Shard:
         self._written = Written(slice.own, self.parameters)
         self._unhooked = Unhooked(slice.own, slice.modules)
         self._casts = Casts()
-        self._reruns = Reruns(slice.own, (self._kept, self._inputs, self._deferred))
+        self._reruns = Reruns(slice.own, (self._kept, self._inputs, self._deferred), self._written)
         # By the names of the beginning: a forward may exchange modules.
         self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
         self._ranks = slice.ranks()

@@ -35,7 +35,8 @@ class Written:
         self._parameters = parameters
         self._modules = [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
         self._modes: list[bool] = []
-        self._written: list[tuple[nn.Module, str]] = []
+        #: buffers that forwards write, as far as it is known
+        self.buffers: list[tuple[nn.Module, str]] = []
         self._before: list[tuple[nn.Module, str, Tensor, _Address, Tensor]] = []
         #: parameters that forwards write; None until it is known
         self.weights: list[nn.Parameter] | None = None
@@ -61,7 +62,7 @@ class Written:
             held = [(m, name, b) for m in self._modules for name, b in m._buffers.items() if b is not None]
             self._before = [(m, name, b, address(b), b.clone()) for m, name, b in held if b.layout is torch.strided]
             return found
-        buffers = [module._buffers[name] for module, name in self._written]
+        buffers = [module._buffers[name] for module, name in self.buffers]
         return found | {address(buffer): buffer for buffer in buffers if buffer is not None}
 
     def begin_anew(self) -> None:
@@ -72,7 +73,7 @@ class Written:
         """
         if not self.nothing:
             self.end(again=True)
-        self._modes, self._written, self._before, self.weights, self.nothing = [], [], [], None, False
+        self._modes, self.buffers, self._before, self.weights, self.nothing = [], [], [], None, False
 
     def end(self, again: bool) -> dict[_Address, Tensor]:
         """Take note of what the forward has written; return what nobody knew of, by where it lay before.
@@ -90,7 +91,7 @@ class Written:
                 for module, name, buffer, at, before in self._before
                 if module._buffers.get(name) is buffer and not torch.equal(buffer, before)
             ]
-            self._written = [(module, name) for module, name, _, _ in written]
+            self.buffers = [(module, name) for module, name, _, _ in written]
             self._before = []
             found = {at: buffer for _, _, buffer, at in written}
         if self._weights_before is None:
