@@ -142,8 +142,6 @@ class Step:
     before_slots: int = 0
     #: what modules held before it, where it may have to be undone
     before: list[tuple[Shard, World]] = field(default_factory=list)
-    #: of a stream whose steps overlap: (buffer, copy of it after this step), where forwards of the next have run
-    buffers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
 
 class Doing(NamedTuple):

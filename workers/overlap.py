@@ -6,14 +6,13 @@
 
 All workers open the same steps before they give the result of one. An update waits for all that ends the step before,
 so when a result is given the parameters of every worker are those of that step's last update: the caller may evaluate
-and save. Buffers that forwards write are given as they were after the step's forwards, and put back afterwards.
+and save. What forwards write, such as running means, is given as it was after the step's forwards, and put back
+afterwards.
 """
 
 from __future__ import annotations
 
 from collections import deque
-
-from torch import Tensor
 
 from ..dependency import Entry, Spec, most_open, period, updates_a_step
 from .compute.recomputation import World
@@ -22,9 +21,6 @@ from .compute.shard import Shard
 from .compute.stash import StashingShard
 from .handlers import Batch, Step
 from .run import Stream
-
-#: a buffer and a copy of it
-_Buffers = list[tuple[Tensor, Tensor]]
 
 
 class OverlappingStream(Stream):
@@ -46,23 +42,15 @@ class OverlappingStream(Stream):
         self._flushed: deque[Result] = deque()
         #: shard -> the step whose forward it has run last
         self._forwarded: dict[Shard, Step] = {}
-        #: buffers as they were after the last complete step
-        self._last_buffers: _Buffers = []
-        #: buffers as the forwards of steps under way have left them, while the caller sees those of a complete step
-        self._set_aside: _Buffers = []
 
     def next(self) -> Result | None:
-        if self._flushed:
-            return self._flushed.popleft()
-        self._put_back()
-        return super().next()
+        return self._flushed.popleft() if self._flushed else super().next()
 
     def flush(self) -> None:
         """Complete the steps that are open; their results are given next."""
         self._holds = True
         try:
             while self._steps:
-                self._put_back()
                 result = super().next()
                 assert result is not None, "there are steps"
                 self._flushed.append(result)
@@ -70,11 +58,7 @@ class OverlappingStream(Stream):
             self._holds = False
 
     def abandon(self) -> None:
-        self._set_aside = []
-        last = self._last_buffers if self._steps else []
         super().abandon()
-        for buffer, kept in last:
-            buffer.copy_(kept)
         for shard in self._worker.shards.values():
             shard.abandon()  # and of the versions that only microbatches would use which do not come
 
@@ -123,23 +107,12 @@ class OverlappingStream(Stream):
 
     def _execute(self, step: Step, entry: Entry) -> None:
         shard = step.tasks[entry.action].shard
-        if entry.action.kind.way == 1 and shard.stateful:
-            before = self._forwarded.get(shard)
-            if before is not None and before is not step:
-                before.buffers += [(buffer, buffer.clone()) for buffer in shard.buffers()]
+        if entry.action.kind.way == 1 and self._forwarded.get(shard) is not step:
             self._forwarded[shard] = step
+            if all(known is not shard for known, _ in step.before):
+                step.before.append((shard, shard.recomputation.before_step()))
         super()._execute(step, entry)
 
     def _close(self, step: Step) -> Result:
         self._collect_layer_times(step, True)
-        result = super()._close(step)
-        self._last_buffers = step.buffers
-        self._set_aside = [(buffer, buffer.clone()) for buffer, _ in step.buffers]
-        for buffer, kept in step.buffers:
-            buffer.data.copy_(kept)  # by `data`: graphs of microbatches under way have noted its version
-        return result
-
-    def _put_back(self) -> None:
-        for buffer, kept in self._set_aside:
-            buffer.data.copy_(kept)
-        self._set_aside = []
+        return super()._close(step)

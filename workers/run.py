@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from ..dependency import Action, ConfigError, Entry, NotFinite, Part
+from ..dependency import Action, Entry, NotFinite, Part
 from .compute.autocast import forget_casts
 from .compute.recomputation import World
 from .compute.result import Result
@@ -26,6 +26,7 @@ from .hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 from .mailbox import Arrival
 from .state import WorkerState
 from .transport.payload import Payload, pack, unpack
+from .turn import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +48,7 @@ class Stream:
         self._batches = batches
         self._tasks_of = tasks_of
         self._ended = False
-        #: what forwards of a step under way have left in modules, while the caller sees those of a complete step
-        self._laid_down: list[World] = []
-        #: evaluations before that
-        self._num_evaluated = 0
+        self._turn = Turn(worker)
         #: open steps, the oldest first, by their number among runs
         self._steps: dict[int, Step] = {}
         #: the one that was opened last, while it is open
@@ -73,41 +71,21 @@ class Stream:
                 self._advance()
                 self._open_next()
         result = self._close(oldest)
-        self._lay_down()
+        self._turn.begin(self._begun())
         return result
 
-    def _lay_down(self) -> None:
-        """Let modules hold what they held after the step that is complete: the caller may evaluate and save."""
-        self._num_evaluated = self._worker.num_evaluated
-        for step in list(self._steps.values())[:1] if self._steps and self._has_begun() else ():
-            for shard, before in step.before:
-                self._laid_down.append(shard.recomputation.now(before))
-                before.put_back()
-
-    def _has_begun(self) -> bool:
-        """Tell whether a forward of the oldest step has run."""
-        oldest = next(iter(self._steps.values()))
-        return oldest.forwards_left != oldest.batch.part.num_forwards
+    def _begun(self) -> Step | None:
+        """Return the oldest step if a forward of it has run."""
+        oldest = next(iter(self._steps.values()), None)
+        return None if oldest is None or oldest.forwards_left == oldest.batch.part.num_forwards else oldest
 
     def _take_up(self) -> None:
-        """Let modules hold what forwards of the next step have left.
-
-        Raises:
-            ConfigError: these have read what an evaluation has changed since.
-        """
-        if self._steps and self._num_evaluated != self._worker.num_evaluated:
+        """Let modules hold what forwards of the next step have left."""
+        begun = self._begun()
+        if self._steps and begun is None and self._turn.has_evaluated:
             oldest = next(iter(self._steps.values()))
-            if not self._has_begun():
-                oldest.before = self._worlds(oldest.batch)
-            for (shard, before), under_way in zip(oldest.before, self._laid_down, strict=False):
-                if changed := before.counted_in(under_way):
-                    raise ConfigError(
-                        f"stage {shard.stage}: an evaluation changed {changed}, which forwards of the next step under "
-                        "way have read: call `step` for each batch instead of `train`, or evaluate behind it"
-                    )
-        for world in self._laid_down:
-            world.put_back()
-        self._laid_down.clear()
+            oldest.before = self._worlds(oldest.batch)
+        self._turn.end(begun)
 
     def _open_next(self) -> None:
         newest = self._newest
@@ -126,6 +104,8 @@ class Stream:
         # In the middle of a stream, too, numbers drawn in an evaluation are those of the step that would come next.
         number = self._worker.next_step if batch.train else self._worker.step
         before_it = self._worlds(batch)
+        for shard in self._worker.shards.values() if batch.train else ():
+            shard.updating.refuse_thawed()
         run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch.part)
         self._worker.next_step += batch.train
         step = self._newest = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
@@ -167,9 +147,7 @@ class Stream:
         for shard in self._worker.shards.values():
             shard.train(True)  # back to the modes that their owner gave them
             shard.abandon()
-        for _, world in next(iter(self._steps.values())).before if not self._laid_down else ():
-            world.put_back()
-        self._laid_down.clear()
+        self._turn.abandon(next(iter(self._steps.values())))
         for run in self._steps:
             self._mailbox.abandon(run)
         self._steps.clear()

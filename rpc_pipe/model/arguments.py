@@ -90,7 +90,7 @@ def refuse_training(loss_fn: object, training: Training) -> None:
 
 def refuse_untrainable(spec: Spec, training: Training) -> None:
     """What can be checked and simulated but not trained is refused, not trained wrongly."""
-    for name in ("accumulate", "grad_scaler"):
+    for name in ("accumulate", "grad_scaler", "deferred_batch_norm"):
         if not spec.synchronous and getattr(training, name) != getattr(Training, name):
             raise ConfigError(
                 f"{name}: schedule {type(spec).__name__} updates within a step, stage by stage; use a synchronous one"

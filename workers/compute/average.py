@@ -40,7 +40,7 @@ class Average:
             for name, parameter in self._parameters.items():
                 held: Tensor = self.tensors[name].clone()
                 self.tensors[name].copy_(parameter)
-                parameter.copy_(held)
+                parameter.data.copy_(held)  # by `data`: graphs of a next step under way have noted the version
 
 
 def swap(averages: Iterable[Average]) -> None:

@@ -67,6 +67,8 @@ class Updating:
                 f"optimizer {type(self.optimizer).__name__}: its step runs the model again, by a closure, which a "
                 "pipeline cannot; use one whose step needs no closure, such as AdamW"
             )
+        #: whose gradients nobody has asked for
+        self._frozen = [] if training.optimizer is None else [pair for pair in named if not pair[1].requires_grad]
         self.lr_scheduler = training.lr_scheduler(self.optimizer) if training.lr_scheduler and self.optimizer else None
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             raise ConfigError(
@@ -150,6 +152,20 @@ class Updating:
         self.count += 1
         self.optimizer.zero_grad(set_to_none=True)
         autocast.forget_casts()  # of weights as they were, kept until the caller leaves `autocast`
+
+    def refuse_thawed(self) -> None:
+        """Refuse parameters whose gradients no optimizer would look at.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        for name, parameter in [pair for pair in self._frozen if pair[1].requires_grad]:
+            groups = () if self.optimizer is None else self.optimizer.param_groups
+            if all(parameter is not held for group in groups for held in group["params"]):
+                raise ConfigError(
+                    f"parameter {name} requires a gradient, but was frozen when the pipeline was made, so that no "
+                    "optimizer has it: make the pipeline while it requires one, and freeze it by requires_grad_ then"
+                )
 
 
 class Before:

@@ -1,0 +1,61 @@
+"""What a user changes by hand between two steps: weights, whether they are trained, modes, numbers and hooks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from .inner_state import OF_TORCH
+from .shard import Shard
+
+_PLAIN = (bool, int, float, str)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class ByHand:
+    """Takes note of a shard as it is, and says what has been changed since. It waits for no device."""
+
+    def __init__(self, shard: Shard) -> None:
+        written = set(shard.written_weights)
+        self._parameters = [
+            (name, p, p._version, p.data_ptr(), p.requires_grad, _hooks(p))
+            for name, p in shard.updating.parameters.items()
+            if p not in written  # by forwards, those of an evaluation too
+        ]
+        self._modules = [(module, module.training, _numbers(module)) for module in shard.slice.modules]
+
+    def changed(self, has_evaluated: bool) -> str:
+        """Say what has been changed, or nothing.
+
+        Args:
+            has_evaluated: whether forwards have run since, which may have written notes of their own.
+        """
+        for name, parameter, version, address, trained, hooks in self._parameters:
+            if parameter._version != version or parameter.data_ptr() != address:
+                return f"parameter {name} was changed"
+            if parameter.requires_grad != trained:
+                return f"requires_grad of parameter {name} was changed"
+            if _hooks(parameter) != hooks:
+                return f"a hook of parameter {name} was registered or removed"
+        for module, training, numbers in self._modules:
+            kind = type(module).__name__
+            if module.training != training:
+                return f"the mode of a {kind} was changed"
+            now = {} if has_evaluated else _numbers(module)
+            if not has_evaluated and now != numbers:
+                names = sorted(name for name in now.keys() | numbers.keys() if now.get(name) != numbers.get(name))
+                return f"{names[0]} of a {kind} was changed"
+        return ""
+
+
+def _hooks(parameter: nn.Parameter) -> int:
+    return len(parameter._backward_hooks or ()) + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+
+
+def _numbers(module: nn.Module) -> dict[str, Any]:
+    """Return the plain attributes of a module, and how many hooks of its calls it has."""
+    held = vars(module)
+    found = {name: value for name, value in held.items() if type(value) in _PLAIN and name not in OF_TORCH}
+    found["hooks"] = sum([len(held.get(name) or ()) for name in _HOOKS])
+    return found

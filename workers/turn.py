@@ -1,0 +1,67 @@
+"""Between two steps of a stream it is the caller's turn: it sees a complete step, though the next may have begun."""
+
+from __future__ import annotations
+
+from ..dependency import ConfigError
+from .compute.by_hand import ByHand
+from .compute.recomputation import World
+from .compute.shard import Shard
+from .context import Context
+from .handlers import Step
+
+
+class Turn:
+    """What is kept while the caller may evaluate, save, and change this or that by hand."""
+
+    def __init__(self, worker: Context) -> None:
+        self._worker = worker
+        #: what forwards of the step under way have left in modules
+        self._under_way: list[World] = []
+        self._notes: list[tuple[Shard, ByHand]] = []
+        #: evaluations before the turn
+        self._num_evaluated = 0
+
+    def begin(self, step: Step | None) -> None:
+        """Let modules hold what they held before `step`, of which forwards have run; None: there is none."""
+        self._num_evaluated = self._worker.num_evaluated
+        for shard, before in [] if step is None else step.before:
+            self._under_way.append(shard.recomputation.now(before))
+            before.put_back()
+        # All shards, not only those whose forwards have run: so more is told alike, however fast workers are.
+        self._notes = [] if step is None else [(s, ByHand(s)) for s in self._worker.shards.values()]
+
+    @property
+    def has_evaluated(self) -> bool:
+        """Whether the caller has."""
+        return self._num_evaluated != self._worker.num_evaluated
+
+    def end(self, step: Step | None) -> None:
+        """Let modules hold what forwards of `step` have left.
+
+        Raises:
+            ConfigError: these have read what the caller, or an evaluation, has changed since.
+        """
+        notes, self._notes = self._notes, []
+        for shard, note in notes:
+            if changed := note.changed(self.has_evaluated):
+                raise ConfigError(
+                    f"stage {shard.stage}: {changed} between two steps of `train`, and forwards of the next step have "
+                    "met what was before: call `step` for each batch instead, or, with a schedule "
+                    "that is not synchronous, `flush` before"
+                )
+        if step is not None and self.has_evaluated:
+            for (shard, before), under_way in zip(step.before, self._under_way, strict=False):
+                if changed := before.counted_in(under_way):
+                    raise ConfigError(
+                        f"stage {shard.stage}: an evaluation changed {changed}, which forwards of the next step under "
+                        "way have read: call `step` for each batch instead of `train`, or evaluate behind it"
+                    )
+        for world in self._under_way:
+            world.put_back()
+        self._under_way = []
+
+    def abandon(self, step: Step) -> None:
+        """Let modules hold what they held before `step`, which nobody goes on with."""
+        for _, world in [] if self._under_way else step.before:
+            world.put_back()
+        self._under_way, self._notes = [], []
