@@ -106,3 +106,78 @@ def test_statistics_of_whole_batches_need_steps_that_end():
             [nn.Linear(8, 8), nn.BatchNorm1d(8)], nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1),
             schedule="pipedream-2bw", num_workers=2, num_microbatches=4, deferred_batch_norm=True,
         )  # fmt: skip
+
+
+class Scaled(nn.Module):
+    """Computes by a factor that users set."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.factor = nn.Linear(8, 8), 1.0
+
+    def forward(self, x):
+        return self.linear(x) * self.factor
+
+
+class Whole(nn.Module):
+    """Has a forward of its own, with a buffer, a mode and a factor outside of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(4))
+        self.register_buffer("shift", torch.zeros(8))
+        self.factor = 1.0
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = x + block(x) * self.factor + (self.shift if self.training else 0)
+        return x
+
+
+def _by_hand(step, model):
+    """Change one thing after the other."""
+    layers = list(model.modules())
+    scaled = [layer for layer in layers if isinstance(layer, Scaled)]
+    if step == 1:
+        for layer in (model, *scaled[1:3]):
+            layer.factor = 0.5
+    elif step == 2:
+        scaled[0].linear.weight.requires_grad_(False)
+        scaled[2].linear.load_state_dict({"weight": torch.eye(8), "bias": torch.ones(8)})
+        if isinstance(model, Whole):
+            model.shift.fill_(0.25)
+    elif step == 3:
+        model.eval()
+    elif step == 4:
+        model.train()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_copies_follow_the_users_modules(schedule, whole):
+    """Stages of whole models, and replicas, went on with modes, factors, weights and buffers of before, silently."""
+    torch.manual_seed(0)
+    model = Whole() if whole else nn.Sequential(*(Scaled() for _ in range(4)))
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    pipe = Pipeline(
+        model if whole else list(model), nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1),
+        schedule=schedule, num_workers=2, num_microbatches=2, example=(X[0], X[0]) if whole else None,
+    )  # fmt: skip
+    for step, x in enumerate(X[:6]):
+        for some in (model, alone):
+            _by_hand(step, some)
+        loss = nn.functional.mse_loss(alone(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert pipe.step((x, x)) == pytest.approx(loss.item()), step
+
+
+def test_hooks_of_copies_are_refused():
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    pipe = pipeline("chimera", layers)
+    pipe.step((X[0], X[0]))
+    layers[0].weight.register_hook(print)
+    with pytest.raises(ConfigError, match="a hook of parameter weight was registered or removed, of which other"):
+        pipe.step((X[0], X[0]))

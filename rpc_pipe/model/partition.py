@@ -18,6 +18,7 @@ from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
 from .attached import attach
 from .cut import cut
+from .following import Following
 from .hanging import refuse_lazy
 from .ties import Ties, groups
 
@@ -68,6 +69,7 @@ class Partition:
         self._model: Layered | None = model
         #: what has been built, of which a replica must not get the same
         self._made: set[nn.Module] = set()
+        self.following = Following()
         self._num_stages = num_stages
         self._is_list = isinstance(model, (nn.Sequential, Sequence))
         if isinstance(model, (nn.Sequential, Sequence)):
@@ -105,6 +107,9 @@ class Partition:
         if route == 0:
             tied, parameters = self._ties.copied(stage, zip(layers, made, strict=True))
             copies |= zip(tied, replicas(tied, parameters), strict=True)
+        if route > 0:
+            for module, copy_of in copies.items():
+                self.following.add(module, copy_of, runs=True)
         return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
 
     def _layers(self, stage: int, randomness: Randomness) -> tuple[Sequence[int], list[LayerLike]]:

@@ -17,6 +17,7 @@ from ..workers.transport.payload import Tree
 from .absent import Absent
 from .cut import cut
 from .deferred import Deferred
+from .following import Following
 from .hanging import refuse_lazy
 from .hollow import NeedsField
 from .observed import Observed, observe
@@ -58,6 +59,7 @@ class Whole:
         self._call = CallForm(whole, loss_fn)
         self.pair, self.measured = self._call.pair, self._call.measured
         self.loss_fn: LossFn = loss_of_output if loss_fn is None else loss_fn
+        self.following = Following()
         self._names = {name: place for place, name in enumerate(whole.state_dict())}
         #: of the model, if it has one that can write itself
         self.config = config if hasattr(config := getattr(whole, "config", None), "save_pretrained") else None
@@ -117,6 +119,8 @@ class Whole:
         """
         assert self._observed is not None, "not observed, or released"
         made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
+        if isinstance(self._source, nn.Module):
+            self.following.add(self._source, made.module, runs=False)
         shared = {name: stages for name, stages in self.shared.items() if stage in stages}
         return ObservedSlice(made, self.ranges, shared, self._observed.own_buffers(stage, self.ranges))
 

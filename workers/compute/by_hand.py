@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from .inner_state import OF_TORCH
 from .shard import Shard
@@ -19,7 +19,7 @@ class ByHand:
     def __init__(self, shard: Shard) -> None:
         written = set(shard.written_weights)
         self._parameters = [
-            (name, p, p._version, p.data_ptr(), p.requires_grad, _hooks(p))
+            (name, p, p._version, p.data_ptr(), p.requires_grad, hooks_of(p))
             for name, p in shard.updating.parameters.items()
             if p not in written  # by forwards, those of an evaluation too
         ]
@@ -36,7 +36,7 @@ class ByHand:
                 return f"parameter {name} was changed"
             if parameter.requires_grad != trained:
                 return f"requires_grad of parameter {name} was changed"
-            if _hooks(parameter) != hooks:
+            if hooks_of(parameter) != hooks:
                 return f"a hook of parameter {name} was registered or removed"
         for module, training, numbers in self._modules:
             kind = type(module).__name__
@@ -49,7 +49,8 @@ class ByHand:
         return ""
 
 
-def _hooks(parameter: nn.Parameter) -> int:
+def hooks_of(parameter: Tensor) -> int:
+    """Return how many hooks a parameter's gradient has."""
     return len(parameter._backward_hooks or ()) + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
