@@ -72,8 +72,8 @@ TO_LAUNCHER = {
 AROUND = ("nobody reads", "output is full", "shared memory is full")
 #: what is done to a port that workers open to everybody: over RPC alone
 STRANGERS = ("stranger",)
-#: or torchrun's table says so
-_IN_TABLE = r"|Root Cause.*rank +: @ .*exitcode +: -?\d+"
+#: where nobody of ours sees how a process ended: what the others know of it, or torchrun's table
+_ENDED = r"lost worker @|worker @ has ended its script|heard of workers \[@\]|Root Cause.*rank +: @ .*exitcode +: -?\d+"
 #: under torchrun alone: an agent and all its workers are killed at once
 NODE = "node dies"
 #: where a fault happens after a few calls, not after many
@@ -154,11 +154,11 @@ def of_torchrun(what: str) -> str:
     _, place = kind_of(what)
     said = said_of(what)
     if what in FROM_OUTSIDE or "killed by signal" in said or "exit code 0" in said or "has ended" in said:
-        return r"lost worker @|worker @ has ended its script" + _IN_TABLE
+        return _ENDED
     if any(words in said for words in ("hangs", "has made no", "was stopped")):
         return r"everybody waits for worker @, |worker @ has (not begun|made no [Pp]ipeline)|heard of workers \[@\]"
     if "KeyboardInterrupt" in said:  # may be Ctrl-C, which nobody of ours hears there
         return "KeyboardInterrupt"
     if place in _OUTSIDE:  # a script's own errors are Python's to tell, which says nothing of an exit
-        return said.replace("worker @ failed", "") + (_IN_TABLE if "SystemExit" in said else "")
+        return said.replace("worker @ failed", "") + (f"|{_ENDED}" if "SystemExit" in said else "")
     return said

@@ -238,7 +238,7 @@ class Trial:
         ours = {"x", "checkpoints", *(f"done-{rank}" for rank in range(_WORKERS))}
         left = [path for path in temporary.iterdir() if path.name not in ours and "torchelastic" not in path.name]
         for launcher in self._launchers:
-            left += run_folders.root().glob(f"run-{launcher.pid}*")
+            left += [path for path in run_folders.root().glob(f"run-{launcher.pid}*") if _is_of(path, launcher.pid)]
         if not self._last_is_killed():
             left += run_folders.root().glob(f"torchrun-{self._port}-*")
         listening = [str(self._port)] if self._torchrun and not _is_free(self._port) else []
@@ -276,6 +276,11 @@ def _free_port() -> int:
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def _is_of(path: Path, pid: int) -> bool:
+    """Tell whether a folder is that of a launcher, and not of one with a longer number."""
+    return re.fullmatch(rf"run-{pid}(\D.*)?", path.name) is not None
 
 
 def _is_zombie(process: psutil.Process) -> bool:

@@ -27,7 +27,16 @@ from ..tracing import run_folders
 from ..tracing.ending import RUN_FAILED, Ending, tell_end
 from ..tracing.mirror import RemoteBoards
 from ..tracing.outcome import figures, lost_lines, sentence
-from ..tracing.own_boards import collect, keep_boards, leave, release, roll_call_here, stay, tell_failure
+from ..tracing.own_boards import (
+    collect,
+    keep_boards,
+    leave,
+    release,
+    roll_call_here,
+    somebody_is_gone,
+    stay,
+    tell_failure,
+)
 from ..tracing.training import Training
 
 logger = logging.getLogger(__name__)
@@ -148,6 +157,8 @@ def _on_stop(process: int, number: int, frame: object) -> None:
 def _end_when_broken(number: int) -> None:
     """End this process once no step can be finished any more: torchrun ends workers too when another has failed."""
     while not any(actor.carrier.broken for pipeline in _pipelines() for actor in pipeline.actors):
+        if somebody_is_gone():
+            break
         time.sleep(_LOOK_EVERY_S)
     time.sleep(_LAST_WORDS_S)  # it may be about to say why
     leave()

@@ -27,7 +27,7 @@ from ..dependency import Kind, PeerLost, PipeError
 from ..dependency.kinds import BUILT_IN
 from ..workers.hooks import StepRecord
 from . import run_folders
-from .board import BoardWriter
+from .board import Board, BoardWriter
 from .boards import News
 from .ending import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from .history import History
@@ -139,6 +139,16 @@ def keep_boards(training: Training) -> bool:
     return True
 
 
+def somebody_is_gone() -> bool:
+    """Tell whether a worker of this host has ended without a word, as one that was killed.
+
+    What it had started may keep its connections open, so that the others do not see it there at once.
+    """
+    folder = _folder()
+    own = {} if folder is None else run_folders.boards(folder)
+    return any(not run_folders.alive(board.header["process"]) for board in own.values() if not _mirrored(board))
+
+
 def roll_call_here() -> str:
     """Return what the workers of this host do, and where the one is that hangs."""
     folder = _folder()
@@ -191,7 +201,7 @@ def _everybody() -> News:
     """Return all that the boards of all workers have, as far as they can be read."""
     folder = _folder() if run_folders.FOLDER in os.environ else None
     boards = {} if folder is None else run_folders.boards(folder)
-    boards = {worker: board for worker, board in boards.items() if "clock_error_ms" not in board.header}  # no mirrors
+    boards = {worker: board for worker, board in boards.items() if not _mirrored(board)}
     boards |= {worker: own.board for worker, own in _boards.items()}
     listings = {} if folder is None else run_folders.listings(folder)
     listings |= {(worker, count): listing for worker, own in _boards.items() for count, listing in own.listings.items()}
@@ -201,6 +211,10 @@ def _everybody() -> News:
         records=[record for board in boards.values() for _, record in board.since(0)],
     )
     return news if _carrier is None else _with_others(news, _carrier)
+
+
+def _mirrored(board: Board) -> bool:
+    return "clock_error_ms" in board.header
 
 
 def _with_others(news: News, carrier: RemoteBoards) -> News:

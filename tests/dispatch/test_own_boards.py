@@ -8,7 +8,7 @@ from torch import nn
 
 from rpc_pipe.dispatch.view import View
 from rpc_pipe.pipeline import Pipeline
-from rpc_pipe.tracing import own_boards
+from rpc_pipe.tracing import own_boards, run_folders
 from rpc_pipe.tracing.boards import Boards
 from rpc_pipe.tracing.mirror import _Image
 from rpc_pipe.tracing.outcome import figures, sentence
@@ -91,6 +91,16 @@ def test_a_board_of_another_machine_is_mirrored_with_all_that_is_listed_later(fo
     assert [r.start_ns for r in seen] == [r.start_ns + 5_000_000 for _, r in there]
     assert [(r.step, r.num_microbatches) for r in seen] == [(0, 2), (1, 6), (2, 4)] and view.dropped == 0
     assert {count for _, count in view.listings} == {2, 4, 6} and view.clock_error_ms == 1e-3
+
+
+def test_who_has_gone_without_a_word_is_known_by_its_board(folder, monkeypatch):
+    pipe = pipeline(num_microbatches=2)
+    assert not own_boards.somebody_is_gone()
+    number, rest = run_folders.identity().split("/", 1)
+    monkeypatch.setattr(run_folders, "identity", lambda: f"{2**22 + int(number)}/{rest}")  # above the largest there is
+    killed = pipeline(num_microbatches=2)
+    assert own_boards.somebody_is_gone()
+    assert pipe.num_workers == killed.num_workers
 
 
 def test_a_run_that_is_not_watched_can_still_be_told_of(monkeypatch):

@@ -36,6 +36,8 @@ _NO_TIMEOUT = 0.0
 _PING_S = 30.0
 #: names a store that is there already
 _SCHEME = "rpc-pipe"
+#: from here on torch adds where in the interpreter an error of another worker was raised
+_STACK = "\n\nAt:"
 
 _endpoint: RpcCarrier | None = None
 _kept = threading.local()
@@ -114,7 +116,7 @@ class RpcCarrier(RemoteCarrier):
         except (RuntimeError, ValueError, TimeoutError) as error:
             raise ConfigError(
                 f"worker {worker} could not meet the other {num_workers - 1} workers at {init_method} "
-                f"within {timedelta(seconds=join_timeout_s)}: {error}"
+                f"within {timedelta(seconds=join_timeout_s)}: {str(error).partition(_STACK)[0]}"
             ) from error
         self._sender.start()
 
