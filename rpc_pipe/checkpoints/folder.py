@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,13 @@ def begin(folder: Path, step: int) -> Path:
     except OSError as error:
         raise ConfigError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
     return place
+
+
+def empty(place: Path) -> None:
+    """Remove what has been written of a checkpoint that fails; a worker that is slower may yet look for its place."""
+    with suppress(OSError):
+        for path in place.iterdir():
+            path.unlink(missing_ok=True)
 
 
 def _umask() -> int:

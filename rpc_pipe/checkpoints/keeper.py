@@ -106,7 +106,10 @@ class Keeper:
         if writing is None:
             return None
         failed = _failure(writing.finished())
-        _raise_first(self._each(lambda actor: actor.exchange("checkpoint written", failed))[0])
+        told = self._each(lambda actor: actor.exchange("checkpoint written", failed))[0]
+        if any(text for text, _ in told):
+            writing.discard()
+        _raise_first(told)
         return writing.path
 
     def load(self, where: str | Path, *, anew: bool = False) -> Restored:

@@ -264,7 +264,7 @@ class Writing(threading.Thread):
         except Exception as error:
             self.error = error
             if self._snapshots[0].worker == 0:
-                shutil.rmtree(self._place, ignore_errors=True)
+                folder.empty(self._place)
 
     def finished(self) -> Exception | None:
         """Wait until the checkpoint is complete, as far as this process sees; return why it cannot be."""
@@ -281,6 +281,10 @@ class Writing(threading.Thread):
             f"checkpoint {self._place}: the files of worker {workers} are not written after {self._own_s:.3g} s; "
             "the storage does not answer, or is too slow"
         )
+
+    def discard(self) -> None:
+        """Remove what is left of a checkpoint that has failed, when all workers know that."""
+        shutil.rmtree(self._place, ignore_errors=True)
 
     def _at_exit(self) -> None:
         # Nobody has asked how it went; in a fork, such as one that loads data, it goes on elsewhere.

@@ -274,6 +274,24 @@ def test_storage_that_does_not_answer_is_told_in_time(tmp_path, monkeypatch):
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000001"]
 
 
+def test_a_checkpoint_that_fails_at_once_is_not_missed_by_a_slower_worker(tmp_path):
+    """It was gone before another process looked for it, which then said that the folder was not shared."""
+
+    class Failing:
+        worker = num_bytes = 0
+
+        def write(self, place):
+            (place / "half").touch()
+            raise ConfigError("no room")
+
+    place = folders.begin(tmp_path, 1)
+    failed = writing.Writing([Failing()], place, {}, None, None, 10.0)
+    assert str(failed.finished()) == "no room"
+    assert place.is_dir() and not os.listdir(place)
+    failed.discard()
+    assert not os.listdir(tmp_path)
+
+
 @pytest.mark.parametrize(
     "calls, columns",
     [
