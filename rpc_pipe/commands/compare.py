@@ -41,7 +41,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--memory", metavar="KEY=BYTES,...", action="append",
         help="bytes of a worker's share: weights, gradients, optimizer, activations (a microbatch's), after_inputs "
-        "(kept from I to W), inputs (between stages); limit=BYTES leaves out what does not fit",
+        "(kept from I to W), inputs (between stages), working (while an action runs); limit=BYTES leaves out what does "
+        "not fit",
     )  # fmt: skip
     parser.add_argument(
         "--model", metavar="FILE.py:make",

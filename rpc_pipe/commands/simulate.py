@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..dependency import Action, ConfigError, PipeError, ScheduleError, Spec, check_all, copies_on, stale_on
@@ -14,6 +15,7 @@ from ..drawing.timeline import draw
 from ..launching.report import Reporter
 from ..planning.compare import tell_versions
 from ..planning.simulator import Cost, Link, Simulation, simulate
+from ..planning.span import Span
 from ..planning.specs import MOST_FORWARDS
 from ..planning.waits import waits
 from .files import try_files, write
@@ -166,4 +168,14 @@ def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> 
         picture = Picture(title, result.spans, spec.num_workers, waits=waits(spec, result.spans))
         write(typed["html"], draw_page([picture]))
     if "chrome" in typed:
-        write_chrome(typed["chrome"], spec, {0: result.spans})
+        write_chrome(typed["chrome"], spec, _by_step(result.spans))
+
+
+def _by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:
+    """Return what ran by step: an action is run once in each, and in a stream, whose steps overlap, once in all."""
+    steps: dict[int, list[Span]] = defaultdict(list)
+    times: Counter[Action] = Counter()
+    for span in spans:
+        steps[times[span.action]].append(span)
+        times[span.action] += 1
+    return steps

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, Spec, W, check_all, copies_on, stale_on
@@ -48,14 +48,13 @@ class ModelCosts:
         if self.by_layer:
             return [_sum([self.sizes[i] for i in stage]) for stage in cut(len(self.sizes), num_stages, None)]
         whole, part = self.sizes[0], self.num_workers / num_stages
-        scaled = Size(
-            whole.weights * part,
-            whole.gradients * part,
-            whole.optimizer * part,
-            whole.activations * part,
-            whole.after_inputs * part,
-            whole.inputs,
-            whole.outputs,
+        scaled = replace(
+            whole,
+            weights=whole.weights * part,
+            gradients=whole.gradients * part,
+            optimizer=whole.optimizer * part,
+            activations=whole.activations * part,
+            after_inputs=whole.after_inputs * part,
         )
         return [scaled] * num_stages
 

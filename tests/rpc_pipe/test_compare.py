@@ -89,6 +89,16 @@ def test_what_does_not_fit_is_left_out():
     assert "gpipe (needs 90 B)" in verdict(rows, 50)
 
 
+def test_what_an_action_needs_while_it_runs_is_counted():
+    """It was taken in --memory, and left out."""
+    of = {
+        working: {row.name: row.peak_memory for row in compare(ModelCosts(2, [COST], [size]), 4) if not row.refused}
+        for working in (0, 7)
+        for size in [Size(weights=10, activations=10, working=working)]
+    }
+    assert {name: memory + 7 for name, memory in of[0].items()} == of[7]
+
+
 def test_layers_are_measured_and_cut():
     torch.set_num_threads(1)
     layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4)]
@@ -184,3 +194,17 @@ def test_pictures_are_written(capsys, tmp_path):
     events = json.loads(files["chrome"].read_text())["traceEvents"]
     assert {"3F0", "0W7"} <= {event["name"] for event in events}
     assert {event["ph"] for event in events} == {"M", "X", "s", "f"}
+
+
+def test_arrows_of_several_steps_stay_within_their_steps(capsys, tmp_path):
+    """All began a follower in the last step, and those of one action had one name."""
+    path = tmp_path / "trace.json"
+    code, _, _ = printed(capsys, "simulate", "--microbatches", "2", "--steps", "3", "--chrome", str(path))
+    events = json.loads(path.read_text())["traceEvents"]
+    starts = {event["id"]: event["ts"] for event in events if event["ph"] == "s"}
+    ends = {event["id"]: event["ts"] for event in events if event["ph"] == "f"}
+    assert code == 0 and len(starts) == 3 * 4 == sum(event["ph"] == "s" for event in events)
+    assert starts.keys() == ends.keys()
+    step = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") / 3
+    assert all(0 <= ends[each] - at < step for each, at in starts.items())
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {0, 1, 2}
