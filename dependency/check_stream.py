@@ -82,9 +82,12 @@ def _check_routes(spec: Spec) -> None:
                 f"route({m}) is {spec.route(m)}, but that of the same microbatch of later steps is "
                 f"{spec.route(m + STEADY * spec.num_microbatches)}: routes must repeat from step to step"
             )
-    for stage in range(spec.num_stages) if spec.elasticity else ():
+    for stage in range(spec.num_stages):
         if len({spec.place(stage, route) for route in range(spec.num_routes)}) > 1:
-            raise ScheduleError(f"place({stage}, ...): routes that have a reference must hold a stage on one worker")
+            raise ScheduleError(
+                f"place({stage}, ...): routes of a schedule that is not synchronous must hold a stage on one worker, "
+                "as its updates follow each other"
+            )
 
 
 def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:

@@ -135,6 +135,11 @@ def far(self, a):
         (PipeDream2BW, {"activation_limit": lambda self, w: 4}, "bounded by windows"),
         (PipeDream, {"num_routes": 2}, "with an update after every microbatch there is one route"),
         (AvgPipe, {"place": lambda self, s, r: (s + r) % 3}, "must hold a stage on one worker"),
+        (
+            AvgPipe,
+            {"place": lambda self, s, r: (s + r) % 3, "elasticity": 0.0},
+            "place(0, ...): routes of a schedule that is not synchronous must hold a stage on one worker",
+        ),
         (AvgPipe, {"route": lambda self, m: m // 3 % 2}, "routes must repeat from step to step"),
         (OneFOneB, {"synchronous": False, "slot": OneFOneB.slot}, "share slot"),
         (
