@@ -108,7 +108,7 @@ def _check_exists(spec: Spec, action: Action, need: Action) -> None:
             f"after({action}) names {need}, but {kind!r} ends the step: "
             "only what is done with a microbatch may be named"
         )
-    if not 0 <= stage < spec.num_stages or microbatch >= spec.total_microbatches:
+    if not 0 <= stage < spec.num_stages or (kind.per_microbatch and microbatch >= spec.total_microbatches):
         raise ScheduleError(
             f"after({action}) names {need}, which does not exist: "
             f"stages are 0 to {spec.last_stage}, microbatches 0 to {spec.total_microbatches - 1}"

@@ -115,6 +115,9 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) ->
     An update that waits for nobody stands right behind its last gradient; so does an exchange of gradients, while the
     updates that wait for others are last.
     """
+    if spec.num_microbatches == ENDLESS:
+        yield from order
+        return
     replicated, tree = spec.num_routes > 1, end_tree(spec)
     told = asked.weight or (asked.norms and not asked.validated)
     route_of = routes(spec)
