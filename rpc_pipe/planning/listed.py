@@ -100,6 +100,8 @@ def program_of(plan: Plan) -> type[Spec]:
     listed = sum(map(len, rows))
     if plan.num_microbatches > listed:
         raise ConfigError(f"plan: num_microbatches {plan.num_microbatches}: the program lists {listed} actions")
+    if not plan.placement:
+        raise ConfigError("plan: placement: is needed with a program: by route and stage, the worker")
     routes = plan.routes or (0,) * plan.num_microbatches
     if len(routes) != plan.num_microbatches or any(route >= len(plan.placement) for route in routes):
         raise ConfigError(

@@ -106,6 +106,8 @@ def test_a_program_that_cannot_be_is_refused(tmp_path):
     assert Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan=plan).spec.num_stages == 1
     with pytest.raises(ConfigError, match="placement"):
         Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan={**plan, "placement": [[1]]})
+    with pytest.raises(ConfigError, match="placement: is needed with a program"):  # routes were blamed
+        Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan={**plan, "placement": []})
     with pytest.raises(ConfigError, match="not an action"):
         Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan={**plan, "program": ["0F0 0Q0"]})
     with pytest.raises(ConfigError, match="is no plan"):
