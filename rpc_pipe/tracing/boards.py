@@ -133,7 +133,7 @@ class Boards:
             while file.stat().st_size == before and time.monotonic() < deadline:
                 time.sleep(0.02)
             time.sleep(0.05)  # the rest of it
-            blocks = file.read_text(errors="replace")[before:].split("\n\n")
+            blocks = file.read_bytes()[before:].decode(errors="replace").split("\n\n")
         except (OSError, KeyError):  # gone, or on another machine
             return ""
         return "\n\n".join(block.strip() for block in blocks if _tells(block))
