@@ -48,7 +48,7 @@ class Job:
     port: int = 0
     #: who can read it may take part
     key_file: Path | None = None
-    #: for how long a worker of another host may not answer
+    #: for how long the connection to a worker of another host may be broken
     lost_after_s: float = 20.0
     #: of this worker among those of its host
     place: int = 0

@@ -58,7 +58,7 @@ class Network(NamedTuple):
     tell: Callable[[str, str], None]
     #: returns what a worker told, or raises TimeoutError
     ask: Callable[[int, float], tuple[str, str]]
-    #: for how long a worker may not answer before it counts as lost
+    #: how long a connection may be broken before the worker counts as lost; a silent one is broken after 5/8 of that
     lost_after_s: float = 20.0
     congestion: str = CONGESTION
 
