@@ -101,7 +101,7 @@ class Absent(Tensor):
         Tensor.data.__set__(self, value)  # type: ignore[attr-defined]
         self._forms = value._forms
 
-    data = property(lambda self: self.detach(), _exchange)
+    data = property(lambda self: Tensor.data.__get__(self), _exchange)  # type: ignore[attr-defined]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]

@@ -64,6 +64,8 @@ class Assignment:
         for event in observation.events:
             for value, version in event.reads:
                 self._readers.setdefault(value, []).append((event, version))
+        #: first and last user of what is written there and kept in the model, which one stage should be
+        self._kept_together = self._spans()
         #: by event; None: on every stage
         self.stage_of: list[int | None] = self._place()
         self.owners = self._find_owners()
@@ -129,7 +131,17 @@ class Assignment:
                 f"model: a cut between {calls[call].where} and {calls[call + 1].where} would fall inside one call of "
                 f"torch.utils.checkpoint, which computes both again; call it for each block, or cut elsewhere"
             )
-        return min(places, key=self._bytes_crossing)
+        whole = [i for i in places if not any(begin < i <= end for begin, end in self._kept_together)]
+        return min(whole or places, key=self._bytes_crossing)
+
+    def _spans(self) -> list[tuple[int, int]]:
+        events, stored = self._observation.events, self._observation.stored
+        written = {stored[storage] for event in events if event.kind for storage in event.writes if storage in stored}
+        using = [event for event in events if event.kind]  # all others run on every stage
+        users = ([event.index for event in using if name in event.buffers | event.params] for name in written)
+        spans = [(places[0], places[-1]) for places in users if places]
+        carried = ([event.index for event in each.events] for each in self._observation.carried)
+        return spans + [(min(places), max(places)) for places in carried]
 
     def _is_inside_checkpoint(self, before: int) -> bool:
         """Tell whether an event and the one before it belong to one call of `checkpoint`."""
@@ -172,7 +184,13 @@ class Assignment:
         events = list(zip(self._observation.events, self.stage_of, strict=True))
         for event, stage in events:
             for name in event.buffers | event.params:
-                users.setdefault(name, set()).add(stage)
+                users.setdefault(name, set()).update([stage] if event.kind else self._takers(event))
+        for name in self._observation.renamed:
+            if len(users.get(name, ())) > 1:
+                raise ConfigError(
+                    f"model: a block exchanges the modules that hold {name} in its forward, and other stages use it "
+                    f"too, each of which has a copy of the model: use it in that block alone, or cut elsewhere"
+                )
         for event, stage in events:
             for storage in event.writes if event.kind else ():
                 name = self._observation.stored.get(storage, "")
@@ -182,8 +200,19 @@ class Assignment:
                         f"too, each of which has a copy of its own; write and use it in one block"
                     )
 
+    def _takers(self, event: Event) -> set[int | None]:
+        """Return the stages that use what an event makes that runs on every stage; None: all do."""
+        if event.decides or event.writes:
+            return {None}
+        readers = {reader for value in event.made for reader, _ in self._readers.get(value, ())}
+        found = ([self.stage_of[reader.index]] if reader.kind else self._takers(reader) for reader in readers)
+        return {stage for stages in found for stage in stages}
+
     def _near(self, event: Event) -> set[int]:
-        """Return the stages that may run an event of another forward, as its position tells."""
+        """Return the stages that may run an event, which may be of another forward, as its position tells."""
+        stage = self.stage_of[event.index] if event in self._observation.events else None
+        if stage is not None:
+            return {stage}
         places = [event.position] if event.is_block else [event.position - 1, event.position]
         return {self._stage_of_call[place] for place in places if 0 <= place < len(self._stage_of_call)}
 

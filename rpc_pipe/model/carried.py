@@ -33,11 +33,15 @@ def look(observer: Observer, observation: Observation, skeleton: Skeleton, befor
     inside = {module for block in skeleton.blocks for module in block.modules()}
     changed = [module for module, held, _, inner in before if _changed(module, held) or inner.changed()]
     skeleton.counting |= set(changed)  # a second forward may change them back
-    around = [module for module in changed if module not in inside] or any(
-        module not in inside for module, _ in skeleton.replaced_buffers()
-    )
+    skeleton.exchanged |= dict.fromkeys(replaced := skeleton.replaced_buffers())
+    around = [module for module in changed if module not in inside] or any(m not in inside for m, _ in replaced)
     writes = any(event.kind is Kind.FREE and event.writes and event.buffers for event in observation.events)
     observation.to_the_end = bool(around) or writes
+    inner = [f"{skeleton.name_of(module)}." for module in changed if module in inside]
+    observation.renamed = [
+        name for name, parameter in skeleton.parameters.items()
+        if name.startswith(tuple(inner)) and skeleton.owned(name) is not parameter
+    ]  # fmt: skip
     homes = _homes(observation.calls)
     counters = [module for module in changed if module not in inside or len(homes.get(module, ())) > 1]
     left = _left(observer, skeleton, changed)
@@ -47,10 +51,17 @@ def look(observer: Observer, observation: Observation, skeleton: Skeleton, befor
     again = _Again(skeleton, given, left, counters)
     with suppress(Exception):  # what it used before that is known
         again.run(*mapped(given, lambda tensor: tensor))
-    observation.carried += [Carried(what, [made, used]) for (what, made), used in again.used]
+    observation.carried += [Carried(what, [made, _first(observation, used)]) for (what, made), used in again.used]
     for module, event in again.counted:
         events = homes.get(module, []) if module in inside else observation.calls
         observation.carried.append(Carried(f"what {skeleton.name_of(module)} counts", [event, *events]))
+
+
+def _first(observation: Observation, event: Event) -> Event:
+    """Return what an event of the second forward was in the first one, if that went the same way so far."""
+    same = observation.events[event.index] if event.index < len(observation.events) else event
+    alike = (same.func, same.module, same.position) == (event.func, event.module, event.position)
+    return same if alike else event
 
 
 def _changed(module: nn.Module, held: Mapping[str, Any]) -> bool:

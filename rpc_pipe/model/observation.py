@@ -131,6 +131,8 @@ class Observation:
     draws_in_python: bool = False
     fields_written: bool = False
     carried: list[Carried] = field(default_factory=list)
+    #: parameters that a block has exchanged for others, with the modules that hold them
+    renamed: list[str] = field(default_factory=list)
     #: storage -> name of the weight or buffer
     stored: dict[int, str] = field(default_factory=dict)
     #: whether all stages must run to the end, since the model counts something around the blocks

@@ -100,6 +100,8 @@ class Skeleton:
         self._standing: list[tuple[nn.Module, str, Tensor]] = []
         #: modules that have been seen to change attributes of theirs in a forward
         self.counting: set[nn.Module] = set()
+        #: buffers in whose place a forward has been seen to put others
+        self.exchanged: dict[tuple[nn.Module, str], None] = {}
 
     def all_tensors(self) -> list[Tensor]:
         """Return the parameters and buffers that stand there now."""

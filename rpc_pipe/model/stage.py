@@ -201,6 +201,7 @@ class _Forward(TorchFunctionMode):
         self._now |= (given := {key: at(fields, path) for path, key in script.fields})
         versions = _versions(given.values())
         self._skeleton.run = self
+        buffers = [(module._buffers, name, module._buffers.get(name)) for module, name in self._skeleton.exchanged]
         output = None
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # what the model's own contexts did not put back
             try:
@@ -215,6 +216,9 @@ class _Forward(TorchFunctionMode):
                 self._skeleton.run = None
                 for hook in self._hooks:
                     hook.remove()
+                for held, name, before in buffers:
+                    if isinstance(held.get(name), Absent):  # another stage has its numbers
+                        held[name] = before
         if not script.fields_written and not script.is_alone and _versions(given.values()) != versions:
             raise _wrote_fields()
         self._refuse_odd(self._odd)

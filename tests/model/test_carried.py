@@ -72,8 +72,20 @@ class RemembersForOthers(Model):
         self.memory = x.detach().mean(0)
 
 
+class AveragesBetween(Model):
+    """Between two blocks, where a cut must not part what is written from what is made of it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](self.stem(x)))
+        with torch.no_grad():
+            self.mean = (self.mean + x.mean(0)) / 2
+        self.count.data.add_((x > 0).sum())
+        x = (x - self.mean) * (1 + self.count % 2)
+        return self.head(self.blocks[3](self.blocks[2](x)))
+
+
 @pytest.mark.parametrize("num_workers", [2, 3])
-@pytest.mark.parametrize("make", [CountsInBuffer, CountsInAttribute, CountsInList, RemembersForOthers])
+@pytest.mark.parametrize("make", [CountsInBuffer, CountsInAttribute, CountsInList, RemembersForOthers, AveragesBetween])
 def test_what_the_end_of_a_forward_counts_is_counted_on_every_stage(make, num_workers):
     """Stages ended their forward when they had all that they hand on, and the first went on with the first numbers."""
     model = made(make)
@@ -151,9 +163,29 @@ class CountsTogether(Model):
         self.blocks = nn.ModuleList([Counting(counter) for _ in range(4)])
 
 
+class Exchanges(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.near, self.far = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.near, self.far = self.far, self.near
+        return self.near(x).tanh() + self.far(x) / 2
+
+
+class UsesWhatIsExchanged(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Exchanges() for _ in range(4)])
+
+    def behind(self, x: Tensor) -> None:
+        x.mul_(self.blocks[0].far.weight.mean())  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
+        (UsesWhatIsExchanged, r"exchanges the modules that hold blocks\.0\.far\.weight in its forward, and other"),
         (Averages, r"mean is written at test_carried\.py:\d+, on stage 1, and used by other stages too"),
         (AveragesAnew, r"attribute mean of AveragesAnew is left by one forward and used by the next on stages 0, 1,"),
         (Remembers, r"attribute memory of Remembers is left by one forward and used by the next on stages 0, 1,"),
