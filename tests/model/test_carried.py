@@ -185,7 +185,7 @@ class UsesWhatIsExchanged(Model):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (UsesWhatIsExchanged, r"exchanges the modules that hold blocks\.0\.far\.weight in its forward, and other"),
+        (UsesWhatIsExchanged, r"exchanges the modules that hold blocks\.0\.near\.weight in its forward, and other"),
         (Averages, r"mean is written at test_carried\.py:\d+, on stage 1, and used by other stages too"),
         (AveragesAnew, r"attribute mean of AveragesAnew is left by one forward and used by the next on stages 0, 1,"),
         (Remembers, r"attribute memory of Remembers is left by one forward and used by the next on stages 0, 1,"),

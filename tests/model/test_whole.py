@@ -256,13 +256,28 @@ class Asking(nn.Module):
         return x
 
 
-def test_what_asks_for_gradients_is_recomputed_too():
+class AskingTorchFunc(Asking):
+    """The same by `torch.func`, which bears no hooks of what is saved; and looks at data beside the blocks."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(torch.func.grad(lambda row: super(type(self), self).forward(row).tanh().sum()))(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x = x + x.data.sort(1).values
+        return x
+
+
+@pytest.mark.parametrize("make", [Asking, AskingTorchFunc])
+def test_what_asks_for_gradients_is_recomputed_too(make):
     """What it saved on shapes was dropped, as if it were to be computed again: a _NeededError of ours."""
     x, y = torch.randn(2, 4, 3, 4)
     losses = []
     for schedule in ("1f1b", "varuna"):
         pipe = Pipeline(
-            made(Asking), nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=2, schedule=schedule
+            made(make), nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=2, schedule=schedule
         )
         losses.append([pipe.step((x, y)) for _ in range(2)])
     assert losses[0] == losses[1]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
 from .batch_norm import statistics
 from .inner_state import InnerState, Place, places_in
@@ -268,7 +269,7 @@ class Recomputation:
         try:
             with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
                 tree = forward()
-        except (_NeededError, RuntimeError) as error:
+        except (_NeededError, RuntimeError, ConfigError) as error:
             if not isinstance(error, _NeededError) and "saved tensor hooks" not in str(error):
                 raise
             self._drops = False
