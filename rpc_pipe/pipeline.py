@@ -381,13 +381,9 @@ class Pipeline(Weights):
             raise PipeError("this pipeline is closed; `close` comes last, also at the end of a `with` block")
         if self._maker is not None and call is not WorkerActor.barrier:
             raise ConfigError("the model is cut by the first batch: train or evaluate first, or pass example=, a batch")
-        self.partition.following.follow()
-        try:
-            # Around all workers of this process at once: they share its generators.
-            with preserved(*self._devices):
-                return [call(self._actors[0])] if self._threads is None else self._threads.each(call)
-        finally:
-            self.partition.following.note()
+        # Around all workers of this process at once: they share its generators, and the modules given.
+        with self.partition.following.around(), preserved(*self._devices):
+            return [call(self._actors[0])] if self._threads is None else self._threads.each(call)
 
 
 def _actors(

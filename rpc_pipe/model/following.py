@@ -6,6 +6,8 @@ process all of it would be the user's own modules: modes, a factor in an attribu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
@@ -93,15 +95,16 @@ class Following:
         """Let `copy` follow `own`, of which it has just been made."""
         self._groups.append(_Group(own, copy, runs))
 
-    def follow(self) -> None:
-        """Change the copies as the user's modules have been changed since they were noted."""
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """Return a context for a call: the copies become what the user's modules are, whose changes by it are noted."""
         for group in self._groups:
             group.follow()
-
-    def note(self) -> None:
-        """Take note of what a call has changed in the user's own modules."""
-        for group in self._groups:
-            group.note()
+        try:
+            yield
+        finally:
+            for group in self._groups:
+                group.note()
 
 
 def _is_set(name: str, value: Any) -> bool:
