@@ -253,8 +253,8 @@ def test_a_shard_that_does_not_come_is_named(shards, monkeypatch):
     slow, release = tokens(shards, CONTEXT), threading.Event()
     load = slow.load
     monkeypatch.setattr(slow, "load", lambda chunk, busy: (release.wait(20), load(chunk, busy))[1])
-    with pytest.raises(Stalled, match=r"shard \d\.npy: has not been loaded for 0\.1 s"):
-        next(iter(Loader(slow, rows=6, timeout_s=0.1)))[0]
+    with pytest.raises(Stalled, match=r"shard \d\.npy: has not been loaded for 1 s"):
+        next(iter(Loader(slow, rows=6, timeout_s=1)))[0]
     release.set()
 
 
