@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..dependency import ConfigError, Spec
-from ..model.absent import OperatorMode, draws_at_random
+from ..model.absent import draws_at_random
 from ..model.made import Made, load
 from ..model.microbatches import Microbatches
 from ..model.partition import Partition
@@ -26,6 +26,7 @@ from ..model.trees import mapped
 from ..model.whole import Whole
 from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor
+from ..workers.compute.operators import OperatorMode
 from ..workers.compute.randomness import Randomness, preserved
 from ..workers.transport.payload import Tree
 from .proof import add_up, replicas, summing_orders

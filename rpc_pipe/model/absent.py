@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .of_shapes import CONSTRUCTORS, OPERATORS
 from .trees import leaves, replaced, tensors
@@ -31,17 +31,6 @@ NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 _CONVOLUTION = torch.ops.aten.convolution.default
 #: attributes that an absent tensor has, whoever made it
 _OWN_ATTRIBUTES = frozenset({"shapes", "_forms", "_is_param"})
-
-
-class OperatorMode(TorchDispatchMode):
-    """A mode that sees operators, and imports no compiler for it: compiled functions run as they were written."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
 
 
 class Absent(Tensor):

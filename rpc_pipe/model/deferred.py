@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..dependency import ConfigError
+from ..workers.compute.operators import OperatorMode
 from ..workers.compute.randomness import Randomness
-from .absent import NEEDS_NUMBERS, Absent, OperatorMode, Shapes, on_shapes, storage_of, written
+from .absent import NEEDS_NUMBERS, Absent, Shapes, on_shapes, storage_of, written
 from .trees import Path, leaves, replaced, tensors
 
 #: tensors up to this many elements are made at once: tables of positions, rates of dropout, biases

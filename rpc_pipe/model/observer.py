@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError
+from ..workers.compute.operators import OperatorMode
 from .absent import (
     NEEDS_NUMBERS,
     Absent,
-    OperatorMode,
     draws_at_random,
     numbers,
     on_ones,

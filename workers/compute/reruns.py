@@ -8,7 +8,7 @@ theirs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence, Sized
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from ..transport.payload import tensors_of
 from .autocast import Casts
+from .borders import address
 from .inner_state import places_in
+from .operators import OperatorMode
 from .randomness import computing
 from .recomputation import World, equal
 from .split_backward import children_first, packed
@@ -78,9 +81,10 @@ class Reruns:
                 called.add(module)
 
         world = World(self._modules, {}, self._modules, places_in(self._modules))
+        reads = _Reads(self._modules, self._written)
         handle = register_module_forward_pre_hook(note)
         try:
-            with casts.backward():
+            with casts.backward(), reads if reads.moved else nullcontext():
                 yield
         finally:
             handle.remove()
@@ -89,12 +93,35 @@ class Reruns:
         again = {part for module in called for part in module.modules()}
         again |= {module for module in self._modules if not called.isdisjoint(module.modules())}
         changed = [module for module in world.changed(equal) if module in again]
-        # A checkpoint ends as soon as it has what backward needs: what a forward moves last it reads only.
+        # A checkpoint ends as soon as all is saved that backward needs: what is moved last is read and not moved, and
+        # what is saved last no operator has taken.
         moved = set(self._written.weights or ())
         changed += [module for module in again if not moved.isdisjoint(module._parameters.values())]
         changed += [module for module, _ in self._written.buffers if module in called]
+        changed += reads.found
         self._writers = changed or (None if of_inputs else [])
         self._may_be = self._writers != []
+
+
+class _Reads(OperatorMode):
+    """Sees which modules what runs again takes something of that forwards write: later ones may have by then.
+
+    Attributes:
+        moved: where that lies -> a module that holds it.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], written: Written) -> None:
+        super().__init__()
+        weights, held = set(written.weights or ()), [(m, m._buffers.get(name)) for m, name in written.buffers]
+        held += [(module, weight) for module in modules for weight in module._parameters.values() if weight in weights]
+        self.moved = {address(tensor): module for module, tensor in held if tensor is not None}
+        self.found: list[nn.Module] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_grad_enabled():  # backward's own operators run without
+            given = map(address, tensors_of((tuple(args), kwargs or {})))
+            self.found += [self.moved[at] for at in given if at in self.moved]
+        return func(*args, **(kwargs or {}))
 
 
 def _may_run_again(roots: Sequence[Tensor]) -> bool:
