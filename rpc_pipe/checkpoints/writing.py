@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import shutil
 import threading
 import time
@@ -21,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..dependency import ConfigError, Stalled
+from ..dependency.at_exit import at_exit
 from ..workers.compute.shard import Shard
 from . import folder
 from .shard_state import described, evaluated_tensors, model_tensors, of_route, optimizer_tensors
@@ -246,9 +246,8 @@ class Writing(threading.Thread):
         self._own_are = threading.Event()
         self.error: Exception | None = None
         self.path: Path | None = None
-        self._process = os.getpid()
         self.start()
-        atexit.register(self._at_exit)
+        self._registered = at_exit(self._at_exit)
 
     def run(self) -> None:
         """Write."""
@@ -268,7 +267,7 @@ class Writing(threading.Thread):
 
     def finished(self) -> Exception | None:
         """Wait until the checkpoint is complete, as far as this process sees; return why it cannot be."""
-        atexit.unregister(self._at_exit)
+        atexit.unregister(self._registered)
         own = self._own_are.wait(self._own_s)
         if own:
             self.join(self._deadline_s + _MANIFEST_S)
@@ -287,6 +286,5 @@ class Writing(threading.Thread):
         shutil.rmtree(self._place, ignore_errors=True)
 
     def _at_exit(self) -> None:
-        # Nobody has asked how it went; in a fork, such as one that loads data, it goes on elsewhere.
-        if self._process == os.getpid() and (error := self.finished()) is not None:
+        if (error := self.finished()) is not None:  # nobody has asked how it went
             logger.error("%s", error)

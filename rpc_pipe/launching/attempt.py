@@ -19,7 +19,7 @@ from ..dependency import ConfigError
 from ..dispatch.view import View
 from ..tracing.board import Live, State
 from ..tracing.boards import Boards
-from .cause import FAILED, INTERRUPTED, LAST_LINES, WRONG_INPUT, Cause, memory_kills, of_death, of_stall
+from .cause import FAILED, INTERRUPTED, LAST_LINES, WRONG_INPUT, Cause, killed, memory_kills, of_death, of_stall
 from .logs import Logs
 from .report import Reporter
 from .worker_process import Event, Events, WorkerProcess
@@ -188,6 +188,8 @@ class Attempt:
         return of_stall(told, culprit, view.lives, view.roll_call() if view.lives else [], stacks, view.now_ns)
 
     def _blame_death(self, rank: int, code: int) -> None:
+        if rank in self._done and code < 0:  # what is torn down last, as libraries of devices are
+            self._reporter.text(f"{killed(rank, code)} when its script had ended")
         if code == INTERRUPTED or rank in self._done or rank in self._consequences or self._cause is not None:
             return
         self._look()

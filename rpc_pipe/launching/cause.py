@@ -39,8 +39,7 @@ def of_death(worker: int, code: int, live: Live, lines: Sequence[str], *, rpc: b
     if code >= 0:
         early = "; it may call os._exit or sys.exit" if code == 0 else ""
         return Cause(f"worker {worker} died", f"worker {worker} ended with exit code {code} while {live}{early}")
-    name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
-    text = f"worker {worker} was killed by signal {-code}{name} while {live}"
+    text = f"{killed(worker, code)} while {live}"
     if code == -signal.SIGKILL and out_of_memory:
         text += "; the system has killed processes meanwhile, as it was out of memory"
     if code == -signal.SIGABRT and rpc and any(map(_GARBAGE.search, lines)):
@@ -51,6 +50,12 @@ def of_death(worker: int, code: int, live: Live, lines: Sequence[str], *, rpc: b
     if lines:
         text += "\nit printed last:\n" + "\n".join(f"  {line}" for line in lines)
     return Cause(f"worker {worker} died", text)
+
+
+def killed(worker: int, code: int) -> str:
+    """Say which signal has ended a worker's process, by its `code` below 0."""
+    name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
+    return f"worker {worker} was killed by signal {-code}{name}"
 
 
 def of_stall(

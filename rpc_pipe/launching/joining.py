@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import os
 import re
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from ..dependency import ConfigError
+from ..dependency.at_exit import at_exit
 from ..tracing import run_folders
 from . import launcher_link as link
 from .interfaces import LOOPBACK, address_of, interface_towards
@@ -79,7 +79,7 @@ def _by_rpc(job: Job) -> Carrier:
 
     where = job.init_method, job.join_timeout_s
     carrier = RpcCarrier(job.worker, job.num_workers, *where, store=store, shared_memory=job.shared_memory)
-    atexit.register(carrier.close)
+    at_exit(carrier.close)
     return carrier
 
 
@@ -93,7 +93,7 @@ def _by_zmq(job: Job) -> Carrier:
         network = _network(job)
     options = {"shared_memory": job.shared_memory}
     carrier = ZmqCarrier(job.worker, job.num_workers, folder, network, job.join_timeout_s, **options)
-    atexit.register(_leave, carrier, None if job.init_method.startswith("file://") else folder)
+    at_exit(_leave, carrier, None if job.init_method.startswith("file://") else folder)
     return carrier
 
 

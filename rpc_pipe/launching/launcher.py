@@ -266,8 +266,11 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
     else:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the others leave, which TensorPipe warns of
         link.tell_instead(reporter.handle)
+    process = os.getpid()
     try:
         work()
+        if os.getpid() != process:  # the script has forked, and the child has come to its end too
+            return 0
     except (ConfigError, ScheduleError) as error:
         link.tell(kind="wrong input", text=str(error))
         return WRONG_INPUT
@@ -279,6 +282,8 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
         link.tell(kind="failure", text=str(error), **{name: isinstance(error, kind) for name, kind in kinds.items()})
         return FAILED
     except BaseException as error:  # outside the pipeline's own calls: the user's script
+        if os.getpid() != process:  # which has forked: not this worker has failed, and its interpreter says it
+            raise
         if not isinstance(error, Exception):
             well = isinstance(error, SystemExit) and error.code in (None, 0)
             if well or link.stopping() or not link.present():

@@ -5,7 +5,6 @@ The launcher's leash ends the worker when the launcher is gone; what the worker 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import json
@@ -23,6 +22,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 from ..dependency import ConfigError
+from ..dependency.at_exit import at_exit
 from ..tracing import run_folders
 from ..tracing.ending import RUN_FAILED, Ending, tell_end
 from ..tracing.mirror import RemoteBoards
@@ -220,7 +220,7 @@ def attach(pipeline: Attachable) -> None:
 def _end_with_a_sentence(worker: int) -> None:
     """Let worker 0 say at the end of its process how the run went, for which the others stay."""
     # What is registered later is done earlier: before the carrier leaves.
-    atexit.register(_say_how_it_went if worker == 0 else _stay)
+    at_exit(_say_how_it_went if worker == 0 else _stay)
 
 
 def _say_how_it_went() -> None:

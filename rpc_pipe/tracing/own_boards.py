@@ -48,6 +48,8 @@ _PAUSE_S = 0.01
 
 #: by worker, those of the pipeline made last, until the end, which they must tell
 _boards: dict[int, OwnBoard] = {}
+#: the process whose they are: its forks leave them alone
+_owner = 0
 #: to other workers, if they are other processes
 _carrier: RemoteBoards | None = None
 #: worker 0 has asked for the last time
@@ -166,7 +168,7 @@ def record(training: Training) -> None:
 
 
 def _keep(training: Training, folder: Path | None) -> None:
-    global _carrier
+    global _carrier, _owner
 
     def board(worker: int) -> OwnBoard:
         made = _boards[worker] = OwnBoard(training, worker, folder)
@@ -175,6 +177,7 @@ def _keep(training: Training, folder: Path | None) -> None:
         return made
 
     _boards.clear()
+    _owner = os.getpid()
     training.listen(board)
     for actor in training.actors:
         if isinstance(actor.carrier, RemoteBoards):
@@ -280,6 +283,8 @@ def _tell_error(error: BaseException) -> None:
 @atexit.register
 def leave() -> None:
     """Say that the workers have left; clear up, unless a launcher does, which still wants to read."""
+    if _owner != os.getpid():
+        return
     error = getattr(sys, "last_value", None)
     if error is not None:
         _tell_error(error)

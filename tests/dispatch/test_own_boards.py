@@ -103,6 +103,16 @@ def test_who_has_gone_without_a_word_is_known_by_its_board(folder, monkeypatch):
     assert pipe.num_workers == killed.num_workers
 
 
+def test_a_fork_leaves_the_boards_of_its_parent(folder, monkeypatch):
+    pipe = pipeline(num_microbatches=2)
+    with monkeypatch.context() as fork:
+        fork.setattr(own_boards, "_owner", 0)
+        own_boards.leave()
+    assert run_folders.boards(folder).keys() == {0, 1}
+    own_boards.leave()
+    assert not run_folders.boards(folder) and pipe.num_workers == 2
+
+
 def test_a_run_that_is_not_watched_can_still_be_told_of(monkeypatch):
     monkeypatch.setattr(own_boards, "_folder", lambda: None)
     unseen, pipe = pipeline(num_microbatches=2), pipeline(num_microbatches=4)
