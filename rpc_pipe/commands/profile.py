@@ -216,6 +216,7 @@ def _measure_together(
             arguments += [f"--{name}", str(typed[name])]
     path.parent.mkdir(parents=True, exist_ok=True)
     reporter.console.print(f"measuring with {workers} workers at once", markup=False)
+    _tell_shared_cores(workers, typed.get("threads", 1), reporter)
     before = path.stat().st_mtime_ns if path.exists() else 0
     with _unwatched():
         code = launch(arguments, workers, Reporter("json" in typed), How(typed.get("threads")))
@@ -223,6 +224,17 @@ def _measure_together(
         raise ConfigError(
             f"--workers {workers}: that many processes could not measure the model here, as told above; "
             "--alone measures in one"
+        )
+
+
+def _tell_shared_cores(workers: int, threads: int, reporter: Reporter) -> None:
+    cores = len(os.sched_getaffinity(0))
+    if workers * threads > cores:
+        each = f" of {threads} threads" if threads > 1 else ""
+        reporter.console.print(
+            f"{workers} workers{each} share {cores} core{'s' * (cores > 1)}: a block's time is what it takes while "
+            "all compute; where some wait, steps are shorter than predicted",
+            markup=False,
         )
 
 

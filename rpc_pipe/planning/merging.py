@@ -13,6 +13,8 @@ from .simulator import Link
 
 #: workers count as equal if the slowest takes less than so many times as long as the fastest: less is noise
 _ALIKE = 1.1
+#: and so does it if it takes less for more than one of so many blocks
+_FEW = 5
 #: a link is told apart from the others if its payloads take more than so many times as long, or less
 _SAME_LINK = 1.5
 #: bytes of a payload by which links are compared
@@ -40,13 +42,19 @@ def merged(profiles: Sequence[Profile], links: Mapping[tuple[int, int], Link]) -
 
 
 def _slowness(profiles: Sequence[Profile]) -> list[float]:
-    totals = [
-        sum(cost.times[F] + cost.times[B] for costs in profile.measured.values() for cost in costs)
-        for profile in profiles
+    """Return how many times as long each worker takes as the fastest: 1 for all, if they differ by noise alone.
+
+    A slower worker is slower at nearly every block. One that was disturbed is slower at some.
+    """
+    blocks = [
+        [cost.times[F] + cost.times[B] for costs in profile.measured.values() for cost in costs] for profile in profiles
     ]
-    fastest = min(totals)
-    slow = [total / fastest if fastest else 1.0 for total in totals]
-    return [1.0] * len(slow) if max(slow) < _ALIKE else slow
+    totals = [sum(took) for took in blocks]
+    fastest, slowest = blocks[totals.index(min(totals))], blocks[totals.index(max(totals))]
+    ratios = sorted(b / a for a, b in zip(fastest, slowest, strict=True) if a)
+    if not ratios or sum(slowest) < _ALIKE * sum(fastest) or ratios[len(ratios) // _FEW] < _ALIKE:
+        return [1.0] * len(totals)
+    return [total / sum(fastest) for total in totals]
 
 
 def _median(costs: Sequence[LayerCost], slow: Sequence[float]) -> LayerCost:

@@ -120,6 +120,8 @@ def test_what_workers_measured_at_once_is_one_profile_with_speeds_and_links():
     alike = merged([fast, profile(1.04, 2.0)], {**links, (1, 0): Link(20, 1e4)})
     assert [worker["speed"] for worker in alike.topology["workers"]] == [1, 1]
     assert set(alike.topology["links"]) == {"0-1", "1-0"}
+    usual, disturbed = profile(1, 1, 1, workers=2), profile(1, 1, 3, workers=2)
+    assert [worker["speed"] for worker in merged([disturbed, usual], links).topology["workers"]] == [1, 1]
 
 
 def test_a_step_that_follows_another_is_as_long_as_the_longest_part_of_a_worker():
