@@ -69,6 +69,15 @@ class Assignment:
         #: by event; None: on every stage
         self.stage_of: list[int | None] = self._place()
         self.owners = self._find_owners()
+        #: parameter or buffer -> the stages that use it; None: all
+        self.users = self._find_users()
+        #: those that are written where not every stage does
+        self.written = {
+            observation.stored[storage]
+            for event in observation.events
+            for storage in (event.writes if event.kind else ())
+            if storage in observation.stored
+        }
         if self.num_stages > 1:
             self._refuse_state()
         #: buffer -> the last stage that uses it as not every stage does
@@ -118,9 +127,9 @@ class Assignment:
         for event in self._observation.events[first:end]:
             if event.in_function and event.kind:  # what it is called with may cross, not what it computes
                 end = min(end, event.index)
-            # where a parameter's place is settled, its uses stay on that side
-            if self._owners is not None and event.kind is Kind.BLOCKS and event.params:
-                settled = [self._owners.get(name, set()) for name in event.params]
+            # where the place of a parameter or buffer is settled, its uses stay on that side
+            if self._owners is not None and event.kind is Kind.BLOCKS:
+                settled = [self._owners[name] for name in event.params | event.buffers if name in self._owners]
                 if any(stages[call] in stages_of and stages[call + 1] not in stages_of for stages_of in settled):
                     first = event.index + 1
                 elif any(stages[call] not in stages_of for stages_of in settled):
@@ -170,6 +179,13 @@ class Assignment:
                 )
         return owners
 
+    def _find_users(self) -> dict[str, set[int | None]]:
+        users: dict[str, set[int | None]] = {}
+        for event, stage in zip(self._observation.events, self.stage_of, strict=True):
+            for name in event.buffers | event.params:
+                users.setdefault(name, set()).update([stage] if event.kind else self._takers(event))
+        return users
+
     def _refuse_state(self) -> None:
         """Refuse what one stage would leave in the model for another to use in the next forward."""
         for each in self._observation.carried:
@@ -180,11 +196,7 @@ class Assignment:
                     f"{', '.join(map(str, sorted(stages)))}, each of which has a copy of the model: keep it in "
                     f"one block"
                 )
-        users: dict[str, set[int | None]] = {}
-        events = list(zip(self._observation.events, self.stage_of, strict=True))
-        for event, stage in events:
-            for name in event.buffers | event.params:
-                users.setdefault(name, set()).update([stage] if event.kind else self._takers(event))
+        users, events = self.users, list(zip(self._observation.events, self.stage_of, strict=True))
         for name in self._observation.renamed:
             if len(users.get(name, ())) > 1:
                 raise ConfigError(

@@ -222,6 +222,9 @@ class Observed:
                     carry_over(parameter, made, change)
                 own[name] = made
         skeleton.put(own)
+        # Where a buffer was seen to be used other forwards use it too: one may write it, as in training.
+        places = {name: {s for s in stages if s is not None} for name, stages in self._assigned(cut).users.items()}
+        owners = {name: stages for name, stages in places.items() if len(stages) == 1} | owners
         calls = self._observation.calls[cut[stage].start : cut[stage].stop]
         running = {self._skeleton.path_of(call.module) for call in calls if call.module is not None}
         foreign = [block for block, path in zip(skeleton.blocks, self._block_paths, strict=True) if path not in running]

@@ -56,7 +56,7 @@ class Observer(TorchFunctionMode):
         self._hollow = {key for key, value in self.values.items() if is_hollow(value, self.events)}
         self._params = {id(p): name for name, p in skeleton.parameters.items()}
         self._buffers = {id(b): name for name, b in skeleton.module.named_buffers(remove_duplicate=False)}
-        self._standing = [(b, name) for name, b in skeleton.module.named_buffers()]
+        self._standing = [(b, name) for name, b in skeleton.module.named_buffers(remove_duplicate=False)]
         self._standing += [(parameter, name) for name, parameter in skeleton.parameters.items()]
         self._current: Event | None = None
         #: of every tensor that an operator made: by which event; and the tensors, so that no id is used again

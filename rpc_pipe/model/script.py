@@ -15,6 +15,7 @@ from .observation import Event, Observation, Part, is_hollow
 from .promise import Promise
 from .skeleton import Skeleton
 from .trees import Path, leaves, replaced
+from .users import Users
 
 #: number of a part, path in it, tensor as it was observed (by its id)
 _Place = tuple[int, Path, int]
@@ -67,16 +68,24 @@ class Script:
 
     Args:
         observation: the forward that was observed; not kept.
+        users: hears which stages use what.
 
     Raises:
         NeedsField: the stage takes something that is made of a field that is not read here.
     """
 
     def __init__(
-        self, observation: Observation, skeleton: Skeleton, stage: int, cut: Sequence[range], owners: Owners
+        self,
+        observation: Observation,
+        skeleton: Skeleton,
+        stage: int,
+        cut: Sequence[range],
+        owners: Owners,
+        users: Users,
     ) -> None:
         self._skeleton, self.stage = skeleton, stage
         assignment = Assignment(observation, cut, owners)
+        users.note(assignment)
         role = assignment.role(stage)
         self.is_last = stage == len(cut) - 1
         self.is_alone = len(cut) == 1

@@ -22,6 +22,7 @@ from .script import Departed, Script, Step, agrees
 from .skeleton import Skeleton, is_mark
 from .trees import Path, at, leaves, mapped, replaced, tensors
 from .undoing import Writes
+from .users import Users
 
 #: ways through the forward that are remembered for inputs of one form
 _MOST_SCRIPTS = 8
@@ -61,6 +62,7 @@ class Stage:
         self._modules = list(self.module.modules())
         self._own = self.own_modules()
         self._writes = Writes(self._own)
+        self._users = Users()
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -137,7 +139,7 @@ class Stage:
 
     def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:
         observation = observe_forward(self._skeleton, args, kwargs)
-        return Script(observation, self._skeleton, self.index, self._cut, self._owners)
+        return Script(observation, self._skeleton, self.index, self._cut, self._owners, self._users)
 
     def _modes(self) -> Any:
         device = self._skeleton.device.type

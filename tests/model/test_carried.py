@@ -77,9 +77,9 @@ class AveragesBetween(Model):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[1](self.blocks[0](self.stem(x)))
-        with torch.no_grad():
-            self.mean = (self.mean + x.mean(0)) / 2
-        self.count.data.add_((x > 0).sum())
+        if self.training:
+            self.mean = (self.mean + x.detach().mean(0)) / 2
+            self.count.data.add_((x > 0).sum())
         x = (x - self.mean) * (1 + self.count % 2)
         return self.head(self.blocks[3](self.blocks[2](x)))
 
@@ -100,6 +100,10 @@ def test_what_the_end_of_a_forward_counts_is_counted_on_every_stage(make, num_wo
         return loss_fn(alone(inputs), target)
 
     assert losses == plain(loss, pieces, lambda loss: loss, list(alone.parameters()))
+    evaluated = pipe.evaluate((x[0], y[0]))
+    alone.eval()
+    with torch.no_grad():
+        assert evaluated == pytest.approx(sum(float(loss(a, b)) for (a, b), _ in pieces[0]) / 4)
     assert_same_state(pipe, alone)
 
 
