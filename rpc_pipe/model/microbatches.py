@@ -74,6 +74,8 @@ class Microbatches:
             whole = inputs if targets is None else targets if inputs is None else (inputs, targets)
             num = count(whole)
             parts = min(num_microbatches, max(1, num))
+            if parts > 1:
+                _refuse_masks(whole, num)
             split = split_rows if pair is None else partial(_split_rows, rows=num)
             pieces = list(zip(split(inputs, parts), split(targets, parts), strict=True))
         rows = [count_piece(targets if inputs is None else inputs) for inputs, targets in pieces]
@@ -129,6 +131,24 @@ class Microbatches:
             (told, ""),
             batch,
         )
+
+
+def _refuse_masks(batch: Tree, rows: int) -> None:
+    """Refuse a mask of positions by positions: it is for all rows, but has as many as the batch, and would be split.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for tensor in tensors_of(batch):
+        if rows > 2 and tensor.shape == (rows, rows) and not tensor.is_complex():
+            above = torch.ones(rows, rows, dtype=torch.bool, device=tensor.device).triu(1)
+            for one, other in ((tensor[above], tensor[~above]), (tensor[above.T], tensor[~above.T])):
+                if bool((one == one[0]).all()) and bool((other == other[0]).all()) and bool(one[0] != other[0]):
+                    raise ConfigError(
+                        f"batch: a tensor of {rows} x {rows} that is one triangle looks like an attention mask, and "
+                        f"would be split as the batch of {rows} rows is: make it in the model, or expand it to one of "
+                        f"{rows} x {rows} for each row"
+                    )
 
 
 def _num_rows(tree: Tree) -> int:
