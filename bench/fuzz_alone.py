@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ from rpc_pipe.dependency import Spec
 from rpc_pipe.model.microbatches import Microbatches, join_rows
 from rpc_pipe.model.partition import Partition
 from rpc_pipe.workers.compute.randomness import Randomness, preserved, python_too
+from rpc_pipe.workers.compute.stash import Holding
 from rpc_pipe.workers.transport.payload import Tree, map_tensors
 
 
@@ -129,16 +130,8 @@ class Alone:
                 outputs = [self._output(spec, m, pieces) for m in range(len(pieces.inputs))]
             return join_rows(outputs)
 
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        modules = [module for layers in self.replicas for layer in layers for module in layer.modules()]
-        modes = [module.training for module in modules]
-        for module in modules:
-            module.training = False
-        with torch.no_grad():
-            yield
-        for module, mode in zip(modules, modes, strict=True):
-            module.training = mode
+    def _evaluating(self) -> AbstractContextManager[None]:
+        return evaluating([module for layers in self.replicas for layer in layers for module in layer.modules()])
 
     def _cut(self, asked: dict[str, Any]) -> tuple[Microbatches, Spec]:
         pieces = Microbatches.of(asked.get("batch"), asked.get("microbatches"), self._spec.num_microbatches, 1)
@@ -170,7 +163,7 @@ class Replayed:
     """
 
     def __init__(self, case: Case, spec: Spec, ranges: Sequence[range]) -> None:
-        randomness = Randomness(case.number)
+        randomness = self._randomness = Randomness(case.number)
         layers = [layer for _, layer in Partition(case.model(), 1).build(0, randomness, 0)]
         self._case = case
         self._replay = Replay(
@@ -199,6 +192,40 @@ class Replayed:
             return next(self._replay.train([batch]))
         self._batches.append(batch)
         return next(self._losses)
+
+    def evaluate(self, asked: dict[str, Any]) -> float:
+        """Return the loss of a batch by the newest weights, or the reference."""
+        replay = self._replay
+        pieces = Microbatches.of(asked["batch"], None, self._case.microbatches, 1)
+        stages = replay.replicas[0]
+        modules = [module for layers in self.replicas for layer in layers for module in layer.modules()]
+        parts = []
+        with evaluating(modules), preserved(torch.device("cpu")), ExitStack() as stack:
+            for stage, reference in zip(stages, replay.reference, strict=True):
+                own = [parameter for _, parameter in stage.named]
+                if self._case.spec().elasticity:
+                    stack.enter_context(Holding(stage.places, [reference[name] for name, _ in stage.named], own))
+            for m, x in enumerate(pieces.inputs):
+                x = map_tensors(x, torch.clone)
+                for layer, module in (layer for stage in stages for layer in stage.layers):
+                    seed = partial(self._randomness.seed_forward, replay._num_steps, m)
+                    python_too(seed)(layer, 0)
+                    x = module(x)
+                loss = self._case.loss_fn(x, pieces.targets[m].clone())
+                parts.append((loss.reshape(()) * pieces.shares[m]).double().item())
+        return float(sum(parts))
+
+
+@contextmanager
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Return a context in which modules are in evaluation mode, and nothing has a gradient."""
+    modes = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    with torch.no_grad():
+        yield
+    for module, mode in zip(modules, modes, strict=True):
+        module.training = mode
 
 
 def _taken_grad(parameter: Tensor) -> Tensor | None:

@@ -118,7 +118,7 @@ class Case:
         self.unsplit = self.autocast = False
         self.accumulate, self.loss_fn = 1, draw.choice(MEANS)
         self.streams, self.steps = draw.random() < 0.7, draw.choice([1, 3, 5])
-        self.between = [draw.choice(["", "", "state"]) for _ in range(self.steps)]
+        self.between = [draw.choice(["", "", "state", "evaluate"]) for _ in range(self.steps)]
 
     @property
     def num_early(self) -> int:

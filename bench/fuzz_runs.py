@@ -175,11 +175,9 @@ def _between(case: Case, pipe: Pipeline | Alone | Replayed, step: int, batch: tu
     what = case.between[step]
     if what == "state" and isinstance(pipe, Pipeline):
         pipe.state_dict()
-    elif isinstance(pipe, Replayed):
-        return
     elif what == "evaluate":
         yield pipe.evaluate(**case.asked(batch)) if isinstance(pipe, Pipeline) else pipe.evaluate(case.asked(batch))
-    elif what == "predict":
+    elif what == "predict" and not isinstance(pipe, Replayed):
         yield pipe.predict(batch[0])
 
 
