@@ -19,7 +19,8 @@ from ..workers.compute.by_hand import hooks_of
 from ..workers.compute.inner_state import OF_TORCH
 from .absent import Absent
 
-_PLAIN = (bool, int, float, str)
+_PLAIN = frozenset((bool, int, float, str))
+_NONE: list[Any] = []
 
 
 class _Group:
@@ -114,9 +115,11 @@ def _is_set(name: str, value: Any) -> bool:
 def _state(module: nn.Module | None, names: list[str]) -> tuple[list[Any], list[Any]]:
     if module is None:
         return [], []
-    held = vars(module)
-    plain = [value if type(value := held.get(name)) in _PLAIN else None for name in names]
-    return plain, [_of_buffer(buffer) for buffer in module._buffers.values()]
+    held = module.__dict__
+    plain = list(map(held.get, names))
+    if not _PLAIN.issuperset(map(type, plain)):
+        plain = [value if type(value) in _PLAIN else None for value in plain]
+    return plain, [_of_buffer(buffer) for buffer in buffers.values()] if (buffers := held["_buffers"]) else _NONE
 
 
 def _of_buffer(buffer: Tensor | None) -> Any:
