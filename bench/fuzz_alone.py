@@ -212,6 +212,7 @@ class Replayed:
                     python_too(seed)(layer, 0)
                     x = module(x)
                 loss = self._case.loss_fn(x, pieces.targets[m].clone())
+                assert isinstance(loss, torch.Tensor)  # asynchronous cases have no sums
                 parts.append((loss.reshape(()) * pieces.shares[m]).double().item())
         return float(sum(parts))
 
