@@ -56,7 +56,8 @@ OPERATIONS: dict[str, Callable[[random.Random], nn.Module]] = {
     "written": lambda draw: Written(),
     "dropout": lambda draw: draw.choice([nn.Dropout(0.3), nn.AlphaDropout(0.2), nn.Dropout(0.3, inplace=True)]),
     "noise": lambda draw: Noise(),
-    "rrelu": lambda draw: nn.RReLU(),
+    # A checkpoint that runs it again ends, in one process too, where its noise is saved and not yet drawn.
+    "rrelu": lambda draw: nn.Sequential(nn.RReLU(), nn.Tanh()),
     "layer norm": lambda draw: nn.LayerNorm(WIDTH, elementwise_affine=draw.random() < 0.7),
     "rms norm": lambda draw: nn.RMSNorm(WIDTH),
     "group norm": lambda draw: nn.GroupNorm(2, WIDTH),
