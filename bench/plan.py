@@ -75,7 +75,7 @@ def rpc_pipe(arguments: Sequence[str], environment: Mapping[str, str]) -> Any:
     """Run a command and return what it prints as JSON."""
     command = [sys.executable, "-m", "rpc_pipe", *arguments, "--json"]
     env = {**os.environ, "PYTHONPATH": str(_ROOT), **environment}
-    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=120, check=False)
+    ran = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300, check=False)
     if ran.returncode:
         raise RuntimeError(f"{' '.join(arguments)}: {ran.stderr.strip().splitlines()[-1:]}")
     return json.loads(ran.stdout)
