@@ -148,6 +148,11 @@ def batches_for(name: str, num_microbatches: int, count: int = 2) -> list[tuple[
     return [(x, torch.randn(x.shape)) for x in inputs]
 
 
+def pipeline(model: Model, schedule: str, **options: Any) -> Pipeline:
+    """Return a pipeline of the model."""
+    return Pipeline(list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, **options)
+
+
 def differences(pipe: Pipeline, model: Model, batches: Sequence[tuple[Tree, Tensor]], seed: int) -> list[str]:
     """Train, and return what differs from one process in any bit."""
     before = copy.deepcopy(batches)

@@ -19,10 +19,8 @@ from torch.optim import lr_scheduler
 from rpc_pipe import Pipeline
 from rpc_pipe.checkpoints import folder as folders
 from rpc_pipe.checkpoints import writing
-from rpc_pipe.checkpoints.plain import decoded, encoded
 from rpc_pipe.checkpoints.reading import Checkpoint
 from rpc_pipe.checkpoints.resumption import Resumption
-from rpc_pipe.checkpoints.shard_state import Stages
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.dependency.files import DAMAGED
 
@@ -52,14 +50,9 @@ def warmed_up(optimizer):
 
 def pipeline(num_workers, schedule="1f1b", layers=LAYERS, optimizer=adamw, **options):
     return Pipeline(
-        layers,
-        nn.functional.mse_loss,
-        optimizer=optimizer,
-        num_workers=num_workers,
-        schedule=schedule,
-        num_microbatches=4,
-        **{"lr_scheduler": warmed_up, "max_grad_norm": 0.5, **options},
-    )
+        layers, nn.functional.mse_loss, optimizer=optimizer, num_workers=num_workers, schedule=schedule,
+        num_microbatches=4, **{"lr_scheduler": warmed_up, "max_grad_norm": 0.5, **options},
+    )  # fmt: skip
 
 
 def bits(pipe):
@@ -401,26 +394,3 @@ def test_what_is_typed_wrongly_is_told_before_anything_is_trained(typed, says):
     done = rpc_pipe("run", *typed)
     assert done.returncode == 2
     assert says in done.stderr
-
-
-@pytest.mark.parametrize("value", [None, 1.5, float("inf"), (1, [2, {"a": (None,)}]), {1: {2: 3}}, {"$tuple": 1}])
-def test_plain_values_come_back_as_they_were(value):
-    assert decoded(json.loads(json.dumps(encoded(value, "x")))) == value
-
-
-def test_what_is_not_plain_is_refused():
-    with pytest.raises(ConfigError, match="extra holds a set"):
-        encoded({"a": {1}}, "extra")
-
-
-def test_the_count_of_steps_is_where_torch_wants_it_on_whatever_device_it_was_written():
-    """On the host, where it is read without waiting for a GPU; a fused optimizer has it beside the parameter."""
-    names = ["state.w.step", "state.w.exp_avg"]
-    tensors = {name: torch.ones(()) for name in names}
-    parameter = torch.nn.Parameter(torch.empty((), device="meta"))
-    for written in ([], ["state.w.step"]):
-        groups = [{"parameters": ["w"], "options": {}}]
-        stages = Stages({0: {"groups": groups, "on_host": written}}, names)
-        for fused, where in ((None, ["cpu", "meta"]), (True, ["meta", "meta"])):
-            found = [stages._value("w", name, tensors, parameter, {"fused": fused}) for name in names]
-            assert [value.device.type for value in found] == where
