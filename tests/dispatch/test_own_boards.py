@@ -18,6 +18,8 @@ from rpc_pipe.tracing.outcome import figures, sentence
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(own_boards, "_folder", lambda: tmp_path)
     monkeypatch.setattr(own_boards, "_offer_stacks", lambda _: None)  # for the life of a process
+    monkeypatch.setattr(own_boards, "_shown", set())  # what other tests' pipelines show is left to the process
+    monkeypatch.setattr(own_boards, "_files", set())
     return tmp_path
 
 
