@@ -43,7 +43,7 @@ def entries(
         ScheduleError: two actions of the worker share a slot, or its activation limit is too small.
     """
     flow = _Flow(spec, worker, asked)
-    edges = _OrderEdges(spec, worker, asked, frozenset(chained), limited=not forward_only)
+    edges = _OrderEdges(spec, worker, asked, frozenset(chained), forward_only=forward_only)
     after = None if forward_only or type(spec).after is Spec.after else spec.after
     versioned = not (forward_only or spec.synchronous)
     for action in local_order(spec, worker, asked):
@@ -179,13 +179,15 @@ class _OrderEdges:
     would.
     """
 
-    def __init__(self, spec: Spec, worker: int, asked: Asked, chained: frozenset[int], *, limited: bool) -> None:
+    def __init__(self, spec: Spec, worker: int, asked: Asked, chained: frozenset[int], *, forward_only: bool) -> None:
         self._spec = spec
         self._worker = worker
         self._asked = asked
         self._chained = chained
-        self._route = routes(spec) if spec.num_routes > 1 else None
-        self._limit = order_limit(spec, worker) if limited else None
+        # What pipelines are pulled to is evaluated by the shards of the first.
+        of_reference = bool(spec.elasticity) and forward_only
+        self._route = routes(spec) if spec.num_routes > 1 and not of_reference else None
+        self._limit = None if forward_only else order_limit(spec, worker)
         self._num_begun = 0
         self._releases: list[Action] = []  # only if there is a limit
         self._last_release: dict[Shard, Action] = {}

@@ -247,6 +247,16 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_was_never
         again.close()
 
 
+@pytest.mark.parametrize("P", [1, 2])
+def test_what_avgpipe_evaluates_is_what_it_saves(P, tmp_path):
+    """Half of the microbatches met the running means of the second pipeline."""
+    pipe, alone = pipeline("avgpipe", NORMED, P=P), pipeline("1f1b", NORMED, P=1)
+    list(pipe.train([(x, x) for x in X[:3]]))
+    pipe.save_checkpoint(tmp_path)
+    alone.load_checkpoint(tmp_path)
+    assert pipe.evaluate((X[3], X[3])) == alone.evaluate((X[3], X[3]))
+
+
 def test_a_checkpoint_keeps_every_pipeline_and_what_they_are_pulled_to(tmp_path):
     """It kept the first one's weights, under the names of those that are evaluated, and the others began as it was."""
     pipe = pipeline("avgpipe", P=2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..dependency import Action, B, ConfigError, F, Part, R
+from ..dependency import Action, B, ConfigError, F, Part, R, U
 from .compute.inner_state import places_in
 from .compute.recomputation import World
 from .compute.shard import Shard
@@ -15,6 +15,8 @@ from .transport.payload import Payload
 def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
     """Return what the actions of `part` mean on a worker with these shards."""
     spec, found = part.spec, {}
+    # Pipelines that are pulled to a reference have buffers of their own: evaluated is that, with those of the first.
+    of_reference = bool(spec.elasticity) and not any(entry.action.kind is U for entry in part.entries)
     watched = {place: _Watched(handler_of(F)) for place in _disordered(part)}
     for entry in part.entries:
         stage, kind, index = entry.action
@@ -22,6 +24,8 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         saves = kind.way == 1 and any(other not in (F, R, B) for other in chain)
         recomputes = kind.way == 1 and R in chain
         place = stage, spec.route(index) if kind.per_microbatch else index % spec.num_routes
+        if of_reference:
+            place = stage, 0
         does: Handler = watched[place] if kind is F and place in watched else handler_of(kind)
         found[entry.action] = Task(entry, str(entry.action), shards[place], does, saves, recomputes)
     return found
