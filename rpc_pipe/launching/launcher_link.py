@@ -29,6 +29,7 @@ from ..tracing.mirror import RemoteBoards
 from ..tracing.outcome import figures, lost_lines, sentence
 from ..tracing.own_boards import (
     collect,
+    end_calls,
     keep_boards,
     leave,
     release,
@@ -220,7 +221,15 @@ def attach(pipeline: Attachable) -> None:
 def _end_with_a_sentence(worker: int) -> None:
     """Let worker 0 say at the end of its process how the run went, for which the others stay."""
     # What is registered later is done earlier: before the carrier leaves.
-    at_exit(_say_how_it_went if worker == 0 else _stay)
+    at_exit(_end, worker)
+
+
+def _end(worker: int) -> None:
+    end_calls()  # `sys.exit` in a script ends one worker while the others go on
+    if worker == 0:
+        _say_how_it_went()
+    elif not _has_failed():
+        stay()
 
 
 def _say_how_it_went() -> None:
@@ -236,11 +245,6 @@ def _say_how_it_went() -> None:
         logger.warning("nothing can be said of this run: %s: %s", type(error).__name__, error)
     finally:
         release()
-
-
-def _stay() -> None:
-    if not _has_failed():
-        stay()
 
 
 def _has_failed() -> bool:

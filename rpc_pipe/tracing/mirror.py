@@ -60,6 +60,13 @@ class RemoteBoards(Protocol):
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Return (peer's clock minus ours, error), in ns."""
 
+    def end_calls(self) -> None:
+        """Begin nothing more: who calls what this worker will not is told."""
+
+    @property
+    def failed(self) -> bool:
+        """Whether this worker has told the others of a failure."""
+
 
 class Answer(NamedTuple):
     """What a worker shows of its board."""

@@ -233,10 +233,22 @@ def _with_others(news: News, carrier: RemoteBoards) -> News:
     return news
 
 
+def end_calls() -> None:
+    """Let who waits for a call that this ending process will not make know it, before it waits for others itself."""
+    if _carrier is not None:
+        _carrier.end_calls()
+
+
 def stay() -> None:
-    """Wait, but not for long, until worker 0 has collected what it cannot read once this process has ended."""
-    if run_folders.FOLDER not in os.environ:
-        _released.wait(_STAY_S)
+    """Wait, but not for long, until worker 0 has collected what it cannot read once this process has ended.
+
+    Of a run that has failed it collects nothing.
+    """
+    if _carrier is None or run_folders.FOLDER in os.environ:
+        return
+    deadline = time.monotonic() + _STAY_S
+    while not _carrier.failed and time.monotonic() < deadline and not _released.wait(_PAUSE_S):
+        pass
 
 
 def release() -> None:

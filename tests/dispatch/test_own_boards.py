@@ -1,5 +1,6 @@
 """What a real pipeline of this process writes for those who watch."""
 
+import threading
 from functools import partial
 
 import pytest
@@ -12,6 +13,8 @@ from rpc_pipe.tracing import own_boards, run_folders
 from rpc_pipe.tracing.boards import Boards
 from rpc_pipe.tracing.mirror import _Image
 from rpc_pipe.tracing.outcome import figures, sentence
+from rpc_pipe.workers.transport.call import Call
+from rpc_pipe.workers.transport.local import local_carriers
 
 
 @pytest.fixture
@@ -133,3 +136,17 @@ def test_boards_of_an_earlier_pipeline_with_more_workers_do_not_count(folder):
     view = View()
     view.take(Boards(folder).look())
     assert len(view.rows()) == 2 and view.complete_steps(0) == [0, 1]
+
+
+def test_a_worker_that_ends_alone_tells_it_before_it_waits_for_the_last_look(monkeypatch):
+    """Under torchrun `sys.exit` in one worker's script held the others, and torchrun, up for 10 s and more."""
+    ending, other = local_carriers(2)
+    monkeypatch.delenv(run_folders.FOLDER, raising=False)
+    monkeypatch.setattr(own_boards, "_carrier", ending)
+    monkeypatch.setattr(own_boards, "_released", threading.Event())
+    monkeypatch.setattr(own_boards, "_STAY_S", 300)
+    other.begin(Call(1, "step 3"))
+    other.pull(0, 1, ["0F0"])
+    own_boards.end_calls()
+    own_boards.stay()
+    assert "worker 1 calls step 3, but worker 0 has ended its script" in str(other.poll((1,))[0].answer)

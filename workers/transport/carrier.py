@@ -178,9 +178,18 @@ class Carrier(ABC):
         """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it)."""
         return 0, 0
 
+    @property
+    def failed(self) -> bool:
+        """Whether this worker has told the others of a failure."""
+        return self.outbox.failure is not None
+
+    def end_calls(self) -> None:
+        """Begin nothing more: who calls what this worker will not is told, at once or when it does."""
+        self.calls.leave()
+
     def close(self) -> None:
         """Leave, when the others have taken what is for them; whoever pulls from here from now on is told so."""
-        self.calls.leave()
+        self.end_calls()
 
     # --- for any thread
 
