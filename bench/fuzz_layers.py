@@ -239,8 +239,9 @@ class Noise(nn.Module):
 class Cast(nn.Module):
     def __init__(self, dtype: torch.dtype, back: bool) -> None:
         super().__init__()
-        self.kind, self.back = dtype, back
-        self.linear = linear().to(dtype)
+        doubled = torch.get_default_dtype() is torch.float64  # where nothing is rounded as coarsely
+        self.kind, self.back = torch.float64 if doubled else dtype, back
+        self.linear = linear().to(self.kind)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x.to(self.kind))

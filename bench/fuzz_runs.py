@@ -233,8 +233,9 @@ def _compared(case: Case, pipe: Pipeline, done: Done, expected: list[Any], alone
         why = "what several stages hold or use" if shared else "a reentrant checkpoint" if reentrant else "sparse"
         return End("rounding", why)
     found += [f"{name}: off by {_off(a, b)}" for name, a, b in differing[:6]]
-    # Gradients of a cast weight are summed in bfloat16 by one process: update by update that grows.
-    grown = may_round and case.autocast and case.steps > case.accumulate
+    # Gradients of weights that are cast, or are bfloat16, are summed in that: update by update it grows.
+    coarse = case.autocast or any(p.dtype is torch.bfloat16 for layer in alone.replicas[0] for p in layer.parameters())
+    grown = may_round and coarse and case.steps > case.accumulate
     return End("amplified" if grown else "DIFFERENT", f"{len(differing)} of {len(pairs)}; " + "; ".join(found[:8]))
 
 
