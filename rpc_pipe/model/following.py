@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
-from ..workers.compute.by_hand import hooks_of
+from ..workers.compute.by_hand import PLAIN, hooks_of
 from ..workers.compute.inner_state import OF_TORCH
 from .absent import Absent
 
-_PLAIN = frozenset((bool, int, float, str))
 _NONE: list[Any] = []
 
 
@@ -109,7 +108,7 @@ class Following:
 
 
 def _is_set(name: str, value: Any) -> bool:
-    return type(value) in _PLAIN and (name == "training" or name not in OF_TORCH)
+    return type(value) in PLAIN and (name == "training" or name not in OF_TORCH)
 
 
 def _state(module: nn.Module | None, names: list[str]) -> tuple[list[Any], list[Any]]:
@@ -117,8 +116,8 @@ def _state(module: nn.Module | None, names: list[str]) -> tuple[list[Any], list[
         return [], []
     held = module.__dict__
     plain = list(map(held.get, names))
-    if not _PLAIN.issuperset(map(type, plain)):
-        plain = [value if type(value) in _PLAIN else None for value in plain]
+    if not PLAIN.issuperset(map(type, plain)):
+        plain = [value if type(value) in PLAIN else None for value in plain]
     return plain, [_of_buffer(buffer) for buffer in buffers.values()] if (buffers := held["_buffers"]) else _NONE
 
 

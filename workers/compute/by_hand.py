@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from .inner_state import OF_TORCH
 from .shard import Shard
 
-_PLAIN = (bool, int, float, str)
+#: types of attributes that are changed by hand
+PLAIN = frozenset((bool, int, float, str))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -57,6 +58,6 @@ def hooks_of(parameter: Tensor) -> int:
 def _numbers(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of a module, and how many hooks of its calls it has."""
     held = vars(module)
-    found = {name: value for name, value in held.items() if type(value) in _PLAIN and name not in OF_TORCH}
+    found = {name: value for name, value in held.items() if type(value) in PLAIN and name not in OF_TORCH}
     found["hooks"] = sum([len(held.get(name) or ()) for name in _HOOKS])
     return found
