@@ -53,8 +53,15 @@ def local_order(spec: Spec, worker: int, asked: Asked = NOTHING) -> Iterator[Act
 
 
 @lru_cache(maxsize=16)
-def routes(spec: Spec) -> Callable[[int], int]:
-    """Return what gives the route of a microbatch, remembered: every worker asks it of most of them."""
+def routes(spec: Spec, forward_only: bool = False) -> Callable[[int], int]:
+    """Return what gives the route of a microbatch, remembered: every worker asks it of most of them.
+
+    Args:
+        forward_only: of an evaluation. Of pipelines that are pulled to a reference that one is evaluated, by the
+            shards of the first: each pipeline has buffers of its own.
+    """
+    if forward_only and spec.elasticity:
+        return lambda microbatch: 0
     return lru_cache(maxsize=2**13)(spec.route)
 
 

@@ -26,6 +26,8 @@ class Part:
         self.spec = spec
         self.worker = worker
         self.entries = list(program)
+        #: whether this is an evaluation
+        self.forward_only = all(entry.action.kind is not U for entry in self.entries)
         #: how many needs each has within its step
         self.num_needs = [len(entry.own) + len(entry.pulled) for entry in self.entries]
         #: need -> those that wait for it
@@ -66,17 +68,17 @@ class Part:
         So when a step is complete on a worker no later one has updated its weights.
         """
         spec = self.spec
-        if all(entry.action.kind is not U for entry in self.entries):
-            return  # an evaluation
+        if self.forward_only:
+            return
         told = [action for action in self.number if action.kind is D]
-        begun: set[tuple[int, Kind, int]] = set()
-        last_forward = {self._place(a): a for a in self.number if a.kind.way == 1}
+        begun: set[tuple[tuple[int, int], Kind]] = set()
+        last_forward = {(self.shard(a), a.kind): a for a in self.number if a.kind.way == 1}
         for number, entry in enumerate(self.entries):
             action = entry.action
             self.slots.append(spec.slot(action) if spec.orders(action) else 0)
             if not spec.orders(action):
                 continue
-            needs, place = reaches(spec, action, spec.needs), self._place(action)
+            needs, place = reaches(spec, action, spec.needs), (self.shard(action), action.kind)
             if action.kind is U:
                 needs += [Reach(1, other) for other in told]
             elif place not in begun and action.kind.way == 1 and action.stage in chained:
@@ -91,9 +93,11 @@ class Part:
                     self.inherited.append({})
                 self.inherited[steps - 1].setdefault(need, []).append(number)
 
-    def _place(self, action: Action) -> tuple[int, Kind, int]:
+    def shard(self, action: Action) -> tuple[int, int]:
+        """Return the stage and the route of the shard that `action` is about."""
         stage, kind, index = action
-        return stage, kind, routes(self.spec)(index) if kind.per_microbatch else index % self.spec.num_routes
+        route = routes(self.spec, self.forward_only)(index) if kind.per_microbatch else index % self.spec.num_routes
+        return stage, route
 
     def _inherit(self) -> None:
         """Let forwards wait for their stage's update, and updates for the end of the step before.

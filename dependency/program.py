@@ -184,9 +184,7 @@ class _OrderEdges:
         self._worker = worker
         self._asked = asked
         self._chained = chained
-        # What pipelines are pulled to is evaluated by the shards of the first.
-        of_reference = bool(spec.elasticity) and forward_only
-        self._route = routes(spec) if spec.num_routes > 1 and not of_reference else None
+        self._route = routes(spec, forward_only) if spec.num_routes > 1 else None
         self._limit = None if forward_only else order_limit(spec, worker)
         self._num_begun = 0
         self._releases: list[Action] = []  # only if there is a limit

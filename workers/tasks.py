@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..dependency import Action, B, ConfigError, F, Part, R, U
+from ..dependency import Action, B, ConfigError, F, Part, R
 from .compute.inner_state import places_in
 from .compute.recomputation import World
 from .compute.shard import Shard
@@ -15,17 +15,13 @@ from .transport.payload import Payload
 def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
     """Return what the actions of `part` mean on a worker with these shards."""
     spec, found = part.spec, {}
-    # Pipelines that are pulled to a reference have buffers of their own: evaluated is that, with those of the first.
-    of_reference = bool(spec.elasticity) and not any(entry.action.kind is U for entry in part.entries)
     watched = {place: _Watched(handler_of(F)) for place in _disordered(part)}
     for entry in part.entries:
         stage, kind, index = entry.action
         chain = [a.kind for a in spec.actions(stage, index)] if kind.per_microbatch else []
         saves = kind.way == 1 and any(other not in (F, R, B) for other in chain)
         recomputes = kind.way == 1 and R in chain
-        place = stage, spec.route(index) if kind.per_microbatch else index % spec.num_routes
-        if of_reference:
-            place = stage, 0
+        place = part.shard(entry.action)
         does: Handler = watched[place] if kind is F and place in watched else handler_of(kind)
         found[entry.action] = Task(entry, str(entry.action), shards[place], does, saves, recomputes)
     return found
@@ -35,12 +31,12 @@ def _disordered(part: Part) -> set[tuple[int, int]]:
     """Return (stage, route) of shards whose forwards do not come in the order of microbatches."""
     last: dict[tuple[int, int], int] = {}
     found = set()
-    for stage, kind, index in (entry.action for entry in part.entries):
-        if kind is F:
-            place = stage, part.spec.route(index)
-            if index < last.get(place, 0):
+    for action in (entry.action for entry in part.entries):
+        if action.kind is F:
+            place = part.shard(action)
+            if action.index < last.get(place, 0):
                 found.add(place)
-            last[place] = index
+            last[place] = action.index
     return found
 
 
