@@ -74,8 +74,7 @@ class Shard:
         self._randomness = randomness
         #: modules' own modes while all are in evaluation mode
         self._modes: dict[nn.Module, bool] = {}
-        #: whether layers, and the loss function, write the batch in place, by whether gradients are wanted; None until
-        #: it has been seen
+        #: whether layers, and the loss function, write the batch, by whether gradients are wanted; None: not known
         self._layers_write: dict[bool, bool | None] = {True: None, False: None}
         self._loss_writes = self._layers_write.copy()
         self._own_loss_fn = loss_fn
@@ -87,7 +86,7 @@ class Shard:
         #: microbatch -> step, and what is left of its backward
         self._deferred: dict[int, tuple[int, Deferred]] = {}
         self.recomputation = Recomputation(slice.own, slice.modules)
-        self._written = Written(slice.own, self.parameters)
+        self._written = Written(slice)
         self._unhooked = Unhooked(slice.own, slice.modules)
         self._casts = Casts()
         self._reruns = Reruns(slice.own, (self._kept, self._inputs, self._deferred), self._written)

@@ -7,14 +7,16 @@ from autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ...dependency import ConfigError
 from .autocast import forget_casts
 from .borders import address
+from .slices import Slice
 from .split_backward import children_first
 
 #: where the elements of a tensor lie
@@ -27,13 +29,12 @@ class Written:
     """Finds out, by the first forward in training, which tensors of a shard these are.
 
     Args:
-        modules: all that compute. Of torch's own norms backward reads no running statistics.
-        parameters: returns those that they have.
+        slice: what computes. Of torch's own norms backward reads no running statistics.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], parameters: Callable[[], Iterable[nn.Parameter]]) -> None:
-        self._parameters = parameters
-        self._modules = [module for module in modules if module._buffers and not isinstance(module, _NormBase)]
+    def __init__(self, slice: Slice) -> None:
+        self._slice = slice
+        self._modules = [module for module in slice.own if module._buffers and not isinstance(module, _NormBase)]
         self._modes: list[bool] = []
         #: buffers that forwards write, as far as it is known
         self.buffers: list[tuple[nn.Module, str]] = []
@@ -48,7 +49,7 @@ class Written:
     def begin(self) -> dict[_Address, Tensor]:
         """Return what a forward that begins will write, as far as it is known, by where it lies."""
         if self.weights is None:
-            parameters = [parameter for parameter in self._parameters() if parameter.layout is torch.strided]
+            parameters = [p for _, p in self._slice.named_parameters() if p.layout is torch.strided]
             self._in_full = sum(parameter.nbytes for parameter in parameters) <= _MOST_BYTES
             self._weights_before = [(p, address(p), self._part(p).clone()) for p in parameters]
         if self.weights:
@@ -83,6 +84,7 @@ class Written:
 
         Raises:
             RuntimeError: it will be, and a parameter is not what it was computed from.
+            ConfigError: it has written a parameter of which other stages hold copies.
         """
         found: dict[_Address, Tensor] = {}
         if self._before:
@@ -99,6 +101,7 @@ class Written:
         changed = [(p, at) for p, at, before in self._weights_before if not torch.equal(self._part(p), before)]
         self.weights, self._weights_before = [weight for weight, _ in changed], None
         self.nothing = not (self.weights or self._modules)
+        self._refuse_copied()
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
             raise RuntimeError(
@@ -106,6 +109,15 @@ class Written:
                 "a buffer, or use a schedule that does not recompute"
             )
         return found | {at: weight for weight, at in changed}
+
+    def _refuse_copied(self) -> None:
+        written = set(self.weights or ())
+        for name in [name for name, p in self._slice.named_parameters() if p in written] if written else []:
+            if stages := self._slice.shared.get(name):
+                raise ConfigError(
+                    f"model: a layer writes its parameter {name} in its forward, of which stages "
+                    f"{', '.join(map(str, stages))} hold copies; choose a split that leaves it in one"
+                )
 
     def _part(self, parameter: nn.Parameter) -> Tensor:
         flat = parameter.detach().flatten()
