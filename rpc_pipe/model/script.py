@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..dependency import ConfigError
 from .absent import Absent
 from .assignment import Assignment, Owners, Role
 from .hollow import Hollow, NeedsField
@@ -164,6 +165,19 @@ class Script:
                 fake = tensor.detach() if isinstance(tensor, Absent) else self._skeleton.shapes.like(tensor)
             self._stand_ins[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
         return self._stand_ins[id(tensor)]
+
+    def suits(self, payload: Sequence[Tensor]) -> bool:
+        """Whether what arrives is what it takes; on other ways through the forward other tensors may cross."""
+        return [shape for _, shape, _ in self.takes] == [tensor.shape for tensor in payload]
+
+    def check(self, payload: Sequence[Tensor]) -> None:
+        """Raise ConfigError if the stage before has gone another way."""
+        if len(payload) != len(self.takes):
+            raise ConfigError(
+                f"model: stage {self.stage - 1} handed on {len(payload)} tensors where stage {self.stage} takes "
+                f"{len(self.takes)}: the forward goes another way there on the same inputs; it must depend on its "
+                f"inputs alone"
+            )
 
     def admits(self, departed: Departed) -> bool:
         """Whether this script goes the way on which another was left."""

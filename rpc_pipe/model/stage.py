@@ -102,7 +102,8 @@ class Stage:
         departures: list[Departed] = []
         observed: list[Script] = []
         while True:
-            script = next((each for each in scripts if all(map(each.admits, departures))), None)
+            suited = [each for each in scripts if each in observed or each.suits(payload)]
+            script = next((each for each in suited if all(map(each.admits, departures))), None)
             if script is None:
                 if len(observed) == _MOST_TRIES:
                     if any(isinstance(tensor, Hollow) for tensor in tensors((args, kwargs))):
@@ -111,6 +112,7 @@ class Stage:
                 if observed:
                     departures.clear()  # a first forward may have changed the model for good
                 script = self._observed(args, kwargs)
+                script.check(payload)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             kept = self._writes.keep(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)

@@ -151,7 +151,18 @@ def test_stages_come_to_a_decision_behind_which_something_else_crosses():
         def around(self, x: Tensor, batch: Tensor) -> Tensor:
             return x * 0.9 if batch.sum().nonzero().numel() else self.norm(x)
 
-    for make, other in ((Decides, -torch.ones(3, WIDTH)), (Chooses, torch.zeros(3, WIDTH))):
+    class Skips(Around):
+        def forward(self, batch: Tensor) -> Tensor:
+            y = self.layers[0](batch)
+            x = self.layers[1](y)
+            short = (y * 2).sum()  # only on one of the ways it is less than what it is made of
+            x = self.layers[2](x)
+            if bool(batch.sum() > 0):
+                x = x + y
+            return self.layers[3](x + short if bool(batch[0, 0] > 0) else x)
+
+    minus = -torch.ones(3, WIDTH)
+    for make, other in ((Decides, minus), (Chooses, torch.zeros(3, WIDTH)), (Skips, minus)):
         model = make()
         stages = stages_of(observe(model, [torch.ones(3, WIDTH)]), 2)
         for batch in (torch.ones(3, WIDTH), other, torch.ones(3, WIDTH), other):

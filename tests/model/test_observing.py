@@ -101,6 +101,22 @@ def test_what_cannot_be_cut_is_refused_with_its_place(make, says):
         observe(make(), [floats(3, 6)])
 
 
+def test_stages_that_go_different_ways_are_told_so():
+    class Drifts(models.Nested):
+        skips = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.stages[1][0](self.stem(x))
+            x = self.stages[1][1](y)
+            return self.stages[1][2](x) + (y if self.skips else 0)
+
+    first, second = stages_of(observe(Drifts(), [floats(3, 6)]), 2)
+    payload = first.forward((), [floats(3, 6)], {})
+    second.module.skips = False
+    with pytest.raises(ConfigError, match="stage 0 handed on 2 tensors where stage 1 takes 1: the forward"):
+        second.forward(payload, [floats(3, 6)], {})
+
+
 def test_a_forward_that_changes_its_way_by_itself_is_refused():
     class Alternates(models.Nested):
         calls = 0
