@@ -80,6 +80,7 @@ class Assignment:
         }
         if self.num_stages > 1:
             self._refuse_state()
+            self._refuse_decisions()
         #: buffer -> the last stage that uses it as not every stage does
         self.buffers = {
             name: stage
@@ -211,6 +212,17 @@ class Assignment:
                         f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages "
                         f"too, each of which has a copy of its own; write and use it in one block"
                     )
+
+    def _refuse_decisions(self) -> None:
+        """Refuse questions, which every stage asks, about the numbers of a field that one stage has written."""
+        events = self._observation.events
+        for event in events:
+            if any(value.kind or (version >= 0 and events[version].kind) for value, version in event.asked):
+                raise ConfigError(
+                    f"model: {event.where} needs the numbers of a tensor that a block wrote in place, or that is made "
+                    f"of one; a stage that lacks them cannot go the same way: keep such a decision inside a block, or "
+                    f"let the block write a copy"
+                )
 
     def _takers(self, event: Event) -> set[int | None]:
         """Return the stages that use what an event makes that runs on every stage; None: all do."""

@@ -81,6 +81,16 @@ class Lists(models.Nested):
         self.stages[1] = nn.ModuleList([self.Adds() for _ in range(3)])
 
 
+class AsksWritten(models.Nested):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.ReLU(inplace=True), self.stem)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 2 if x.sum() > 0 else y
+
+
 class Compiled(models.Nested):
     def __init__(self) -> None:
         super().__init__()
@@ -99,6 +109,13 @@ class Compiled(models.Nested):
 def test_what_cannot_be_cut_is_refused_with_its_place(make, says):
     with pytest.raises(ConfigError, match=says):
         observe(make(), [floats(3, 6)])
+
+
+def test_a_decision_by_what_a_block_has_written_is_refused_where_stages_lack_it():
+    observed = observe(AsksWritten(), [floats(3, 6)], blocks=["stem", "stages.1"])
+    stages_of(observed, 1)[0].forward((), [floats(3, 6)], {})
+    with pytest.raises(ConfigError, match=r"test_observing.py:\d+ needs the numbers of a tensor that a block wrote in"):
+        stages_of(observed, 2)[1].forward((), [floats(3, 6)], {})
 
 
 def test_stages_that_go_different_ways_are_told_so():
