@@ -15,6 +15,7 @@ Every error pickles, because it may be raised in one process and reported by ano
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -59,6 +60,11 @@ def shortened(text: str, most: int) -> str:
     if left_out <= 0:
         return text
     return f"{text[: most // 2]} [... {left_out} characters ...] {text[len(text) - most // 2 :]}"
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return the first sentence of what an error of others says, to be cited in one of ours."""
+    return re.split(r"(?<=[.!?]) (?=[A-Z])", " ".join(str(error).split()), maxsplit=1)[0].removesuffix(".")
 
 
 #: characters of a failure that are told

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
+from ..dependency.errors import first_sentence
 from ..dependency.files import load_module
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
@@ -107,7 +108,7 @@ def load(said: str) -> Made:
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{said}: raised {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{said}: raised {type(error).__name__}: {first_sentence(error)}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         raise ConfigError(f"{said}: returned a {type(made).__name__}; must be model, batch or model, batch, loss_fn")
     model, batch, loss_fn = made if len(made) == 3 else (*made, None)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError
+from ..dependency.errors import first_sentence
 from ..workers.compute.operators import OperatorMode
 from .absent import (
     NEEDS_NUMBERS,
@@ -98,8 +99,8 @@ class Observer(TorchFunctionMode):
                 raise
             raise ConfigError(
                 f"model: {event.where} needs the numbers of a tensor that depends on the model's parameters "
-                f"({name_of(func)}: {error}); a stage that lacks them cannot go the same way: keep such a decision "
-                f"inside a block, or name a module that contains it with blocks="
+                f"({name_of(func)}: {first_sentence(error)}); a stage that lacks them cannot go the same way: keep "
+                f"such a decision inside a block, or name a module that contains it with blocks="
             ) from None
         finally:
             self._current = None

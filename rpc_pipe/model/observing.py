@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..dependency import ConfigError
+from ..dependency.errors import first_sentence
 from ..dependency.garbage import uncollected
 from ..workers.compute.randomness import Randomness, preserved, python_state, python_too
 from .absent import quiet
@@ -66,7 +67,7 @@ def _raised(model: nn.Module, error: Exception) -> str:
     where = f" at {File(own[-1].filename).name}:{own[-1].lineno}" if own else ""
     return (
         f"model {type(model).__name__}: its forward raised {type(error).__name__}{where} when it was run on shapes: "
-        f"{' '.join(str(error).split())}"
+        f"{first_sentence(error)}"
     )
 
 

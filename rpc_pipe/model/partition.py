@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
+from ..dependency.errors import first_sentence
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Layers, Slice
@@ -187,7 +188,8 @@ def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = N
             copies.append(copy.deepcopy(layer, memo))
         except Exception as error:
             raise ConfigError(
-                f"model: a {type(layer).__name__} cannot be copied for the second replica of its stage ({error}); "
+                f"model: a {type(layer).__name__} cannot be copied for the second replica of its stage "
+                f"({first_sentence(error)}); "
                 "pass a callable that builds it"
             ) from error
     for parameter in dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()):
@@ -218,7 +220,7 @@ def _realize(layer: LayerLike, index: int, randomness: Randomness) -> nn.Module:
             made = layer()
         except TypeError as error:
             *_, at = traceback.extract_tb(error.__traceback__)
-            what = f"{type(error).__name__}: {error} (line {at.lineno} of {at.filename})"
+            what = f"{type(error).__name__}: {first_sentence(error)} (line {at.lineno} of {at.filename})"
             raise ConfigError(f"model: layer {index} could not be made: {what}") from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model: layer {index} made a {type(made).__name__}, which is no module")

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..dependency import ConfigError
+from ..dependency.errors import first_sentence
 from ..workers.compute.inner_state import OF_TORCH, InnerState, places_in
 from ..workers.compute.recomputation import Hooks, hooks_of, put_hooks_back, set_attributes
 from .absent import Absent, Shapes
@@ -63,7 +64,8 @@ class Skeleton:
             self.module: nn.Module = copy.deepcopy(model, memo)
         except (TypeError, RuntimeError) as error:
             raise ConfigError(
-                f"model {type(model).__name__}: cannot be copied ({error}); pass a function that makes it instead"
+                f"model {type(model).__name__}: cannot be copied ({first_sentence(error)}); pass a function that makes "
+                f"it instead"
             ) from None
         modules = list(self.module.named_modules())
         #: name in the unsplit model (the first, where it has several) -> what stands there now

@@ -91,6 +91,11 @@ class AsksWritten(models.Nested):
         return y * 2 if x.sum() > 0 else y
 
 
+class Explains(models.Nested):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("Output 0 is a view. This behavior is forbidden.\nYou can fix this by cloning it.")
+
+
 class Compiled(models.Nested):
     def __init__(self) -> None:
         super().__init__()
@@ -101,6 +106,7 @@ class Compiled(models.Nested):
     ("make", "says"),
     [
         (Asks, r"test_observing.py:\d+ needs the numbers of a tensor that depends on the model's parameters"),
+        (Explains, r"^model Explains: its forward raised .* when it was run on shapes: Output 0 is a view$"),
         (Lists, "made in block stages.1.0 and left it otherwise than by its return value"),
         (Compiled, r"stages.1.0 was compiled with .compile\(\)"),
         (lambda: nn.Linear(6, 8), "has no parts to cut between"),
