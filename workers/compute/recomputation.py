@@ -60,6 +60,7 @@ class World:
         frozen = [p for module in modules for p in module._parameters.values() if p is not None and not p.requires_grad]
         self._shared |= {parameter: parameter._version for parameter in frozen}
         self._copies = {tensor: tensor.clone() for tensor in tensors if tensor not in self._shared}
+        self._versions = {tensor: tensor._version for tensor in self._copies}
         #: weights that forwards write, as they were before the first of them
         self._weights: list[tuple[nn.Parameter, Tensor]] = []
         #: buffers that updates write, too, and as the update of the step before has left them
@@ -100,6 +101,12 @@ class World:
             if not same or not all(v.layout is torch.strided and torch.equal(v, self._copies[v]) for v in held):
                 found.append(module)
         return found
+
+    def written(self) -> list[nn.Module]:
+        """Return the modules that have changed, and those whose buffers were written with what was there before."""
+        changed = dict.fromkeys(self.changed())
+        raised = {tensor for tensor, version in self._versions.items() if tensor._version != version}
+        return [m for m in self.modules if m in changed or not raised.isdisjoint(m._buffers.values())]
 
     def counted_in(self, under_way: World) -> str:
         """Say what holds something else than then that the forwards under way have read; nothing is an empty text.
@@ -222,7 +229,7 @@ class Recomputation:
         self._modules, self._called = modules, called
         #: large tensors that forwards do not write, with their versions; None until it has been seen
         self._constant: dict[Tensor, int] | None = None
-        #: modes -> modules that a step in training has changed
+        #: modes -> modules that a step in training has changed, or written: averages may have come to rest
         self._changing: dict[tuple[bool, ...], list[nn.Module]] = {}
         #: attributes that can be looked into; None until somebody has
         self._places: list[Place] | None = None
@@ -243,7 +250,7 @@ class Recomputation:
         """Take note of what a step in training has changed."""
         self._note_constant(before)
         if (modes := self._modes()) not in self._changing:
-            self._changing[modes] = before.changed()
+            self._changing[modes] = before.written()
 
     def now(self, before: World) -> World:
         """Return what the modules of another world hold now."""

@@ -38,7 +38,7 @@ class Written:
         self._modes: list[bool] = []
         #: buffers that forwards write, as far as it is known
         self.buffers: list[tuple[nn.Module, str]] = []
-        self._before: list[tuple[nn.Module, str, Tensor, _Address, Tensor]] = []
+        self._before: list[tuple[nn.Module, str, Tensor, _Address, Tensor, int]] = []
         #: parameters that forwards write; None until it is known
         self.weights: list[nn.Parameter] | None = None
         #: whether forwards write nothing, so that nothing has to be done for them
@@ -61,7 +61,8 @@ class Written:
         if modes != self._modes:
             self._modes = modes
             held = [(m, name, b) for m in self._modules for name, b in m._buffers.items() if b is not None]
-            self._before = [(m, name, b, address(b), b.clone()) for m, name, b in held if b.layout is torch.strided]
+            dense = [each for each in held if each[2].layout is torch.strided]
+            self._before = [(m, name, b, address(b), b.clone(), b._version) for m, name, b in dense]
             return found
         buffers = [module._buffers[name] for module, name in self.buffers]
         return found | {address(buffer): buffer for buffer in buffers if buffer is not None}
@@ -90,8 +91,9 @@ class Written:
         if self._before:
             written = [
                 (module, name, buffer, at)
-                for module, name, buffer, at, before in self._before
-                if module._buffers.get(name) is buffer and not torch.equal(buffer, before)
+                for module, name, buffer, at, before, version in self._before
+                if module._buffers.get(name) is buffer
+                and (buffer._version != version or not torch.equal(buffer, before))
             ]
             self.buffers = [(module, name) for module, name, _, _ in written]
             self._before = []
