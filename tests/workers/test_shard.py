@@ -15,6 +15,7 @@ from rpc_pipe.workers.compute import engine
 from rpc_pipe.workers.compute.borders import Owed
 from rpc_pipe.workers.compute.randomness import Randomness, computing
 from rpc_pipe.workers.compute.shard import Shard
+from rpc_pipe.workers.compute.sharing import alone
 from rpc_pipe.workers.compute.slices import Layers
 from rpc_pipe.workers.compute.stash import Holding
 from rpc_pipe.workers.compute.updating import Training
@@ -48,6 +49,33 @@ def test_what_arrives_may_be_written_in_place(rows):
     (grad,) = unpack(stage.backward(0, pack((torch.ones(rows, 4),))))
     assert torch.equal(grad, torch.full((rows, 4), 2.0))
     assert (writing.address == arrived.data_ptr()) == (rows == ROWS["large"]), "what is large is not copied"
+
+
+class Turning(nn.Module):
+    """Returns a view."""
+
+    def forward(self, x):
+        return x.T.contiguous().T
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("first", [Turning, nn.Identity])
+def test_gradients_of_what_is_written_through_a_view_are_laid_out_as_inside_one_model(first, rows, split):
+    """They came as they were given, and a bias was summed in another order."""
+    x, grad, strides = torch.randn(rows, 4, requires_grad=True), torch.randn(rows, 4), []
+    between = x * 1
+    between.register_hook(lambda grad: strides.append(grad.stride()))
+    Writing()(first()(between)).backward(grad)
+    stages = shard(first(), stage=0), shard(Writing())
+    payload = pack(between.detach().requires_grad_())
+    for stage in stages:
+        payload = stage.forward(0, 0, payload, split=split)
+    grads = pack((grad,))
+    for stage in reversed(stages):
+        grads = (stage.backward_inputs if split else stage.backward)(0, grads)
+    (found,) = unpack(grads)
+    assert torch.equal(found, x.grad) and [found.stride()] == strides
 
 
 def test_a_write_is_noticed_by_a_backward_that_needs_what_was_there():
@@ -106,10 +134,11 @@ def test_what_is_handed_on_and_lives_on_is_a_copy():
 
     counting = Counting()
     first, second = (shard(counting).forward(0, m, pack(torch.ones(2, requires_grad=True) * 2)) for m in (0, 1))
-    assert [float(unpack(payload)[1]) for payload in (first, second)] == [1, 2]
+    first, second = (alone(unpack(payload)) for payload in (first, second))
+    assert [float(made[1]) for made in (first, second)] == [1, 2]
     with torch.no_grad():
         counting.weight.zero_()
-    assert torch.equal(unpack(second)[2], torch.ones(2))
+    assert torch.equal(second[2], torch.ones(2))
 
 
 # --- recomputation

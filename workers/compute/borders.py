@@ -103,16 +103,19 @@ def enter(payload: Payload, *, copied: bool = False) -> Entered:
     """
     owing: list[Tensor] = []
     given: list[tuple[Tensor, Tensor, int]] = []
+    views = payload.skeleton.views if type(payload.skeleton) is Sharing else ()
 
     def take(tensor: Tensor, owes_grad: bool) -> Tensor:
         own = copy_of(tensor) if copied else tensor
         free = leaf = own if copied and not owes_grad else as_leaf(own, owes_grad)
         if owes_grad:
             owing.append(leaf)
-            # Neither a leaf nor a view: to autograd it is what a layer has returned. The same memory, if large.
+            # No leaf, and a view if it was one: to autograd it is what a layer has returned. The same memory, if large.
             # A copy would not have the strides of what repeats elements or leaves some out, and so sums other orders.
             alike = leaf.layout is not torch.strided or (leaf.nbytes <= _SMALL_BYTES and is_dense(leaf))
             free = leaf.clone() if alike else torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+            if len(given) in views:  # to whoever writes it, too
+                free = torch.ops.aten.alias.default(free)
         given.append((tensor, free, -1 if free.is_inference() else free._version))
         return free
 
@@ -136,9 +139,7 @@ def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
     Args:
         staying: returns what stays; called only where a look at the tree does not tell.
     """
-    payload = pack(tree)
-    if len(payload.tensors) > 1:
-        payload = told(payload)
+    payload = told(pack(tree), tree)
     if all([_is_activation(tensor) for tensor in tensors_of(tree)]):
         return payload
     addresses = {address(tensor) for tensor in staying()}

@@ -1,6 +1,8 @@
-"""Tensors of one stage's output that overlap in memory: inside one model a layer that writes one writes the others too.
+"""Tensors of one stage's output that share memory: with one another, or with what they are views of.
 
-Behind a cut they are apart. So the next stage is told which they are, and must write none of them.
+Inside one model a layer that writes one of them writes the others too. Behind a cut they are apart. So the next stage
+is told which overlap, and must write none of those; and which are views, since autograd lays out the gradient of what
+is written through a view as what the view is of.
 """
 
 from __future__ import annotations
@@ -12,18 +14,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..transport.payload import Payload, Tree
+from ..transport.payload import Payload, Tree, parts_of, tensors_of
 
 #: of more elements it is not found out whether they overlap or only lie among each other
 _MOST_ELEMENTS = 2**22
 
 
 class Sharing(NamedTuple):
-    """Stands around a tree whose tensors overlap; it travels with them."""
+    """Stands around a tree whose tensors overlap, or are views; it travels with them."""
 
     tree: Tree
-    #: numbers of tensors in the order of `tensors_of`, each counted once
+    #: numbers of tensors of the payload that overlap
     groups: tuple[tuple[int, ...], ...]
+    #: and of those that owe a gradient and are views, to autograd
+    views: tuple[int, ...] = ()
 
 
 def alone(tree: Tree) -> Tree:
@@ -31,17 +35,28 @@ def alone(tree: Tree) -> Tree:
     return tree.tree if type(tree) is Sharing else tree
 
 
-def told(payload: Payload) -> Payload:
-    """Return a payload that tells which of its tensors overlap."""
+def told(payload: Payload, tree: Tree) -> Payload:
+    """Return a payload of `tree` that tells which of its tensors overlap, and which are views."""
+    groups = _overlapping(payload) if len(payload.tensors) > 1 else ()
+    views, number = [], 0
+    for tensor in dict.fromkeys(tensors_of(tree)):
+        if tensor.requires_grad and tensor._is_view():
+            views.append(number)
+        number += len(parts_of(tensor)) if tensor.layout is torch.sparse_coo else 1
+    if not (groups or views):
+        return payload
+    return Payload(payload.tensors, Sharing(payload.skeleton, groups, tuple(views)))
+
+
+def _overlapping(payload: Payload) -> tuple[tuple[int, ...], ...]:
     by_address: dict[int, list[int]] = {}
     for number, tensor in enumerate(payload.tensors):
         if tensor.layout is torch.strided and tensor.numel():
             by_address.setdefault(tensor.untyped_storage().data_ptr(), []).append(number)
     if len(by_address) == len(payload.tensors):
-        return payload
+        return ()
     alike = [[payload.tensors[number] for number in numbers] for numbers in by_address.values()]
-    groups = [tuple(n) for n, some in zip(by_address.values(), alike, strict=True) if _any_overlap(some)]
-    return Payload(payload.tensors, Sharing(payload.skeleton, tuple(groups))) if groups else payload
+    return tuple([tuple(n) for n, some in zip(by_address.values(), alike, strict=True) if _any_overlap(some)])
 
 
 def _any_overlap(tensors: Sequence[Tensor]) -> bool:
