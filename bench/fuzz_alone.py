@@ -127,7 +127,8 @@ class Alone:
         pieces, spec = self._cut({"batch": (inputs, inputs)})
         with self._evaluating(), preserved(torch.device("cpu")):
             with self.case.settings():
-                outputs = [self._output(spec, m, pieces) for m in range(len(pieces.inputs))]
+                # As they are returned: a weight among them may be written by the next forward.
+                outputs = [map_tensors(self._output(spec, m, pieces), torch.clone) for m in range(len(pieces.inputs))]
             return join_rows(outputs)
 
     def _evaluating(self) -> AbstractContextManager[None]:
