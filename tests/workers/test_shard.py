@@ -186,9 +186,11 @@ def test_a_list_that_grows_is_what_it_was(what):
     assert len(layer.calls) == 3
 
 
-def test_a_frozen_parameter_that_is_written_is_noticed():
+@pytest.mark.parametrize("by", [1e-6, 0])
+def test_a_frozen_parameter_that_is_written_is_noticed(by):
+    """Also if the first forward writes what was there: a limit on weights that they keep at first."""
     layer = Depending()
-    layer.change = lambda: layer.frozen.add_(1e-6)
+    layer.change = lambda: layer.frozen.add_(by)
     with pytest.raises(RuntimeError, match=r"a layer writes its parameter of shape \(4,\) .* cannot be recomputed"):
         recomputed(layer)
 

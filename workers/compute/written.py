@@ -43,7 +43,7 @@ class Written:
         self.weights: list[nn.Parameter] | None = None
         #: whether forwards write nothing, so that nothing has to be done for them
         self.nothing = False
-        self._weights_before: list[tuple[nn.Parameter, _Address, Tensor]] | None = None
+        self._weights_before: list[tuple[nn.Parameter, _Address, int, Tensor]] | None = None
         self._in_full = True
 
     def begin(self) -> dict[_Address, Tensor]:
@@ -51,7 +51,7 @@ class Written:
         if self.weights is None:
             parameters = [p for _, p in self._slice.named_parameters() if p.layout is torch.strided]
             self._in_full = sum(parameter.nbytes for parameter in parameters) <= _MOST_BYTES
-            self._weights_before = [(p, address(p), self._part(p).clone()) for p in parameters]
+            self._weights_before = [(p, address(p), p._version, self._part(p).clone()) for p in parameters]
         if self.weights:
             forget_casts()  # of what they were
         found: dict[_Address, Tensor] = {address(weight): weight for weight in self.weights or ()}
@@ -100,7 +100,12 @@ class Written:
             found = {at: buffer for _, _, buffer, at in written}
         if self._weights_before is None:
             return found
-        changed = [(p, at) for p, at, before in self._weights_before if not torch.equal(self._part(p), before)]
+        # A limit that the first forward keeps may bind later. What an RNN moves for its device alone lies elsewhere.
+        changed = [
+            (p, at)
+            for p, at, version, before in self._weights_before
+            if (p._version != version and address(p) == at) or not torch.equal(self._part(p), before)
+        ]
         self.weights, self._weights_before = [weight for weight, _ in changed], None
         self.nothing = not (self.weights or self._modules)
         self._refuse_copied()
