@@ -36,7 +36,11 @@ def profile_together(
     actor.exchange("all are there", None)
     job = current_job()
     courier_for(settings.get("device", "cpu"), job.place if job else actor.worker).use()  # `cuda`: each its own
-    own = profile_model(made, rows, at_least=num_workers, **settings)
+
+    def meet(going: bool) -> bool:
+        return all(actor.exchange("who goes on measuring", going))
+
+    own = profile_model(made, rows, at_least=num_workers, meet=meet, **settings)
     told = actor.exchange("profiles", json.dumps(as_json(own)))
     profiles = [from_json(json.loads(each), "the profile of a worker") for each in told]
     profile = merged(profiles, found.links)

@@ -11,17 +11,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..dependency import B, F, G, I, Kind, R, U, W
+from ..dependency import B, F, I, Kind, R, W
 from ..workers.compute.shard import LossFn
 from ..workers.compute.split_backward import Deferred, Saved, backward_inputs
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
 from .profile import LayerCost
+from .updates import Finish, Meet, Shard, with_shards
 from .weighing import Forward, begin_gradients, weigh
-
-#: lasts until all that was asked of a device is done
-Finish = Callable[[], None]
 
 
 def measure(
@@ -33,6 +31,7 @@ def measure(
     optimizer: OptimizerFactory | None = None,
     repeats: int = 5,
     finish: Finish = lambda: None,
+    meet: Meet = lambda going: going,
 ) -> list[LayerCost]:
     """Measure each layer of a model on one microbatch.
 
@@ -41,6 +40,10 @@ def measure(
         target: with `loss_fn` the loss counts to the last layer.
         repeats: how often each is timed; the median counts.
         finish: waits for the device.
+        meet: waits for the other workers that measure, before all update at once.
+
+    Raises:
+        GaveUpError: another worker has no memory for it.
     """
     modules, blocks, sizes = list(layers), [], []
     for i, module in enumerate(modules):
@@ -61,12 +64,10 @@ def measure(
         sizes.append((num_bytes(inputs), 0 if loss else num_bytes(outputs)))
         inputs = outputs
     time_blocks(blocks, repeats)
-    costs = []
-    for module, block, (entering, crossing) in zip(modules, blocks, sizes, strict=True):
-        cost = LayerCost(block.times, block.kept.size(entering, crossing))
-        named, buffers = list(module.named_parameters()), list(module.buffers())
-        costs.append(with_shard(cost, named, buffers, block.gradients(), optimizer, repeats, finish))
-    return with_working(costs, blocks)
+    costs = [LayerCost(block.times, block.kept.size(*ends)) for block, ends in zip(blocks, sizes, strict=True)]
+    pairs = zip(modules, blocks, strict=True)
+    shards = [Shard(list(m.named_parameters()), list(m.buffers()), block.gradients) for m, block in pairs]
+    return with_working(with_shards(costs, shards, optimizer, repeats, finish, meet), blocks)
 
 
 class Kept(NamedTuple):
@@ -202,46 +203,3 @@ def _may_owe(tensor: Tensor) -> bool:
 def num_bytes(tree: Tree) -> int:
     """Return the bytes of the tensors of a tree."""
     return sum(tensor.nbytes for tensor in tensors_of(tree))
-
-
-def with_shard(
-    cost: LayerCost,
-    parameters: Sequence[tuple[str, nn.Parameter]],
-    buffers: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    optimizer: OptimizerFactory | None,
-    repeats: int = 1,
-    finish: Finish = lambda: None,
-) -> LayerCost:
-    """Return what a block costs with what its parameters do: bytes all the time, and the milliseconds of an update.
-
-    Args:
-        gradients: of those that are trained, for the update: it takes another time for zeros.
-    """
-    trained = [(name, p) for name, p in parameters if p.requires_grad]
-    kept, took, added = 0, [0.0], 0.0
-    if optimizer is not None and trained:
-        copies = [(name, nn.Parameter(p.detach().clone())) for name, p in trained]
-        trial = optimizer(copies)
-        took = []
-        for _ in range(1 + repeats):  # the first makes the state
-            for (_, copy), gradient in zip(copies, gradients, strict=True):
-                copy.grad = gradient.clone()
-            finish()
-            begin = time.perf_counter()
-            trial.step()
-            finish()
-            took.append(time.perf_counter() - begin)
-        begin = time.perf_counter()
-        for (_, copy), gradient in zip(copies, gradients, strict=True):
-            copy.detach().add_(gradient)
-        finish()
-        added = 1e3 * (time.perf_counter() - begin)
-        kept = sum(t.nbytes for state in trial.state.values() for t in state.values() if isinstance(t, Tensor))
-    size = replace(
-        cost.size,
-        weights=sum(t.nbytes for t in (*(p for _, p in parameters), *buffers)),
-        gradients=sum(p.nbytes for _, p in trained),
-        optimizer=kept,
-    )
-    return replace(cost, times={**cost.times, U: 1e3 * median(took[1:] or took), G: added}, size=size)

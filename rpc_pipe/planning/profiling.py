@@ -25,15 +25,17 @@ from ..workers.compute.allocator import keep_freed_memory
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
-from .measure import Block, Finish, measure, num_bytes, time_blocks, with_shard, with_working
+from .measure import Block, measure, num_bytes, time_blocks, with_working
 from .profile import LayerCost, Profile, Tie
+from .updates import Finish, GaveUpError, Meet, Shard, with_shards
 from .weighing import Forward
 
 __all__ = ["OPTIMIZERS", "Made", "load", "profile_model", "rows_of", "signature"]
 
 #: (blocks that are measured, of how many)
 Tell = Callable[[int, int], None]
-
+#: what each block costs, what stages take besides, and parameters that blocks share
+_Measured = tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]
 
 #: what the runtime takes for an action besides computing, milliseconds
 RUNTIME_MS = 0.15
@@ -86,6 +88,7 @@ def profile_model(
     estimate: bool = False,
     at_least: int = 1,
     tell: Tell = lambda done, total: None,
+    meet: Meet = lambda going: going,
 ) -> Profile:
     """Measure a model for microbatches of each number of rows.
 
@@ -93,6 +96,7 @@ def profile_model(
         estimate: count operations on the meta device instead, and take the device's speed for them from a product of
             matrices; also where the device's memory does not suffice.
         at_least: how many blocks are wanted; with fewer, the parts of blocks are looked at.
+        meet: waits for the other workers that measure the same.
 
     Raises:
         ConfigError: the model cannot be cut, or its loss cannot be computed.
@@ -109,22 +113,41 @@ def profile_model(
     for number, count in enumerate(sorted(set(rows))):
         of = partial(_advance, tell, number, len(set(rows)))
         batch = resized(made.batch, count)
-        try:
-            if estimate:
-                raise torch.OutOfMemoryError
-            with _blaming(made):
-                if made.is_layers:
-                    measured[count] = _measure_layers(made, batch, device, factory, repeats)
-                else:
-                    measured[count], around, ties = _measure_whole(made, batch, device, factory, repeats, of, at_least)
-        except torch.OutOfMemoryError:
-            estimated = estimate_layers if made.is_layers else estimate_whole
-            with _blaming(made):
+        found: _Measured | None = None
+        with _blaming(made):
+            if not estimate:
+                look = partial(_look, made, batch, device, factory, repeats, of, at_least)
+                found = _all_or_none(look, meet)
+            if found is None:
+                estimated = estimate_layers if made.is_layers else estimate_whole
                 measured[count] = estimated(made, batch, operations_a_ms(device), factory)
+            else:
+                measured[count], around, ties = found
     if made.is_layers:
         ties = _ties_of_layers(made)
     around = {kind: around.get(kind, 0) + RUNTIME_MS for kind in (F, B, I, W, R)}
     return Profile(measured, around, ties, _name(made), signature(made, device, optimizer), device, rows_of(made.batch))
+
+
+def _all_or_none(look: Callable[[Meet], _Measured], meet: Meet) -> _Measured | None:
+    """Return what was measured; None: the memory of this worker, or of another, does not suffice."""
+    try:
+        found = look(meet)
+    except GaveUpError:
+        return None
+    except torch.OutOfMemoryError:
+        meet(False)  # else the others wait for this one
+        return None
+    return found if meet(True) else None
+
+
+def _look(
+    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Tell, at_least: int,
+    meet: Meet,
+) -> _Measured:  # fmt: skip
+    if made.is_layers:
+        return _measure_layers(made, batch, device, optimizer, repeats, meet), {}, ()
+    return _measure_whole(made, batch, device, optimizer, repeats, tell, at_least, meet)
 
 
 @contextmanager
@@ -152,12 +175,14 @@ def _finish(device: str) -> Finish:
     return (lambda: None) if kind in ("cpu", "meta") else getattr(torch, kind).synchronize
 
 
-def _measure_layers(made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int) -> list[LayerCost]:
+def _measure_layers(
+    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, meet: Meet
+) -> list[LayerCost]:
     inputs, target = made.pair(batch)
     layers = [(layer if isinstance(layer, nn.Module) else layer()).to(device) for layer in made.layers()]
     costs = measure(
         layers, _to(inputs, device), target=_to(target, device), loss_fn=made.loss_fn, optimizer=optimizer,
-        repeats=repeats, finish=_finish(device),
+        repeats=repeats, finish=_finish(device), meet=meet,
     )  # fmt: skip
     names = [f"{i} {type(layer).__name__}" for i, layer in enumerate(layers)]
     return [replace(cost, name=name) for cost, name in zip(costs, names, strict=True)]
@@ -183,8 +208,9 @@ def _ties_of_layers(made: Made) -> tuple[Tie, ...]:
 
 
 def _measure_whole(
-    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Tell, at_least: int
-) -> tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]:
+    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Tell, at_least: int,
+    meet: Meet,
+) -> _Measured:  # fmt: skip
     args, kwargs = made.call(_to(batch, device))
     observed = made.observe(args, kwargs, at_least)
     cut = [range(i, i + 1) for i in range(observed.num_blocks)]
@@ -213,8 +239,9 @@ def _measure_whole(
     time_blocks([*blocks, whole], repeats, lambda done: tell(len(cut) + 1 + done, total))
     costs = []
     for i, block in enumerate(blocks):
-        cost = LayerCost(block.times, block.kept.size(*sizes[i]), observed.blocks[i].name)
-        costs.append(with_shard(cost, named[i], [], block.gradients(), optimizer, repeats, _finish(device)))
+        costs.append(LayerCost(block.times, block.kept.size(*sizes[i]), observed.blocks[i].name))
+    shards = [Shard(own, [], block.gradients) for own, block in zip(named, blocks, strict=True)]
+    costs = with_shards(costs, shards, optimizer, repeats, _finish(device), meet)
     times = whole.times
     around = {kind: _around(costs, kind, times[kind]) for kind in (F, B, I, W, R)}
     costs = [

@@ -1,10 +1,17 @@
 """What is measured of blocks: bytes that are there once, and what kernels need while they run."""
 
+from dataclasses import replace
+
+import pytest
 import torch
 from torch import nn
 
+from rpc_pipe.dependency import F, W
+from rpc_pipe.model.made import Made
+from rpc_pipe.planning import updates
 from rpc_pipe.planning.measure import measure
 from rpc_pipe.planning.profile import Chain
+from rpc_pipe.planning.profiling import profile_model
 
 
 def test_what_two_blocks_both_keep_is_there_once():
@@ -37,3 +44,57 @@ def test_what_a_block_needs_while_it_runs_is_measured():
     plain, wasteful = (measure([block], x, repeats=1)[0].size.working for block in (nn.Linear(32, 32), Wasteful()))
     assert 50 * x.nbytes <= wasteful < 54 * x.nbytes
     assert plain < 4 * x.nbytes
+
+
+class Noting(torch.optim.SGD):
+    """Notes whose update is made."""
+
+    def __init__(self, named, notes):
+        super().__init__([parameter for _, parameter in named], lr=1.0)
+        self.notes = notes
+
+    def step(self, closure=None):
+        self.notes.append(len(self.param_groups[0]["params"][0]))
+
+
+@pytest.mark.parametrize(("walk", "order"), [(2**27, [[1, 2, 3]]), (0, [[1], [2], [3]])])
+def test_updates_are_measured_of_all_blocks_in_turn_by_all_workers_at_once(monkeypatch, walk, order):
+    """Of one block after the other they were measured in the caches, and alone: to a quarter of what a step's took."""
+    monkeypatch.setattr(updates, "_WALK", walk)
+    blocks, notes = [nn.Linear(1, 1), nn.Linear(1, 2), nn.Linear(2, 3)], []
+    weights = [parameter.detach().clone() for block in blocks for parameter in block.parameters()]
+
+    def meet(going):
+        notes.append("meet")
+        return going
+
+    x = torch.randn(4, 1)
+    measure(blocks, x, optimizer=lambda named: Noting(named, notes), repeats=2, meet=meet)
+    assert notes == [note for row in order for note in (*row, *2 * ("meet", *row))]
+    assert all(torch.equal(a, b) for a, b in zip(weights, [p for m in blocks for p in m.parameters()], strict=True))
+
+
+def test_where_memory_suffices_to_some_workers_only_all_estimate():
+    """Those that it suffices to would wait for the others at their next round of updates."""
+    x, told = torch.randn(4, 8), []
+    made = Made([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], (x, x), nn.functional.mse_loss)
+
+    def is_estimated(others):
+        told.clear()
+        answers = iter(others)
+        first = profile_model(made, [2], repeats=2, meet=lambda going: told.append(going) or next(answers) and going)
+        times = first.measured[2][0].times
+        return times[F] == times[W]  # what is counted is the same to a bit
+
+    assert not is_estimated([True, True, True]) and told == [True] * 3
+    assert is_estimated([True, False]) and told == [True] * 2
+    assert is_estimated([True, True, False]) and told == [True] * 3
+
+    class Large(nn.ReLU):
+        def forward(self, inputs):
+            if inputs.device.type == "meta":
+                return super().forward(inputs)
+            raise torch.OutOfMemoryError
+
+    made = replace(made, model=[nn.Linear(8, 8), Large()])
+    assert is_estimated([True]) and told == [False]
