@@ -14,6 +14,7 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 from rpc_pipe.dependency import Action, B, F, G, I, R, U, W
@@ -87,9 +88,15 @@ def _all_cuts(question: Question, candidate: Candidate, num_blocks: int) -> Iter
     for inner in combinations(range(1, num_blocks), spec.num_stages - 1):
         stages = [blocks[a:b] for a, b in pairwise((0, *inner, num_blocks))]
         sizes = [_sum([block.size for block in stage]) for stage in stages]
+        # The first stage owes nobody a gradient: of a backward in two parts it does all in W.
+        sizes[0] = replace(sizes[0], after_inputs=sizes[0].activations + sizes[0].outputs)
 
         def cost(action: Action, stages: list[list[LayerCost]] = stages) -> float:
-            once = sum(block.times.get(action.kind, 0) for block in stages[action.stage])
+            kind = action.kind
+            if not action.stage and kind in (I, W):
+                kind = B
+            once = sum(block.times.get(kind, 0) for block in stages[action.stage])
+            once *= action.stage > 0 or action.kind is not I
             others = spec.num_routes - 1 if action.kind is G else 1
             return once * machines.slow(spec.worker(action)) * others
 

@@ -43,6 +43,7 @@ class Bounds:
             [shard for shard in spec.hosted(w) if self._count[shard[1]]] for w in range(spec.num_workers)
         ]
         self._num_split = [self._splits(s) for s in stages]
+        self.any_split = any(any(row) for row in self._num_split)
         self._recomputes = [spec.recomputes(s) for s in stages]
         #: whether what is computed again waits for the gradient
         self._on_the_way = not type(spec).recompute
@@ -80,10 +81,12 @@ class Bounds:
         It grows with the blocks, so the cut for which its largest is least is found exactly (`least_bottleneck`).
         """
         chain, count, slow = self.chain, self._count[0], self._slow[stage][0]
-        times = {kind: chain.time(kind, start, stop) for kind in (F, B, I, W, R)}
+        # By the stage, not by where it starts: stages before may be empty here.
+        times = {kind: chain.blocks_time(kind, start, stop) + chain.per_stage[kind] for kind in (F, B, I, W, R)}
         split = self._num_split[stage][0]
-        back = times[I] if split else times[B]
-        back = min(back, times[B]) if 0 < split < count else back
+        if not stage:
+            times[I], times[W] = chain.per_stage[I], chain.blocks_time(B, start, stop) + chain.per_stage[W]
+        back = self.back(stage, 0, times)
         again = times[R] if self._recomputes[stage] else 0
         held = self._held[self._worker[stage][0]]
         if not self._on_the_way:
@@ -93,12 +96,35 @@ class Bounds:
             once = times[F] + again + (min(times[I] + times[W], times[B]) if split else times[B])
             last, left = chain.num_blocks, self._num_stages - stage - 1
             below = chain.blocks_time(F, stop, last) + left * chain.per_stage[F]
-            kind = I if any(any(row) for row in self._num_split) else B
-            below += chain.blocks_time(kind, stop, last) + left * chain.per_stage[kind]
+            below += self.unknown_back(stop, left)
             fastest = min((row[0] for row in self._slow[stage + 1 :]), default=0)
             # It must grow with the blocks: what the stages below lose counts as much at least here.
             adds = max(adds, slow * (count - held) * once + min(slow, fastest) * below)
         return adds
+
+    def back(self, stage: int, route: int, times: Mapping[Kind, float]) -> float:
+        """Return the least of a stage's times from the arrival of a gradient to where it goes on.
+
+        On the first stage, whose worker does it all before its part of the step has ended: that of a whole backward.
+        """
+        split = self._num_split[stage][route]
+        part = times[I] if stage else times[I] + times[W]
+        back = part if split else times[B]
+        return min(back, times[B]) if 0 < split < self._count[route] else back
+
+    def unknown_back(self, start: int, num_stages: int) -> float:
+        """Return the same of so many stages of the blocks from `start` on, whatever their cut."""
+        chain, last, around = self.chain, self.chain.num_blocks, self.chain.per_stage
+        if not self.any_split:
+            return chain.blocks_time(B, start, last) + num_stages * around[B]
+        return chain.least_back(start, last) + num_stages * min(around[I], around[B])
+
+    def unknown_backward(self, start: int, num_stages: int) -> float:
+        """Return the least that their backwards take."""
+        chain, last, around = self.chain, self.chain.num_blocks, self.chain.per_stage
+        if not self.any_split:
+            return chain.blocks_time(B, start, last) + num_stages * around[B]
+        return chain.least_backward(start, last) + num_stages * min(around[I] + around[W], around[B])
 
     def everywhere(self) -> float:
         """Return a time that no cut beats; infinity if none fits."""
@@ -143,26 +169,18 @@ class _Partial:
         self._ends = ends
         self._rest = bounds._num_stages - self._known
 
-    def _unknown(self, kind: Kind) -> float:
-        """Return what a kind takes on all stages that are not known, on a worker of slowness 1."""
+    def _unknown_forward(self) -> float:
+        """Return what forwards take on all stages that are not known, on a worker of slowness 1."""
         chain, start = self._bounds.chain, self._ends[-1]
         if not self._rest:
             return 0
-        return chain.blocks_time(kind, start, chain.num_blocks) + self._rest * chain.per_stage[kind]
+        return chain.blocks_time(F, start, chain.num_blocks) + self._rest * chain.per_stage[F]
 
     def _back(self, stage: int, route: int) -> float:
         """Return the least time from the arrival of a gradient to where it goes on, less the worker's slowness."""
         b, times = self._bounds, self._times
-        split = b._num_split[stage][route]
-        back = times[I][stage] if split else times[B][stage]
-        if 0 < split < b._count[route]:
-            back = min(back, times[B][stage])
+        back = b.back(stage, route, {kind: times[kind][stage] for kind in (B, I, W)})
         return back + (times[R][stage] if b._on_the_way and b._recomputes[stage] else 0)
-
-    def _unknown_back(self) -> float:
-        b = self._bounds
-        any_split = any(any(row) for row in b._num_split)
-        return min(self._unknown(I), self._unknown(B)) if any_split else self._unknown(B)
 
     def _hop(self, stage: int, route: int, back: bool) -> float:
         """Return the time of a payload from `stage` to the next one, or of the gradient back; at least the latency."""
@@ -191,8 +209,8 @@ class _Partial:
                 tail += self._hop(stage, route, True)
         fastest = min((b._slow[s][route] for s in range(known, b._num_stages)), default=0)
         hops = range(known, b._num_stages - 1)
-        forwards = head + self._unknown(F) * fastest + sum(self._hop(s, route, False) for s in hops)
-        back = self._unknown_back() * fastest + sum(self._hop(s, route, True) for s in hops)
+        forwards = head + self._unknown_forward() * fastest + sum(self._hop(s, route, False) for s in hops)
+        back = b.unknown_back(self._ends[-1], self._rest) * fastest + sum(self._hop(s, route, True) for s in hops)
         return [*heads, head], [*tails, tail], forwards, forwards + back + tail
 
     def path(self) -> float:
@@ -279,19 +297,18 @@ class _Partial:
         b, known = self._bounds, self._known
         stages = range(known, b._num_stages)
         workers = {b._worker[s][r] for s in stages for r in b._routes}
-        splits = any(any(b._num_split[s]) for s in stages)
-        backward = min(self._unknown(B), self._unknown(I) + self._unknown(W)) if splits else self._unknown(B)
+        backward = b.unknown_backward(self._ends[-1], self._rest)
         speeds = {w: 1 / b.machines.slow(w) for w in workers if b.machines.slow(w) > 0}
         if not speeds:
             return 0
-        count, forward = sum(b._count[r] for r in b._routes), self._unknown(F)
+        count, forward = sum(b._count[r] for r in b._routes), self._unknown_forward()
         done = sum(loads[w][0] * speed for w, speed in speeds.items())
         needed = (count * (forward + backward) + done) / sum(speeds.values())
         if not b._only_route:
             return needed
         # What is left when the last backward is on its way back to stage 0 is not waited for.
         firm = sum((loads[w][0] - loads[w][1]) * speed for w, speed in speeds.items())
-        back = min(self._unknown(B), self._unknown(I)) if splits else self._unknown(B)
+        back = b.unknown_back(self._ends[-1], self._rest)
         path = paths[0]
         hosted = [min(s, known) for w in speeds for s, _ in b._hosted[w]]
         around = min(path[0][s] for s in hosted) + min(path[1][s] for s in hosted)

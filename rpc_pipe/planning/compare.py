@@ -10,6 +10,7 @@ from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, Spec, W, ch
 from ..model.cut import cut
 from .candidates import VARIANTS
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
+from .profile import TIMED, Chain, LayerCost
 from .simulator import simulate
 from .specs import make_spec
 
@@ -37,16 +38,22 @@ class ModelCosts:
         if not self.by_layer:
             share = {kind: time * self.num_workers / num_stages for kind, time in complete(self.costs[0]).items()}
             return [{kind: int(t) if t == int(t) else t for kind, t in share.items()}] * num_stages
-        layers = [complete(costs) for costs in self.costs]
+        chain = self._chain
         return [
-            {kind: sum(layers[i].get(kind, 0) for i in stage) for kind in Kind.all()}
-            for stage in cut(len(layers), num_stages, None)
+            {kind: chain.time(kind, stage.start, stage.stop) for kind in TIMED}
+            for stage in cut(chain.num_blocks, num_stages, None)
         ]
+
+    @property
+    def _chain(self) -> Chain:
+        sizes = self.sizes or [Size()] * len(self.costs)
+        return Chain([LayerCost(complete(costs), size) for costs, size in zip(self.costs, sizes, strict=True)])
 
     def stage_sizes(self, num_stages: int) -> list[Size]:
         """Return the bytes of each stage."""
         if self.by_layer:
-            return [_sum([self.sizes[i] for i in stage]) for stage in cut(len(self.sizes), num_stages, None)]
+            chain = self._chain
+            return [chain.size(stage.start, stage.stop) for stage in cut(chain.num_blocks, num_stages, None)]
         whole, part = self.sizes[0], self.num_workers / num_stages
         scaled = replace(
             whole,
@@ -57,13 +64,6 @@ class ModelCosts:
             after_inputs=whole.after_inputs * part,
         )
         return [scaled] * num_stages
-
-
-def _sum(sizes: Sequence[Size]) -> Size:
-    total = sizes[0]
-    for size in sizes[1:]:
-        total += size
-    return total
 
 
 def complete(costs: Mapping[Kind, float]) -> dict[Kind, float]:

@@ -106,6 +106,9 @@ def _slowness(spec: Spec, machines: Machines, stage: int) -> float:
 def _scaled(cost: LayerCost, chain: Chain, took: Mapping[Kind, float], slow: float, a: int, b: int) -> LayerCost:
     """Return the cost of a block of a stage that took so long."""
     factors = {}
+    if not a:  # the first stage, whose W is all of a backward
+        whole = took.get(B) or (took[W] - slow * (chain.per_stage[W] - chain.per_stage[B]) if W in took else 0)
+        took = {kind: ms for kind, ms in took.items() if kind not in (I, W, B)} | ({B: whole} if whole else {})
     for kind, ms in took.items():
         blocks = chain.blocks_time(kind, a, b) if kind in _KINDS else 0
         if blocks:

@@ -170,6 +170,11 @@ class Chain:
         self.ties = tuple(tie for tie in ties if tie.weights or tie.gradients or tie.optimizer)
         self.per_stage = {kind: (per_stage or {}).get(kind, 0) for kind in TIMED}
         self._times = {kind: self._sums(block.times.get(kind, 0) for block in blocks) for kind in TIMED}
+        #: of the first stage, which owes nobody a gradient: all its backward is for its weights
+        self._first_times = {**self._times, I: [0.0] * len(self._places), W: self._times[B]}
+        both = [(block.times.get(B, 0), block.times.get(I, 0), block.times.get(W, 0)) for block in blocks]
+        self._back = self._sums(min(whole, inputs) for whole, inputs, _ in both)
+        self._backward = self._sums(min(whole, inputs + weights) for whole, inputs, weights in both)
         self._bytes = {name: self._sums(getattr(block.size, name) for block in blocks) for name in _SUMMED}
         self._last = [b - 1 for b in self._places[1:]]
         #: what blocks and those before them both keep, where they are in one stage: summed up to each block
@@ -185,20 +190,25 @@ class Chain:
         return [sums[i] for i in self._places]
 
     def time(self, kind: Kind, start: int, stop: int) -> float:
-        """Return what an action takes on the stage of blocks `start` to `stop` - 1."""
-        times = self._times[kind]
+        """Return what an action takes on the stage of blocks `start` to `stop` - 1; from block 0, the first stage.
+
+        Of a backward in two parts the first stage does everything in W.
+        """
+        times = (self._times if start else self._first_times)[kind]
         return times[stop] - times[start] + self.per_stage[kind]
 
     def blocks_time(self, kind: Kind, start: int, stop: int) -> float:
-        """Return what the blocks alone take, whatever stages they are in."""
+        """Return what the blocks alone take, in a stage that is not the first."""
         times = self._times[kind]
         return times[stop] - times[start]
 
-    def work(self, split: bool) -> float:
-        """Return what the backward of all blocks takes, in one piece or in two parts."""
-        end = self.num_blocks
-        whole = self.blocks_time(I, 0, end) + self.blocks_time(W, 0, end)
-        return whole if split else self.blocks_time(B, 0, end)
+    def least_back(self, start: int, stop: int) -> float:
+        """Return the least that passes in these blocks until a gradient goes on to the block before each."""
+        return self._back[stop] - self._back[start]
+
+    def least_backward(self, start: int, stop: int) -> float:
+        """Return the least that the backwards of these blocks take, each in one piece or in two parts."""
+        return self._backward[stop] - self._backward[start]
 
     def size(self, start: int, stop: int) -> Size:
         """Return the bytes of the stage of blocks `start` to `stop` - 1."""
@@ -207,6 +217,8 @@ class Chain:
             for name in RESIDENT:
                 summed[name] -= getattr(tie, name)
         summed["activations"] = self.activations(start, stop)
+        if not start:  # nothing of a backward has been done before W
+            summed["after_inputs"] = summed["activations"] + self._outputs[stop - 1]
         ends = {
             "inputs": self._inputs[start],
             "outputs": self._outputs[stop - 1],

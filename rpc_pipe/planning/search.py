@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..dependency import B, F, I
+from ..dependency import F
 from .candidates import Candidate, candidates
 from .cutting import CutFound, CutSearch
 from .footprint import num_messages
@@ -231,7 +231,8 @@ def relaxed(chain: Chain, machines: Machines, num_microbatches: int) -> float:
     slows = [machines.slow(w) for w in range(machines.num_workers)]
     fastest, blocks = min(slows), chain.num_blocks
     once = chain.blocks_time(F, 0, blocks)
-    back = min(chain.blocks_time(I, 0, blocks), chain.blocks_time(B, 0, blocks))
-    whole = once + min(chain.work(True), chain.work(False))
+    # On the first stage that is a whole backward: the step does not end before its worker's part.
+    back = chain.least_back(0, blocks)
+    whole = once + chain.least_backward(0, blocks)
     speed = sum(1 / slow for slow in slows)
     return max((once + back) * fastest, num_microbatches * whole / speed) + chain.per_step

@@ -111,16 +111,16 @@ class Simulation:
 
         A worker begins the next step when its part of this one has ended, though others are still at theirs.
         """
-        worker = self._relation.worker
+        worker, actions = self._relation.worker, self._relation.actions
         first: dict[int, float] = {}
         last: dict[int, float] = {}
         for number, start, end in self._ran:  # by start
-            if end > start:  # an update that costs nothing may wait for a replica's gradients
-                at = worker[number]
-                first.setdefault(at, start)
-                if end > last.get(at, 0):
-                    last[at] = end
-        return max((last[at] - first[at] for at in first), default=0)
+            at = worker[number]
+            if at not in first and (end > start or actions[number].kind.per_microbatch):
+                first[at] = start
+            if end > start and end > last.get(at, 0):  # an update that costs nothing may wait for a replica's gradients
+                last[at] = end
+        return max((last[at] - first[at] for at in last), default=0)
 
     @property
     def bubble(self) -> float:

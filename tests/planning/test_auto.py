@@ -65,6 +65,17 @@ def test_a_profile_is_corrected_by_what_a_run_took():
         replace(asked, profile=truth), plan))  # fmt: skip
 
 
+def test_of_a_backward_in_two_parts_the_first_stage_has_noted_w_alone():
+    asked, truth = question(1, 1, 1, 1), profile(2, 2, 2, 2)
+    plan = Plan("zb-h1", {}, (2, 2), 4, num_workers=2)
+    noted = ran(asked, plan, truth)
+    assert noted.stages[0][I] == 0.1 and noted.stages[0][W] == 8.1
+    found, off = corrected(asked, noted)
+    assert [stage for stage, _ in off] == [0, 1]
+    for cost, true in zip(found.measured[1], truth.measured[1], strict=True):
+        assert cost.times == pytest.approx(true.times)
+
+
 def test_what_did_as_predicted_stays_as_it_was():
     asked = question(1, 2, 1, 2)
     plan = Plan("zb-h1", {}, (2, 2), 4, num_workers=2)

@@ -82,7 +82,7 @@ def test_where_memory_suffices_to_some_workers_only_all_estimate():
     def is_estimated(others):
         told.clear()
         answers = iter(others)
-        first = profile_model(made, [2], repeats=2, meet=lambda going: told.append(going) or next(answers) and going)
+        first = profile_model(made, [2], repeats=2, meet=lambda going: told.append(going) or (next(answers) and going))
         times = first.measured[2][0].times
         return times[F] == times[W]  # what is counted is the same to a bit
 
