@@ -37,7 +37,7 @@ MAY_IMPORT = {
 #: of `launching`, the launcher's attempts alone may import `dispatch`
 LAUNCHER = "rpc_pipe.launching.attempt"
 #: what measures on this machine needs what it measures
-MEASURING = tuple(f"rpc_pipe.planning.{name}" for name in ("measure", "profiling", "estimating", "weighing"))
+MEASURING = tuple(f"rpc_pipe.planning.{name}" for name in ("measure", "profiling", "estimating", "updates", "weighing"))
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 
 

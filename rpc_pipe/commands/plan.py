@@ -173,6 +173,8 @@ def _question(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tupl
     workers = machines.num_workers
     profile, path = find_profile(typed, wanted, reporter, at_least=workers, together=_together(typed, workers))
     refuse_too_few(profile, workers)
+    if profile.workers not in (0, workers):
+        reporter.console.print(_measured_by_others(profile, machines, path, typed), markup=False)
     question = Question(
         profile,
         _as_measured(machines, profile, typed),
@@ -183,6 +185,17 @@ def _question(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tupl
         seconds=seconds,
     )
     return question, path
+
+
+def _measured_by_others(profile: Profile, machines: Machines, path: Path, typed: dict[str, Any]) -> str:
+    """Say what a profile of so many workers is taken for, where a plan is made for more or fewer."""
+    count = machines.num_workers
+    speeds = ["speeds"] * ("topology" not in typed) + ["links"] * ("topology" not in typed and "link" not in typed)
+    unknown = f", and their {' and '.join(speeds)} are not known" if speeds else ""
+    return (
+        f"--profile {path}: measured by {profile.workers} workers at once; for {count} a block is taken to take what "
+        f"it took while {profile.workers} were busy{unknown}: profile --workers {count} --again measures that"
+    )
 
 
 def refuse_too_few(profile: Profile, num_workers: int) -> None:

@@ -203,6 +203,21 @@ def test_unequal_workers_and_links_from_a_file(model, capsys, tmp_path):
     assert any("links" in each["change"] for each in found["advice"])
 
 
+def test_a_profile_of_other_workers_is_said_to_be_one(capsys, tmp_path):
+    """Times that four busy workers took were taken for those of two without a word."""
+    profile = tmp_path / "profile.json"
+    block = {"name": "b", "ms": {"F": 1, "B": 2, "I": 1, "W": 1, "R": 1}, "bytes": {}}
+    speeds = {"workers": [{"speed": 1}] * 3 + [{"speed": 0.5}], "link": {"latency_ms": 7}}
+    profile.write_text(json.dumps({"rows": {"1": [block] * 10}, "workers": 4, "topology": speeds}))
+    asked = ["plan", "--profile", str(profile), "--batch", "4", "--schedule", "1f1b", "--no-searched", "--json"]
+    asked += ["--microbatches", "4", "--workers"]
+    for count, more in ((2, ()), (2, ("--link", "1")), (4, ())):
+        assert main([*asked, str(count), *more]) == 0
+        said = " ".join(capsys.readouterr().err.split())
+        assert ("measured by 4 workers at once; for 2 a block is taken" in said) is (count == 2)
+        assert ("speeds and links are not known" in said) is (count == 2 and not more)
+
+
 def test_a_profile_says_what_blocks_take_and_hold(model, capsys):
     code, found = told(capsys, "profile", f"{model}:whole", "--rows", "2,4", "--repeats", "1", "--json")
     assert code == 0 and set(found["rows"]) == {"2", "4"}
