@@ -127,14 +127,19 @@ class Shop:
         """Tell whether all workers keep within their budgets."""
         return all(self.peak(row) <= most * (1 + 1e-9) for row, most in zip(order, self.budget, strict=True))
 
-    def run(self, order: Order) -> tuple[float, list[float]] | None:
-        """Return how long it takes, and when each action ends; None: in this order the workers wait for each other."""
+    def run(self, order: Order, within: float = float("inf")) -> tuple[float, list[float]] | None:
+        """Return how long it takes, and when each action ends.
+
+        Returns:
+            None if in this order the workers wait for each other, or if it takes longer than `within`.
+        """
         ends: list[float] = [-1.0] * len(self.actions)
         need, wait, before, duration = self.need, self.wait, self.before, self.duration
         at, free = [0] * len(order), [0.0] * len(order)
         waiting: dict[int, int] = {}
         todo = list(range(len(order)))
         left = len(self.actions)
+        most = [within] * len(order)
         while todo:
             worker = todo.pop()
             row, i, now = order[worker], at[worker], free[worker]
@@ -151,7 +156,11 @@ class Shop:
                     there += wait[n]
                     if there > now:
                         now = there
+                if not i and self.repeated:
+                    most[worker] += now
                 now += duration[n]
+                if now > most[worker]:
+                    return None
                 ends[n] = now
                 left -= 1
                 i += 1
@@ -189,12 +198,14 @@ def list_schedule(shop: Shop, rule: Rule) -> Order | None:
         None if it came to a standstill.
     """
     state = _Listing(shop, rule)
+    chosen = [state.choose(worker) for worker in range(len(state.order))]
     for _ in shop.actions:
-        chosen = [(found, worker) for worker in range(len(state.order)) if (found := state.choose(worker)) is not None]
-        if not chosen:
+        first = min(((found, worker) for worker, found in enumerate(chosen) if found is not None), default=None)
+        if first is None:
             return None
-        (start, _, n), worker = min(chosen)
-        state.start(worker, n, start)
+        (start, _, n), worker = first
+        for changed in {worker, *state.start(worker, n, start)}:
+            chosen[changed] = state.choose(changed)
     return state.order
 
 
@@ -244,9 +255,9 @@ class _Listing:
                 best = found
         return best
 
-    def start(self, worker: int, n: int, at: float) -> None:
-        """Start an action."""
-        shop = self._shop
+    def start(self, worker: int, n: int, at: float) -> list[int]:
+        """Start an action; return the workers that have something more to choose from when it has ended."""
+        shop, changed = self._shop, []
         end = at + shop.duration[n]
         self._ready[worker].discard(n)
         self.order[worker].append(n)
@@ -259,6 +270,8 @@ class _Listing:
             self._missing[user] -= 1
             if not self._missing[user]:
                 self._ready[shop.worker[user]].add(user)
+                changed.append(shop.worker[user])
+        return changed
 
 
 def improve(shop: Shop, order: Order, keep_on: Callable[[], bool], goal: float = 0.0) -> tuple[float, Order]:
@@ -284,8 +297,8 @@ def improve(shop: Shop, order: Order, keep_on: Callable[[], bool], goal: float =
         if shop.peak(row) > shop.budget[worker] * (1 + 1e-9):
             continue
         before, current[worker] = current[worker], row
-        ran = shop.run(current)
-        if ran is None or ran[0] > max(now, best * (1 + patience * draw.random() ** 3)):
+        ran = shop.run(current, max(now, best * (1 + patience * draw.random() ** 3)) * (1 + 1e-12))
+        if ran is None:
             current[worker] = before
             continue
         now, ends = ran
@@ -319,10 +332,9 @@ def _moved(shop: Shop, order: Order, ends: list[float], draw: random.Random) -> 
 
 def _critical_rows(shop: Shop, order: Order, ends: list[float]) -> Iterator[tuple[int, int, int]]:
     """Yield (worker, first place, last place) of what a worker runs in a row in the longest path."""
-    place = {n: (worker, i) for worker, row in enumerate(order) for i, n in enumerate(row)}
     n = max((row for row in order if row), key=lambda row: ends[row[-1]] - shop.begin(row, ends))[-1]
-    worker, i = place[n]
-    last = i
+    worker = shop.worker[n]
+    last = i = order[worker].index(n)
     while True:
         start = ends[n] - shop.duration[n]
         need = shop.need[n]
@@ -334,5 +346,5 @@ def _critical_rows(shop: Shop, order: Order, ends: list[float]) -> Iterator[tupl
         if need < 0:
             return
         n = need
-        worker, i = place[n]
-        last = i
+        worker = shop.worker[n]
+        last = i = order[worker].index(n)

@@ -48,14 +48,18 @@ class Program:
 
 def best_order(shop: Shop, seeds: Sequence[Order], until: float, goal: float = 0.0) -> tuple[float, Order] | None:
     """Return the shortest order found from `seeds` and from list scheduling, within the budget; None: none fits it."""
-    # List scheduling takes what it takes, but half of the time is left for the moves.
+    # List scheduling takes what it takes, but half of the time is left for the moves. What is known already is enough
+    # where there is none.
     begun = time.monotonic()
-    listed: list[Order | None] = []
+    orders = [order for order in seeds if shop.fits(order)]
+    known = bool(orders)
     for rule in RULES:
-        if listed and time.monotonic() - begun > (until - begun) / 2:
+        if known and time.monotonic() - begun > (until - begun) / 2:
             break
-        listed.append(list_schedule(shop, rule))
-    orders = [order for order in (*seeds, *listed) if order is not None and shop.fits(order)]
+        listed = list_schedule(shop, rule)
+        known = True
+        if listed is not None and shop.fits(listed):
+            orders.append(listed)
     ran = [(run[0], number) for number, order in enumerate(orders) if (run := shop.run(order)) is not None]
     ran.sort()
     best: tuple[float, Order] | None = None
@@ -237,6 +241,7 @@ def searched_program(
     best: Program | None = None
     whole = costs[F] + costs[I] + costs[W]
     placed = list(_placed(num_workers, num_microbatches))
+    ours = list(_ours(placed, num_microbatches))
     for number, spec in enumerate(placed):
         chunks = spec.num_stages / num_workers
         shop = Shop(
@@ -252,7 +257,7 @@ def searched_program(
         goal = num_microbatches * whole + waits
         if best is not None and best.time <= goal * (1 + 1e-12):
             continue
-        seeds = [shop.from_program(rows) for rows in _orders_of_ours(spec, costs, chunks, comm)]
+        seeds = [shop.from_program(rows) for rows in _orders_of_ours(spec, ours, costs, chunks, comm)]
         end = time.monotonic() + (until - time.monotonic()) / (len(placed) - number)
         found = best_order(shop, seeds, end, goal)
         if found is not None and (best is None or found[0] < best.time):
@@ -269,14 +274,21 @@ def _placed(num_workers: int, num_microbatches: int) -> Iterator[Spec]:
             yield Candidate("chimera", {"pairs": pairs}, num_microbatches).spec(num_workers)
 
 
+def _ours(placed: Sequence[Spec], num_microbatches: int) -> Iterator[tuple[Spec, object]]:
+    """Yield schedules of ours that have as few stages as one of these, with their placements."""
+    workers, most = placed[0].num_workers, max(spec.num_stages for spec in placed)
+    for candidate in candidates(workers, [num_microbatches], recompute=False, most_stages=most):
+        spec = candidate.spec(workers)
+        if not type(spec).recompute:
+            yield spec, _placement(spec)
+
+
 def _orders_of_ours(
-    placed: Spec, costs: Mapping[Kind, float], chunks: float, comm: float
+    placed: Spec, ours: Sequence[tuple[Spec, object]], costs: Mapping[Kind, float], chunks: float, comm: float
 ) -> Iterator[list[list[Action]]]:
     """Yield the orders of schedules of ours with the same placement, as they run with these costs."""
     times = {F: costs[F] / chunks, B: (costs[I] + costs[W]) / chunks, I: costs[I] / chunks, W: costs[W] / chunks}
-    workers, wanted = placed.num_workers, _placement(placed)
-    found = candidates(workers, [placed.num_microbatches], recompute=False, most_stages=placed.num_stages)
-    for candidate in found:
-        spec = candidate.spec(workers)
-        if not type(spec).recompute and _placement(spec) == wanted:
+    wanted = _placement(placed)
+    for spec, placement in ours:
+        if placement == wanted:
             yield simulate(spec, uniform(times), comm=comm).orders()

@@ -11,10 +11,11 @@ from torch import nn
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, I, R, W, check_all
 from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.planning import listing
 from rpc_pipe.planning.candidates import Candidate
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.joblist import RULES, Shop, improve, list_schedule
-from rpc_pipe.planning.listing import improved, searched_program
+from rpc_pipe.planning.listing import best_order, improved, searched_program
 from rpc_pipe.planning.plan import read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.search import Question, search
@@ -112,6 +113,24 @@ def test_a_program_that_cannot_be_is_refused(tmp_path):
         Pipeline([nn.Linear(1, 1)], nn.functional.mse_loss, plan={**plan, "program": ["0F0 0Q0"]})
     with pytest.raises(ConfigError, match="is no plan"):
         read_plan({"schedule": "1f1b"})
+
+
+def test_without_time_what_is_known_is_ordered_anew_by_nothing(monkeypatch):
+    """Where the time was over, each placement that was left was still listed: 25 s became 53 on a busy machine."""
+    asked = []
+    monkeypatch.setattr(listing, "list_schedule", lambda made, rule: asked.append(rule) or list_schedule(made, rule))
+    made = shop(budget=6.0)
+    known = list_schedule(made, RULES[0])
+    assert best_order(made, [known], time.monotonic()) == (made.run(known)[0], known) and not asked
+    assert best_order(made, [], time.monotonic())[1] == known and asked == [RULES[0]]
+
+
+@pytest.mark.parametrize("repeated", [False, True])
+def test_an_order_that_takes_too_long_is_given_up(repeated):
+    made = shop(repeated=repeated)
+    order = list_schedule(made, RULES[3])
+    took, ends = made.run(order)
+    assert made.run(order, took * (1 + 1e-12)) == (took, ends) and made.run(order, took * 0.99) is None
 
 
 def test_time_is_kept():
