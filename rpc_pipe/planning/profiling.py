@@ -14,12 +14,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..dependency import B, ConfigError, F, I, Kind, PipeError, R, W
+from ..dependency import B, ConfigError, F, G, I, Kind, PipeError, R, U, W
 from ..model.made import Made, load, resized, rows_of
 from ..workers.compute.allocator import keep_freed_memory
 from ..workers.compute.updating import OptimizerFactory
@@ -123,10 +124,23 @@ def profile_model(
                 measured[count] = estimated(made, batch, operations_a_ms(device), factory)
             else:
                 measured[count], around, ties = found
+    measured = _with_one_update(measured)
     if made.is_layers:
         ties = _ties_of_layers(made)
     around = {kind: around.get(kind, 0) + RUNTIME_MS for kind in (F, B, I, W, R)}
     return Profile(measured, around, ties, _name(made), signature(made, device, optimizer), device, rows_of(made.batch))
+
+
+def _with_one_update(measured: Mapping[int, Sequence[LayerCost]]) -> dict[int, list[LayerCost]]:
+    """Return what was measured, with one time of each block's update: it does not depend on the rows."""
+    once = [
+        {kind: median(cost.times[kind] for cost in costs) for kind in (U, G)}
+        for costs in zip(*measured.values(), strict=True)
+    ]
+    return {
+        rows: [replace(cost, times={**cost.times, **own}) for cost, own in zip(costs, once, strict=True)]
+        for rows, costs in measured.items()
+    }
 
 
 def _all_or_none(look: Callable[[Meet], _Measured], meet: Meet) -> _Measured | None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.dependency import F, W
+from rpc_pipe.dependency import F, G, U, W
 from rpc_pipe.model.made import Made
 from rpc_pipe.planning import updates
 from rpc_pipe.planning.measure import measure
@@ -98,3 +98,12 @@ def test_where_memory_suffices_to_some_workers_only_all_estimate():
 
     made = replace(made, model=[nn.Linear(8, 8), Large()])
     assert is_estimated([True]) and told == [False]
+
+
+def test_an_update_takes_as_long_whatever_the_rows():
+    x = torch.randn(4, 64)
+    made = Made([nn.Linear(64, 64)] * 2, (x, x), nn.functional.mse_loss)
+    measured = profile_model(made, [1, 2, 4], repeats=1).measured
+    assert {len({costs[block].times[kind] for costs in measured.values()}) for block in (0, 1) for kind in (U, G)} == {
+        1
+    }
