@@ -104,9 +104,19 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
         resident = sum(sizes[stage].shard - sizes[stage].weights for stage, _ in spec.hosted(worker)) + weights[worker]
-        resident += max((sizes[stage].working for stage, _ in spec.hosted(worker)), default=0)
+        resident += max((_working(spec, stage, sizes[stage]) for stage, _ in spec.hosted(worker)), default=0)
         peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)
+
+
+def _working(spec: Spec, stage: int, size: Size) -> float:
+    """Return what a stage's actions need while they run.
+
+    W of the first stage runs the whole backward at once: all gradients are there before they are added to others.
+    """
+    if not stage and any(spec.splits(stage, m) for m in range(spec.num_microbatches)):
+        return max(size.working, size.gradients)
+    return size.working
 
 
 def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:

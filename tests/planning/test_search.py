@@ -220,3 +220,11 @@ def test_the_first_stage_does_all_of_its_backward_in_w():
     assert [chain.size(*ends).after_inputs for ends in ((0, 2), (2, 4))] == [20 + 2, 8]
     halves = ModelCosts(2, [times] * 4, by_layer=True).stage_costs(2)
     assert [(half[I], half[W]) for half in halves] == [(0, 10), (6, 6)]
+
+
+def test_the_first_stage_holds_all_gradients_of_weights_while_its_w_runs():
+    """Of zb-h2 11.6 % less was predicted than a worker had."""
+    blocks = [block(1, weights=10, gradients=10, working=working) for working in (3, 3, 4, 4)]
+    for name, more in (("1f1b", 3), ("zb-h2", 20)):
+        cuts = CutSearch(Candidate(name, {}, 4).spec(2), Chain(blocks), Machines(2), with_memory=True)
+        assert cuts.look((0, 2, 4)).memory == (40 + more, 40 + 4)
