@@ -138,7 +138,7 @@ def _with_shard(cost: LayerCost, named: Sequence[tuple[str, nn.Parameter]], opti
     return replace(
         cost,
         size=size,
-        times={**cost.times, U: 3 * (gradients + size.optimizer) / _BYTES_A_MS, G: 2 * gradients / _BYTES_A_MS},
+        times={**cost.times, U: 3 * (gradients + size.optimizer) / _BYTES_A_MS, G: 5 * gradients / _BYTES_A_MS},
     )
 
 

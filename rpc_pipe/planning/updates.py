@@ -111,9 +111,9 @@ class _Update:
             self._took.append(self._time(self._trial.step))
 
     def add(self) -> None:
-        """Add gradients to others, as replicas do."""
+        """Sum gradients with those of another replica, as `Updating.sum_gradients` does."""
         pairs = [(copy.detach(), copy.grad) for _, copy in self._copies if copy.grad is not None]
-        self._added.append(self._time(lambda: [own.add_(other) for own, other in pairs]))
+        self._added.append(self._time(lambda: [own.clone().add_(other) for own, other in pairs]))
 
     def _time(self, run: Callable[[], object]) -> float:
         self._finish()
