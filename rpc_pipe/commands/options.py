@@ -37,6 +37,11 @@ class Parser(argparse.ArgumentParser):
         return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            commands = re.findall(r"[\w-]+", wrong[2])
+            near = difflib.get_close_matches(wrong[1], commands, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{wrong[1]}: {hint}commands are {', '.join(commands)}")
         # Our own types have said the value and the rule; argparse says the rule alone.
         raise ConfigError(re.sub(r"^argument (\S+): (?=.* must be )", r"\1 ", message))
 

@@ -39,7 +39,7 @@ from .options import (
 #: more actions than this are not drawn in the terminal
 _MOST_DRAWN = 4000
 #: lines of a picture whose names would not fit side by side
-_MOST_LINES = 60
+_MOST_LINES = 120
 
 
 def add(commands: Any) -> None:
@@ -93,11 +93,23 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     a_step = f", step {result.step_time:g}" if steps > 1 else ""
     reporter.console.print(
         f"{name}: makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}, "
-        f"peak activations {', '.join(map(str, result.peak_activations))}"
+        f"peak activations {', '.join(map(str, result.peak_activations))}",
+        markup=False,
     )
-    for line in tell_versions(spec):
-        reporter.console.print(line)
+    for line in [*_tell_unit(spec, typed), *tell_versions(spec)]:
+        reporter.console.print(line, markup=False)
     return 0
+
+
+def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
+    """Say what a stage costs where a worker has several: else such schedules look slower than they are."""
+    share = spec.num_workers / spec.num_stages
+    if share >= 1 or "cost" in typed:
+        return []
+    return [
+        f"a stage costs 1 here, though it is {share:.3g} of a worker's share of the model: --cost F={share:.3g},"
+        f"B={2 * share:.3g}, or rpc-pipe compare, gives times to compare with those of one stage a worker"
+    ]
 
 
 def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:

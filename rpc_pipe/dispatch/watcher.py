@@ -54,7 +54,7 @@ class Watcher:
         self._wishes = wishes
         # Who wants all steps, or certain ones, may not be woken before many have been done.
         self._view = View(keep=MOST_SLOTS) if wishes.trace or wishes.record else View()
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, emoji=False)
         #: a recording that is not shown is read as fast as it can be
         self._hurry = isinstance(source, Replay) and bool(wishes.once or wishes.trace or wishes.record)
         if isinstance(source, Replay):

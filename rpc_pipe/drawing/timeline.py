@@ -69,7 +69,8 @@ def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_line
 
     A cell shows kind and microbatch, before them the stage where a worker has several, if they fit; else colour alone
     tells the kind, and an underline a later stage of the worker. Gaps are bubbles. Names that do not fit side by side
-    are drawn in several rows of time, one below the other, if these are at most `most_lines` lines.
+    are drawn in several rows of time, one below the other, if these are at most `most_lines` lines. What a cell too
+    small for its name shows is said below.
     """
     if not spans:
         return Text("nothing ran")
@@ -84,6 +85,8 @@ def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_line
             picture.append(f"worker {worker} ".ljust(grid.label), style="bold")
             picture.append_text(grid.line(worker, held[worker], first, last))
             picture.append("\n")
+    if most_lines and len(rows) == 1 and not grid.fits:
+        picture.append("cells are too small for names: a wider terminal, --svg or --html shows them", style="dim")
     picture.rstrip()
     return picture
 
@@ -111,10 +114,15 @@ class _Grid:
         """Return columns of a unit such that equal times get equal columns."""
         return math.floor(per_unit * self._shortest) / self._shortest if per_unit * self._shortest >= 1 else per_unit
 
+    @property
+    def fits(self) -> bool:
+        """Whether each name fits into its cell."""
+        least = self._longest + self._several  # digits of the next name must not touch
+        return self._per_unit * self._shortest >= least
+
     def rows(self, most_lines: int) -> list[tuple[float, float]]:
         """Return (from, to) of each row of time: one, unless names fit into several only."""
-        least = self._longest + self._several  # digits of the next name must not touch
-        if self._per_unit * self._shortest >= least:
+        if self.fits:
             return [(self._first, self._last)]
         most = max(1, math.floor(self._columns / (self._longest + 1)))  # of the shortest actions, in a row
         units = math.ceil((self._last - self._first) / self._shortest * (1 - 1e-9))

@@ -179,4 +179,4 @@ def _readable(text: str) -> str:
 
 
 def _console(name: str) -> Console:
-    return Console(file=cast(IO[str], _Output(name)), highlight=False, soft_wrap=True)
+    return Console(file=cast(IO[str], _Output(name)), highlight=False, soft_wrap=True, emoji=False)

@@ -8,6 +8,7 @@ import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, blaming, check_all, recomputing
@@ -40,6 +41,9 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
     path, colon, name = schedule.rpartition(":")
     if colon and path.endswith(".py"):
         return _load_class(schedule, Path(path), name)
+    if schedule.endswith(".py"):
+        here = ", ".join(_own_classes(_load(schedule, Path(schedule)))) or "none"
+        raise ConfigError(f"schedule {schedule!r}: name a class, {schedule}:ClassName; subclasses of Spec: {here}")
     near = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
@@ -49,19 +53,25 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
 
 
 def _load_class(schedule: str, path: Path, name: str) -> type[Spec]:
-    module_name = f"rpc_pipe_schedule_{path.stem}"
-    module = load_module(path, module_name, f"schedule {schedule!r}")
+    module = _load(schedule, path)
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Spec)):
-        here = [
-            key
-            for key, value in vars(module).items()
-            if isinstance(value, type) and issubclass(value, Spec) and value.__module__ == module_name
-        ]
-        raise ConfigError(
-            f"schedule {schedule!r}: {path} has no subclass of Spec named {name!r}; it has {', '.join(here) or 'none'}"
-        )
+        here = ", ".join(_own_classes(module)) or "none"
+        raise ConfigError(f"schedule {schedule!r}: {path} has no subclass of Spec named {name!r}; it has {here}")
     return found
+
+
+def _load(schedule: str, path: Path) -> ModuleType:
+    return load_module(path, f"rpc_pipe_schedule_{path.stem}", f"schedule {schedule!r}")
+
+
+def _own_classes(module: ModuleType) -> list[str]:
+    """Return the names of the schedules that a module defines itself."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Spec) and value.__module__ == module.__name__
+    ]
 
 
 def make_spec(

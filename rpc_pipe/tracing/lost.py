@@ -262,9 +262,12 @@ class _Case:
         source, target = max(self._delays, key=lambda pair: self._delays[pair])
         slowest, typical = self._delays[source, target], median_low(self._delays.values())
         compared = f", {slowest / typical:.0f} x the median of all links" if slowest > 2 * typical else ""
+        way = f"payloads take {slowest:.1f} ms from worker {source} to worker {target}"
+        if self._cores is not None and self._cores < self._spec.num_workers:
+            # Inside a machine a payload waits for a reader that has no core; which one it is changes from run to run.
+            return f"{way}, as {self._spec.num_workers} workers share {self._cores} cores of one machine, which {costs}"
         return (
-            f"payloads take {slowest:.1f} ms from worker {source} to worker {target}{compared}: a slow link, which "
-            f"{costs}; eager-1f1b or a wider window hides it for more activations"
+            f"{way}{compared}: a slow link, which {costs}; eager-1f1b or a wider window hides it for more activations"
         )
 
     def _better_cut(self, step_ms: float, now_ms: float) -> str:

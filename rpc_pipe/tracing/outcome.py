@@ -44,9 +44,13 @@ def sentence(found: dict[str, Any]) -> str:
     """Say how a run of these figures went."""
     rates = [f", {found[f'{unit}_per_s']:,.0f} {unit}/s" for unit in ("tokens", "rows") if f"{unit}_per_s" in found]
     return (
-        f"{found['steps']} steps on {found['workers']} workers: {found['step_ms']:.0f} ms a step{''.join(rates)}, "
-        f"loss {found['loss']:.4f}"
+        f"{_count(found['steps'], 'step')} on {_count(found['workers'], 'worker')}: "
+        f"{found['step_ms']:.0f} ms a step{''.join(rates)}, loss {found['loss']:.4f}"
     )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def lost_lines(found: dict[str, Any]) -> list[str]:

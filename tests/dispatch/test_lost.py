@@ -71,6 +71,8 @@ def test_a_slow_link_is_named():
     lost = attribute(trace_of(links=links, layers=EVEN), SHARDS)
     assert worst(lost) == "link"
     assert "from worker 1 to worker 2, 50 x the median of all links: a slow link" in lost.sentence
+    crowded = attribute(trace_of(links=links, layers=EVEN), SHARDS, cores=2).sentence
+    assert "as 4 workers share 2 cores of one machine" in crowded and "slow link" not in crowded
 
 
 def test_a_slow_data_loader_is_named():

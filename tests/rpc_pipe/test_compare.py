@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -155,11 +156,24 @@ def test_the_command(capsys, monkeypatch):
         (("simulate", "--link", "0-1=1/0"), "--link 0-1=1/0: a bandwidth must be above 0"),
         (("simulate", "--stage-cost", "1,2,3"), "--stage-cost 1,2,3: has 3 factors, but there are 2 stages"),
         (("simulate", "--steps", "0"), "--steps 0: must be at least 1"),
+        (("simulat",), "simulat: did you mean simulate? commands are run, plan,"),
+        (("verify", "mine.py:three:"), "mine.py:three:"),  # rich made a picture of :three:
+        (("simulate", "--schedule", "mine.py"), "mine.py:ClassName; subclasses of Spec: Mine, Other\n"),
     ],
 )
-def test_wrong_input(capsys, arguments, message):
+def test_wrong_input(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("from rpc_pipe import Spec\nclass Mine(Spec): ...\nclass Other(Mine): ...\n")
     code, _, err = printed(capsys, *arguments)
     assert code == 2 and message in err
+
+
+def test_what_a_stage_costs_is_told_where_a_worker_has_several(capsys):
+    """ZB-V looked half as fast as 1F1B: its stages are half as long."""
+    _, out, _ = printed(capsys, "simulate", "--schedule", "zb-v", "--workers", "4")
+    assert "makespan 51" in out and "0.5 of a worker's share of the model: --cost F=0.5,B=1, or rpc-pipe compare" in out
+    _, out, _ = printed(capsys, "simulate", "--schedule", "zb-v", "--workers", "4", "--cost", "F=0.5,B=1")
+    assert "makespan 25.5" in out and "a stage costs" not in out
 
 
 def test_a_narrow_link_is_paid_for(capsys):
