@@ -298,7 +298,7 @@ class Pipeline(Weights):
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the gradients of the last step before they were clipped; None: they were not, as without an update."""
+        """Norm of the last step's gradients before they were clipped; None: they were not, as without an update."""
         return self._keeper.results.norm
 
     @property
