@@ -228,7 +228,8 @@ def _legend(layout: _Layout, spans: Sequence[Span], num_held: int) -> tuple[floa
             x, y = layout.left, y + 20
         if name == "stripe":
             parts.append(f'<rect class="bubble" x="{_number(x)}" y="{_number(y)}" width="12" height="12"/>')
-            parts.append(f'<rect class="stripe" x="{_number(x)}" y="{_number(y + 8)}" width="12" height="4"/>')
+            # In the colour of words, as a dark one would not be seen where the page is dark.
+            parts.append(f'<rect class="dim" x="{_number(x)}" y="{_number(y + 8)}" width="12" height="4"/>')
         else:
             parts.append(f'<rect class="{name}" x="{_number(x)}" y="{_number(y)}" width="12" height="12"/>')
         parts.append(_text(x + 17, y + 10.5, words, "ink", 12))
