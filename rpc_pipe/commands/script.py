@@ -58,7 +58,7 @@ def run_script(
     ending = _Ending(typed)
 
     def tell(text: str) -> None:
-        if job.worker == 0:
+        if job.worker == 0 and Path(script) != OWN_TRAIN:  # which says nothing of its own
             link.tell(kind="text", text=text)
 
     overrides.install(overrides.Overrides(typed, schedule_options, tell, ending.made))

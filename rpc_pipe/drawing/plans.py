@@ -28,7 +28,7 @@ _MOST_STAGES = 7
 def plans_table(plans: Sequence[Plan]) -> Table:
     """Draw the best plans, one a schedule and its parameters."""
     drawn = Table(box=None, pad_edge=False)
-    drawn.add_column("schedule", no_wrap=True, max_width=20)
+    drawn.add_column("schedule", max_width=20)
     drawn.add_column("cut", no_wrap=True, max_width=12)
     for heading in ("M", "ms", "memory", "bubble", "msgs"):
         drawn.add_column(heading, justify="right", no_wrap=True)
@@ -53,7 +53,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
 def profile_table(profile: Profile, rows: int) -> Table:
     """Draw what each block takes and holds for microbatches of so many rows."""
     drawn = Table(title=f"{profile.model}, {rows} rows a microbatch, on {profile.device}", box=None, pad_edge=False)
-    drawn.add_column("block", no_wrap=True)
+    drawn.add_column("block", overflow="fold")  # alone may wrap: of a narrow table no number is cut off
     for heading in (
         *(f"{kind.letter} ms" for kind in _SHOWN),
         "weights",

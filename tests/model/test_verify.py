@@ -153,6 +153,7 @@ def test_a_model_of_the_users_is_trained_by_run(file):
     done = rpc_pipe(*typed)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["steps"] == 2 and "step 2 of 2: loss" in done.stderr
+    assert "replaces" not in done.stderr, "there is no script that says anything else"
     assert float(re.search(r"step 1 of 2: loss (\S+)", done.stderr)[1]) == pytest.approx(loss, abs=1e-3)
 
 

@@ -105,7 +105,8 @@ def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
     out = tmp_path / "plan.json"
     sizes = ["--workers", "2", "--batch", "8", "--microbatches", "4"]
     main(["plan", f"{model}:make", "--alone", *sizes, "--output", str(out)])
-    assert "proven" in capsys.readouterr().out
+    drawn = capsys.readouterr().out
+    assert "proven" in drawn and "…" not in drawn
     plan = read_plan(out)
     made = load(f"{model}:make")
     with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
@@ -226,7 +227,8 @@ def test_a_profile_says_what_blocks_take_and_hold(model, capsys):
     # The embedding is used by the first block and by the loss: apart it is held twice.
     assert [(tie.first, tie.last, tie.weights) for tie in profile.ties] == [(0, 3, 16 * 8 * 4)]
     main(["profile", f"{model}:whole", "--repeats", "1"])
-    assert "blocks.0" in capsys.readouterr().out
+    drawn = capsys.readouterr().out
+    assert "blocks.0" in drawn and "…" not in drawn, "no number is cut off in 80 columns"
 
 
 def test_a_model_is_estimated_without_running_it():
