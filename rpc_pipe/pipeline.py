@@ -60,7 +60,7 @@ class Pipeline(Weights):
             `partial(torch.optim.AdamW, lr=3e-4)`, or a function that makes groups by name.
         lr_scheduler: optimizer -> learning-rate scheduler; stepped after every update.
         schedule, schedule_options: a name (`rpc-pipe schedules`), `file.py:Class` or a Spec class; its parameters.
-        num_microbatches: into how many microbatches a batch is split; fewer if it has fewer rows.
+        num_microbatches: into how many a batch is split; fewer if it has fewer rows. Needed, where there is no plan.
         plan: what `rpc-pipe plan` wrote (a file, its contents or a `Plan`), instead of schedule, microbatches and cut.
         num_workers: how many workers; inside a job the job decides, and else it is one. More are threads.
         split: number of layers, or of calls of blocks, of each stage; evenly by default.

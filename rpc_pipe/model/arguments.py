@@ -20,7 +20,11 @@ def refuse_options(order: object, max_grad_norm: object, stall_s: object, **numb
     for name, value in numbers.items():
         least = 0 if name == "seed" else 1
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} {value!r}: must be a whole number, at least {least}")
+            advice = (
+                "; without a plan there is no default: the more, the smaller the bubble, such as 4 times the workers"
+            )
+            more = advice if name == "num_microbatches" and value == 0 else ""
+            raise ConfigError(f"{name} {value!r}: must be a whole number, at least {least}{more}")
     if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         raise ConfigError(f"max_grad_norm {max_grad_norm!r}: must be a number above 0, or None")
     if not isinstance(stall_s, (int, float)) or isinstance(stall_s, bool) or not stall_s > 0:

@@ -41,7 +41,10 @@ def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message)
     [
         ({"num_workers": 9}, "stages 9: the model has only 4 layers"),
         ({"num_workers": 0}, "num_workers 0: must be a whole number, at least 1"),
-        ({"num_microbatches": 0}, "num_microbatches 0: must be a whole number, at least 1"),
+        (
+            {"num_microbatches": 0},
+            "num_microbatches 0: must be a whole number, at least 1; without a plan there is no default",
+        ),
         ({"stall_s": float("nan")}, "stall_s nan: must be a number of seconds above 0"),
         ({"num_microbatches": 4.0}, r"num_microbatches 4\.0: must be a whole number"),
         ({"seed": None}, "seed None: must be a whole number, at least 0"),
