@@ -154,13 +154,15 @@ class Pipeline(Weights):
     def _make(self, maker: ShardMaker) -> None:
         """Make the shards of this process's workers, when the model has been cut."""
         refuse_shared(self.spec, self.partition.sharing)
+        here = [actor.worker for actor in self._actors]
         for actor in self._actors:
-            actor.shards.update(maker.hosted(self.spec, actor.worker, actor.courier.device))
+            actor.shards.update(maker.hosted(self.spec, actor.worker, actor.courier.device, here))
         # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
         self._described = describe(self.spec, self.partition.ranges, maker.seed)
         self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
         self._keeper.config = self.partition.config
         self._ending.sharing = self.partition.sharing
+        self.partition.following.begin()
         self.partition.release()
         self._maker = None
         link.attach(self)

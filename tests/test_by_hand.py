@@ -7,9 +7,13 @@ import pytest
 import torch
 from replayed import ASYNCHRONOUS, X, pipeline, replay_of
 from torch import nn
+from torch.nn.utils import prune
 
 from rpc_pipe.dependency import ConfigError, WorkerFailure
+from rpc_pipe.model.shards import ShardMaker, cuttable
 from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.workers.compute.updating import Training
 
 
 class Counting(nn.Module):
@@ -181,3 +185,109 @@ def test_hooks_of_copies_are_refused():
     layers[0].weight.register_hook(print)
     with pytest.raises(ConfigError, match="a hook of parameter weight was registered or removed, of which other"):
         pipe.step((X[0], X[0]))
+
+
+def _prune(model):
+    prune.l1_unstructured(model.blocks[1].linear, "weight", 0.5)
+
+
+def _load_anew(model):
+    model.load_state_dict({name: tensor / 2 for name, tensor in model.state_dict().items()}, assign=True)
+
+
+def _exchange(model):
+    model.blocks[2] = Scaled()
+
+
+def _hook(model):
+    model.blocks[0].register_forward_hook(lambda module, given, made: made * 2)
+
+
+def _patch(model):
+    model.blocks[3].forward = lambda x: x
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_prune, "a hook of a Linear was registered or removed"),
+        (_load_anew, "a parameter of a Linear was exchanged for another object"),
+        (_exchange, "a module in a ModuleList was exchanged"),
+        (_hook, "a hook of a Scaled was registered"),
+        (_patch, "the forward of a Scaled was set"),
+        (lambda model: model.register_buffer("more", torch.zeros(1)), "a buffer of a Whole was registered"),
+        (lambda model: nn.utils.parametrizations.weight_norm(model.blocks[0].linear), "a parameter of a Param"),
+    ],
+)
+def test_what_copies_cannot_follow_is_refused(change, says):
+    """Stages of a whole model went on with the modules, hooks and parameters that it had, silently."""
+    torch.manual_seed(0)
+    model = Whole()
+    pipe = Pipeline(
+        model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_workers=2, num_microbatches=2
+    )
+    pipe.step((X[0], X[0]))
+    change(model)
+    with pytest.raises(ConfigError, match=says) as error:
+        pipe.step((X[0], X[0]))
+    assert "\n" not in str(error.value)
+
+
+def test_another_module_in_the_users_list_is_refused():
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    pipe = pipeline("1f1b", model)
+    pipe.step((X[0], X[0]))
+    model[2] = nn.Linear(8, 8)
+    with pytest.raises(ConfigError, match="a module in a Sequential was exchanged, added or removed after the pipe"):
+        pipe.step((X[0], X[0]))
+
+
+class Named(Scaled):
+    """Computes by what is in a list, as adapters note there which of them are merged."""
+
+    def __init__(self):
+        super().__init__()
+        self.merged = []
+
+    def forward(self, x):
+        return self.linear(x) / (1 + len(self.merged))
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_copies_follow_what_versions_do_not_count(whole):
+    """Clipping by `.data` left replicas as they were, and lists of names those of all copies."""
+    torch.manual_seed(0)
+    model = Whole() if whole else nn.Sequential(*(Named() for _ in range(4)))
+    if whole:
+        model.blocks = nn.ModuleList(Named() for _ in range(4))
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    pipe = Pipeline(
+        model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), schedule="chimera",
+        num_workers=2, num_microbatches=2,
+    )  # fmt: skip
+    for step, x in enumerate(X[:4]):
+        loss = nn.functional.mse_loss(alone(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert pipe.step((x, x)) == pytest.approx(loss.item()), step
+        for some in (model, alone):
+            for parameter in some.parameters():
+                parameter.data.clamp_(-0.1, 0.1)
+            for layer in some.modules():
+                if isinstance(layer, Named) and step == 1:
+                    layer.merged.append("default")
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_users_modules_compute_in_a_process_that_has_one_replica(whole):
+    """A process that holds a second replica alone held a copy: what its user changed had never been trained."""
+    model = Whole() if whole else nn.Sequential(*(Scaled() for _ in range(4)))
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    spec = make_spec("chimera", 2, 2, {})
+    cut = cuttable(model, nn.functional.mse_loss, 2, None, Training(), blocks=None, seed=0)
+    cut.observe(((X[0],), {}), trained=True)
+    shards = ShardMaker(cut, 0, Training()).hosted(spec, 1, torch.device("cpu"), [1])
+    assert sorted(shards) == [(0, 1), (1, 0)]
+    assert all(p.data_ptr() in own for shard in shards.values() for p in shard.parameters())

@@ -2,10 +2,12 @@
 
 Stages of a model with a forward of its own compute by copies of its modules, and so do replicas of a stage. In one
 process all of it would be the user's own modules: modes, a factor in an attribute, weights and buffers that are loaded.
+What copies cannot follow is refused: other parameters, modules, hooks and forwards than those they were made of.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,10 +18,17 @@ from torch import Tensor, nn
 
 from ..dependency import ConfigError
 from ..workers.compute.by_hand import PLAIN, hooks_of
+from ..workers.compute.digest import digest
 from ..workers.compute.inner_state import OF_TORCH
 from .absent import Absent
 
 _NONE: list[Any] = []
+#: what is changed by hand inside, such as a list of names
+_BOXES = frozenset((list, dict, set))
+#: larger ones are taken for tables, which nobody changes
+_MOST = 64
+#: of a module's own hooks
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class _Group:
@@ -31,7 +40,7 @@ class _Group:
 
     def __init__(self, own: nn.Module, copy: nn.Module, runs: bool) -> None:
         self._modules = [
-            (ref(module), ref(other), [name for name, value in vars(module).items() if _is_set(name, value)])
+            (ref(module), ref(other), *_names_of(module))
             for module, other in zip(own.modules(), copy.modules(), strict=True)
             if not isinstance(module, torch.jit.ScriptModule)
         ]
@@ -43,44 +52,41 @@ class _Group:
             if other is not None and other is not parameter and not isinstance(other, Absent)
         ]
         self._runs = runs or bool(self._parameters)
-        self._noted: list[tuple[list[Any], list[Any]]] = []
+        self._noted: list[tuple[list[Any], list[Any], list[Any]]] = []
+        self._forms: list[list[int]] = []
         self._weights: list[Any] = []
-        self.note(True)
 
     def note(self, anew: bool = False) -> None:
         """Take note of the user's modules as they are, if that may have changed otherwise than by hand."""
         if anew or self._runs:
-            self._noted = [_state(module(), names) for module, _, names in self._modules]
+            self._noted = [_state(module(), names, boxes) for module, _, names, boxes in self._modules]
+            self._forms = [_form(module()) for module, *_ in self._modules]
             self._weights = [_of_weight(parameter()) for _, parameter, _ in self._parameters]
 
     def follow(self) -> None:
         """Change the copies as the user's modules have been changed since."""
         changed = False
-        for (own, other, names), noted in zip(self._modules, self._noted, strict=True):
-            module, copy = own(), other()
-            if module is None or copy is None or (now := _state(module, names)) == noted:
+        for (own, *_), form in zip(self._modules, self._forms, strict=True):
+            if (module := own()) is not None and _form(module) != form:
+                raise _cannot_follow(module, form)
+        for (own, other, names, boxes), noted in zip(self._modules, self._noted, strict=True):
+            module, made = own(), other()
+            if module is None or made is None or (now := _state(module, names, boxes)) == noted:
                 continue
             changed = True
-            for name, value, before in zip(names, now[0], noted[0], strict=True):
+            for name, value, before in zip(names + boxes, now[0] + now[1], noted[0] + noted[1], strict=True):
                 if value != before and value is not None:
-                    setattr(copy, name, value)
-            for (name, buffer), before in zip(module._buffers.items(), noted[1], strict=False):
-                held = copy._buffers.get(name)
+                    setattr(made, name, copy.copy(value))
+            for (name, buffer), before in zip(module._buffers.items(), noted[2], strict=False):
+                held = made._buffers.get(name)
                 if buffer is not None and held is not None and held is not buffer and _of_buffer(buffer) != before:
                     held.data = buffer.detach().to(held.device, copy=True)  # others may have saved what it was
-        for (name, theirs, mine), noted_weight in zip(self._parameters, self._weights, strict=True):
-            parameter, made = theirs(), mine()
-            if parameter is None or made is None or _of_weight(parameter) == noted_weight:
+        for (name, theirs, mine), before in zip(self._parameters, self._weights, strict=True):
+            parameter, mine_now = theirs(), mine()
+            if parameter is None or mine_now is None or _of_weight(parameter) == before:
                 continue
             changed = True
-            if _of_weight(parameter)[-1] != noted_weight[-1]:
-                raise ConfigError(
-                    f"model: a hook of parameter {name} was registered or removed, of which other workers have copies: "
-                    "do so before the pipeline is made"
-                )
-            with torch.no_grad():
-                made.data.copy_(parameter)
-            made.requires_grad_(parameter.requires_grad)
+            _follow_weight(name, parameter, mine_now, before)
         if changed:
             self.note(True)
 
@@ -90,14 +96,28 @@ class Following:
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
+        #: what holds modules, and its form
+        self._holders: list[list[Any]] = []
 
     def add(self, own: nn.Module, copy: nn.Module, *, runs: bool) -> None:
         """Let `copy` follow `own`, of which it has just been made."""
         self._groups.append(_Group(own, copy, runs))
 
+    def watch(self, holder: nn.Module) -> None:
+        """Refuse other members of what holds modules that compute themselves."""
+        self._holders.append([ref(holder), _form(holder)])
+
+    def begin(self) -> None:
+        """Take note of all as it is: what has been made is complete."""
+        for group in self._groups:
+            group.note(True)
+
     @contextmanager
     def around(self) -> Iterator[None]:
         """Return a context for a call: the copies become what the user's modules are, whose changes by it are noted."""
+        for holder, form in self._holders:
+            if (module := holder()) is not None and _form(module) != form:
+                raise _cannot_follow(module, form)
         for group in self._groups:
             group.follow()
         try:
@@ -105,20 +125,84 @@ class Following:
         finally:
             for group in self._groups:
                 group.note()
+            for held in self._holders:  # a forward may exchange its modules
+                held[1] = held[1] if (module := held[0]()) is None else _form(module)
+
+
+def _names_of(module: nn.Module) -> tuple[list[str], list[str]]:
+    """Return the attributes that a user may set, and those whose inside he may change."""
+    held = vars(module).items()
+    boxes = [name for name, value in held if name not in OF_TORCH and type(value) in _BOXES and _inside(value)]
+    return [name for name, value in held if _is_set(name, value)], boxes
 
 
 def _is_set(name: str, value: Any) -> bool:
     return type(value) in PLAIN and (name == "training" or name not in OF_TORCH)
 
 
-def _state(module: nn.Module | None, names: list[str]) -> tuple[list[Any], list[Any]]:
+def _inside(box: Any) -> bool:
+    """Tell whether plain values are in a box, and only those."""
+    if len(box) > _MOST:
+        return False
+    return PLAIN.issuperset(map(type, box)) and (type(box) is not dict or PLAIN.issuperset(map(type, box.values())))
+
+
+def _state(module: nn.Module | None, names: list[str], boxes: list[str]) -> tuple[list[Any], list[Any], list[Any]]:
     if module is None:
-        return [], []
+        return [], [], []
     held = module.__dict__
     plain = list(map(held.get, names))
     if not PLAIN.issuperset(map(type, plain)):
         plain = [value if type(value) in PLAIN else None for value in plain]
-    return plain, [_of_buffer(buffer) for buffer in buffers.values()] if (buffers := held["_buffers"]) else _NONE
+    inside = _NONE
+    if boxes:
+        found = (held.get(name) for name in boxes)
+        inside = [copy.copy(box) if type(box) in _BOXES and _inside(box) else None for box in found]
+    buffers = held["_buffers"]
+    return plain, inside, [_of_buffer(buffer) for buffer in buffers.values()] if buffers else _NONE
+
+
+def _form(module: nn.Module | None) -> list[int]:
+    """Return what a module consists of: forward, numbers of hooks and of buffers, parameters and members."""
+    if module is None:
+        return []
+    held = module.__dict__
+    forward = id(held["forward"]) if "forward" in held else 0
+    found = [forward, *[len(held[name]) for name in _HOOKS], len(held["_buffers"])]
+    found += map(id, held["_parameters"].values())
+    found.append(-1)
+    found += map(id, held["_modules"].values())
+    return found
+
+
+def _cannot_follow(module: nn.Module, before: list[int]) -> ConfigError:
+    """Say what a user has done to a module of which others are copies."""
+    now = _form(module)
+    parameters, members = now[6 : now.index(-1)], now[now.index(-1) :]
+    what, done = "a buffer of", "registered or removed"
+    if now[0] != before[0]:
+        what, done = "the forward of", "set"
+    elif now[1:5] != before[1:5]:
+        what = "a hook of"
+    elif parameters != before[6 : before.index(-1)]:
+        what, done = "a parameter of", "exchanged for another object, registered or removed"
+    elif members != before[before.index(-1) :]:
+        what, done = "a module in", "exchanged, added or removed"
+    return ConfigError(
+        f"model: {what} a {type(module).__name__} was {done} after the pipeline was made, and other workers or stages "
+        "would not know of it: do so before, or make another pipeline of the model; numbers of weights may be changed"
+    )
+
+
+def _follow_weight(name: str, parameter: nn.Parameter, made: nn.Parameter, before: Any) -> None:
+    if hooks_of(parameter) != before[3]:
+        raise ConfigError(
+            f"model: a hook of parameter {name} was registered or removed, of which other workers have copies: "
+            "do so before the pipeline is made"
+        )
+    with torch.no_grad():
+        made.data.copy_(parameter)
+    made.requires_grad_(parameter.requires_grad)
 
 
 def _of_buffer(buffer: Tensor | None) -> Any:
@@ -126,8 +210,8 @@ def _of_buffer(buffer: Tensor | None) -> Any:
 
 
 def _of_weight(parameter: Tensor | None) -> Any:
-    return (
-        ()
-        if parameter is None
-        else (parameter._version, parameter.data_ptr(), parameter.requires_grad, hooks_of(parameter))
-    )
+    """Return what tells whether a weight was changed, also through `.data`, which counts no versions."""
+    if parameter is None:
+        return ()
+    hooks = hooks_of(parameter)
+    return parameter._version, parameter.data_ptr(), parameter.requires_grad, hooks, digest([parameter])

@@ -71,6 +71,8 @@ class Partition:
         #: what has been built, of which a replica must not get the same
         self._made: set[nn.Module] = set()
         self.following = Following()
+        if isinstance(model, nn.Sequential):
+            self.following.watch(model)
         self._num_stages = num_stages
         self._is_list = isinstance(model, (nn.Sequential, Sequence))
         if isinstance(model, (nn.Sequential, Sequence)):
@@ -96,7 +98,7 @@ class Partition:
         """Build the layers of `stage`, and only those; return them with their index in the whole model.
 
         Args:
-            route: other routes than the first get layers of their own, copied where the user has made them.
+            route: others than the first in this process, 0, get layers of their own, copied where the user made them.
         """
         layers, built = self._layers(stage, randomness)
         made = [_realize(layer, i, randomness) for i, layer in zip(layers, built, strict=True)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -83,13 +84,23 @@ class ShardMaker:
         #: digests of the initial weights that replicas must have alike, as `Call.weights`
         self.weights = ""
 
-    def hosted(self, spec: Spec, worker: int, device: torch.device) -> dict[tuple[int, int], Shard]:
-        """Return the shards of `worker`, on `device`, by (stage, route)."""
-        randomness = Randomness(self.seed, device)
-        return {place: self._make(spec, *place, randomness) for place in spec.hosted(worker)}
+    def hosted(
+        self, spec: Spec, worker: int, device: torch.device, here: Sequence[int]
+    ) -> dict[tuple[int, int], Shard]:
+        """Return the shards of `worker`, on `device`, by (stage, route).
 
-    def _make(self, spec: Spec, stage: int, route: int, randomness: Randomness) -> Shard:
-        slice = self._model.slice(stage, randomness, route)
+        Args:
+            here: the workers of this process. Of a stage that they hold by several routes the first computes by the
+                user's own modules, which he may change between two steps, and the others by copies.
+        """
+        randomness = Randomness(self.seed, device)
+        first: dict[int, int] = {}
+        for stage, route in chain.from_iterable(map(spec.hosted, here)):
+            first[stage] = min(route, first.get(stage, route))
+        return {(s, r): self._make(spec, s, r, randomness, r - first[s]) for s, r in spec.hosted(worker)}
+
+    def _make(self, spec: Spec, stage: int, route: int, randomness: Randomness, replica: int) -> Shard:
+        slice = self._model.slice(stage, randomness, replica)
         if self._training.deferred_batch_norm:
             defer(slice.own)
         if spec.num_routes > 1:

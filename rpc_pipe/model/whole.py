@@ -115,7 +115,7 @@ class Whole:
         """Return a stage's slice of the model, on the device of `randomness`.
 
         Args:
-            route: other routes than the first get copies.
+            route: others than the first in this process, 0, get copies.
         """
         assert self._observed is not None, "not observed, or released"
         made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
