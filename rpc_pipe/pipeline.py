@@ -189,7 +189,7 @@ class Pipeline(Weights):
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
         cut = self._cut(batch, microbatches)
         if self._keeper.results.behind:
-            return self._keeper.results.answer("step", label_of(batch))
+            return self._keeper.answer("step", label_of(batch))
         return self._told(self._run(cut, train=True), label_of(batch))
 
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
@@ -210,7 +210,7 @@ class Pipeline(Weights):
             self._cut(first)
             batches = chain([first], batches)
         while self._keeper.results.behind and (skipped := next(batches, batches)) is not batches:
-            yield self._keeper.results.answer("step", label_of(skipped))
+            yield self._keeper.answer("step", label_of(skipped))
         ahead = Ahead(batches, self._cut, most_open(self.spec) - 1)
         made = partial(self._batch, train=True, streamed=True)
         streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}
@@ -239,7 +239,7 @@ class Pipeline(Weights):
         """
         cut = self._cut(batch, microbatches, None if metric is None else self.partition.measured)
         if self._keeper.results.behind:
-            return self._keeper.results.answer("evaluate")
+            return self._keeper.answer("evaluate")
         with measuring((shard for actor in self._actors for shard in actor.shards.values()), metric):
             result = self._run(cut, what="evaluate")
         assert result.loss is not None

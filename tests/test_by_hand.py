@@ -291,3 +291,27 @@ def test_the_users_modules_compute_in_a_process_that_has_one_replica(whole):
     shards = ShardMaker(cut, 0, Training()).hosted(spec, 1, torch.device("cpu"), [1])
     assert sorted(shards) == [(0, 1), (1, 0)]
     assert all(p.data_ptr() in own for shard in shards.values() for p in shard.parameters())
+
+
+def test_what_a_script_changes_by_hand_counts_once_where_it_is_resumed(tmp_path):
+    """A learning rate that the script had divided was divided again, by the calls that are answered."""
+
+    def script(stop, resume):
+        torch.manual_seed(0)
+        layers = [nn.Linear(8, 8) for _ in range(4)]
+        told = []
+        with pipeline("1f1b", layers) as pipe:
+            pipe.checkpoint_every(4, tmp_path)
+            if resume:
+                assert pipe.resume(tmp_path).step == 4
+            for step, x in enumerate(X[:stop]):
+                told.append(pipe.step((x, x)))
+                for shard in (shard for actor in pipe.actors for shard in actor.shards.values()):
+                    for group in shard.optimizer.param_groups if step in (1, 3) else ():
+                        group["lr"] /= 10
+                    for parameter in shard.parameters() if step == 2 else ():
+                        parameter.data.mul_(0.5)
+        return told
+
+    undisturbed = script(7, False)
+    assert script(7, True) == undisturbed

@@ -22,7 +22,7 @@ from .pretrained import Loaded, Pretrained, begin_export
 from .random_state import NAMES, random_state, set_random_state
 from .reading import Checkpoint
 from .resumption import Resumption
-from .shard_state import model_tensors, put
+from .shard_state import by_hand, model_tensors, put
 from .writing import Snapshot, Writing, export
 
 T = TypeVar("T")
@@ -67,6 +67,8 @@ class Keeper:
         self.every: tuple[int, Path, int | None] | None = None
         #: of the model, if it has one that can write itself
         self.config: Any = None
+        #: of a script that makes its calls anew: what they go on from, and `by_hand` of the workers of this process
+        self._put_from: tuple[Path, list[Any]] | None = None
 
     def due(self, step: int) -> bool:
         """Tell whether a checkpoint is written after so many steps."""
@@ -122,24 +124,41 @@ class Keeper:
             ConfigError: it does not fit, or is damaged; on every worker, and nothing has changed on any.
         """
         self.settle()
-
-        def load(actor: WorkerActor) -> Restored:
-            checkpoint, steps = _prepared(actor, where, self._elastic)
-            with _understood(checkpoint.path):
-                for step in steps:
-                    step()
-            return Restored(checkpoint.path, checkpoint.step, checkpoint.extra)
-
-        restored: Restored = self._each(load)[0]
+        restored = self._put(where)
         checkpoint = Checkpoint(restored.path)
         rest = checkpoint.rest([*NAMES, _RESULTS])
         with _understood(checkpoint.path):
             self.results = Resumption(rest[_RESULTS], str(checkpoint.about.get("batch", "")))
             if anew:
                 self.results.replay()
+                self._put_from = restored.path, self._each(by_hand)
             else:
                 set_random_state(rest)
         return restored
+
+    def _put(self, where: str | Path) -> Restored:
+        def put_all(actor: WorkerActor) -> Restored:
+            checkpoint, steps = _prepared(actor, where, self._elastic)
+            with _understood(checkpoint.path):
+                for step in steps:
+                    step()
+            return Restored(checkpoint.path, checkpoint.step, checkpoint.extra)
+
+        return self._each(put_all)[0]  # type: ignore[no-any-return]
+
+    def answer(self, what: str, batch: str = "") -> float:
+        """Return what a call was told when it was made, as `Resumption.answer`.
+
+        With the last one the script is where the checkpoint was made. What it has changed by hand until then, such as
+        a learning rate, is in the checkpoint already: it must not count twice.
+        """
+        found = self.results.answer(what, batch)
+        if not self.results.behind and self._put_from is not None:
+            (path, before), self._put_from = self._put_from, None
+            own = before != self._each(by_hand)
+            if any(self._each(lambda actor: actor.exchange("changed by hand", own))[0]):
+                self._put(path)
+        return found
 
     def save_pretrained(self, where: Path) -> None:
         """Write the weights alone, as `from_pretrained` takes them.
