@@ -49,7 +49,7 @@ def _trained(
     pipe = Pipeline(
         [partial(_Counting)] * 8,
         loss,
-        optimizer=partial(torch.optim.AdamW, lr=lr),
+        optimizer=options.pop("optimizer", partial(torch.optim.AdamW, lr=lr)),
         lr_scheduler=partial(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.7),
         schedule=schedule,
         num_workers=num_workers,
@@ -78,6 +78,40 @@ def _trained(
 def _noted(call, taken, *args):
     taken.append(args)
     return call(*args)
+
+
+class _Own(torch.optim.SGD):
+    """Counts in an attribute, keeps slow weights in another one, and centres gradients in place."""
+
+    def __init__(self, named, lr):
+        super().__init__(named, lr=lr)
+        self.calls, self.slow = 0, {}
+
+    def step(self, closure=None):
+        self.calls += 1
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.grad.sub_(parameter.grad.mean() / self.calls)
+        super().step()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            slow = self.slow.setdefault(parameter, parameter.detach().clone())
+            parameter.data.copy_(slow.lerp_(parameter.detach(), 0.5))
+
+
+def test_what_an_optimizer_of_ones_own_keeps_is_taken_back_too():
+    """Its attributes counted an update that was taken back, and its gradients had been written."""
+    early, waiting = (_trained("zb-v", how, optimizer=partial(_Own, lr=0.01)) for how in (True, False))
+    assert early[:2] == waiting[:2] and early[3]
+    assert all(torch.equal(early[2][name], tensor) for name, tensor in waiting[2].items())
+
+
+def test_hooks_of_an_optimizer_see_no_update_that_is_taken_back():
+    def hooked(named):
+        optimizer = torch.optim.SGD(named, lr=0.01)
+        optimizer.register_step_post_hook(lambda *given: None)
+        return optimizer
+
+    with pytest.raises(WorkerFailure, match="optimizer SGD: a hook of its step would run once more where an update"):
+        _trained("zb-v", None, optimizer=hooked)
 
 
 @pytest.mark.parametrize("schedule", _SYNCHRONOUS)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...dependency import ConfigError
 from ..transport.payload import Payload, unpack
 from . import autocast
 from .average import Average
+from .kept import kept
 from .loss_scale import LossScale
 from .randomness import Randomness
 
@@ -131,7 +131,13 @@ class Updating:
             parameter.grad = None if held is None else held.clone()
 
     def before(self) -> Before:
-        """Return what the next update will change, to take it back by."""
+        """Return what the next update will change, to take it back by.
+
+        Raises:
+            ConfigError: it cannot be.
+        """
+        if self.optimizer is not None:
+            _refuse_hooks(self.optimizer)
         return Before(self)
 
     def update(self, finite: bool) -> None:
@@ -177,15 +183,18 @@ class Before:
     def __init__(self, updating: Updating) -> None:
         self._updating = updating
         optimizer, average = updating.optimizer, updating.average
-        self._grads = {name: parameter.grad for name, parameter in updating.parameters.items()}
+        grads = {name: parameter.grad for name, parameter in updating.parameters.items()}
         self._count = updating.count
+        self._grads = grads
         if optimizer is None:
             return
+        if _may_write_gradients(optimizer):
+            self._grads = {name: None if grad is None else grad.clone() for name, grad in grads.items()}
         self._values = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-        self._state = _copied(optimizer.state)
-        self._groups = [_copied({k: v for k, v in g.items() if k != "params"}) for g in optimizer.param_groups]
-        self._schedule = {} if updating.lr_scheduler is None else _copied(updating.lr_scheduler.state_dict())
-        self._average = None if average is None else (_copied(average.tensors), average.num_updates)
+        known = {id(each) for each in (*updating.parameters.values(), *grads.values())}
+        self._put_back = [kept(each, known) for each in (optimizer, updating.lr_scheduler)]
+        if average is not None:
+            self._average = {name: tensor.clone() for name, tensor in average.tensors.items()}, average.num_updates
 
     def put_back(self) -> None:
         """Let weights, optimizer and gradients be as they were."""
@@ -199,14 +208,28 @@ class Before:
         for parameter, value in self._values:
             # By `data`: graphs of the next step, which nobody goes on with, have noted the version.
             parameter.data.copy_(value)
-        optimizer.state.clear()
-        optimizer.state.update(self._state)
-        for group, own in zip(optimizer.param_groups, self._groups, strict=True):
-            group.update(own)
-        if updating.lr_scheduler is not None:
-            updating.lr_scheduler.load_state_dict(self._schedule)
-        if average is not None and self._average is not None:
+        for put_back in self._put_back:
+            put_back()
+        if average is not None:
             average.tensors, average.num_updates = self._average
+
+
+def _may_write_gradients(optimizer: Optimizer) -> bool:
+    return not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.Rprop)
+
+
+def _refuse_hooks(optimizer: Optimizer) -> None:
+    """Refuse hooks that would have seen an update which is taken back.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    own = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
+    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+        raise ConfigError(
+            f"optimizer {type(optimizer).__name__}: a hook of its step would run once more where an update is made "
+            "before the norm of all gradients is known, and taken back; pass post_validation=False, or remove the hook"
+        )
 
 
 def _added(total: Tensor, grad: Tensor) -> Tensor:
@@ -214,15 +237,6 @@ def _added(total: Tensor, grad: Tensor) -> Tensor:
     if total.layout is not torch.strided and grad.layout is torch.strided:
         return grad + total
     return total.add_(grad)
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of a tree whose keys are kept."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    if isinstance(value, dict):
-        return {key: _copied(part) for key, part in value.items()}
-    return [_copied(part) for part in value] if type(value) is list else copy.deepcopy(value)
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
