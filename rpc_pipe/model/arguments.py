@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -63,6 +64,7 @@ def refuse_training(loss_fn: object, training: Training) -> None:
     lr_scheduler: object = training.lr_scheduler
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}()")
+    refuse_sums(loss_fn, "loss_fn")
     if loss_fn is not None and not callable(loss_fn):
         raise ConfigError(f"loss_fn {loss_fn!r}: must be callable as loss_fn(output, target), such as cross_entropy")
     if isinstance(optimizer, Optimizer):
@@ -90,6 +92,24 @@ def refuse_training(loss_fn: object, training: Training) -> None:
         raise ConfigError(f"ema_decay {decay!r}: must be a number from 0 to below 1, such as 0.999")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigError(f"grad_scaler {scaler!r}: must be a torch.amp.GradScaler, which says how the scale begins")
+
+
+def refuse_sums(loss_fn: object, name: str) -> None:
+    """Refuse a loss function of torch that gives no mean: it would count by its microbatch's share of the rows.
+
+    Raises:
+        ConfigError: it does.
+    """
+    of_torch, how = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch."), None
+    if isinstance(loss_fn, nn.Module) and of_torch:
+        how = getattr(loss_fn, "reduction", None)
+    elif isinstance(loss_fn, partial) and getattr(loss_fn.func, "__module__", "") == nn.functional.__name__:
+        how = loss_fn.keywords.get("reduction")
+    if how in ("sum", "none"):
+        raise ConfigError(
+            f"{name}: reduction={how!r} is no mean of a microbatch: leave it out, or return (sum, weight), such as "
+            f"lambda output, target: (loss(output, target), len(target))"
+        )
 
 
 def refuse_untrainable(spec: Spec, training: Training) -> None:

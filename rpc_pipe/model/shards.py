@@ -8,14 +8,17 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..dependency import ConfigError, Spec
 from ..workers.compute.batch_norm import defer
+from ..workers.compute.by_hand import numbers_of
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.stash import StashingShard
 from ..workers.compute.updating import Training
+from .arguments import refuse_sums
 from .partition import Layered, Partition
 from .whole import Whole, WholeLike, is_whole
 
@@ -53,6 +56,7 @@ def cuttable(
 @contextmanager
 def measuring(shards: Iterable[Shard], metric: LossFn | None) -> Iterator[None]:
     """Return a context in which the last stage computes `metric` instead of the loss; None: the loss."""
+    refuse_sums(metric, "metric")
     last = [] if metric is None else [(shard, shard.loss_fn) for shard in shards if shard.loss_fn is not None]
 
     def measured(output: Any, target: Any) -> Any:
@@ -109,6 +113,31 @@ class ShardMaker:
             stage,
             slice,
             randomness,
-            loss_fn=self._model.loss_fn if stage == spec.last_stage else None,
+            loss_fn=self._loss_fn(spec) if stage == spec.last_stage else None,
             training=self._training,
         )
+
+    def _loss_fn(self, spec: Spec) -> LossFn | None:
+        loss_fn = self._model.loss_fn
+        return _unchanging(loss_fn) if spec.num_routes > 1 and isinstance(loss_fn, nn.Module) else loss_fn
+
+
+def _unchanging(loss_fn: nn.Module) -> LossFn:
+    """Return a loss function that is refused where it counts or averages: several workers have it."""
+
+    def unchanged(output: Any, target: Any) -> Any:
+        before = _state(loss_fn)
+        found = loss_fn(output, target)
+        if _state(loss_fn) != before:
+            raise ConfigError(
+                f"loss_fn {type(loss_fn).__name__} changes a buffer or an attribute of its own, and each replica of "
+                "the last stage sees a part of the microbatches: take a schedule without replicas, such as 1f1b"
+            )
+        return found
+
+    return unchanged
+
+
+def _state(loss_fn: nn.Module) -> list[Any]:
+    buffers = [(id(buffer), buffer._version) for buffer in loss_fn.buffers()]
+    return [buffers, *[numbers_of(module) for module in loss_fn.modules()]]

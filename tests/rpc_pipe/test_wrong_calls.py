@@ -7,7 +7,7 @@ import torch
 from small_pipeline import SGD, X, Y, pipeline
 from torch import nn
 
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import ConfigError, WorkerFailure
 
 SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
 
@@ -72,3 +72,55 @@ def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message)
 def test_wrong_options_say_what_would_be_right(options, message):
     with pytest.raises(ConfigError, match=message):
         pipeline(**options)
+
+
+class _Weighed(nn.Module):
+    """A loss function with a parameter, or one that counts."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.counts, self.calls = counts, 0
+        self.weight = nn.Parameter(torch.ones(()), requires_grad=not counts)
+
+    def forward(self, output, target):
+        self.calls += self.counts
+        return nn.functional.cross_entropy(output, target) * self.weight
+
+
+def test_a_parameter_of_the_loss_function_is_not_left_untrained_silently():
+    loss_fn = _Weighed()
+    pipe = pipeline(loss=lambda output, target: loss_fn(output, target))
+    first = pipe.step((X, Y))
+    with pytest.raises(WorkerFailure, match=r"a parameter of shape \(\) belongs to no layer, such as one of the loss"):
+        pipe.step((X, Y))
+    optimizer = torch.optim.SGD(loss_fn.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+    assert pipe.step((X, Y)) < first
+
+
+def test_a_loss_function_that_counts_is_refused_with_replicas():
+    assert pipeline(loss=_Weighed(counts=True)).step((X, Y)) > 0
+    with pytest.raises(WorkerFailure, match="loss_fn _Weighed changes a buffer or an attribute of its own"):
+        pipeline(loss=_Weighed(counts=True), schedule="chimera").step((X, Y))
+
+
+@pytest.mark.parametrize("second", [{}, None, torch.ones(2)])
+def test_what_a_loss_function_returns_besides_is_a_weight_or_refused(second):
+    pipe = pipeline(loss=lambda output, target: (nn.functional.cross_entropy(output, target), second))
+    with pytest.raises(
+        WorkerFailure, match=r"behind the loss: a pair must be \(sum, weight\), and a weight one number"
+    ):
+        pipe.step((X, Y))
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [nn.MSELoss(reduction="sum"), partial(nn.functional.mse_loss, reduction="sum"), nn.L1Loss(reduction="none")],
+)
+def test_a_sum_is_not_taken_for_a_mean(loss_fn):
+    """It counted by its microbatch's share of the rows: a quarter of what one process trains by."""
+    with pytest.raises(ConfigError, match=r"loss_fn: reduction='(sum|none)' is no mean of a microbatch"):
+        pipeline(loss=loss_fn)
+    with pytest.raises(ConfigError, match=r"metric: reduction='(sum|none)' is no mean"):
+        pipeline().evaluate((X, Y), metric=loss_fn)

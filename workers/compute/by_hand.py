@@ -24,7 +24,7 @@ class ByHand:
             for name, p in shard.updating.parameters.items()
             if p not in written  # by forwards, those of an evaluation too
         ]
-        self._modules = [(module, module.training, _numbers(module)) for module in shard.slice.modules]
+        self._modules = [(module, module.training, numbers_of(module)) for module in shard.slice.modules]
 
     def changed(self, has_evaluated: bool) -> str:
         """Say what has been changed, or nothing.
@@ -43,7 +43,7 @@ class ByHand:
             kind = type(module).__name__
             if module.training != training:
                 return f"the mode of a {kind} was changed"
-            now = {} if has_evaluated else _numbers(module)
+            now = {} if has_evaluated else numbers_of(module)
             if not has_evaluated and now != numbers:
                 names = sorted(name for name in now.keys() | numbers.keys() if now.get(name) != numbers.get(name))
                 return f"{names[0]} of a {kind} was changed"
@@ -55,7 +55,7 @@ def hooks_of(parameter: Tensor) -> int:
     return len(parameter._backward_hooks or ()) + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
 
 
-def _numbers(module: nn.Module) -> dict[str, Any]:
+def numbers_of(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of a module, and how many hooks of its calls it has."""
     held = vars(module)
     found = {name: value for name, value in held.items() if type(value) in PLAIN and name not in OF_TORCH}

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -47,9 +48,18 @@ def sum_and_weight(loss: Any, share: float) -> tuple[Tensor, Any]:
     """
     total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, share)
     if not isinstance(total, Tensor) or total.numel() != 1:
-        found = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, Tensor) else f"a {type(total).__name__}"
-        raise TypeError(f"loss_fn returned {found}: it must return a tensor of one number, or that and a weight")
+        raise TypeError(
+            f"loss_fn returned {_shape(total)}: it must return a tensor of one number, or that and a weight"
+        )
+    if not (weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, Real)):
+        raise TypeError(
+            f"loss_fn returned {_shape(weight)} behind the loss: a pair must be (sum, weight), and a weight one number"
+        )
     return total.reshape(()) if total.dim() else total, weight
+
+
+def _shape(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 class Result:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from ...dependency import ConfigError
 from ..transport.payload import Payload, unpack
 from . import autocast
 from .average import Average
+from .foreign import Foreign
 from .kept import kept
 from .loss_scale import LossScale
 from .randomness import Randomness
@@ -82,9 +84,18 @@ class Updating:
         #: of steps since then: gradients by parameter, as they were after the last of them, and the loss's weight
         self.held: dict[str, Tensor] = {}
         self.weight = 0.0
+        self._foreign = Foreign()
 
     def root(self, loss: Tensor, summed: bool) -> Tensor:
-        """Return what backward starts from: the loss's part in the update, scaled; of sums the weight comes later."""
+        """Return what backward starts from: the loss's part in the update, scaled; of sums the weight comes later.
+
+        Raises:
+            ConfigError: it depends on a parameter that nobody trains, as is seen after an update.
+        """
+        if loss.requires_grad and self.optimizer is not None:
+            held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+            self._foreign.look(loss, chain(self.parameters.values(), held), self.count)
+            self._foreign.check(self.count)
         if self.training.accumulate > 1 and not summed:
             loss = loss / self.training.accumulate
         return loss * self.scale.scale if self.scale.enabled else loss
