@@ -315,3 +315,32 @@ def test_what_a_script_changes_by_hand_counts_once_where_it_is_resumed(tmp_path)
 
     undisturbed = script(7, False)
     assert script(7, True) == undisturbed
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_running_means_of_the_users_model_are_those_of_its_weights(deferred):
+    """A whole model had trained weights and the running means of its beginning: read, saved or trained further."""
+    torch.manual_seed(0)
+    model = Whole()
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)) for _ in range(4))
+    x = X[3]
+    given = copy.deepcopy(model) if deferred else model
+    other = Pipeline(given, nn.functional.mse_loss, num_microbatches=2, example=(x, x))
+    for schedule in ("1f1b", "gpipe"):
+        with Pipeline(
+            model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), schedule=schedule,
+            num_workers=2, num_microbatches=2, deferred_batch_norm=deferred,
+        ) as pipe:  # fmt: skip
+            for _ in pipe.train([(x, x) for x in X[:3]]):
+                state = pipe.state_dict()
+                assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+            model.blocks[0][1].running_mean.mul_(0.5)
+            held = model.blocks[0][1].running_mean.clone()
+            pipe.evaluate((x, x))
+            assert torch.equal(pipe.state_dict()["blocks.0.1.running_mean"], held)
+            model.eval()
+            found = model(x)
+            for some in (pipe,) if deferred else (pipe, other):
+                assert some.predict(x) == pytest.approx(found.detach(), abs=1e-6)
+            model.train()
+    assert int(model.blocks[3][1].num_batches_tracked) == 2 * 3 * (1 if deferred else 2)

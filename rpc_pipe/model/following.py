@@ -8,7 +8,7 @@ What copies cannot follow is refused: other parameters, modules, hooks and forwa
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
@@ -21,6 +21,7 @@ from ..workers.compute.by_hand import PLAIN, hooks_of
 from ..workers.compute.digest import digest
 from ..workers.compute.inner_state import OF_TORCH
 from .absent import Absent
+from .undoing import Writes
 
 _NONE: list[Any] = []
 #: what is changed by hand inside, such as a list of names
@@ -44,6 +45,7 @@ class _Group:
             for module, other in zip(own.modules(), copy.modules(), strict=True)
             if not isinstance(module, torch.jit.ScriptModule)
         ]
+        self._numbers = {id(module()): number for number, (module, *_) in enumerate(self._modules)}
         others = dict(copy.named_parameters(remove_duplicate=False))
         pairs = [(name, parameter, others.get(name)) for name, parameter in own.named_parameters()]
         self._parameters = [
@@ -62,6 +64,12 @@ class _Group:
             self._noted = [_state(module(), names, boxes) for module, _, names, boxes in self._modules]
             self._forms = [_form(module()) for module, *_ in self._modules]
             self._weights = [_of_weight(parameter()) for _, parameter, _ in self._parameters]
+
+    def note_buffers(self, modules: Iterable[nn.Module]) -> None:
+        """Take note of buffers that it was not the user who has changed."""
+        for module in modules:
+            if (number := self._numbers.get(id(module))) is not None:
+                self._noted[number] = (*self._noted[number][:2], _state(module, [], [])[2])
 
     def follow(self) -> None:
         """Change the copies as the user's modules have been changed since."""
@@ -91,17 +99,59 @@ class _Group:
             self.note(True)
 
 
+class _Mirror:
+    """Lets a user's buffers be what a stage has made of its copies: running means belong to the trained weights.
+
+    Args:
+        buffers: names of those that are this stage's to tell.
+        writes: those of the copy's that forwards have been seen to write, which need not count as versions.
+    """
+
+    def __init__(self, own: nn.Module, copy: nn.Module, buffers: Collection[str], writes: Writes) -> None:
+        self._buffers = [
+            (ref(module), ref(made), name)
+            for (prefix, module), made in zip(own.named_modules(), copy.modules(), strict=True)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and (f"{prefix}.{name}" if prefix else name) in buffers
+        ]
+        self._seen: list[Any] = [_of_buffer(made()._buffers[name]) for _, made, name in self._buffers]  # type: ignore[union-attr]
+        self._writes = ref(writes)
+
+    def reflect(self) -> Iterator[nn.Module]:
+        """Copy what has been written, and yield the user's module; elsewhere the weights are not the user's either."""
+        writes = self._writes()
+        for i, (own, other, name) in enumerate(self._buffers):
+            module, made = own(), other()
+            if writes is None or module is None or made is None:
+                continue
+            theirs, held = module._buffers.get(name), made._buffers.get(name)
+            now = _of_buffer(held)
+            if theirs is None or held is None or (now == self._seen[i] and (made, name) not in writes.buffers):
+                continue
+            self._seen[i] = now
+            if theirs.device == held.device:
+                with torch.no_grad():  # counted as a version, for other pipelines of the same model
+                    theirs.data = theirs.data if theirs.shape == held.shape else torch.empty_like(held)
+                    theirs.copy_(held)
+                yield module
+
+
 class Following:
     """All copies of a user's modules that this process computes by."""
 
     def __init__(self) -> None:
         self._groups: list[_Group] = []
+        self._mirrors: list[_Mirror] = []
         #: what holds modules, and its form
         self._holders: list[list[Any]] = []
 
     def add(self, own: nn.Module, copy: nn.Module, *, runs: bool) -> None:
         """Let `copy` follow `own`, of which it has just been made."""
         self._groups.append(_Group(own, copy, runs))
+
+    def mirror(self, own: nn.Module, copy: nn.Module, buffers: Collection[str], writes: Writes) -> None:
+        """Let buffers of `own` be what becomes of those of `copy`. Arguments as of `_Mirror`."""
+        self._mirrors.append(_Mirror(own, copy, buffers, writes))
 
     def watch(self, holder: nn.Module) -> None:
         """Refuse other members of what holds modules that compute themselves."""
@@ -123,8 +173,10 @@ class Following:
         try:
             yield
         finally:
+            written = [module for mirror in self._mirrors for module in mirror.reflect()]
             for group in self._groups:
                 group.note()
+                group.note_buffers(written)
             for held in self._holders:  # a forward may exchange its modules
                 held[1] = held[1] if (module := held[0]()) is None else _form(module)
 
@@ -199,6 +251,11 @@ def _follow_weight(name: str, parameter: nn.Parameter, made: nn.Parameter, befor
         raise ConfigError(
             f"model: a hook of parameter {name} was registered or removed, of which other workers have copies: "
             "do so before the pipeline is made"
+        )
+    if made.device != parameter.device and _of_weight(parameter)[:2] != before[:2]:
+        raise ConfigError(
+            f"model: parameter {name} was changed on {parameter.device}, where it is not trained: stages compute by "
+            f"copies on {made.device}; move the model there before the pipeline is made"
         )
     with torch.no_grad():
         made.data.copy_(parameter)

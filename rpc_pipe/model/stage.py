@@ -44,6 +44,7 @@ class Stage:
     Attributes:
         module: the whole model's modules. Parameters of other stages have shapes, but no numbers.
         names: its own parameters, named as in the unsplit model.
+        writes: what forwards write.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Stage:
         self.filled = StandIns(skeleton).filled
         self._modules = list(self.module.modules())
         self._own = self.own_modules()
-        self._writes = Writes(self._own)
+        self.writes = Writes(self._own)
         self._users = Users()
 
     @property
@@ -115,7 +116,7 @@ class Stage:
                 script.check(payload)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
-            kept = self._writes.keep(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
+            kept = self.writes.keep(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
             try:
                 output = _Forward(self._skeleton, script, payload, seed or _no_seed).run(args, kwargs)
             except (Departed, NeedsField) as departed:
@@ -126,7 +127,7 @@ class Stage:
                     raise departed.__context__ from None
                 departures.append(departed)
                 continue
-            self._writes.note(modes, kept)
+            self.writes.note(modes, kept)
             return output
 
     def goes_without(self, tree: Any, unread: Unread) -> bool:

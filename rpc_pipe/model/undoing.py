@@ -31,6 +31,8 @@ class Writes:
         self._modules = modules
         #: modes -> buffers and weights
         self._known: dict[Any, tuple[list[tuple[nn.Module, str]], list[Tensor]]] = {}
+        #: those that have been seen to be written, in any modes
+        self.buffers: set[tuple[nn.Module, str]] = set()
 
     def keep(self, modes: Any, weights: Iterable[Tensor], counting: Iterable[nn.Module]) -> Kept:
         """Return what a forward in these modes may write.
@@ -51,6 +53,7 @@ class Writes:
         """A forward in these modes has come to its end."""
         if modes not in self._known:
             buffers = [(module, name) for module, name, *_ in kept.changed_buffers()]
+            self.buffers.update(buffers)
             self._known[modes] = buffers, [weight for weight, *_ in kept.changed_weights()]
 
 

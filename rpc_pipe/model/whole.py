@@ -119,10 +119,13 @@ class Whole:
         """
         assert self._observed is not None, "not observed, or released"
         made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
+        buffers = self._observed.own_buffers(stage, self.ranges)
         if isinstance(self._source, nn.Module):
             self.following.add(self._source, made.module, runs=False)
+            if route == 0:
+                self.following.mirror(self._source, made.module, buffers, made.writes)
         shared = {name: stages for name, stages in self.shared.items() if stage in stages}
-        return ObservedSlice(made, self.ranges, shared, self._observed.own_buffers(stage, self.ranges))
+        return ObservedSlice(made, self.ranges, shared, buffers)
 
     def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:
         """Return a batch without targets."""
