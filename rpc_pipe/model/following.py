@@ -28,8 +28,6 @@ _NONE: list[Any] = []
 _BOXES = frozenset((list, dict, set))
 #: larger ones are taken for tables, which nobody changes
 _MOST = 64
-#: of a module's own hooks
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class _Group:
@@ -55,14 +53,12 @@ class _Group:
         ]
         self._runs = runs or bool(self._parameters)
         self._noted: list[tuple[list[Any], list[Any], list[Any]]] = []
-        self._forms: list[list[int]] = []
         self._weights: list[Any] = []
 
     def note(self, anew: bool = False) -> None:
         """Take note of the user's modules as they are, if that may have changed otherwise than by hand."""
         if anew or self._runs:
             self._noted = [_state(module(), names, boxes) for module, _, names, boxes in self._modules]
-            self._forms = [_form(module()) for module, *_ in self._modules]
             self._weights = [_of_weight(parameter()) for _, parameter, _ in self._parameters]
 
     def note_buffers(self, modules: Iterable[nn.Module]) -> None:
@@ -74,9 +70,6 @@ class _Group:
     def follow(self) -> None:
         """Change the copies as the user's modules have been changed since."""
         changed = False
-        for (own, *_), form in zip(self._modules, self._forms, strict=True):
-            if (module := own()) is not None and _form(module) != form:
-                raise _cannot_follow(module, form)
         for (own, other, names, boxes), noted in zip(self._modules, self._noted, strict=True):
             module, made = own(), other()
             if module is None or made is None or (now := _state(module, names, boxes)) == noted:
@@ -142,31 +135,40 @@ class Following:
     def __init__(self) -> None:
         self._groups: list[_Group] = []
         self._mirrors: list[_Mirror] = []
-        #: what holds modules, and its form
-        self._holders: list[list[Any]] = []
+        #: by id: modules of which others are copies, whether they compute too, and what they consist of
+        self._forms: dict[int, list[Any]] = {}
 
     def add(self, own: nn.Module, copy: nn.Module, *, runs: bool) -> None:
         """Let `copy` follow `own`, of which it has just been made."""
         self._groups.append(_Group(own, copy, runs))
+        for module in own.modules():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self.watch(module, runs)
 
     def mirror(self, own: nn.Module, copy: nn.Module, buffers: Collection[str], writes: Writes) -> None:
         """Let buffers of `own` be what becomes of those of `copy`. Arguments as of `_Mirror`."""
         self._mirrors.append(_Mirror(own, copy, buffers, writes))
 
-    def watch(self, holder: nn.Module) -> None:
-        """Refuse other members of what holds modules that compute themselves."""
-        self._holders.append([ref(holder), _form(holder)])
+    def watch(self, module: nn.Module, runs: bool = True) -> None:
+        """Refuse other parameters, members and hooks of a module; `runs`: but for those that it exchanges itself."""
+        self._forms[id(module)] = [ref(module), runs, _form(module)]
 
     def begin(self) -> None:
         """Take note of all as it is: what has been made is complete."""
         for group in self._groups:
             group.note(True)
+        self._note_forms()
+
+    def _note_forms(self, runs_only: bool = False) -> None:
+        for watched in self._forms.values():
+            if (watched[1] or not runs_only) and (module := watched[0]()) is not None:
+                watched[2] = _form(module)
 
     @contextmanager
     def around(self) -> Iterator[None]:
         """Return a context for a call: the copies become what the user's modules are, whose changes by it are noted."""
-        for holder, form in self._holders:
-            if (module := holder()) is not None and _form(module) != form:
+        for own, _, form in self._forms.values():
+            if (module := own()) is not None and _form(module) != form:
                 raise _cannot_follow(module, form)
         for group in self._groups:
             group.follow()
@@ -177,8 +179,7 @@ class Following:
             for group in self._groups:
                 group.note()
                 group.note_buffers(written)
-            for held in self._holders:  # a forward may exchange its modules
-                held[1] = held[1] if (module := held[0]()) is None else _form(module)
+            self._note_forms(runs_only=True)
 
 
 def _names_of(module: nn.Module) -> tuple[list[str], list[str]]:
@@ -214,17 +215,20 @@ def _state(module: nn.Module | None, names: list[str], boxes: list[str]) -> tupl
     return plain, inside, [_of_buffer(buffer) for buffer in buffers.values()] if buffers else _NONE
 
 
-def _form(module: nn.Module | None) -> list[int]:
+def _form(module: nn.Module) -> list[int]:
     """Return what a module consists of: forward, numbers of hooks and of buffers, parameters and members."""
-    if module is None:
-        return []
     held = module.__dict__
-    forward = id(held["forward"]) if "forward" in held else 0
-    found = [forward, *[len(held[name]) for name in _HOOKS], len(held["_buffers"])]
-    found += map(id, held["_parameters"].values())
-    found.append(-1)
-    found += map(id, held["_modules"].values())
-    return found
+    found = [
+        id(held.get("forward")),
+        len(held["_forward_pre_hooks"]),
+        len(held["_forward_hooks"]),
+        len(held["_backward_pre_hooks"]),
+        len(held["_backward_hooks"]),
+        len(held["_buffers"]),
+        *map(id, held["_parameters"].values()),
+        -1,
+    ]
+    return [*found, *map(id, members.values())] if (members := held["_modules"]) else found
 
 
 def _cannot_follow(module: nn.Module, before: list[int]) -> ConfigError:
