@@ -16,7 +16,7 @@ from ..dependency.files import DAMAGED
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from ..workers.compute.stash import StashingShard
-from . import folder
+from . import folder, ownership
 from .plain import encoded
 from .pretrained import Loaded, Pretrained, begin_export
 from .random_state import NAMES, random_state, set_random_state
@@ -70,6 +70,16 @@ class Keeper:
         #: of a script that makes its calls anew: what they go on from, and `by_hand` of the workers of this process
         self._put_from: tuple[Path, list[Any]] | None = None
 
+    def claim(self, where: Path) -> Path | None:
+        """Take a folder for this job's checkpoints; return the newest one that it has there."""
+
+        def claimed(actor: WorkerActor) -> str:
+            starters = actor.exchange("starters", ownership.starter())
+            return _agreed(actor, "own checkpoint", lambda: str(ownership.claim(where, set(starters)) or ""), of=0)
+
+        own = self._each(claimed)[0]
+        return Path(own) if own else None
+
     def due(self, step: int) -> bool:
         """Tell whether a checkpoint is written after so many steps."""
         return self.every is not None and step % self.every[0] == 0
@@ -86,7 +96,7 @@ class Keeper:
         also = {**random_state(), _RESULTS: self.results.tensor()}
 
         def snapshot(actor: WorkerActor) -> tuple[Snapshot, Path]:
-            place = Path(_agreed(actor, "checkpoint", lambda: str(folder.begin(where, actor.step)), of=0))
+            place = Path(_agreed(actor, "checkpoint", lambda: _begun(where, actor.step), of=0))
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
             first, routes = _first_route(actor), _own_routes(actor) if self._elastic else []
@@ -231,6 +241,11 @@ def _raise_first(told: list[list[Any]]) -> None:
     for text, _ in sorted(told, key=lambda each: bool(each[1])):
         if text:
             raise ConfigError(text)
+
+
+def _begun(where: Path, step: int) -> str:
+    ownership.hold(where)
+    return str(folder.begin(where, step))
 
 
 def _first_route(actor: WorkerActor) -> list[Shard]:

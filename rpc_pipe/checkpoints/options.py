@@ -15,6 +15,7 @@ class Checkpointed(Protocol):
 
     def load_checkpoint(self, folder: str | Path) -> Any: ...
     def resume(self, folder: str | Path) -> Any: ...
+    def claim_checkpoints(self, folder: str | Path) -> Path | None: ...
     def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None: ...
 
 
@@ -48,8 +49,10 @@ def follow(
         anew: whether its calls will come from the first one on.
     """
     told = ""
-    if resume is not None:
-        source = folders.newest(Path(folder if resume == "auto" else resume))
+    # A job that is started again goes on from its own checkpoint, whatever was typed when it began.
+    own = None if every is None else pipe.claim_checkpoints(folder)
+    if own is not None or resume is not None:
+        source = own or folders.newest(Path(folder if resume in (None, "auto") else resume))
         if source is None:
             told = f"{folder} holds no complete checkpoint: training starts at step 0"
         else:

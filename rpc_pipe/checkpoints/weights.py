@@ -90,6 +90,16 @@ class Weights:
         """What the batch of the last training step is called, also of a run before; nothing, if it has no name."""
         return self._keeper.results.batch
 
+    def claim_checkpoints(self, folder: str | Path) -> Path | None:
+        """Take a folder for this job's checkpoints alone; return the newest one that the job itself has written there.
+
+        There is one if the job has been started again, by `--max-restarts` of ours or of torchrun.
+
+        Raises:
+            ConfigError: another job writes there, or it cannot be written.
+        """
+        return self._keeper.claim(Path(folder))
+
     def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
         """Write a checkpoint after every so many steps from here on, beside training.
 

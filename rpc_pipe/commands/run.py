@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..checkpoints.folder import complete
 from ..checkpoints.options import try_checkpoints
 from ..demo.settings import TrainOptions
 from ..demo.text import find_text
@@ -119,8 +118,6 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     job = current_job()
     typed, argv = _planned(typed, argv, job)
     typed = _with_model(follow_plan(typed))
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and "checkpoint_every" in typed:
-        typed["resume"] = "auto"  # torchrun has started this job before, with the same arguments
     refuse_idle(typed, job)
     if job is None or job.worker == 0:
         try_files(typed, FILES)
@@ -186,22 +183,6 @@ def how(typed: Mapping[str, Any]) -> How:
     return How(typed.get("threads"), typed.get("port"), transport, typed.get("max_restarts", 0))
 
 
-def again(typed: Mapping[str, Any], argv: list[str]) -> Callable[[], list[str]]:
-    """Return what returns the arguments of another attempt: as typed, but from the newest checkpoint of this run."""
-    folder = Path(typed.get("checkpoint_folder", "checkpoints"))
-    before = set(complete(folder)) if "checkpoint_every" in typed else set()
-
-    def arguments() -> list[str]:
-        new = [path for path in complete(folder) if path not in before] if "checkpoint_every" in typed else []
-        if not new:
-            return argv
-        # What is typed last counts; what stands behind -- is the script's.
-        at = argv.index("--") if "--" in argv else len(argv)
-        return [*argv[:at], "--resume", str(new[-1]), *argv[at:]]
-
-    return arguments
-
-
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
     """Return what was typed with what its --plan says in the options' places.
 
@@ -249,7 +230,7 @@ def _train(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     if job is None:
         options.spec(options.gpt.num_layers)
         find_text(options.data, options.context)
-        return launch(argv, options.workers, reporter, how(typed)._replace(again=again(typed, argv)))
+        return launch(argv, options.workers, reporter, how(typed))
 
     def work() -> None:
         from ..demo.train import train
@@ -276,7 +257,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         workers = typed.get("workers", TrainOptions.workers)
         if "schedule" in typed:
             make_spec(typed["schedule"], workers, typed.get("microbatches", 1), options)
-        return launch(argv, workers, reporter, how(typed)._replace(again=again(typed, argv)))
+        return launch(argv, workers, reporter, how(typed))
 
     def work() -> None:
         from .script import run_script

@@ -56,8 +56,6 @@ class How(NamedTuple):
     transport: str = TRANSPORTS[0]
     #: how often they are started again after a failure
     max_restarts: int = 0
-    #: returns the arguments for another attempt
-    again: Callable[[], list[str]] | None = None
 
 
 _USUAL = How()
@@ -103,20 +101,18 @@ class Launcher:
         return code
 
     def _attempts(self, logs: Logs) -> int:
-        arguments = self._arguments
         for restarts in range(self._how.max_restarts + 1):
-            cause, code = self._attempt(arguments, restarts, logs)
+            cause, code = self._attempt(restarts, logs)
             if cause is None:
                 return code
             if self._signals or cause.code != FAILED or restarts == self._how.max_restarts:
                 break
-            arguments = self._how.again() if self._how.again is not None else arguments
             self._reporter.text(f"starting again ({restarts + 1} of {self._how.max_restarts})")
         if logs.folder is not None and code == FAILED:
             self._reporter.text(f"what each worker printed is in {logs.folder}")
         return code
 
-    def _attempt(self, arguments: list[str], restarts: int, logs: Logs) -> tuple[Cause | None, int]:
+    def _attempt(self, restarts: int, logs: Logs) -> tuple[Cause | None, int]:
         """Run all workers once; tell why they failed, if they did."""
         folder = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
         boards, attempt = None, None
@@ -125,7 +121,7 @@ class Launcher:
         try:
             boards = self._make_boards()
             environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
-            command = [sys.executable, "-m", "rpc_pipe", *arguments]
+            command = [sys.executable, "-m", "rpc_pipe", *self._arguments]
             number = 1 if self._how.transport == "local" else self._num_workers
             rpc = self._how.transport == "rpc"
             attempt = Attempt(command, number, environment, self._reporter, boards, logs, rpc=rpc)

@@ -141,7 +141,7 @@ def test_only_the_newest_are_kept_and_one_step_may_be_saved_twice(tmp_path):
     again = pipe.save_checkpoint(tmp_path, keep=2)
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000004", "step-00000004.1"]
     assert folders.newest(tmp_path) == again
-    assert sorted(os.listdir(tmp_path)) == ["step-00000004", "step-00000004.1"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "step-00000004", "step-00000004.1"]
     anew = pipeline(2)
     anew.step(BATCHES[0])
     written = anew.save_checkpoint(tmp_path, keep=1)
@@ -246,7 +246,7 @@ def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path, room):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
-    assert os.listdir(tmp_path) == [before.name]
+    assert sorted(os.listdir(tmp_path)) == [".lock", before.name]
     assert Checkpoint(tmp_path).step == 1
     pipe.step(BATCHES[1])
     assert pipe.save_checkpoint(tmp_path).name == "step-00000002"

@@ -3,16 +3,19 @@
 import re
 import signal
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from processes import python, rpc_pipe, start
+from torch.distributed import HashStore
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.job import current_job, own_part
 from rpc_pipe.launching.joining import _keys, join
 from rpc_pipe.launching.key_file import make_key, read_key
 from rpc_pipe.tracing import run_folders
-from rpc_pipe.workers.transport.meeting import StoreMeeting, store_at
+from rpc_pipe.workers.transport.meeting import StoreMeeting, agree_on_attempt, store_at
 
 SCRIPT = """
 import sys
@@ -86,6 +89,23 @@ def test_the_store_of_an_rpc_job_listens_on_the_loopback_interface_alone():
     assert StoreMeeting(store_at("127.0.0.1", port, 1, 2, 5)).take("greeting", 5) == "hello"
     with pytest.raises(OSError):  # what listens on all interfaces listens there too
         socket.create_connection(("127.0.0.2", port), timeout=1)
+
+
+def test_workers_that_are_started_again_find_nobodys_old_words():
+    # torchrun keeps its store over restarts: over several hosts the workers met at the addresses of those before them.
+    store, attempts = HashStore(), []
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as workers:
+            deadline = time.monotonic() + 20
+            late = workers.submit(agree_on_attempt, store, 0, 3, deadline), workers.submit(time.sleep, 0.1)
+            late[1].result()  # worker 0 has read the words of the attempt before
+            others = [workers.submit(agree_on_attempt, store, rank, 3, deadline) for rank in (1, 2)]
+            found = {each.result() for each in (late[0], *others)}
+        assert len(found) == 1
+        attempts += found
+    assert len(set(attempts)) == 3
+    with pytest.raises(TimeoutError, match="not all workers came"):
+        agree_on_attempt(HashStore(), 0, 2, time.monotonic() + 0.1)
 
 
 def test_torchrun_on_one_host_needs_neither_port_nor_key(script):

@@ -6,6 +6,7 @@ find whom, and who is found there has to prove who it is.
 
 from __future__ import annotations
 
+import secrets
 import socket
 import time
 from contextlib import suppress
@@ -13,13 +14,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from .deadline import within
 
 _MOST_BYTES = 512
 _PAUSE_S = 0.02
+#: of a word that nobody else draws
+_WORD_BYTES = 8
 
 
 class Meeting(Protocol):
@@ -77,18 +80,61 @@ class StoreMeeting:
 
 
 def torchrun_store(worker: int, num_workers: int, timeout_s: float) -> Any:
-    """Return the store that the variables of torchrun tell of.
+    """Return the store that the variables of torchrun tell of, without what workers of an attempt before have left.
+
+    torchrun keeps its store when it starts workers again, and they would find the addresses of those that are gone.
 
     Raises:
-        TimeoutError, RuntimeError: it cannot be reached.
+        TimeoutError, RuntimeError: it cannot be reached, or the others do not come.
     """
     found: list[Any] = []
+    deadline = time.monotonic() + timeout_s
 
     def reach() -> None:
-        found.append(next(rendezvous("env://", worker, num_workers, timeout=timedelta(seconds=timeout_s))))
+        store = next(rendezvous("env://", worker, num_workers, timeout=timedelta(seconds=timeout_s)))[0]
+        found.append(PrefixStore(f"rpc-pipe {agree_on_attempt(store, worker, num_workers, deadline)}", store))
 
     within(timeout_s, reach)
-    return found[0][0]
+    return found[0]
+
+
+def agree_on_attempt(store: Any, worker: int, num_workers: int, deadline: float) -> str:
+    """Return a word that the workers of this attempt have alike, and those of no other one.
+
+    A store may have words of workers that have ended, and a worker cannot tell which: nobody counts attempts for all
+    hosts alike. So each says a word of its own (1), worker 0 answers each of those words with one of its own (2) and,
+    if somebody who has come later says another word, with another one; whoever is answered repeats that (3), and when
+    all have, it counts (4).
+
+    Args:
+        deadline: by `time.monotonic`.
+
+    Raises:
+        TimeoutError: the others do not come.
+    """
+    everybody = range(num_workers)
+    own, heard, answered = secrets.token_hex(_WORD_BYTES), [""] * num_workers, ""
+    store.set(f"hello {worker}", own)  # (1)
+    while time.monotonic() < deadline:
+        if worker == 0 and (said := _words(store, [f"hello {other}" for other in everybody])) not in ([], heard):
+            heard, attempt = said, secrets.token_hex(_WORD_BYTES)
+            for other in everybody:
+                store.set(f"answer {other}", f"{heard[other]} {attempt}")  # (2)
+        hello, _, found = "".join(_words(store, [f"answer {worker}"])).partition(" ")
+        if hello == own and found != answered:
+            answered = found
+            store.set(f"repeated {worker}", answered)  # (3)
+        if worker == 0 and answered and set(_words(store, [f"repeated {other}" for other in everybody])) == {answered}:
+            store.set("counts", answered)  # (4)
+        if answered and _words(store, ["counts"]) == [answered]:
+            return answered
+        time.sleep(_PAUSE_S)
+    raise TimeoutError("not all workers came to torchrun's store")
+
+
+def _words(store: Any, keys: list[str]) -> list[str]:
+    """Return what a store has under all `keys`, nothing if one is not there."""
+    return [word[:_MOST_BYTES].decode(errors="replace") for word in store.multi_get(keys)] if store.check(keys) else []
 
 
 def store_at(host: str, port: int, worker: int, num_workers: int, timeout_s: float) -> Any:
