@@ -13,7 +13,7 @@ from typing import TypeVar, get_args
 
 from .action import Action, Kind
 from .errors import PipeError, ScheduleError
-from .kinds import U
+from .kinds import B, F, I, U, W
 from .spec import ENDLESS, Order, Spec
 
 #: what a schedule declares as a number, and what it answers when it is asked
@@ -239,18 +239,29 @@ def _is_action(thing: object) -> bool:
 
 def own_actions(spec: Spec, worker: int) -> Iterator[Action]:
     """Yield what `worker` runs, by stage and microbatch, without what ends a synchronous step."""
-    mixed = type(spec).splits is not Spec.splits
+    mixed, usual = type(spec).splits is not Spec.splits, type(spec).actions is Spec.actions
     for stage, route in spec.hosted(worker):
         for microbatch in looked_at(spec, range(spec.total_microbatches)):
             if spec.num_routes == 1 or spec.route(microbatch) == route:
                 if mixed:
                     _check_truth(f"splits({stage}, {microbatch})", spec.splits(stage, microbatch))
-                actions = spec.actions(stage, microbatch)
-                if not isinstance(actions, Iterable):
-                    raise ScheduleError(f"actions({stage}, {microbatch}) returned {actions!r}, not a list of actions")
-                yield from actions
+                yield from spec.actions(stage, microbatch) if usual else _answered_actions(spec, stage, microbatch)
         if not spec.synchronous:
             yield from updates_of(spec, stage, route)
+
+
+def _answered_actions(spec: Spec, stage: int, microbatch: int) -> list[Action]:
+    """Return what a schedule with kinds of its own answers for a microbatch on a stage."""
+    call = f"actions({stage}, {microbatch})"
+    actions = actions_in(spec.actions(stage, microbatch), call)
+    for action in actions:
+        if action[::2] != (stage, microbatch):
+            raise ScheduleError(f"{call} gives {action}: it must give what is done with that microbatch on that stage")
+    kinds = {action.kind for action in actions}
+    if len(kinds) < len(actions) or F not in kinds or (B in kinds) == ({I, W} <= kinds):
+        shown = ", ".join(map(str, actions)) or "nothing"
+        raise ScheduleError(f"{call} gives {shown}: each kind once, F among them, and either B or both I and W")
+    return actions
 
 
 @lru_cache(maxsize=1024)

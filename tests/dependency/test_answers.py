@@ -184,14 +184,19 @@ def leave(self, action):
 @pytest.mark.parametrize(
     "methods, says",
     [
-        ({"actions": lambda self, s, m: None}, "actions(0, 0) returned None, not a list of actions"),
+        ({"actions": lambda self, s, m: None}, "actions(0, 0) returned None: it must return a list of actions"),
+        # With a formula for slots such a schedule was trained with, and waited for the loss for ever.
+        ({"actions": lambda self, s, m: []}, "actions(0, 0) gives nothing: each kind once, F among them, and either B"),
+        ({"actions": lambda self, s, m: [F(s, m), I(s, m)]}, "actions(0, 0) gives 0F0, 0I0: each kind once"),
+        ({"actions": lambda self, s, m: [F(s, m), B(s, m), B(s, m)]}, "actions(0, 0) gives 0F0, 0B0, 0B0: each kind"),
+        ({"actions": lambda self, s, m: [F(s, 1), B(s, 1)]}, "actions(0, 0) gives 0F1: it must give what is done with"),
         (
             {"place": lambda self, s, r: next(ANSWERS) % 2},
             "place(0, 0) returned 0 and then 1: it must always",
         ),
         ({"after": leave}, "after(0F0) raised SystemExit: 3 (line "),
     ],
-    ids=["none", "random", "exit"],
+    ids=["none", "idle", "lacking", "twice", "elsewhere", "random", "exit"],
 )
 def test_what_is_run_must_be_there(methods, says):
     with pytest.raises(ScheduleError, match=re.escape(says)):
