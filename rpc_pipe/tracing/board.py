@@ -10,7 +10,7 @@ that is slow misses steps. When a step does not fit into a slot, a file with lar
 place of the old one. The file outlives its worker, so the launcher can tell what a dead worker was doing.
 
 Live and slots begin with a version, which is 0 while they are written; a reader that finds it changed after copying
-has torn data and copies again. All numbers are 64-bit.
+has torn data and copies again; fences keep the order where the processor does not. All numbers are 64-bit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from ..dependency import Action, Kind
 from ..workers.hooks import Arrived, Blocked, LayerTime, Listener, Record, StepRecord
+from .ordered import fence
 
 _MAGIC = b"rpc-pipe board 4"
 #: magic, length of the header, number of slots, bytes of a slot
@@ -158,7 +159,9 @@ class BoardWriter(Listener):
     def _put(self, version: int, packed: bytes) -> None:
         at = _SLOTS_AT + (version % self._num_slots) * self._slot_bytes
         _VERSION.pack_into(self._map, at, 0)
+        fence()
         self._map[at + 8 : at + 8 + len(packed)] = packed
+        fence()
         _VERSION.pack_into(self._map, at, version)
 
     def _grow(self, slot_bytes: int) -> None:
@@ -185,17 +188,20 @@ class BoardWriter(Listener):
         """Write what another board says."""
         at, live_bytes = self._new_version(), pack_live(live)
         self._map[at : at + len(live_bytes)] = live_bytes
+        fence()
         _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
 
     def _write(self, state: State, step: int, action: int = _NONE, missing: int = _NONE, peer: int = _NONE) -> None:
         at, now, thread = self._new_version(), time.perf_counter_ns(), threading.get_ident()
         _LIVE.pack_into(self._map, at, state, step, action, missing, peer, now, thread)
+        fence()
         _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
 
     def _new_version(self) -> int:
         """Begin to change what the worker does; return where it is. Its version, written last, says: it is whole."""
         self._version += 1
         _VERSION.pack_into(self._map, _HEADER_BYTES, 0)
+        fence()
         return _HEADER_BYTES + 8
 
 
@@ -257,7 +263,9 @@ class Board:
         """Return a version and what it covers, or None if it keeps being written."""
         for _ in range(_TRIES):
             version = _VERSION.unpack_from(self._map, at)[0]
+            fence()
             data = self._map[at + 8 : at + 8 + size()] if version else b""
+            fence()
             if version and _VERSION.unpack_from(self._map, at)[0] == version:
                 return version, data
             time.sleep(1e-5)

@@ -67,6 +67,10 @@ class RemoteBoards(Protocol):
     def failed(self) -> bool:
         """Whether this worker has told the others of a failure."""
 
+    @property
+    def asked_in_vain(self) -> bool:
+        """Whether others may wait for something of a run that this worker has given up."""
+
 
 class Answer(NamedTuple):
     """What a worker shows of its board."""

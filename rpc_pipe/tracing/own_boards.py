@@ -242,11 +242,11 @@ def end_calls() -> None:
 def stay() -> None:
     """Wait, but not for long, until worker 0 has collected what it cannot read once this process has ended.
 
-    Of a run that has failed it collects nothing.
+    Of a run that has failed it collects nothing; and who has left in the middle of a step keeps the others waiting.
     """
     if _carrier is None or run_folders.FOLDER in os.environ:
         return
-    deadline = time.monotonic() + _STAY_S
+    deadline = time.monotonic() + (_COLLECT_S if _carrier.asked_in_vain else _STAY_S)
     while not _carrier.failed and time.monotonic() < deadline and not _released.wait(_PAUSE_S):
         pass
 

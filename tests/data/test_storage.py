@@ -126,6 +126,22 @@ def test_who_lists_the_cache_while_a_shard_arrives_counts_it(served, tmp_path, m
     assert len([path for path in listed(tmp_path / "cache") if not path.name.startswith(".")]) <= 4
 
 
+def test_who_finds_the_cache_full_of_what_others_fetch_waits_for_them(served, tmp_path):
+    """Processes that fetched together grew the cache over its limit: each had dropped all that there was to drop."""
+    url, _ = served
+    shards = find_shards(url, (".npy",), None)[0]
+    one, other = (Storage(tmp_path / "cache", cache_bytes=1128) for _ in range(2))
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".shard.1.reserved").write_bytes(bytes(1128))  # of a process that was killed
+    waiting = threading.Thread(target=other.local, args=(shards[1], Busy()))
+    with one._room(shards[0]):
+        waiting.start()
+        waiting.join(0.3)
+        assert waiting.is_alive() and other.fetched == 0
+    waiting.join(10)
+    assert other.fetched == 1
+
+
 def test_a_server_that_fails_is_asked_again(served, tmp_path):
     url, handler = served
     handler.failures = 3

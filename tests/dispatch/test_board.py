@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpc_pipe.dependency import Action, B, F, Kind, Pulled
+from rpc_pipe.tracing import board as boards
 from rpc_pipe.tracing.board import MOST_SLOTS, Board, BoardWriter, Live, State, pack_record, unpack_record
 from rpc_pipe.workers.hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 
@@ -158,3 +159,21 @@ def test_what_is_no_board_is_refused(tmp_path):
 def test_a_loss_that_is_none_stays_none():
     assert math.isnan(unpack_record(pack_record(record(0))).loss)
     assert str(Live()) == "starting up"
+
+
+def test_fences_stand_where_the_version_says_that_nothing_can_be_read(writer, monkeypatch):
+    """An aarch64 processor may let a reader see a new version before what it covers."""
+    versions = []
+
+    def fence(at=0):
+        versions.append(struct.unpack_from("<q", writer._map, at)[0])
+
+    monkeypatch.setattr(boards, "fence", lambda: fence(8192))
+    writer.action_started(1, F(0, 1))
+    writer.show(Live(State.RUNNING, 1))
+    assert versions == [0] * 4
+    versions.clear()
+    monkeypatch.setattr(boards, "fence", lambda: fence(8192 + 64 + writer._slot_bytes))
+    writer.step_finished(record(1))
+    assert versions == [0] * 2
+    assert len(writer.board.records()) == 1 and versions[2:] == [1, 1]

@@ -93,3 +93,12 @@ def test_a_failure_answers_every_question_now_and_later(outbox, answers):
     outbox.abandon(1)  # as who fails does with what was under way
     outbox.ask((1, "0F2"), 1)
     assert answers == [(1, failure)] * 3
+
+
+def test_who_waits_in_vain_for_a_run_that_was_given_up_is_known(outbox, answers):
+    # A worker whose script ended in the middle of a step by sys.exit stayed for 10 s while the others waited for it.
+    outbox.begin(2)
+    outbox.abandon(1)
+    assert not outbox.asked_in_vain
+    outbox.ask((1, "0F0"), 1)
+    assert outbox.asked_in_vain and answers == []

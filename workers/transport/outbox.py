@@ -42,6 +42,8 @@ class Outbox:
         #: those who take nothing more
         self._left: set[int] = set()
         self.failure: PipeError | None = None
+        #: whether somebody waited, and may still wait, for something of a run that has been given up here
+        self.asked_in_vain = False
 
     def __len__(self) -> int:
         return len(self._payloads)
@@ -63,6 +65,7 @@ class Outbox:
         with self._lock:
             self._open.discard(run)
             self._abandoned.add(run)
+            self.asked_in_vain |= any(key[0] == run for key in self._asked)
             self._finished = {key for key in self._finished if key[0] != run}
             self._payloads = {key: kept for key, kept in self._payloads.items() if key[0] != run}
             self._asked = {key: asked for key, asked in self._asked.items() if key[0] != run}
@@ -99,6 +102,7 @@ class Outbox:
         with self._lock:
             payload, _ = self._payloads.get(key, (None, None))
             if key[0] in self._abandoned and self.failure is None:
+                self.asked_in_vain = True
                 return
             over = key not in self._payloads and (
                 key in self._finished or (key[0] <= self._run and key[0] not in self._open)
