@@ -252,6 +252,7 @@ class Pipeline(Weights):
         Args:
             to: the worker, or workers, that it is handed to; in other processes this returns None. None: to all.
         """
+        self._keeper.results.predicts(self.worker)
         outputs, cut = Outputs(self.spec, to), self._cut(inputs, pair=self.partition.only_inputs)
 
         def predicted(actor: WorkerActor) -> list[Tree] | None:

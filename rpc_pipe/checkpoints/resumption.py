@@ -7,6 +7,7 @@ it are answered from here: the same losses in the same order, whatever else the 
 from __future__ import annotations
 
 import math
+import warnings
 from array import array
 
 import torch
@@ -43,6 +44,7 @@ class Resumption:
         self._next = self._until = 0
         #: of these, the last training step
         self._last = -1
+        self._warned = False
 
     def _remember(self, past: Tensor) -> None:
         calls, columns = past.shape
@@ -112,6 +114,17 @@ class Resumption:
         number, self._next = self._next, self._next + 1
         self._note_norm(kind, self._norms[number])
         return self._losses[number]
+
+    def predicts(self, worker: int) -> None:
+        """Warn, once and on worker 0, that what is predicted now is not what was: only numbers are kept."""
+        if self.behind and not self._warned:
+            self._warned = True
+            if worker == 0:
+                warnings.warn(
+                    f"predict: call {self._next} of the script is behind the checkpoint that it goes on from, whose "
+                    "weights this is computed with; a script that decides by it may decide otherwise than then",
+                    stacklevel=3,
+                )
 
     def note(self, what: str, loss: float, batch: str = "", norm: float | None = None) -> None:
         """Remember a result, and of a training step what its batch is called and the norm of its gradients."""

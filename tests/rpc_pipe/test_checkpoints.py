@@ -117,6 +117,9 @@ def test_a_script_that_knows_nothing_of_checkpoints_is_told_what_it_was_told(tmp
     assert (tmp_path / "4.safetensors").read_bytes() == first, "weights of then, not of the checkpoint"
     pipe = pipeline(2)
     pipe.resume(tmp_path)
+    with pytest.warns(UserWarning, match="predict: call 0 of the script is behind the checkpoint"):
+        pipe.predict(BATCHES[0][0])
+    pipe.predict(BATCHES[0][0])
     with pytest.raises(ConfigError, match="call 1 of the script is step, and was evaluate"):
         list(pipe.train(BATCHES))
 
