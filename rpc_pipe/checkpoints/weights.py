@@ -107,7 +107,7 @@ class Weights:
             ConfigError: a number that is not at least 1.
         """
         _refuse_less_than_one(steps=steps, keep=1 if keep is None else keep)
-        self._keeper.every = steps, Path(folder), keep
+        self._keeper.every = steps, Path(folder).absolute(), keep  # a script may go to another one
 
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
         """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import runpy
 import sys
@@ -28,6 +29,7 @@ from .options import typed_checkpoints
 OWN_TRAIN = Path(__file__).parent.parent / "demo" / "own_train.py"
 #: what needs the last steps
 _OF_STEPS = ("trace", "html", "json")
+_PATHS = (*FILES, "checkpoint_folder", "resume")
 #: what has no effect without a pipeline
 _OF_PIPELINE = (
     "schedule",
@@ -85,11 +87,16 @@ def _seed(seed: int) -> None:
     numpy.random.seed(seed % 2**32)
 
 
+def _absolute(path: str) -> str:
+    return path if path == "auto" else os.path.abspath(path)
+
+
 class _Ending:
     """Does what was asked for, with the pipeline that was made last."""
 
     def __init__(self, typed: Mapping[str, Any]) -> None:
-        self._typed = typed
+        # What has been tried is what is written, also if the script goes to another folder.
+        self._typed = {name: _absolute(each) if name in _PATHS else each for name, each in typed.items()}
         self._pipe: Pipeline | None = None
         self._wants_steps = noting() or any(name in typed for name in _OF_STEPS)
 

@@ -68,6 +68,10 @@ def _by_rpc(job: Job) -> Carrier:
     if not job.one_host:
         meeting, store = _at_torchruns_store(job)
         job = _reached(job, meeting)
+    elif job.init_method.startswith("file://"):
+        from ..workers.transport.meeting import store_in
+
+        store = store_in(_at(job), job.num_workers)
     elif (at := urlparse(job.init_method)).scheme == "tcp":
         from ..workers.transport.meeting import store_at
 
@@ -109,10 +113,15 @@ def _leave(carrier: ZmqCarrier, own_folder: Path | None) -> None:
 # --- who is met where
 
 
+def _at(job: Job) -> Path:
+    """Return the file where the workers of one host meet. Its path is no URL: it may have any character."""
+    return Path(job.init_method.removeprefix("file://"))
+
+
 def _folder(job: Job) -> Path:
     """Return the folder for this host's unix sockets, which nobody else may enter."""
     if job.init_method.startswith("file://"):
-        return Path(job.init_method.removeprefix("file://")).parent
+        return _at(job).parent
     names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"
     name = hashlib.sha256(repr([os.environ.get(name) for name in names]).encode()).hexdigest()[:16]
     folder = run_folders.root() / f"sockets-{name}"
@@ -128,7 +137,7 @@ def _network(job: Job) -> Network:
 
     meeting: Meeting
     if job.init_method.startswith("file://"):
-        meeting = FolderMeeting(Path(job.init_method.removeprefix("file://")).parent)
+        meeting = FolderMeeting(_at(job).parent)
     else:
         _secret(job)  # before others are waited for
         meeting, _ = _at_torchruns_store(job)

@@ -18,7 +18,7 @@ from rpc_pipe.tracing import run_folders
 from rpc_pipe.workers.transport.meeting import StoreMeeting, agree_on_attempt, store_at
 
 SCRIPT = """
-import sys
+import os, sys
 from functools import partial
 import torch
 if "--without-rpc" in sys.argv:
@@ -34,6 +34,7 @@ for step in range(int(sys.argv[1])):
     loss = pipe.step((x, y))
     if step == 0 and pipe.worker == 0:
         print("training", flush=True)
+os.chdir("/")
 print(f"loss {loss:.9f} {type(pipe.actors[0].carrier).__name__}\\n", end="")
 """
 
@@ -45,15 +46,20 @@ def script(tmp_path):
     return file
 
 
-def test_every_transport_trains_alike(script):
+def test_every_transport_trains_alike(script, tmp_path):
     losses = {}
+    # Over RPC a folder of this name was waited at for ever: torch took its path for a URL.
+    folder = tmp_path / "a b'c\n\u00fc#x?y;z%41"
+    folder.mkdir()
     for transport, carrier in (("rpc", "RpcCarrier"), ("zmq", "ZmqCarrier"), ("local", "LocalCarrier")):
         more = ["--without-rpc"] if transport != "rpc" else []
-        done = rpc_pipe("run", script, "--workers", 2, "--transport", transport, "--", 3, *more)
+        options = "--workers", 2, "--transport", transport, "--save", f"{transport}.safetensors", "--", 3, *more
+        done = rpc_pipe("run", script, *options, cwd=tmp_path, TMPDIR=str(folder))
         assert done.returncode == 0, done.stdout + done.stderr
         told = re.findall(r"loss (\S+) (\w+)", done.stdout)
         assert len(told) == (1 if transport == "local" else 2)
         assert {name for _, name in told} == {carrier}
+        assert (tmp_path / f"{transport}.safetensors").is_file(), "not in the folder that the script has gone to"
         losses[transport] = {loss for loss, _ in told}
         assert "3 steps on 2 workers" in done.stdout
     assert len(set().union(*losses.values())) == 1

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import rendezvous
 
 from .deadline import within
@@ -135,6 +135,11 @@ def agree_on_attempt(store: Any, worker: int, num_workers: int, deadline: float)
 def _words(store: Any, keys: list[str]) -> list[str]:
     """Return what a store has under all `keys`, nothing if one is not there."""
     return [word[:_MOST_BYTES].decode(errors="replace") for word in store.multi_get(keys)] if store.check(keys) else []
+
+
+def store_in(path: Path, num_workers: int) -> Any:
+    """Return a store in a file of this host."""
+    return FileStore(str(path), num_workers)
 
 
 def store_at(host: str, port: int, worker: int, num_workers: int, timeout_s: float) -> Any:
