@@ -136,7 +136,8 @@ FORK = """
         import os, signal, time
         child = os.fork()
         if child == 0:
-            time.sleep(60)
+            time.sleep(15)  # if it outlives a worker that is killed, it holds its output
+            os._exit(1)
         time.sleep(0.1)
         os.kill(child, signal.SIGTERM)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
