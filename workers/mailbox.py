@@ -171,6 +171,8 @@ class Mailbox:
     def _read(self, arrived: Arrived) -> Arrival:
         peer, key, answer, at_ns = arrived
         what = self._actions.pop(key, key[1])
+        if answer is None or isinstance(answer, Payload):
+            return Arrival(key[0], what, peer, answer, at_ns)
         if isinstance(answer, WorkerFailure):
             detail = f"worker {answer.worker} failed: {answer.summary}"
             raise PeerLost(self._carrier.worker, peer, detail, answer)
@@ -178,6 +180,4 @@ class Mailbox:
             raise answer
         if answer == LEFT:
             raise self._carrier.calls.missed(peer, key[0])
-        if isinstance(answer, str):
-            raise PeerLost(self._carrier.worker, peer, answer)
-        return Arrival(key[0], what, peer, answer, at_ns)
+        raise PeerLost(self._carrier.worker, peer, answer)

@@ -349,7 +349,8 @@ class Stream:
     def _report(self, step: Step) -> None:
         worker = self._worker
         times = worker.courier.resolve([mark for _, begin, end in step.marks for mark in (begin, end)])
-        records = [Record(a, b, e) for (a, _, _), b, e in zip(step.marks, times[::2], times[1::2], strict=True)]
+        actions = [action for action, _, _ in step.marks]
+        records = list(map(Record._make, zip(actions, times[::2], times[1::2], strict=True)))
         loss = step.result.loss if step.result is not None else None
         worker.listeners.step_finished(
             StepRecord(

@@ -38,10 +38,9 @@ def describe(tree: Tree, call: int = 0) -> str:
     if not tensors:
         return ""
     form, shapes = shapes_of(tensors)
-    if not all(map(_is_here, tensors)):
-        return pack_description(form, [shapes])
     every = -(-len(tensors) // _TENSORS)
-    return pack_description(form, [shapes, digest(tensors[call % every :: every])])
+    chosen = tensors[call % every :: every]
+    return pack_description(form, [shapes, digest(chosen)] if all(map(_is_here, chosen)) else [shapes])
 
 
 def shapes_of(tensors: Sequence[Tensor]) -> tuple[str, int]:
