@@ -117,7 +117,11 @@ class Listeners(Listener):
                 self._remove(listener, "action_started")
 
     def waiting(self, step: int, what: Callable[[], Blocked]) -> None:
-        self._tell("waiting", step, what)
+        for listener in self._listeners:  # as `action_started`
+            try:
+                listener.waiting(step, what)
+            except Exception:
+                self._remove(listener, "waiting")
 
     def step_finished(self, record: StepRecord) -> None:
         self._tell("step_finished", record)

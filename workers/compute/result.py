@@ -85,14 +85,14 @@ class Result:
     @cached_property
     def _numbers(self) -> list[tuple[float, float]]:
         """Sum and weight (1 of means) of every microbatch in order; waits for the device where they were made."""
-        found: dict[int, tuple[float, float]] = {}
+        found: list[tuple[int, float, float]] = []
         for part in self._parts:
             if "sums" in part:
                 microbatches, sums = array("q", part["microbatches"]), part["sums"].tolist()
                 told = part.get("weights", [1.0] * len(sums))
                 weights = array("d", told) if isinstance(told, bytes) else map(float, told)
-                found |= dict(zip(microbatches, zip(sums, weights, strict=True), strict=True))
-        return [found[m] for m in sorted(found)]
+                found += zip(microbatches, sums, weights, strict=True)
+        return [(loss, weight) for _, loss, weight in sorted(found)]
 
     @property
     def norm(self) -> float | None:
