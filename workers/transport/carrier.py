@@ -209,12 +209,16 @@ class Carrier(ABC):
 
     # --- for a carrier
 
-    def _asked(self, peer: int, key: Key) -> None:
-        """`peer` asks for `key`, or tells its call, which is no question."""
-        if is_call(key[1]):
-            self.calls.heard(peer, *key)
-        else:
-            self.outbox.ask(key, peer)
+    def _asked(self, peer: int, keys: Iterable[Key]) -> None:
+        """`peer` asks for `keys`, and tells its call, which is no question."""
+        questions: list[Key] = []
+        for key in keys:
+            if is_call(key[1]):
+                self.calls.heard(peer, *key)
+            else:
+                questions.append(key)
+        if questions:
+            self.outbox.ask_all(questions, peer)
 
     def _disagree(self, error: PipeError) -> None:
         self.fail(error)

@@ -22,8 +22,7 @@ class LocalCarrier(Carrier):
         group[worker] = self
 
     def _ask(self, peer: int, keys: list[Key]) -> None:
-        for key in keys:
-            self._group[peer]._asked(self.worker, key)
+        self._group[peer]._asked(self.worker, keys)
 
     def _answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
         self._group[peer]._arrive(self.worker, key, answer, time.perf_counter_ns())

@@ -99,19 +99,27 @@ class Outbox:
 
     def ask(self, key: Key, consumer: int) -> None:
         """Answer `consumer`'s question for `key`, now or when there is something to say. Asking again does no harm."""
+        self.ask_all([key], consumer)
+
+    def ask_all(self, keys: Iterable[Key], consumer: int) -> None:
+        """Answer all of `consumer`'s questions, as `ask` does each."""
+        answers: list[tuple[Key, Answer | PipeError]] = []
         with self._lock:
-            payload, _ = self._payloads.get(key, (None, None))
-            if key[0] in self._abandoned and self.failure is None:
-                self.asked_in_vain = True
-                return
-            over = key not in self._payloads and (
-                key in self._finished or (key[0] <= self._run and key[0] not in self._open)
-            )
-            answer = self.failure or payload
-            if answer is None and not over:
-                self._asked.setdefault(key, set()).add(consumer)
-                return
-        self._say(consumer, key, answer)
+            for key in keys:
+                payload, _ = self._payloads.get(key, (None, None))
+                if key[0] in self._abandoned and self.failure is None:
+                    self.asked_in_vain = True
+                    continue
+                over = key not in self._payloads and (
+                    key in self._finished or (key[0] <= self._run and key[0] not in self._open)
+                )
+                answer = self.failure or payload
+                if answer is None and not over:
+                    self._asked.setdefault(key, set()).add(consumer)
+                else:
+                    answers.append((key, answer))
+        for key, answer in answers:
+            self._say(consumer, key, answer)
 
     def _say(self, consumer: int, key: Key, answer: Answer | PipeError) -> None:
         if self._answer(consumer, key, answer) and answer is not None:

@@ -179,8 +179,7 @@ class RemoteCarrier(Carrier):
             self.channels.gone(peer)
             self._break(peer, message.failure)
         self._taken(message.taken, peer)
-        for key in message.asks:
-            self._asked(peer, key)
+        self._asked(peer, message.asks)
         self._say(peer)
 
     def _decided(self, peer: int, accepted: bool) -> None:
