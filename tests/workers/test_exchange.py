@@ -5,7 +5,7 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpc_pipe.dependency import WorkerFailure
@@ -65,6 +65,7 @@ class Network:
             assert moves < 10_000
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 12))
 def test_every_question_is_answered_once_in_any_order(seed, count):
     network = Network(seed)
