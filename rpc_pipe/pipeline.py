@@ -71,9 +71,8 @@ class Pipeline(Weights):
         seed: of everything random: initial weights of layers given as callables, dropout.
         max_grad_norm: norm to which the gradients of the whole model are clipped before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
-        post_validation: whether steps of `train` update before that norm is known, and again where it asks for
-            clipping, with the same bits; by default where the schedule gains by it. It holds the trained weights and
-            the optimizer's state twice meanwhile.
+        post_validation: whether steps of `train` update before that norm is known, and again if it asks for clipping,
+            with the same bits; by default where the schedule gains by it. It holds weights and optimizer state twice.
         accumulate: after how many steps the weights are updated, by the mean of their losses' gradients.
         grad_scaler: for float16: what the loss is scaled with at first and how the scale changes, as one decision of
             all stages; where a gradient overflows, neither weights nor learning rates change. See `loss_scale`.
