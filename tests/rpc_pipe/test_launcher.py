@@ -253,7 +253,7 @@ def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
         (["run", "--data", "/no/such"], {}, "--data /no/such: there is no such file"),
         (["run", "--data", "{tmp}/empty"], {}, "--data"),
         (["run", "--schedule", "{tmp}/bad.py:Mine"], {}, "raised SyntaxError"),
-        (["run", "--schedule", "{tmp}/bad.py"], {}, "path/to/file.py:ClassName"),
+        (["run", "--schedule", "{tmp}/bad.py"], {}, "bad.py raised SyntaxError"),
         (["run", "--port", "{port}"], {}, "Address already in use"),
         (["run"], {"RANK": "0"}, "WORLD_SIZE, MASTER_ADDR, MASTER_PORT: not set, but RANK is"),
         (["run"], {"RANK": "3", "WORLD_SIZE": "2", "MASTER_ADDR": "x", "MASTER_PORT": "1"}, "RANK 3: must be 0 to"),
