@@ -70,7 +70,7 @@ def measure(
     return with_working(with_shards(costs, shards, optimizer, repeats, finish, meet), blocks)
 
 
-class Kept(NamedTuple):
+class KeptBytes(NamedTuple):
     """Bytes that are kept for backward: by forward, by I for W, and of the former what are inputs and outputs.
 
     For W of a matrix product I keeps its input and the gradient of its output. So a stage of products, norms and
@@ -101,7 +101,7 @@ class Block:
         self._finish = finish
         self._took: dict[Kind, list[float]] = {kind: [] for kind in (F, B, I, W)}
         #: what it keeps, as last seen
-        self.kept = Kept(0, 0, 0, 0)
+        self.kept = KeptBytes(0, 0, 0, 0)
 
     @property
     def times(self) -> dict[Kind, float]:
@@ -134,7 +134,7 @@ class Block:
         deferred: list[Deferred] = []
         output = unpack(pack(output))
         self._time(I, lambda: deferred.append(backward_inputs(roots, [None] * len(roots), owing, saved)[1]))
-        self.kept = Kept(held, saved.num_bytes(weights) + deferred[0].num_bytes(), *kept)
+        self.kept = KeptBytes(held, saved.num_bytes(weights) + deferred[0].num_bytes(), *kept)
         self._time(W, deferred[0].run)
         for parameter in trained:
             parameter.grad = None
