@@ -29,7 +29,7 @@ _SENTENCES = re.compile(
     "recomputed activations differ|cannot be recomputed|cannot travel between|"
     "one of the variables needed for gradient computation has been modified by an inplace operation|"
     "a checkpoint computes again|always give the same|the gradient of parameter .* is sparse|"
-    "use_reentrant=True, torch.utils.checkpoint is incompatible|errors.ConfigError: |saved tensor hooks"
+    "use_reentrant=True, torch.utils.checkpoint is incompatible|errors.(Config|Schedule)Error: |saved tensor hooks"
 )
 #: what torch says in one process too
 _OF_TORCH = re.compile("has been modified by an inplace operation|use_reentrant=True, torch.utils.checkpoint is")
@@ -137,10 +137,13 @@ def _failed(case: Case, pipe: Pipeline | None, initial: Initial, text: str, summ
     """Say how a run ended that raised: perhaps one process raises too, or comes to the same that is not finite."""
     is_said = _SENTENCES.search(summary) is not None
     if is_said and not _OF_TORCH.search(summary):
-        return _refused(summary)
+        return _refused(summary.partition("\n")[0] if "ScheduleError" in summary else summary)  # behind it: the drawing
     try:
+        alone: Alone | Replayed
         alone = Alone(case, SCHEDULES["naive"](num_workers=1, num_microbatches=case.microbatches), None, None)
-        if pipe is not None and initial is not None:
+        if pipe is not None and not case.is_synchronous:  # late gradients may carry the loss away
+            alone = Replayed(case, pipe.spec, pipe.partition.ranges)
+        elif pipe is not None and initial is not None:
             alone = Alone(case, pipe.spec, pipe.partition, initial)
         numbers = unpiped(case, alone)
     except Exception as error:

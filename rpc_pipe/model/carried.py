@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..workers.compute.inner_state import OF_TORCH
+from ..workers.compute.inner_state import OF_TORCH, has_generator
 from .hollow import NeedsField, observable
 from .observation import Carried, Event, Kind, Observation
 from .observer import Observer
@@ -43,6 +43,9 @@ def look(observer: Observer, observation: Observation, skeleton: Skeleton, befor
         if name.startswith(tuple(inner)) and skeleton.owned(name) is not parameter
     ]  # fmt: skip
     homes = _homes(observation.calls)
+    drawing = [module for module, events in homes.items() if len(events) > 1 and has_generator(module)]
+    names = {module: f"the generator of {skeleton.name_of(module)}" for module in drawing}
+    observation.carried += [Carried(names[module], homes[module]) for module in drawing]
     counters = [module for module in changed if module not in inside or len(homes.get(module, ())) > 1]
     left = _left(observer, skeleton, changed)
     if not left and not counters:

@@ -32,16 +32,18 @@ def caller() -> str:
 
 def in_function() -> bool:
     """Tell whether the forward of an `autograd.Function` runs: no mode sees that one was called."""
-    return _innermost(_APPLY) is not None
+    return _innermost(_APPLY, sys._getframe(1)) is not None
 
 
 def checkpoint_frame() -> FrameType | None:
-    """Return the call of `torch.utils.checkpoint.checkpoint` in which the forward is, if it is in one."""
-    return _innermost(_CHECKPOINT)
+    """Return the outermost call of `torch.utils.checkpoint.checkpoint` in which the forward is, if it is in one."""
+    found = _innermost(_CHECKPOINT, sys._getframe(1))
+    while found is not None and (outer := _innermost(_CHECKPOINT, found.f_back)) is not None:
+        found = outer
+    return found
 
 
-def _innermost(code: CodeType) -> FrameType | None:
-    frame: FrameType | None = sys._getframe(2)
+def _innermost(code: CodeType, frame: FrameType | None) -> FrameType | None:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import nn
 
 from ..dependency import ConfigError
+from ..workers.compute.inner_state import has_generator
 from .attached import refuse_hooks
 
 
@@ -26,7 +27,8 @@ class Ties:
         shared: parameters that several stages hold -> those stages.
 
     Raises:
-        ConfigError: a module that has buffers is in several stages, or a hook would see a part of a gradient.
+        ConfigError: a module that has buffers or a generator is in several stages, or a hook would see a part of a
+            gradient.
     """
 
     def __init__(self, layers: Sequence[object], ranges: Sequence[range]) -> None:
@@ -36,6 +38,7 @@ class Ties:
         parameters: dict[str, nn.Parameter] = {}
         held: dict[str, set[int]] = {}
         buffers: dict[int, tuple[int, int]] = {}
+        drawing: dict[int, int] = {}
         for stage, i in ((stage, i) for stage, own in enumerate(ranges) for i in own):
             layer = layers[i]
             if not isinstance(layer, nn.Module):
@@ -52,6 +55,13 @@ class Ties:
                     raise ConfigError(
                         f"model: layers {other} and {i} share the buffer {name}, which both write, but are cut apart "
                         f"into stages {other_stage} and {stage}; choose a split that keeps them together"
+                    )
+            for module in layer.modules():
+                other_stage = drawing.setdefault(id(module), stage) if has_generator(module) else stage
+                if other_stage != stage:
+                    raise ConfigError(
+                        f"model: a {type(module).__name__} that draws from a generator of its own is in stages "
+                        f"{other_stage} and {stage}, each with a copy; choose a split that keeps it in one"
                     )
         self.shared = {name: sorted(stages) for name, stages in held.items() if len(stages) > 1}
         for name, stages in self.shared.items():

@@ -169,6 +169,22 @@ class CountsTogether(Model):
         self.blocks = nn.ModuleList([Counting(counter) for _ in range(4)])
 
 
+class Drawing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn(x.shape, generator=self.generator)
+
+
+class DrawsTogether(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        noise = Drawing()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), noise) for _ in range(4)])
+
+
 class Exchanges(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -196,6 +212,7 @@ class UsesWhatIsExchanged(Model):
         (AveragesAnew, r"attribute mean of AveragesAnew is left by one forward and used by the next on stages 0, 1,"),
         (Remembers, r"attribute memory of Remembers is left by one forward and used by the next on stages 0, 1,"),
         (AsksItsLastBlock, r"attribute state of blocks\.3 is left by one forward and used by the next on stages 0, 1,"),
+        (DrawsTogether, r"the generator of blocks\.0\.1 is left by one forward and used by the next on stages 0, 1,"),
         (CountsTogether, r"what blocks\.0\.counter counts is left by one forward and used by the next on stages 0, 1,"),
     ],
 )

@@ -184,6 +184,24 @@ def test_a_checkpoint_around_blocks_of_two_stages_is_refused():
         observed.check(cut(4, 4))
 
 
+class CheckpointedInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*linears())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.pair, self.layers[:2](x), use_reentrant=False)
+
+    def pair(self, x: Tensor) -> Tensor:
+        return checkpoint(self.layers[3], self.layers[2](x), use_reentrant=False)
+
+
+def test_a_checkpoint_inside_another_does_not_hide_it():
+    """The second block of the outer one was in a call of its own, so the outer one was cut: gradients were wrong."""
+    with pytest.raises(ConfigError, match=r"between layers\.2 and layers\.3 would fall inside one call of torch"):
+        observe(CheckpointedInside(), [floats(2, 8)]).check(cut(4, 4))
+
+
 def hooked_whole() -> nn.Module:
     model = Listed()
     model.register_full_backward_hook(lambda module, into, out: None)

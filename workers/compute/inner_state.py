@@ -53,6 +53,13 @@ def may_count(module: nn.Module) -> bool:
     return not type(module).__module__.startswith("torch.")
 
 
+def has_generator(module: nn.Module) -> bool:
+    """Tell whether a module draws random numbers from a generator of its own."""
+    numpy = sys.modules.get("numpy")
+    kinds = (torch.Generator, random.Random) + ((numpy.random.Generator, numpy.random.RandomState) if numpy else ())
+    return any(isinstance(value, kinds) for value in vars(module).values())
+
+
 def places_in(modules: Sequence[nn.Module]) -> list[Place]:
     """Return the attributes that can be looked into."""
     return [
