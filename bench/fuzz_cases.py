@@ -87,8 +87,6 @@ class Case:
         self.autocast = draw.random() < 0.1
         self.streams = draw.random() < 0.25
         self.steps = draw.choice([1, 2, 3]) * (1 if self.accumulate == 1 else 2)
-        if short:
-            self.steps = min(self.steps, self.accumulate)
         self.between = [draw.choice(["", "", "evaluate", "predict", "state"]) for _ in range(self.steps)]
         self.loss_fn = draw.choice(LOSSES)
         #: whether a step ends before the next begins
@@ -99,6 +97,9 @@ class Case:
         self.optimizer: Callable[..., torch.optim.Optimizer]
         self._draw_model(draw)
         self.given = draw.random() < 0.2 and self.is_synchronous  # microbatches, not a batch
+        if short:  # when all has been drawn
+            self.steps = min(self.steps, self.accumulate)
+            self.between = self.between[: self.steps]
         self.doubled = doubled
         if doubled:
             self.autocast = False

@@ -68,15 +68,21 @@ def tried(number: int, workers: int | None, whole: bool = False) -> tuple[End, s
             check_all(case.spec())  # a worker checks its own part alone
     except (ConfigError, ScheduleError) as error:
         return _refused(error), ""
-    end = run(case)
-    if end.how == "amplified":
-        first = run(Case(number, workers, whole=whole, short=True))
-        end = end._replace(how="rounding" if first.how in ("rounding", "identical") else "DIFFERENT")
+    end = _settled(case, workers)
     if end.how == "rounding" and not case.doubled:
-        again = run(Case(number, workers, doubled=True, whole=whole))
+        again = _settled(Case(number, workers, doubled=True, whole=whole), workers)
         if again.how not in ("rounding", "identical"):
             end = again._replace(how="UNSETTLED" if again.how in ("refused", "illegal") else again.how)
     return end, str(case)
+
+
+def _settled(case: Case, workers: int | None) -> End:
+    """Run a case; where casts let rounding grow from update to update, what is before the first one decides."""
+    end = run(case)
+    if end.how != "amplified":
+        return end
+    first = run(Case(case.number, workers, doubled=case.doubled, whole=case.whole, short=True))
+    return end._replace(how="rounding" if first.how in ("rounding", "identical") else "DIFFERENT")
 
 
 def run(case: Case) -> End:
@@ -236,8 +242,9 @@ def _compared(case: Case, pipe: Pipeline, done: Done, expected: list[Any], alone
         why = "what several stages hold or use" if shared else "a reentrant checkpoint" if reentrant else "sparse"
         return End("rounding", why)
     found += [f"{name}: off by {_off(a, b)}" for name, a, b in differing[:6]]
-    # Gradients of weights that are cast, or are bfloat16, are summed in that: update by update it grows.
+    # What is cast to bfloat16, or is held so, is rounded to 8 bits again and again: update by update it grows.
     coarse = case.autocast or any(p.dtype is torch.bfloat16 for layer in alone.replicas[0] for p in layer.parameters())
+    coarse |= any("bfloat16" in maker.names for maker in case.makers)
     grown = may_round and coarse and case.steps > case.accumulate
     return End("amplified" if grown else "DIFFERENT", f"{len(differing)} of {len(pairs)}; " + "; ".join(found[:8]))
 
