@@ -145,3 +145,32 @@ def test_a_generator_of_ones_own_is_in_one_stage():
         Pipeline(
             [nn.Linear(8, 8), noise, nn.Linear(8, 8), noise], loss, optimizer=SGD, num_workers=2, num_microbatches=2
         )
+
+
+class Codebook(nn.Module):
+    """Moves frozen weights, of which backward reads what they have become."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.book = nn.Linear(8, 8), nn.Parameter(torch.ones(8), requires_grad=False)
+
+    def forward(self, x):
+        y = self.linear(x) * self.book
+        self.book.data = torch.lerp(self.book.data, x.detach().abs().mean(0), 0.1)
+        return y
+
+
+def test_a_weight_that_is_given_other_memory_twice_in_a_forward_is_known():
+    """Where backward is split, it read of the second call what the weight was then; in one process, what it is now."""
+    torch.manual_seed(0)
+    book, x, y = Codebook(), torch.randn(4, 8), torch.randn(4, 8)
+    layers = [nn.Linear(8, 8), nn.Tanh(), book, nn.Tanh(), book]
+    plain = nn.Sequential(*copy.deepcopy(layers))
+    options = {"split": [2, 3], "num_workers": 2, "num_microbatches": 1, "optimizer": SGD}
+    with Pipeline(layers, nn.functional.mse_loss, schedule="zb-h1", **options) as pipe:
+        pipe.step((x, y))
+        state = pipe.state_dict()
+    optimizer = SGD([parameter for parameter in plain.parameters() if parameter.requires_grad])
+    nn.functional.mse_loss(plain(x), y).backward()
+    optimizer.step()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils.hooks import RemovableHandle
@@ -115,9 +115,12 @@ class Saved:
             more: what nobody knew of when it began.
         """
         written = {**self._written, **more}
+        weights = set(written.values())
         for handle in self._handles if written else ():
             tensor = handle.tensor
-            owner = None if tensor is None else written.get(address(tensor))
+            # A forward that calls a layer twice may give its weight other memory twice: no address tells the second.
+            owner: Tensor | None = handle.weight if handle.weight in weights else None
+            owner = owner if tensor is None or owner is not None else written.get(address(tensor))
             if tensor is not None and owner is not None and tensor._version == handle.version:
                 # By `data` it may have been given other memory, which autograd would not see.
                 moved = address(owner) != address(tensor) and owner.shape == tensor.shape
@@ -135,7 +138,7 @@ class Saved:
     def _save(self, tensor: Tensor) -> _Handle:
         # Detached: a saved output would otherwise hold the node that holds it.
         held = tensor.detach()
-        handle = _Handle(held, held._version)
+        handle = _Handle(held, held._version, tensor if isinstance(tensor, nn.Parameter) else None)
         self._handles.append(handle)
         return handle
 
@@ -162,10 +165,11 @@ class Saved:
 
 
 class _Handle:
-    __slots__ = ("tensor", "version")
+    __slots__ = ("tensor", "version", "weight")
 
-    def __init__(self, tensor: Tensor, version: int) -> None:
+    def __init__(self, tensor: Tensor, version: int, weight: nn.Parameter | None) -> None:
         self.tensor: Tensor | None = tensor
+        self.weight = weight  # of which it is the memory of then
         self.version = version  # with hooks, autograd does not look for changes in place itself
 
 
