@@ -148,7 +148,8 @@ FORK = """
 def test_torchruns_sigterm_stops_in_good_order_and_leaves_nothing(script, number, killed):
     """Workers died at once: what they showed stayed in memory, and nobody said which worker had been lost."""
     port = free_port()
-    script.write_text(script.read_text().replace("\n    if step ==", f"{FORK}    if step =="))
+    text = script.read_text().replace("\n    if step ==", f"{FORK}    if step ==")
+    script.write_text(text.replace("if step == 0 and", "if step == 1 and"))  # when both have ended their processes
     job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     job |= {"RPC_PIPE_TRANSPORT": "zmq", "TORCHELASTIC_RUN_ID": "sigterm"}
     workers = [start(script, 10**6, RANK=str(w), LOCAL_RANK=str(w), merged=True, **job) for w in range(2)]
