@@ -117,11 +117,11 @@ class Saved:
         written = {**self._written, **more}
         weights = set(written.values())
         for handle in self._handles if written else ():
-            tensor = handle.tensor
+            if (tensor := handle.tensor) is None:
+                continue
             # A forward that calls a layer twice may give its weight other memory twice: no address tells the second.
-            owner: Tensor | None = handle.weight if handle.weight in weights else None
-            owner = owner if tensor is None or owner is not None else written.get(address(tensor))
-            if tensor is not None and owner is not None and tensor._version == handle.version:
+            owner = handle.weight if handle.weight in weights else written.get(address(tensor))
+            if owner is not None and tensor._version == handle.version:
                 # By `data` it may have been given other memory, which autograd would not see.
                 moved = address(owner) != address(tensor) and owner.shape == tensor.shape
                 handle.tensor = (owner.detach() if moved else tensor).clone()

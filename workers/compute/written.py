@@ -118,13 +118,12 @@ class Written:
         return found | {at: weight for weight, at in changed}
 
     def _refuse_copied(self) -> None:
-        written = set(self.weights or ())
-        for name in [name for name, p in self._slice.named_parameters() if p in written] if written else []:
-            if stages := self._slice.shared.get(name):
-                raise ConfigError(
-                    f"model: a layer writes its parameter {name} in its forward, of which stages "
-                    f"{', '.join(map(str, stages))} hold copies; choose a split that leaves it in one"
-                )
+        written, shared = set(self.weights or ()), self._slice.shared
+        for name in [name for name, p in self._slice.named_parameters() if p in written and name in shared]:
+            raise ConfigError(
+                f"model: a layer writes its parameter {name} in its forward, of which stages "
+                f"{', '.join(map(str, shared[name]))} hold copies; choose a split that leaves it in one"
+            )
 
     def _part(self, parameter: nn.Parameter) -> Tensor:
         flat = parameter.detach().flatten()
