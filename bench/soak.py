@@ -26,7 +26,7 @@ from typing import NamedTuple
 import psutil
 
 _ROOT = Path(__file__).parents[1]
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S, _BEFORE_THE_END_S = 0.5, 5.0
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM, signal.SIGBUS)
 _SCRIPT = """
 import sys, time
@@ -58,8 +58,10 @@ class Sample(NamedTuple):
 class Watch(threading.Thread):
     """Looks at the workers, and kills one now and then."""
 
-    def __init__(self, launcher: int, fault_every_s: float) -> None:
+    def __init__(self, launcher: int, fault_every_s: float, seconds: float) -> None:
         super().__init__(daemon=True)
+        #: a worker that is killed when the others stop may have ended its script
+        self._no_faults_after = time.monotonic() + seconds - _BEFORE_THE_END_S
         self._launcher, self._every_s = psutil.Process(launcher), fault_every_s
         self.samples: dict[int, list[Sample]] = {}
         self._of_launcher: list[Sample] = []
@@ -78,7 +80,7 @@ class Watch(threading.Thread):
                 for worker in workers:
                     if worker.pid in self._trained:
                         self.samples.setdefault(worker.pid, []).append(_sampled(worker))
-                if self._every_s and workers and time.monotonic() > next_fault:
+                if self._every_s and workers and next_fault < time.monotonic() < self._no_faults_after:
                     next_fault = time.monotonic() + self._every_s
                     self.faults += 1
                     draw.choice(workers).send_signal(draw.choice(_FAULTS))
@@ -136,7 +138,7 @@ def main() -> None:
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
         ) as launcher:
-            watch = Watch(launcher.pid, options.fault_every)
+            watch = Watch(launcher.pid, options.fault_every, options.seconds)
             watch.start()
             threading.Timer(options.seconds, launcher.send_signal, (signal.SIGTERM,)).start()
             assert launcher.stdout is not None

@@ -1,0 +1,54 @@
+"""What forks of a worker let go: the sockets by which others reach it.
+
+A process that loads data, or any other fork, inherits them all. Where it lived on, the others saw no connection break
+when its worker was killed, and waited for the fork to end.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_DESCRIPTORS = Path("/proc/self/fd")
+#: addresses at which this process listens for other workers
+_listens_at: set[object] = set()
+
+
+@contextmanager
+def letting_go() -> Iterator[None]:
+    """Let forks of this process have nothing of what begins to listen within this, and of what comes there."""
+    before = {address for _, address, listens in _sockets() if listens}
+    yield
+    found = {address for _, address, listens in _sockets() if listens} - before
+    if found and not _listens_at:
+        os.register_at_fork(after_in_child=_let_go)
+    _listens_at.update(found)
+
+
+def _let_go() -> None:
+    with suppress(OSError):  # there is no descriptor left
+        nowhere = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor, address, _ in _sockets():
+            if address in _listens_at:
+                os.dup2(nowhere, descriptor, inheritable=False)  # not closed: who has opened it may do that again
+        os.close(nowhere)
+
+
+def _sockets() -> Iterator[tuple[int, object, bool]]:
+    """Yield this process's sockets: descriptor, own address, which accepted ones share, and whether it listens."""
+    for name in os.listdir(_DESCRIPTORS) if _DESCRIPTORS.is_dir() else []:
+        with suppress(OSError):  # it was that of the folder itself
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found = socket.socket(fileno=int(name))
+                try:
+                    yield int(name), found.getsockname(), _listens(found)
+                finally:
+                    found.detach()
+
+
+def _listens(found: socket.socket) -> bool:
+    return bool(found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
