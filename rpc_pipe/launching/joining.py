@@ -16,6 +16,7 @@ from urllib.parse import urlparse
 from ..dependency import ConfigError
 from ..dependency.at_exit import at_exit
 from ..tracing import run_folders
+from ..workers.transport.forks import letting_go
 from . import launcher_link as link
 from .interfaces import LOOPBACK, address_of, interface_towards
 from .job import INIT, KEY, TRUST, Job
@@ -46,7 +47,8 @@ def join(job: Job) -> Carrier:
     """
     link.tell(kind="joining")
     try:
-        carrier = _by_zmq(job) if job.transport == "zmq" else _by_rpc(job)
+        with letting_go():
+            carrier = _by_zmq(job) if job.transport == "zmq" else _by_rpc(job)
     except (TimeoutError, RuntimeError, OSError) as error:
         raise ConfigError(
             f"worker {job.worker} could not meet the other {job.num_workers - 1} workers within "

@@ -34,7 +34,6 @@ from ..tracing.own_boards import (
     leave,
     release,
     roll_call_here,
-    somebody_is_gone,
     stay,
     tell_failure,
 )
@@ -158,8 +157,6 @@ def _on_stop(process: int, number: int, frame: object) -> None:
 def _end_when_broken(number: int) -> None:
     """End this process once no step can be finished any more: torchrun ends workers too when another has failed."""
     while not any(actor.carrier.broken for pipeline in _pipelines() for actor in pipeline.actors):
-        if somebody_is_gone():
-            break
         time.sleep(_LOOK_EVERY_S)
     time.sleep(_LAST_WORDS_S)  # it may be about to say why
     leave()

@@ -141,16 +141,6 @@ def keep_boards(training: Training) -> bool:
     return True
 
 
-def somebody_is_gone() -> bool:
-    """Tell whether a worker of this host has ended without a word, as one that was killed.
-
-    What it had started may keep its connections open, so that the others do not see it there at once.
-    """
-    folder = _folder()
-    own = {} if folder is None else run_folders.boards(folder)
-    return any(not run_folders.alive(board.header["process"]) for board in own.values() if not _mirrored(board))
-
-
 def roll_call_here() -> str:
     """Return what the workers of this host do, and where the one is that hangs."""
     folder = _folder()

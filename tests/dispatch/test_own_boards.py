@@ -98,16 +98,6 @@ def test_a_board_of_another_machine_is_mirrored_with_all_that_is_listed_later(fo
     assert {count for _, count in view.listings} == {2, 4, 6} and view.clock_error_ms == 1e-3
 
 
-def test_who_has_gone_without_a_word_is_known_by_its_board(folder, monkeypatch):
-    pipe = pipeline(num_microbatches=2)
-    assert not own_boards.somebody_is_gone()
-    number, rest = run_folders.identity().split("/", 1)
-    monkeypatch.setattr(run_folders, "identity", lambda: f"{2**22 + int(number)}/{rest}")  # above the largest there is
-    killed = pipeline(num_microbatches=2)
-    assert own_boards.somebody_is_gone()
-    assert pipe.num_workers == killed.num_workers
-
-
 def test_a_fork_leaves_the_boards_of_its_parent(folder, monkeypatch):
     pipe = pipeline(num_microbatches=2)
     with monkeypatch.context() as fork:

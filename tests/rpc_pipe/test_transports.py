@@ -1,5 +1,6 @@
 """The same training over every transport, as a user starts it: real processes."""
 
+import os
 import re
 import signal
 import socket
@@ -166,6 +167,35 @@ def test_torchruns_sigterm_stops_in_good_order_and_leaves_nothing(script, number
     assert not folder.exists()
     assert (workers[0].returncode == 0 and "steps on 2 workers" in said) or killed, said
     assert "worker 0 lost worker 1" in said or not killed
+
+
+LEAVE_A_CHILD = """
+    if pipe.worker == 1:
+        import signal, time
+        child = os.fork()
+        if child == 0:
+            time.sleep(30)
+            os._exit(0)
+        print("child", child, flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("transport", ["rpc", "zmq"])
+def test_a_worker_that_dies_is_missed_though_a_fork_of_it_lives(script, transport):
+    """The fork kept its connections open: without a launcher the others waited for its end, 15 s in a trial."""
+    script.write_text(script.read_text().replace("\n    if step ==", f"{LEAVE_A_CHILD}    if step =="))
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    job |= {"RPC_PIPE_TRANSPORT": transport, "TORCHELASTIC_RUN_ID": f"fork-{transport}"}
+    workers = [start(script, 10**6, RANK=str(w), LOCAL_RANK=str(w), merged=True, **job) for w in range(2)]
+    with workers[0], workers[1]:
+        while not (line := workers[1].stdout.readline()).startswith("child"):
+            assert line
+        said = workers[0].communicate(timeout=30)[0]
+        child = int(line.split()[1])
+        assert os.stat(f"/proc/{child}").st_uid == os.getuid(), "it has ended, so nothing was shown"
+        os.kill(child, signal.SIGKILL)
+    assert workers[0].returncode == 1 and "worker 0 lost worker 1" in said, said
 
 
 BEYOND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
