@@ -8,7 +8,7 @@ from .action import RESOURCES, Action, Kind, Resource
 from .ending import end_tree
 from .entry import Entry, Pulled
 from .errors import ScheduleError
-from .kinds import D, U, V
+from .kinds import D, G, U, V
 from .order import routes
 from .spec import Spec
 from .versions import Reach, reaches
@@ -100,7 +100,7 @@ class Part:
         return stage, route
 
     def _inherit(self) -> None:
-        """Let forwards wait for their stage's update, and updates for the end of the step before.
+        """Let forwards and exchanges wait for their stage's update, and updates for the end of the step before.
 
         So a stop that was wanted in a step is known everywhere before the step after the next one updates, and no
         update follows one that may still be taken back.
@@ -114,6 +114,8 @@ class Part:
                 before = U(stage, route_of(index) if replicated else 0)
                 if before in self.number:  # an evaluation has no updates
                     self.inherited[0].setdefault(before, []).append(number)
+            elif kind is G:  # a replica without a microbatch in this step would give the gradients of the one before
+                self.inherited[0].setdefault(U(stage, index), []).append(number)
             elif kind is U:
                 for before in (told, V(stage, index)):
                     self.inherited[0].setdefault(before, []).append(number)
