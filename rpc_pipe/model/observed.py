@@ -21,9 +21,8 @@ from ..dependency import ConfigError
 from ..dependency.garbage import uncollected
 from .absent import Absent
 from .assignment import Assignment, Owners
-from .attached import attach, refuse_hooks
+from .attached import attach, is_moved, moved_to, refuse_hooks
 from .deferred import Deferred
-from .hanging import carry_over, is_moved, moved_to
 from .observation import Observation
 from .observing import observe_forward
 from .skeleton import Skeleton, members, num_bytes
@@ -219,7 +218,7 @@ class Observed:
                 made = self._real(name, parameter, device, copied=copy, initialise=initialise)
                 if is_moved(parameter, change):  # hooks that would write modules that are not trained
                     made = nn.Parameter(made.data, parameter.requires_grad)
-                    carry_over(parameter, made, change)
+                    attach(made, parameter, change)
                 own[name] = made
         skeleton.put(own)
         # Where a buffer was seen to be used other forwards use it too: one may write it, as in training.

@@ -20,7 +20,7 @@ from ..workers.transport.payload import Tree
 from .attached import attach
 from .cut import cut
 from .following import Following
-from .hanging import refuse_lazy
+from .skeleton import refuse_lazy
 from .ties import Ties, groups
 
 #: one layer: a module, or a callable that builds it
@@ -196,7 +196,7 @@ def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = N
             ) from error
     for parameter in dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()):
         if memo[id(parameter)] is not parameter:
-            attach(memo[id(parameter)], parameter, memo)
+            attach(memo[id(parameter)], parameter, lambda value: copy.deepcopy(value, memo))
     return copies
 
 

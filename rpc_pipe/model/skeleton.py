@@ -285,7 +285,18 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
                 f"weights nobody can exchange; put the module itself there, not scripted, or torch.compile of it"
             )
         if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
+            refuse_lazy(module, name or whole)
+
+
+def refuse_lazy(module: nn.Module, said: str) -> None:
+    """Refuse parameters that get their shapes from the first batch: an optimizer needs them before.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
             raise ConfigError(
-                f"model: {name or whole} has a parameter whose shape is not known before the "
-                f"first forward; run the model once on a batch before it is cut"
+                f"model: {name} of {said} ({type(module).__name__}) has no shape before a first forward; run one, or "
+                "use a layer whose sizes are given"
             )

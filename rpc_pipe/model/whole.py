@@ -18,9 +18,9 @@ from .absent import Absent
 from .cut import cut
 from .deferred import Deferred
 from .following import Following
-from .hanging import refuse_lazy
 from .hollow import NeedsField
 from .observed import Observed, observe
+from .skeleton import refuse_lazy
 from .stage import Stage
 from .ties import groups
 from .trees import Path

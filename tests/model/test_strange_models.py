@@ -218,7 +218,7 @@ def scripted() -> nn.Module:
     ("make", "says"),
     [
         (hooked_whole, "a backward hook of Listed would have to see what goes into the first of its blocks"),
-        (lambda: nn.ModuleList([nn.LazyLinear(8)]), "0 has a parameter whose shape is not known before the first"),
+        (lambda: nn.ModuleList([nn.LazyLinear(8)]), "weight of 0 .LazyLinear. has no shape before a first"),
         (scripted, "layers.0 was made by torch.jit.script or trace, whose weights nobody can exchange"),
     ],
 )
