@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import nn
 
 from ..dependency import Action, B, ConfigError, F, Part, R
-from .compute.inner_state import places_in
 from .compute.recomputation import World
 from .compute.shard import Shard
 from .handlers import Doing, Handler, Task, handler_of
@@ -55,7 +54,7 @@ class _Watched:
         if doing.step.run != self._run:
             self._run, self._changed = doing.step.run, {}
         own = shard.slice.own
-        before = World(own, {}, own, places_in(own))
+        before = World(own)
         payload = self._does(doing)
         written = set(shard.written_weights)
         holders = [module for module in own if not written.isdisjoint(module._parameters.values())] if written else []

@@ -21,11 +21,12 @@ from ..model.made import Made, load
 from ..model.microbatches import Microbatches
 from ..model.partition import Partition
 from ..model.partition import replicas as copies_of
-from ..model.skeleton import MARK, attributes, is_mark, put_back
+from ..model.skeleton import MARK, is_mark
 from ..model.trees import mapped
 from ..model.whole import Whole
 from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor
+from ..workers.compute.attributes import Attributes
 from ..workers.compute.operators import OperatorMode
 from ..workers.compute.randomness import Randomness, preserved
 from ..workers.transport.payload import Tree
@@ -126,10 +127,10 @@ class Alone:
     def _settle(self) -> None:
         """Run a forward that counts for nothing: some models change themselves for good in their first one."""
         buffers = [(m, n, b) for m in self.model.modules() for n, b in m._buffers.items() if b is not None]
-        kept, before = [(*where, where[-1].clone()) for where in buffers], attributes(self.model.modules())
+        kept, before = [(*where, where[-1].clone()) for where in buffers], Attributes(self.model.modules())
         with preserved(self._randomness.device):
             self._loss(0, self.pieces.inputs[0], self.pieces.targets[0])
-        put_back(before)
+        before.put_back()
         for module, name, buffer, was in kept:
             module._buffers[name] = buffer.copy_(was)
 

@@ -7,23 +7,24 @@ over. Numbers and lists are found by looking before and behind each block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 
+from ..workers.compute.attributes import Attributes
 from ..workers.compute.inner_state import OF_TORCH, has_generator
 from .hollow import NeedsField, observable
 from .observation import Carried, Event, Kind, Observation
 from .observer import Observer
-from .skeleton import Held, Skeleton
+from .skeleton import Skeleton
 from .trees import mapped, tensors
 
 _PLAIN = (bool, int, float, complex, str, bytes)
 
 
-def look(observer: Observer, observation: Observation, skeleton: Skeleton, before: Sequence[Held], given: Any) -> None:
+def look(observer: Observer, observation: Observation, skeleton: Skeleton, before: Attributes, given: Any) -> None:
     """Complete an observation by what its forward has left, while the model still has it.
 
     Args:
@@ -31,8 +32,9 @@ def look(observer: Observer, observation: Observation, skeleton: Skeleton, befor
         given: (args, kwargs), untouched.
     """
     inside = {module for block in skeleton.blocks for module in block.modules()}
-    changed = [module for module, held, _, inner in before if _changed(module, held) or inner.changed()]
-    skeleton.counting |= set(changed)  # a second forward may change them back
+    now_other = before.changed()
+    changed = [module for module, _ in before.held if module in now_other]
+    skeleton.counting |= now_other  # a second forward may change them back
     skeleton.exchanged |= dict.fromkeys(replaced := skeleton.replaced_buffers())
     around = [module for module in changed if module not in inside] or any(m not in inside for m, _ in replaced)
     writes = any(event.kind is Kind.FREE and event.writes and event.buffers for event in observation.events)
@@ -65,11 +67,6 @@ def _first(observation: Observation, event: Event) -> Event:
     same = observation.events[event.index] if event.index < len(observation.events) else event
     alike = (same.func, same.module, same.position) == (event.func, event.module, event.position)
     return same if alike else event
-
-
-def _changed(module: nn.Module, held: Mapping[str, Any]) -> bool:
-    now = vars(module)
-    return len(now) != len(held) or any(name not in now or now[name] is not value for name, value in held.items())
 
 
 def _homes(calls: Iterable[Event]) -> dict[nn.Module, list[Event]]:

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..dependency import ConfigError
 from ..dependency.errors import first_sentence
-from ..workers.compute.inner_state import OF_TORCH, InnerState, places_in
-from ..workers.compute.recomputation import Hooks, hooks_of, put_hooks_back, set_attributes
+from ..workers.compute.attributes import Attributes
+from ..workers.compute.inner_state import OF_TORCH
 from .absent import Absent, Shapes
 from .trees import at, leaves
 
@@ -140,7 +140,7 @@ class Skeleton:
                 self._held.setdefault(names[id(tensor)], []).append((inside, path[-1][1]))
 
     @contextmanager
-    def without_numbers(self) -> Iterator[list[Held]]:
+    def without_numbers(self) -> Iterator[Attributes]:
         """Put placeholders back for a while, and copies of all buffers, which a forward may write.
 
         Attributes that change meanwhile, such as counters, are put back too; the context is what they were.
@@ -152,7 +152,7 @@ class Skeleton:
         places = [(module._parameters, attribute) for name in real for module, attribute in self._places[name]]
         held = [(parameters, name, parameters[name]) for parameters, name in places if name in parameters]
         self.put({name: self._fakes[name] for name in real})
-        before = attributes(self.module.modules())
+        before = Attributes(self.module.modules())
         copies = {id(buffer): buffer.clone() for _, _, buffer in buffers}
         for module, name, buffer in buffers:
             module._buffers[name] = copies[id(buffer)]
@@ -160,7 +160,8 @@ class Skeleton:
         try:
             yield before
         finally:
-            self.counting |= put_back(before)
+            changed = before.changed()
+            self.counting |= changed | before.put_back()
             self._standing = []
             self.put(real)
             for parameters, name, version in held:  # of the weights, where several are in use
@@ -227,29 +228,6 @@ def is_mark(func: Any) -> bool:
 
 def _sees_ends(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-#: a module, and what its attributes, its hooks and the insides of attributes are
-Held = tuple[nn.Module, dict[str, Any], list[Hooks], InnerState]
-
-
-def attributes(modules: Iterable[nn.Module]) -> list[Held]:
-    """Return the attributes and hooks that modules have now."""
-    return [(m, dict(vars(m)), hooks_of(m), InnerState(places_in([m]))) for m in modules]
-
-
-def put_back(before: Iterable[Held]) -> set[nn.Module]:
-    """Give modules the attributes and hooks that they had; return those that have changed them."""
-    changed = set()
-    for module, held, hooks, inner in before:
-        now = vars(module)
-        if put_hooks_back(hooks) or inner.changed():
-            inner.put_back()
-            changed.add(module)
-        if len(now) != len(held) or any(name not in now or now[name] is not value for name, value in held.items()):
-            set_attributes(module, held)
-            changed.add(module)
-    return changed
 
 
 def members(module: nn.Module) -> list[nn.Module]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
+from ..workers.compute.attributes import Attributes
 from ..workers.compute.borders import address
-from .skeleton import attributes, put_back
 
 #: of more bytes of weights than these only a part is compared: so many of each
 _MOST_BYTES, _NUM_COMPARED = 2**26, 1024
@@ -75,7 +75,7 @@ class Kept:
         self._buffers: list[_Buffer] = [(m, name, b, b.data, b.clone()) for m, name, b in held if b is not None]
         self._in_full = in_full
         self._weights: list[_Weight] = [(weight, weight.data, self._part(weight).clone()) for weight in weights]
-        self._attributes = attributes(counting)
+        self._attributes = Attributes(counting)
 
     def put_back(self) -> None:
         """Let all be as it was, in the same memory: it is known by that what backward must not read later.
@@ -95,7 +95,7 @@ class Kept:
                 )
             weight.data = memory
             weight.data.copy_(before)
-        put_back(self._attributes)
+        self._attributes.put_back()
 
     def changed_buffers(self) -> list[_Buffer]:
         """Return the buffers that are not as their copies, or have been exchanged for others."""

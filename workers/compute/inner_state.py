@@ -28,7 +28,6 @@ class InnerState:
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
         held = [(module, vars(module).get(name)) for module, name in places]
         self._held = [(module, value, state) for module, value in held if (state := _inside(value)) is not None]
 
@@ -40,10 +39,6 @@ class InnerState:
         """Let the attributes hold inside what they did."""
         for _, value, state in self._held:
             _set(value, state)
-
-    def now(self) -> InnerState:
-        """Return what is inside of the same attributes now."""
-        return InnerState(self._places)
 
 
 def may_count(module: nn.Module) -> bool:

@@ -13,8 +13,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
+from .attributes import Attributes, set_attributes
 from .batch_norm import statistics
-from .inner_state import InnerState, Place, places_in
+from .inner_state import Place, places_in
 
 #: larger tensors that the first forward has left as they were are not copied for later ones
 _LARGE_BYTES = 2**20
@@ -31,28 +32,26 @@ class World:
     not raise them), and to write values back afterwards would change in place what backward needs.
 
     Args:
+        called: modules whose hooks count: those that only stand there for other stages' are called as well.
         constant: tensors that need no copy, with their versions.
-        called: modules whose hooks count too: those that only stand there for other stages' are called as well.
-        inner: attributes that are looked into.
+        places: attributes that are looked into; by default all that can be.
     """
 
     def __init__(
         self,
         modules: Sequence[nn.Module],
-        constant: Mapping[Tensor, int],
-        called: Sequence[nn.Module],
-        inner: Sequence[Place] = (),
+        called: Sequence[nn.Module] | None = None,
+        constant: Mapping[Tensor, int] = {},
+        places: Sequence[Place] | None = None,
     ) -> None:
+        self.called = modules if called is None else called
         # Scripts change nothing of themselves.
         self.modules = modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
-        self.called = called
-        self._inner = InnerState(inner)
-        self._attributes = [(module, dict(vars(module))) for module in modules]
+        self._attributes = Attributes(modules, self.called, places)
         self._buffers = [dict(module._buffers) for module in modules]
-        self._hooks = [hooks for module in called for hooks in hooks_of(module)]
         tensors = [
             tensor
-            for held in (*(attributes for _, attributes in self._attributes), *self._buffers)
+            for held in (*(attributes for _, attributes in self._attributes.held), *self._buffers)
             for tensor in held.values()
             if isinstance(tensor, Tensor) and not tensor.requires_grad
         ]
@@ -88,16 +87,11 @@ class World:
 
     def changed(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> list[nn.Module]:
         """Return the modules that hold something else now; `is_same(now, then)` judges what has been exchanged."""
-        found, inside = [], self._inner.changed()
-        for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
-            now = vars(module)
-            same = len(now) == len(attributes) and all(
-                name in now and is_same(now[name], v) for name, v in attributes.items()
-            )
-            same = same and len(module._buffers) == len(buffers)
+        found, changed = [], self._attributes.changed(is_same)
+        for (module, attributes), buffers in zip(self._attributes.held, self._buffers, strict=True):
+            same = module not in changed and len(module._buffers) == len(buffers)
             same = same and all(is_same(module._buffers.get(name), buffer) for name, buffer in buffers.items())
             held = [v for v in (*attributes.values(), *buffers.values()) if isinstance(v, Tensor) and v in self._copies]
-            same = same and module not in inside
             if not same or not all(v.layout is torch.strided and torch.equal(v, self._copies[v]) for v in held):
                 found.append(module)
         return found
@@ -115,7 +109,7 @@ class World:
         """
         if any(not torch.equal(weight, before) for weight, before in self._weights):
             return "a parameter"
-        pairs = zip(self._attributes, self._buffers, under_way._attributes, strict=True)
+        pairs = zip(self._attributes.held, self._buffers, under_way._attributes.held, strict=True)
         for (module, attributes), buffers, (_, theirs) in pairs:
             for name, buffer in buffers.items():
                 now = module._buffers.get(name)
@@ -141,19 +135,14 @@ class World:
                     f"{tuple(tensor.shape)}: what a forward was computed from is gone and cannot be recomputed; make "
                     "it a buffer that is smaller or written always, or use a schedule that does not recompute"
                 )
-        now, inner = [(module, dict(vars(module))) for module, _ in self._attributes], self._inner.now()
-        hooks = [hooks for module in self.called for hooks in hooks_of(module)]
-        put_hooks_back(self._hooks)
-        for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
+        now = self._attributes.now()
+        self._attributes.put_back()
+        for (module, attributes), buffers in zip(self._attributes.held, self._buffers, strict=True):
             set_attributes(module, self._copied(attributes) | {"_buffers": self._copied(buffers)})
-        self._inner.put_back()
         try:
             yield
         finally:
-            for module, attributes in now:
-                set_attributes(module, attributes)
-            put_hooks_back(hooks)
-            inner.put_back()
+            now.put_back()
 
     def put_back(self) -> None:
         """Make the modules hold what they held then."""
@@ -162,11 +151,9 @@ class World:
         left, updated = dict.fromkeys(self._of_updates), dict(self._updated)
         for tensor, copy in [(t, copy) for t, copy in self._copies.items() if t not in left] + [*updated.items()]:
             tensor.data = copy.clone()  # not written in place: other microbatches may have saved it
-        for (module, attributes), buffers in zip(self._attributes, self._buffers, strict=True):
-            set_attributes(module, attributes)
+        self._attributes.put_back()
+        for module, buffers in zip(self.modules, self._buffers, strict=True):
             module._buffers.update(buffers)
-        put_hooks_back(self._hooks)
-        self._inner.put_back()
 
     def _copied(self, held: Mapping[str, Any]) -> dict[str, Any]:
         return {k: self._copies.get(v, v) if isinstance(v, Tensor) else v for k, v in held.items()}
@@ -182,32 +169,6 @@ def equal(some: Any, other: Any) -> bool:
         dense = some.layout is torch.strided is other.layout
         return dense and some.dtype == other.dtype and some.device == other.device and torch.equal(some, other)
     return isinstance(some, (bool, int, float, str, torch.Size)) and bool(some == other)
-
-
-def set_attributes(module: nn.Module, attributes: Mapping[str, Any]) -> None:
-    """Give a module these attributes, and no others."""
-    for name in vars(module).keys() - attributes.keys():
-        del vars(module)[name]
-    vars(module).update(attributes)
-
-
-#: a module's dict of hooks, and what was in it
-Hooks = tuple[dict[Any, Any], dict[Any, Any]]
-
-
-def hooks_of(module: nn.Module) -> list[Hooks]:
-    """Return the hooks of a module's calls: a first forward may register some, such as those that capture outputs."""
-    named = vars(module).items()
-    return [(hooks, dict(hooks)) for name, hooks in named if "_hooks" in name and isinstance(hooks, dict)]
-
-
-def put_hooks_back(before: Iterable[Hooks]) -> bool:
-    """Let these hooks be as they were, in the same dicts, which their handles know; return whether any were not."""
-    changed = [(hooks, held) for hooks, held in before if hooks.keys() != held.keys()]
-    for hooks, held in changed:
-        hooks.clear()
-        hooks.update(held)
-    return bool(changed)
 
 
 class Noted(NamedTuple):
@@ -242,7 +203,7 @@ class Recomputation:
         """Return what the modules hold now that forwards change: all, until that has been seen."""
         changing = self._changing.get(self._modes())
         modules = (self._modules, self._called) if changing is None else (changing, changing)
-        world = World(modules[0], self._constant or {}, modules[1], self._inner())
+        world = World(*modules, self._constant or {}, self._inner())
         world.leave(statistics(self._modules))
         return world
 
@@ -254,7 +215,7 @@ class Recomputation:
 
     def now(self, before: World) -> World:
         """Return what the modules of another world hold now."""
-        world = World(before.modules, self._constant or {}, before.called, self._inner())
+        world = World(before.modules, before.called, self._constant or {}, self._inner())
         world.note_weights([weight for weight, _ in before._weights])
         return world
 
@@ -272,7 +233,7 @@ class Recomputation:
 
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, Noted]:
         """Run `forward`; return its output, which has a graph, but nothing in it to go backward with."""
-        world = World(self._modules, self._constant or {}, self._called, self._inner())
+        world = World(self._modules, self._called, self._constant or {}, self._inner())
         try:
             with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
                 tree = forward()

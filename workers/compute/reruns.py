@@ -19,7 +19,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from ..transport.payload import tensors_of
 from .autocast import Casts
 from .borders import address
-from .inner_state import places_in
 from .operators import OperatorMode
 from .randomness import computing
 from .recomputation import World, equal
@@ -80,7 +79,7 @@ class Reruns:
             if torch.is_grad_enabled() and module in own:  # hooks of gradients run without
                 called.add(module)
 
-        world = World(self._modules, {}, self._modules, places_in(self._modules))
+        world = World(self._modules)
         reads = _Reads(self._modules, self._written)
         handle = register_module_forward_pre_hook(note)
         try:

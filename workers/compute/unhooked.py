@@ -12,7 +12,6 @@ from torch import nn
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree
-from .inner_state import places_in
 from .recomputation import World
 
 _TORCH_SAYS = "saved tensor hooks"
@@ -45,7 +44,7 @@ class Unhooked:
         if self.known:
             return forward(again=again)
         first = self.known is None
-        world = World(self._modules, {}, self._called, places_in(self._modules)) if first else None
+        world = World(self._modules, self._called) if first else None
         try:
             tree = forward(again=again, spared=first)
         except (RuntimeError, ConfigError) as error:

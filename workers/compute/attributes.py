@@ -1,0 +1,71 @@
+"""What modules have besides the numbers of tensors: attributes, what is inside of them, and hooks of their calls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from .inner_state import InnerState, Place, places_in
+
+
+class Attributes:
+    """What modules have now.
+
+    Args:
+        called: modules whose hooks count; by default the same. A forward may register some, such as those that capture
+            outputs.
+        places: attributes that are looked into; by default all that can be.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        called: Iterable[nn.Module] | None = None,
+        places: Sequence[Place] | None = None,
+    ) -> None:
+        #: by module, its attributes
+        self.held = [(module, dict(vars(module))) for module in modules]
+        of_modules = [module for module, _ in self.held]
+        self._called = of_modules if called is None else called
+        self._hooks = [
+            (module, hooks, dict(hooks))
+            for module in self._called
+            for name, hooks in vars(module).items()
+            if "_hooks" in name and isinstance(hooks, dict)
+        ]
+        self._places = places_in(of_modules) if places is None else places
+        self._inner = InnerState(self._places)
+
+    def now(self) -> Attributes:
+        """Return what the same modules have now."""
+        return Attributes([module for module, _ in self.held], self._called, self._places)
+
+    def changed(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> set[nn.Module]:
+        """Return the modules that have something else now, beside hooks; `is_same(now, then)` judges an exchange."""
+        changed = self._inner.changed()
+        for module, held in self.held:
+            now = vars(module)
+            if len(now) != len(held) or not all(n in now and is_same(now[n], value) for n, value in held.items()):
+                changed.add(module)
+        return changed
+
+    def put_back(self) -> set[nn.Module]:
+        """Give the modules what they had, in the same dicts, which others know; return those that had other hooks."""
+        for module, held in self.held:
+            set_attributes(module, held)
+        changed = [(module, hooks, before) for module, hooks, before in self._hooks if hooks.keys() != before.keys()]
+        for _, hooks, before in changed:
+            hooks.clear()
+            hooks.update(before)
+        self._inner.put_back()
+        return {module for module, _, _ in changed}
+
+
+def set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    """Give a module these attributes, and no others."""
+    for name in vars(module).keys() - attributes.keys():
+        del vars(module)[name]
+    vars(module).update(attributes)
