@@ -1,4 +1,4 @@
-"""A schedule that a plan lists: placement and each worker's actions in order. Loads without torch."""
+"""A schedule that a plan or a table lists: placement and each worker's actions in order. Loads without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Listed(NamedTuple):
     #: the I of those microbatches whose backward is in two parts
     split: frozenset[Action]
     #: stages that recompute
-    recompute: frozenset[int]
+    recompute: frozenset[int] = frozenset()
 
 
 class ListedSchedule(Spec):
@@ -32,15 +32,17 @@ class ListedSchedule(Spec):
 
     source = "rpc-pipe plan: list scheduling and local search"
     listed: ClassVar[Listed]
+    #: what errors call it
+    said: ClassVar[str] = "the program"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         listed = self.listed
         if self.num_workers != len(listed.rows):
-            raise ConfigError(f"workers {self.num_workers}: the program is for {len(listed.rows)}")
+            raise ConfigError(f"workers {self.num_workers}: {self.said} is for {len(listed.rows)}")
         if self.num_microbatches > len(listed.routes):
             raise ConfigError(
-                f"microbatches {self.num_microbatches}: the program lists {len(listed.routes)}; use at most those"
+                f"microbatches {self.num_microbatches}: {self.said} lists {len(listed.routes)}; use at most those"
             )
 
     @property

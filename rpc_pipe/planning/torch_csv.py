@@ -16,11 +16,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import count
 from pathlib import Path
-from typing import ClassVar, NamedTuple
 
-from ..dependency import Action, B, ConfigError, F, I, Kind, Order, R, Spec, local_order
+from ..dependency import Action, B, ConfigError, F, I, Kind, R, Spec, local_order
 from ..dependency.files import read_file
+from .listed import Listed, ListedSchedule
 
+_SOURCE = "torch.distributed.pipelining, _PipelineScheduleRuntime._load_csv"
 #: no table that can be run is larger
 _MOST_BYTES, _MOST_STAGES = 2**22, 2**16
 _CELL = re.compile(r"([0-9]{1,9})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{0,9})")
@@ -67,65 +68,18 @@ def _check_sayable(spec: Spec, worker: int, order: Sequence[Action]) -> None:
         )
 
 
-class TorchCSV(Spec):
-    """A schedule read from a file: placement, kinds and each worker's order are the file's."""
-
-    source = "torch.distributed.pipelining, _PipelineScheduleRuntime._load_csv"
-    path: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        listed = _read(self.path)
-        if self.num_workers != len(listed.rows):
-            raise ConfigError(
-                f"workers {self.num_workers}: {self.path} has {len(listed.rows)} rows, one for each worker"
-            )
-        if self.num_microbatches > listed.num_microbatches:
-            raise ConfigError(
-                f"microbatches {self.num_microbatches}: {self.path} has {listed.num_microbatches}; use at most those"
-            )
-
-    @property
-    def order(self) -> Order:
-        return "fixed"  # as the file says, and as torch runs it
-
-    @property
-    def num_stages(self) -> int:
-        return len(_read(self.path).placement)
-
-    def place(self, stage: int, route: int) -> int:
-        return _read(self.path).placement[stage]
-
-    def splits(self, stage: int, microbatch: int) -> bool:
-        return I(stage, microbatch) in _read(self.path).split
-
-    def program(self, worker: int) -> Iterable[Action]:
-        # With a batch of fewer rows there are fewer microbatches; data flow joins actions of one only.
-        return (action for action in _read(self.path).rows[worker] if action.microbatch < self.num_microbatches)
-
-
 @lru_cache(maxsize=16)
 def import_csv(path: str) -> type[Spec]:
-    """Return the schedule in a CSV file.
+    """Return the schedule in a CSV file: placement, kinds and each worker's order are the file's.
 
     Raises:
         ConfigError: there is no such file, or a cell that is no action.
     """
-    _read(path)
-    return type("TorchCSV", (TorchCSV,), {"path": path, "__doc__": f"Read from {path}."})
+    own = {"listed": _read(path), "said": path, "source": _SOURCE, "__doc__": f"Read from {path}."}
+    return type("TorchCSV", (ListedSchedule,), own)
 
 
-class _Listed(NamedTuple):
-    rows: tuple[tuple[Action, ...], ...]
-    #: stage -> worker
-    placement: tuple[int, ...]
-    #: the I of those microbatches whose backward is split
-    split: frozenset[Action]
-    num_microbatches: int
-
-
-@lru_cache(maxsize=16)
-def _read(path: str) -> _Listed:
+def _read(path: str) -> Listed:
     text = read_file(Path(path), f"schedule {path}", _MOST_BYTES, "utf-8-sig")
     try:
         table = list(csv.reader(io.StringIO(text, newline="")))
@@ -152,12 +106,8 @@ def _read(path: str) -> _Listed:
     for action in actions:
         if action.kind is B and I(action.stage, action.microbatch) in split:
             raise ConfigError(f"schedule {path}: has {action} and its parts I and W; a backward is one or the other")
-    return _Listed(
-        rows,
-        tuple(placement[stage] for stage in range(len(placement))),
-        split,
-        1 + max(action.microbatch for action in actions),
-    )
+    places = tuple(placement[stage] for stage in range(len(placement)))
+    return Listed(rows, (places,), (0,) * (1 + max(action.microbatch for action in actions)), split)
 
 
 def _actions(path: str, row: int, cells: Iterable[str]) -> Iterator[Action]:
