@@ -42,7 +42,7 @@ from .compute.result import Losses, Result, clips, total_norm
 from .compute.shard import Shard
 from .compute.slices import loaded
 from .compute.stash import StashingShard
-from .compute.updating import Before
+from .compute.updating import BeforeUpdate
 from .context import Context
 from .hooks import Arrived, LayerTime
 from .state import WorkerState
@@ -127,7 +127,7 @@ class Step:
     finite: dict[Shard, Tensor] = field(default_factory=dict)
     #: of shards that were updated before the norm of all gradients was told: norms of their own, and what was before
     own_norms: dict[int, Tensor] = field(default_factory=dict)
-    early: dict[Shard, Before] = field(default_factory=dict)
+    early: dict[Shard, BeforeUpdate] = field(default_factory=dict)
     #: whether such updates were taken back, so that what has been begun of the next step is wrong
     taken_back: bool = False
     #: what was raised, and by which action, in a step that may be wrong

@@ -116,18 +116,18 @@ class Stage:
                 script.check(payload)
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
-            kept = self.writes.keep(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
+            before = self.writes.before(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
             try:
                 output = _Forward(self._skeleton, script, payload, seed or _no_seed).run(args, kwargs)
             except (Departed, NeedsField) as departed:
-                kept.put_back()
+                before.put_back()
                 if isinstance(departed, NeedsField):
                     raise
                 if isinstance(departed.__context__, NeedsField):  # whose way out went through contexts of the model
                     raise departed.__context__ from None
                 departures.append(departed)
                 continue
-            self.writes.note(modes, kept)
+            self.writes.note(modes, before)
             return output
 
     def goes_without(self, tree: Any, unread: Unread) -> bool:

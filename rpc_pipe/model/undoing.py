@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from ..dependency import ConfigError
 from ..workers.compute.attributes import Attributes
 from ..workers.compute.borders import address
+from ..workers.compute.digest import few, sample
 
-#: of more bytes of weights than these only a part is compared: so many of each
-_MOST_BYTES, _NUM_COMPARED = 2**26, 1024
 #: where a buffer is, itself, its memory, and a copy
 _Buffer = tuple[nn.Module, str, Tensor, Tensor, Tensor]
 #: a weight, its memory, and a copy of it or of a part of it
@@ -34,7 +33,7 @@ class Writes:
         #: those that have been seen to be written, in any modes
         self.buffers: set[tuple[nn.Module, str]] = set()
 
-    def keep(self, modes: Any, weights: Iterable[Tensor], counting: Iterable[nn.Module]) -> Kept:
+    def before(self, modes: Any, weights: Iterable[Tensor], counting: Iterable[nn.Module]) -> BeforeForward:
         """Return what a forward in these modes may write.
 
         Args:
@@ -46,18 +45,18 @@ class Writes:
             places, held = [(module, name) for module in self._modules for name in module._buffers], list(weights)
         else:
             places, held = known
-        in_full = known is not None or sum(weight.nbytes for weight in held) <= _MOST_BYTES
-        return Kept(places, held, in_full, counting)
+        in_full = known is not None or few(held)
+        return BeforeForward(places, held, in_full, counting)
 
-    def note(self, modes: Any, kept: Kept) -> None:
+    def note(self, modes: Any, before: BeforeForward) -> None:
         """A forward in these modes has come to its end."""
         if modes not in self._known:
-            buffers = [(module, name) for module, name, *_ in kept.changed_buffers()]
+            buffers = [(module, name) for module, name, *_ in before.changed_buffers()]
             self.buffers.update(buffers)
-            self._known[modes] = buffers, [weight for weight, *_ in kept.changed_weights()]
+            self._known[modes] = buffers, [weight for weight, *_ in before.changed_weights()]
 
 
-class Kept:
+class BeforeForward:
     """Buffers, weights and attributes as they were before a forward.
 
     Args:
@@ -107,10 +106,7 @@ class Kept:
         return [held for held in self._weights if _differ(*held, self._part(held[0]))]
 
     def _part(self, weight: Tensor) -> Tensor:
-        if self._in_full:
-            return weight.data  # autograd is not told of what is put back
-        flat = weight.data.flatten()
-        return flat[:: 1 + len(flat) // _NUM_COMPARED]
+        return weight.data if self._in_full else sample(weight)  # autograd is not told of what is put back
 
 
 def _differ(tensor: Tensor, memory: Tensor, before: Tensor, compared: Tensor) -> bool:

@@ -22,6 +22,10 @@ from ..transport.payload import Tree, tensors_of
 _FULL_BYTES = 2**11
 #: elements that stand for a larger one
 _SAMPLES = 256
+#: weights of more bytes in all are compared by samples
+_MOST_COMPARED = 2**26
+#: numbers of such a sample
+_NUM_COMPARED = 1024
 #: tensors of a batch whose values count; of more, others are taken with every call
 _TENSORS = 8
 
@@ -57,6 +61,17 @@ def digest(tensors: Iterable[Tensor]) -> int:
         if _is_here(tensor):
             value = _digest(tensor, value)
     return value
+
+
+def few(tensors: Iterable[Tensor]) -> bool:
+    """Tell whether tensors are so few bytes that they may be copied and compared in full."""
+    return sum(tensor.nbytes for tensor in tensors) <= _MOST_COMPARED
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Return some numbers from all over a tensor, by which it can be compared with what it was. On its device."""
+    flat = tensor.detach().flatten()
+    return flat[:: 1 + len(flat) // _NUM_COMPARED]
 
 
 def _is_here(tensor: Tensor) -> bool:

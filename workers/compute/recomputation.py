@@ -15,12 +15,11 @@ from ...dependency import ConfigError
 from ..transport.payload import Tree, tensors_of
 from .attributes import Attributes, set_attributes
 from .batch_norm import statistics
+from .digest import sample
 from .inner_state import Place, places_in
 
 #: larger tensors that the first forward has left as they were are not copied for later ones
 _LARGE_BYTES = 2**20
-#: so many numbers of an output are compared
-_NUM_COMPARED = 1024
 #: by how much they may differ, relative to the largest: some devices add up in any order
 _TOLERANCE = 1e-3
 
@@ -281,8 +280,7 @@ def _needed(_: None) -> NoReturn:
 
 def _sample(tree: Tree) -> list[Tensor]:
     """Return a part of each tensor of an output."""
-    flat = [tensor.detach().flatten() for tensor in tensors_of(tree) if tensor.is_floating_point()]
-    return [tensor[:: 1 + len(tensor) // _NUM_COMPARED].clone() for tensor in flat if len(tensor)]
+    return [sample(t).clone() for t in tensors_of(tree) if t.is_floating_point() and t.numel()]
 
 
 def _differences(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from .result import Losses, sum_and_weight
 from .slices import Slice, Times
 from .split_backward import Deferred, Saved, backward_inputs
 from .unhooked import Unhooked
-from .updating import Before, Training, Updating, refuse_sparse
+from .updating import BeforeUpdate, Training, Updating, refuse_sparse
 from .written import Written, keep_saved
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
@@ -34,7 +34,7 @@ LossFn = Callable[[Any, Any], Any]
 _UNTRAINED = Training()
 
 
-class _Kept(NamedTuple):
+class _Forwarded(NamedTuple):
     """What backward needs of a microbatch's forward."""
 
     step: int
@@ -79,7 +79,7 @@ class Shard:
         self._loss_writes = self._layers_write.copy()
         self._own_loss_fn = loss_fn
         self.statistics = Statistics(slice.own)
-        self._kept: dict[int, _Kept] = {}
+        self._forwarded: dict[int, _Forwarded] = {}
         self._owed = Owed()
         #: microbatch -> the forward to run again, and in which world
         self._inputs: dict[int, tuple[Callable[[], Tree], Noted]] = {}
@@ -89,7 +89,7 @@ class Shard:
         self._written = Written(slice)
         self._unhooked = Unhooked(slice.own, slice.modules)
         self._casts = Casts()
-        self._reruns = Reruns(slice.own, (self._kept, self._inputs, self._deferred), self._written)
+        self._reruns = Reruns(slice.own, (self._forwarded, self._inputs, self._deferred), self._written)
         # By the names of the beginning: a forward may exchange modules.
         self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
         self._ranks = slice.ranks()
@@ -127,7 +127,7 @@ class Shard:
     @property
     def num_kept(self) -> int:
         """How many microbatches' activations, or inputs to compute them from, are held now."""
-        return len(self._kept) + len(self._inputs) + len(self._deferred)
+        return len(self._forwarded) + len(self._inputs) + len(self._deferred)
 
     @property
     def written_weights(self) -> list[nn.Parameter]:
@@ -192,7 +192,7 @@ class Shard:
         with self._randomness.lock:  # modules may be those of other threads too
             # With the graph, not without: the outputs say what owes a gradient.
             tree, noted = self.recomputation.first(partial(forward, again=True))
-        del self._kept[microbatch]
+        del self._forwarded[microbatch]
         self._inputs[microbatch] = forward, noted
         return tree
 
@@ -257,7 +257,7 @@ class Shard:
                 saved.keep(hidden)
             elif moved := {**known, **hidden} if split and not again else hidden:
                 keep_saved(roots, moved.values())
-            self._kept[microbatch] = _Kept(step, owing, roots, saved)
+            self._forwarded[microbatch] = _Forwarded(step, owing, roots, saved)
         return tree
 
     def _compute(
@@ -301,7 +301,7 @@ class Shard:
         Args:
             grads: one gradient or None for each tensor that this stage's output owed; None after the loss.
         """
-        step, owing, roots, _ = self._kept.pop(microbatch)
+        step, owing, roots, _ = self._forwarded.pop(microbatch)
         roots, begun = starts(roots, grads)
         self._owed.expect(owing)
         if roots:
@@ -312,7 +312,7 @@ class Shard:
 
     def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
         """Return the inputs' gradients; leave the weights' to `backward_weights`. Arguments as of `backward`."""
-        step, owing, roots, saved = self._kept.pop(microbatch)
+        step, owing, roots, saved = self._forwarded.pop(microbatch)
         roots, begun = starts(roots, grads)
         assert saved is not None
         with self._reruns.backward(self._casts, roots, of_inputs=True):
@@ -339,14 +339,14 @@ class Shard:
 
     def saved(self, microbatch: int) -> Saved:
         """Return what the forward of a microbatch has saved, where actions between it and backward may touch that."""
-        saved = self._kept[microbatch].saved
+        saved = self._forwarded[microbatch].saved
         assert saved is not None
         return saved
 
     def abandon(self) -> None:
         """Forget what has been done since the last update."""
-        for kept in (self._kept, self._inputs, self._deferred):
-            kept.clear()
+        for held in (self._forwarded, self._inputs, self._deferred):
+            held.clear()
         self.recomputation.forget()
         self.statistics.restore()
         self.updating.restore()
@@ -379,13 +379,13 @@ class Shard:
         self.updating.update(finite)
         self.num_updates += 1
 
-    def update_early(self) -> Before:
+    def update_early(self) -> BeforeUpdate:
         """Apply one optimizer step to gradients that may have to be clipped yet; return what was before."""
         before = self.updating.before()
         self.update()
         return before
 
-    def update_again(self, before: Before, max_norm: float, norm: Tensor) -> None:
+    def update_again(self, before: BeforeUpdate, max_norm: float, norm: Tensor) -> None:
         """Take back an early update and make it with clipped gradients."""
         before.put_back()
         self.clip(max_norm, norm)

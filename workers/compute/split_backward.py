@@ -176,15 +176,19 @@ class _Handle:
 _names: dict[type, list[str]] = {}
 
 
-def packed(node: Node) -> Iterator[Any]:
-    """Yield what stands for each tensor that `node` has saved, without unpacking it."""
+def saved_by(node: Node) -> Iterator[Any]:
+    """Yield all that `node` has saved; `data` is what stands for a tensor, without unpacking it."""
     kind = type(node)
     if kind not in _names:
         _names[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
     for name in _names[kind]:
         raw = getattr(node, name)
-        for saved in raw if isinstance(raw, tuple) else (raw,):
-            yield saved.data
+        yield from raw if isinstance(raw, tuple) else (raw,)
+
+
+def packed(node: Node) -> Iterator[Any]:
+    """Yield what stands for each tensor that `node` has saved."""
+    return (saved.data for saved in saved_by(node))
 
 
 def _handles(node: Node) -> Iterator[_Handle]:

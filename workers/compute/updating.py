@@ -18,9 +18,9 @@ from ..transport.payload import Payload, unpack
 from . import autocast
 from .average import Average
 from .foreign import Foreign
-from .kept import kept
 from .loss_scale import LossScale
 from .randomness import Randomness
+from .snapshot import snapshot
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -141,7 +141,7 @@ class Updating:
             held = self.held.get(name)
             parameter.grad = None if held is None else held.clone()
 
-    def before(self) -> Before:
+    def before(self) -> BeforeUpdate:
         """Return what the next update will change, to take it back by.
 
         Raises:
@@ -149,7 +149,7 @@ class Updating:
         """
         if self.optimizer is not None:
             _refuse_hooks(self.optimizer)
-        return Before(self)
+        return BeforeUpdate(self)
 
     def update(self, finite: bool) -> None:
         """Let the optimizer make one step, unless gradients have overflowed, and forget them."""
@@ -185,7 +185,7 @@ class Updating:
                 )
 
 
-class Before:
+class BeforeUpdate:
     """Copies of what an update changes, as long as the update may have to be taken back.
 
     They take the memory of the trained parameters, of the optimizer's state and of the moving average once more.
@@ -203,7 +203,7 @@ class Before:
             self._grads = {name: None if grad is None else grad.clone() for name, grad in grads.items()}
         self._values = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
         known = {id(each) for each in (*updating.parameters.values(), *grads.values())}
-        self._put_back = [kept(each, known) for each in (optimizer, updating.lr_scheduler)]
+        self._put_back = [snapshot(each, known) for each in (optimizer, updating.lr_scheduler)]
         if average is not None:
             self._average = {name: tensor.clone() for name, tensor in average.tensors.items()}, average.num_updates
 

@@ -16,13 +16,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from ...dependency import ConfigError
 from .autocast import forget_casts
 from .borders import address
+from .digest import few, sample
 from .slices import Slice
-from .split_backward import children_first
+from .split_backward import children_first, saved_by
 
 #: where the elements of a tensor lie
 _Address = int
-#: of more bytes of weights than these only a part is compared: so many of each
-_MOST_BYTES, _NUM_COMPARED = 2**26, 1024
 
 
 class Written:
@@ -50,7 +49,7 @@ class Written:
         """Return what a forward that begins will write, as far as it is known, by where it lies."""
         if self.weights is None:
             parameters = [p for _, p in self._slice.named_parameters() if p.layout is torch.strided]
-            self._in_full = sum(parameter.nbytes for parameter in parameters) <= _MOST_BYTES
+            self._in_full = few(parameters)
             self._weights_before = [(p, address(p), p._version, self._part(p).clone()) for p in parameters]
         if self.weights:
             forget_casts()  # of what they were
@@ -126,21 +125,17 @@ class Written:
             )
 
     def _part(self, parameter: nn.Parameter) -> Tensor:
-        flat = parameter.detach().flatten()
-        return flat if self._in_full else flat[:: 1 + len(flat) // _NUM_COMPARED]
+        return parameter.detach() if self._in_full else sample(parameter)
 
 
 def keep_saved(roots: Sequence[Tensor], written: Iterable[Tensor]) -> None:
     """Let backward from `roots` read copies of what autograd has saved of these tensors."""
     addresses = {address(tensor) for tensor in written}
     for node in children_first(root.grad_fn for root in roots if root.grad_fn is not None):
-        for name in dir(node):
-            if name.startswith("_raw_saved_"):
-                raw = getattr(node, name)
-                for saved in raw if isinstance(raw, tuple) else (raw,):
-                    tensor = saved.data  # not unpacked: a checkpoint would compute again
-                    if isinstance(tensor, Tensor) and address(tensor) in addresses:
-                        saved.register_hooks(_copy, _same)
+        for saved in saved_by(node):
+            tensor = saved.data  # not unpacked: a checkpoint would compute again
+            if isinstance(tensor, Tensor) and address(tensor) in addresses:
+                saved.register_hooks(_copy, _same)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 
-def kept(value: Any, known: set[int]) -> Callable[[], Any]:
+def snapshot(value: Any, known: set[int]) -> Callable[[], Any]:
     """Return a function that puts back into `value` what is inside now, however deep, and returns it.
 
     Args:
@@ -25,11 +25,11 @@ def kept(value: Any, known: set[int]) -> Callable[[], Any]:
     if isinstance(value, Tensor):
         return _tensor(value)
     if isinstance(value, dict):
-        return _dict(value, {key: kept(part, known) for key, part in value.items()})
+        return _dict(value, {key: snapshot(part, known) for key, part in value.items()})
     if isinstance(value, list):
-        return _list(value, [kept(part, known) for part in value])
+        return _list(value, [snapshot(part, known) for part in value])
     if isinstance(value, tuple):
-        parts = [kept(part, known) for part in value]
+        parts = [snapshot(part, known) for part in value]
         return lambda: [part() for part in parts] and value
     if isinstance(value, set):
         members = set(value)
@@ -38,7 +38,7 @@ def kept(value: Any, known: set[int]) -> Callable[[], Any]:
         state = value.get_state()
         return lambda: value.set_state(state)
     if _has_attributes(value):
-        inside = kept(vars(value), known)
+        inside = snapshot(vars(value), known)
         return lambda: inside() and value
     return lambda: value
 
