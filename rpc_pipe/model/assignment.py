@@ -14,7 +14,7 @@ from functools import cached_property
 
 from ..dependency import ConfigError
 from .absent import storage_of
-from .observation import Event, Kind, Observation, Value, Version
+from .observation import Depends, Event, Observation, Value, Version
 
 _IN_PLACE = "leave out the change in place"
 _FUNCTION = "call it inside a block"
@@ -64,6 +64,13 @@ class Assignment:
         for event in observation.events:
             for value, version in event.reads:
                 self._readers.setdefault(value, []).append((event, version))
+        #: parameters and buffers that are written where not every stage does
+        self.written = {
+            observation.stored[storage]
+            for event in observation.events
+            for storage in (event.writes if event.depends else ())
+            if storage in observation.stored
+        }
         #: first and last user of what is written there and kept in the model, which one stage should be
         self._kept_together = self._spans()
         #: by event; None: on every stage
@@ -71,13 +78,6 @@ class Assignment:
         self.owners = self._find_owners()
         #: parameter or buffer -> the stages that use it; None: all
         self.users = self._find_users()
-        #: those that are written where not every stage does
-        self.written = {
-            observation.stored[storage]
-            for event in observation.events
-            for storage in (event.writes if event.kind else ())
-            if storage in observation.stored
-        }
         if self.num_stages > 1:
             self._refuse_state()
             self._refuse_decisions()
@@ -97,7 +97,7 @@ class Assignment:
         stage_of: list[int | None] = []
         for event in self._observation.events:
             after = event.position  # calls before it
-            if event.kind is Kind.FREE:
+            if event.depends is Depends.FIELDS:
                 stage_of.append(None)
             elif event.is_block:
                 stage_of.append(self._stage_of_call[after])
@@ -105,9 +105,9 @@ class Assignment:
                 stage_of.append(0 if after == 0 < len(self._stage_of_call) else last)
             else:
                 stage_of.append(self._stage_of_call[after - 1 if event.index < switch[after - 1] else after])
-        written = {storage for event in self._observation.events if event.kind for storage in event.writes}
+        written = {storage for event in self._observation.events if event.depends for storage in event.writes}
         for event in reversed(self._observation.events):
-            if event.kind is Kind.WEIGHTS and not any(
+            if event.depends is Depends.WEIGHTS and not any(
                 storage_of(value.tensor) in written for value in (*event.made, *(read for read, _ in event.reads))
             ):
                 takers = [stage_of[reader.index] for value in event.made for reader, _ in self._readers.get(value, ())]
@@ -126,10 +126,10 @@ class Assignment:
         if stages[call] == stages[call + 1]:
             return end
         for event in self._observation.events[first:end]:
-            if event.in_function and event.kind:  # what it is called with may cross, not what it computes
+            if event.in_function and event.depends:  # what it is called with may cross, not what it computes
                 end = min(end, event.index)
             # where the place of a parameter or buffer is settled, its uses stay on that side
-            if self._owners is not None and event.kind is Kind.BLOCKS:
+            if self._owners is not None and event.depends is Depends.BLOCKS:
                 settled = [self._owners[name] for name in event.params | event.buffers if name in self._owners]
                 if any(stages[call] in stages_of and stages[call + 1] not in stages_of for stages_of in settled):
                     first = event.index + 1
@@ -145,10 +145,8 @@ class Assignment:
         return min(whole or places, key=self._bytes_crossing)
 
     def _spans(self) -> list[tuple[int, int]]:
-        events, stored = self._observation.events, self._observation.stored
-        written = {stored[storage] for event in events if event.kind for storage in event.writes if storage in stored}
-        using = [event for event in events if event.kind]  # all others run on every stage
-        users = ([event.index for event in using if name in event.buffers | event.params] for name in written)
+        using = [event for event in self._observation.events if event.depends]  # all others run on every stage
+        users = ([event.index for event in using if name in event.buffers | event.params] for name in self.written)
         spans = [(places[0], places[-1]) for places in users if places]
         carried = ([event.index for event in each.events] for each in self._observation.carried)
         return spans + [(min(places), max(places)) for places in carried]
@@ -163,7 +161,9 @@ class Assignment:
         return sum(
             value.tensor.nbytes
             for value, readers in self._readers.items()
-            if value.kind is Kind.BLOCKS and value.made < before and any(event.index >= before for event, _ in readers)
+            if value.depends is Depends.BLOCKS
+            and value.made < before
+            and any(event.index >= before for event, _ in readers)
         )
 
     def _find_owners(self) -> Owners:
@@ -184,7 +184,7 @@ class Assignment:
         users: dict[str, set[int | None]] = {}
         for event, stage in zip(self._observation.events, self.stage_of, strict=True):
             for name in event.buffers | event.params:
-                users.setdefault(name, set()).update([stage] if event.kind else self._takers(event))
+                users.setdefault(name, set()).update([stage] if event.depends else self._takers(event))
         return users
 
     def _refuse_state(self) -> None:
@@ -205,7 +205,7 @@ class Assignment:
                     f"too, each of which has a copy of the model: use it in that block alone, or cut elsewhere"
                 )
         for event, stage in events:
-            for storage in event.writes if event.kind else ():
+            for storage in event.writes if event.depends else ():
                 name = self._observation.stored.get(storage, "")
                 if len(users.get(name, ())) > 1:
                     raise ConfigError(
@@ -217,7 +217,7 @@ class Assignment:
         """Refuse questions, which every stage asks, about the numbers of a field that one stage has written."""
         events = self._observation.events
         for event in events:
-            if any(value.kind or (version >= 0 and events[version].kind) for value, version in event.asked):
+            if any(value.depends or (version >= 0 and events[version].depends) for value, version in event.asked):
                 raise ConfigError(
                     f"model: {event.where} needs the numbers of a tensor that a block wrote in place, or that is made "
                     f"of one; a stage that lacks them cannot go the same way: keep such a decision inside a block, or "
@@ -229,7 +229,7 @@ class Assignment:
         if event.decides or event.writes:
             return {None}
         readers = {reader for value in event.made for reader, _ in self._readers.get(value, ())}
-        found = ([self.stage_of[reader.index]] if reader.kind else self._takers(reader) for reader in readers)
+        found = ([self.stage_of[reader.index]] if reader.depends else self._takers(reader) for reader in readers)
         return {stage for stages in found for stage in stages}
 
     def _near(self, event: Event) -> set[int]:
@@ -281,7 +281,7 @@ class Assignment:
         self._give(stage, role)
         made_here = [value.made for value, version in role.hands if (value, version) not in role.takes]
         # Where the forward goes another way behind a decision, other tensors may cross, also before it.
-        decisions = [e.index for e in self._observation.events if e.decides and e.kind is Kind.FREE]
+        decisions = [e.index for e in self._observation.events if e.decides and e.depends is Depends.FIELDS]
         role.last = max([*role.own, *made_here, *decisions], default=-1)
         return role
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..workers.compute.attributes import Attributes
 from ..workers.compute.inner_state import OF_TORCH, has_generator
 from .hollow import NeedsField, observable
-from .observation import Carried, Event, Kind, Observation
+from .observation import Carried, Depends, Event, Observation
 from .observer import Observer
 from .skeleton import Skeleton
 from .trees import mapped, tensors
@@ -37,7 +37,7 @@ def look(observer: Observer, observation: Observation, skeleton: Skeleton, befor
     skeleton.counting |= now_other  # a second forward may change them back
     skeleton.exchanged |= dict.fromkeys(replaced := skeleton.replaced_buffers())
     around = [module for module in changed if module not in inside] or any(m not in inside for m, _ in replaced)
-    writes = any(event.kind is Kind.FREE and event.writes and event.buffers for event in observation.events)
+    writes = any(event.depends is Depends.FIELDS and event.writes and event.buffers for event in observation.events)
     observation.to_the_end = bool(around) or writes
     inner = [f"{skeleton.name_of(module)}." for module in changed if module in inside]
     observation.renamed = [
@@ -89,7 +89,7 @@ def _left(observer: Observer, skeleton: Skeleton, changed: Iterable[nn.Module]) 
             if observer.is_hollow(tensor):
                 raise NeedsField(f"attribute {name} of {skeleton.name_of(module)} is made of a field")
             made = observer.made_by(tensor)
-            if made is not None and made.kind is not Kind.FREE:
+            if made is not None and made.depends is not Depends.FIELDS:
                 found[id(tensor)] = f"attribute {name} of {skeleton.name_of(module)}", made
     return found
 

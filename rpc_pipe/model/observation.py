@@ -11,14 +11,13 @@ from torch import Tensor, nn
 
 from .absent import Absent
 from .promise import Promise
-from .trees import Path
 
 
-class Kind(IntEnum):
+class Depends(IntEnum):
     """What a tensor depends on."""
 
-    #: fields, buffers and constants: every stage computes it
-    FREE = 0
+    #: fields, buffers and constants alone: every stage computes it
+    FIELDS = 0
     #: parameters, but no block
     WEIGHTS = 1
     #: a block
@@ -31,18 +30,15 @@ class Value:
 
     Args:
         made: the event; -1 if it was there.
-        part: in which of the event's parts it lies, and at which path.
     """
 
     tensor: Tensor
-    kind: Kind
+    depends: Depends
     made: int = -1
-    part: int = 0
-    path: Path = ()
 
 
 @dataclass(eq=False, slots=True)
-class Part:
+class Output:
     """A tree that an event left somewhere: what it returned; and of blocks what a module inside returned under the
     eyes of a hook (`arguments` are then the call's), or what it left in an attribute (`name`)."""
 
@@ -66,8 +62,8 @@ class Event:
     func: Any = None
     module: nn.Module | None = None
     where: str = ""
-    kind: Kind = Kind.FREE
-    parts: list[Part] = field(default_factory=list)
+    depends: Depends = Depends.FIELDS
+    outputs: list[Output] = field(default_factory=list)
     #: what a later forward must be told too, if it is to go the same way: a number, or the shape of a tensor
     answer: Any = None
     made: list[Value] = field(default_factory=list)
@@ -139,11 +135,11 @@ class Observation:
     to_the_end: bool = False
 
     @property
-    def output(self) -> Event:
+    def end(self) -> Event:
         """The event that takes what the model returns."""
         return self.events[-1]
 
 
 def is_hollow(value: Value, events: Sequence[Event]) -> bool:
     """Tell whether a value has no numbers because a field that it depends on is not read here."""
-    return events[value.made].hollow if value.made >= 0 else not value.kind and isinstance(value.tensor, Absent)
+    return events[value.made].hollow if value.made >= 0 else not value.depends and isinstance(value.tensor, Absent)

@@ -126,7 +126,7 @@ class Observed:
         #: what was changed in the copies of the model, in words for the user
         self.notes = notes
         #: what the model returned, of tensors without numbers
-        self.output = observation.output.parts[0].tree
+        self.output = observation.end.outputs[0].tree
         self.blocks = [_block(skeleton, event.module) for event in observation.calls if event.module is not None]
 
     @property

@@ -32,7 +32,7 @@ from .absent import (
 )
 from .frames import caller, checkpoint_frame, in_function
 from .hollow import NeedsField, said
-from .observation import Event, Kind, Observation, Part, Value, is_hollow
+from .observation import Depends, Event, Observation, Output, Value, is_hollow
 from .promise import Promise, its_own
 from .skeleton import Skeleton, is_mark
 from .trees import leaves, mapped, replaced, tensors
@@ -50,7 +50,7 @@ class Observer(TorchFunctionMode):
         self._skeleton = skeleton
         self.events: list[Event] = []
         self.calls: list[Event] = []
-        self.values: dict[int, Value] = {id(t): Value(t, Kind.FREE) for t in tensors(given)}
+        self.values: dict[int, Value] = {id(t): Value(t, Depends.FIELDS) for t in tensors(given)}
         self._fields = given
         self._given = list(self.values.values())
         #: tensors (their ids) without numbers that depend on fields alone, of which some are not read here
@@ -116,12 +116,12 @@ class Observer(TorchFunctionMode):
         return event
 
     def _end(self, event: Event, result: Any) -> None:
-        event.parts.append(Part(result))
+        event.outputs.append(Output(result))
         found = list(tensors(result))
         if not found and not event.writes and not event.is_hook:
             # A question about a tensor, such as its shape: every stage may ask it of whatever stands there
             # (not all such answers must be the same for what arrived: is_leaf).
-            mere_form = isinstance(result, bool) and any(self._kinds(event))
+            mere_form = isinstance(result, bool) and any(self._depends(event))
             if isinstance(result, (int, torch.Size, list)) and not mere_form:
                 event.answer = result
             if event.computes or event.func in _NUMBERS:
@@ -129,31 +129,31 @@ class Observer(TorchFunctionMode):
             event.reads.clear()
             event.params.clear()
         if event.params:
-            event.kind = Kind.WEIGHTS
-        event.kind = max([event.kind, *self._kinds(event)])
-        if event.kind is Kind.FREE:
+            event.depends = Depends.WEIGHTS
+        event.depends = max([event.depends, *self._depends(event)])
+        if event.depends is Depends.FIELDS:
             event.hollow = any(is_hollow(value, self.events) for value, _ in event.reads)
             self._refuse_spoiling(event)
-        if event.kind is Kind.FREE and isinstance(result, Tensor):
+        if event.depends is Depends.FIELDS and isinstance(result, Tensor):
             event.answer = result.shape
         self._note_made(event)
         if event.random:
             event.random = self._randoms = self._randoms + 1
 
-    def _kinds(self, event: Event) -> Iterator[Kind]:
+    def _depends(self, event: Event) -> Iterator[Depends]:
         for value, version in event.reads:
-            yield max(value.kind, self.events[version].kind if version >= 0 else Kind.FREE)
+            yield max(value.depends, self.events[version].depends if version >= 0 else Depends.FIELDS)
 
     def _note_made(self, event: Event) -> None:
-        for number, part in enumerate(event.parts):
-            for path, tensor in leaves(part.tree):
+        for output in event.outputs:
+            for tensor in tensors(output.tree):
                 if id(tensor) in self.values or id(tensor) in self._params or id(tensor) in self._buffers:
                     continue  # handed through
-                value = Value(tensor, event.kind, event.index, number, path)
+                value = Value(tensor, event.depends, event.index)
                 self.values[id(tensor)] = value
                 self._born.add(storage_of(tensor))
                 event.made.append(value)
-        if event.kind:
+        if event.depends:
             self._writer |= dict.fromkeys(event.writes, event)
 
     # --- blocks
@@ -165,15 +165,15 @@ class Observer(TorchFunctionMode):
 
     def _block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         event = self._begin(module=module, where=self._skeleton.name_of(module))
-        event.kind = Kind.BLOCKS
+        event.depends = Depends.BLOCKS
         # others stand in their place where torch.func.functional_call has put them
         event.params = {self._params[id(p)] for p in module.parameters() if id(p) in self._params}
         # hooks may write them
         event.buffers = {self._buffers[id(b)] for b in module.buffers() if id(b) in self._buffers}
-        parts: list[Part] = []
+        outputs: list[Output] = []
 
         def note(inner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            parts.append(Part(output, inner, (args, kwargs)))
+            outputs.append(Output(output, inner, (args, kwargs)))
 
         hooked = [inner for inner in module.modules() if inner._forward_hooks and inner is not module]
         handles = [inner.register_forward_hook(note, prepend=True, with_kwargs=True) for inner in hooked]
@@ -187,7 +187,7 @@ class Observer(TorchFunctionMode):
             except Exception:
                 self.refuse_hollow(event)
                 # What it does by its numbers is its own business; any numbers show the shape of what it returns.
-                parts.clear()
+                outputs.clear()
                 result = self._on_numbers(event, forward, args, kwargs)
             left = {id(tensor) for tensor in tensors((args, kwargs))} - given
             result = its_own(
@@ -198,15 +198,16 @@ class Observer(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
         event.promise = Promise(event.where, result, (args, kwargs), self._owned)
-        parts += [Part(tree, inner, None, name) for inner, name, tree in self._left_by(event)]
-        event.parts = [Part(result), *parts]
-        for part in event.parts:
-            real = {path: t for path, t in leaves(part.tree) if not isinstance(t, Absent) and self._is_of(event, t)}
-            part.tree = replaced(part.tree, {path: self._skeleton.shapes.like(tensor) for path, tensor in real.items()})
+        outputs += [Output(tree, inner, None, name) for inner, name, tree in self._left_by(event)]
+        event.outputs = [Output(result), *outputs]
+        for output in event.outputs:
+            real = {path: t for path, t in leaves(output.tree) if not isinstance(t, Absent) and self._is_of(event, t)}
+            absent = {path: self._skeleton.shapes.like(tensor) for path, tensor in real.items()}
+            output.tree = replaced(output.tree, absent)
         self._note_made(event)
         self.calls.append(event)
         self._randoms = 0
-        return event.parts[0].tree
+        return event.outputs[0].tree
 
     def _on_numbers(self, event: Event, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's forward once more with numbers, where it cannot do without: it counts as taking all of them."""
@@ -267,7 +268,7 @@ class Observer(TorchFunctionMode):
                 raise self._lost(tensor, self._made_by[key])
             if isinstance(tensor, Absent):
                 raise self._lost(tensor, None)
-            value = self.values[key] = Value(tensor, Kind.FREE)
+            value = self.values[key] = Value(tensor, Depends.FIELDS)
             self._born.add(storage_of(tensor))
         if event is not None:
             writer = self._writer.get(storage_of(tensor))
@@ -334,8 +335,8 @@ class Observer(TorchFunctionMode):
 
     def _finish(self, output: Any) -> Observation:
         event = self._begin(func="output", where="the output")
-        event.kind = Kind.BLOCKS
-        event.parts.append(Part(output))
+        event.depends = Depends.BLOCKS
+        event.outputs.append(Output(output))
         for tensor in tensors(output):
             self.read(event, tensor)
         changed = {storage for past in self.events for storage in past.writes}

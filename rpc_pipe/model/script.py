@@ -12,13 +12,13 @@ from ..dependency import ConfigError
 from .absent import Absent
 from .assignment import Assignment, Owners, Role
 from .hollow import Hollow, NeedsField
-from .observation import Event, Observation, Part, is_hollow
+from .observation import Event, Observation, Output, is_hollow
 from .promise import Promise
 from .skeleton import Skeleton
 from .trees import Path, leaves, replaced
 from .users import Users
 
-#: number of a part, path in it, tensor as it was observed (by its id)
+#: number of an output, path in it, tensor as it was observed (by its id)
 _Place = tuple[int, Path, int]
 
 
@@ -37,12 +37,12 @@ class Departed(BaseException):
 
 
 @dataclass(eq=False, slots=True)
-class Step:
+class Cue:
     """What to do at one event.
 
     Args:
         func: the torch function, or the block, that must be called here.
-        runs: whether to run it; otherwise `parts` says what to return in its place.
+        runs: whether to run it; otherwise `outputs` says what to return in its place.
         swapped: what of that has a real counterpart on this stage.
         noted: what of the result others need later.
         promise: what of it others have been told already; None: there are none.
@@ -57,7 +57,7 @@ class Step:
     last: bool
     number: int
     answer: Any
-    parts: list[Part] = field(default_factory=list)
+    outputs: list[Output] = field(default_factory=list)
     swapped: list[_Place] = field(default_factory=list)
     noted: list[_Place] = field(default_factory=list)
     promise: Promise | None = None
@@ -65,7 +65,7 @@ class Step:
 
 
 class Script:
-    """The steps of one stage.
+    """The cues of one stage.
 
     Args:
         observation: the forward that was observed; not kept.
@@ -116,15 +116,15 @@ class Script:
         runs = [not event.hollow if at is None else event.index in role.own for event, at in events]
         for event in observation.events:
             if not runs[event.index]:
-                wanted |= {id(tensor) for part in event.parts for _, tensor in leaves(part.tree)}
+                wanted |= {id(tensor) for output in event.outputs for _, tensor in leaves(output.tree)}
         real = {key for _, key in self.fields} | given
         real |= {id(value.tensor) for value in observation.values if runs[value.made]}
-        self.steps = [
-            self._step(event, runs[event.index], role, given, wanted, real) for event in observation.events[:-1]
+        self.cues = [
+            self._cue(event, runs[event.index], role, given, wanted, real) for event in observation.events[:-1]
         ]
 
-    def _step(self, event: Event, runs: bool, role: Role, given: set[int], wanted: set[int], real: set[int]) -> Step:
-        step = Step(
+    def _cue(self, event: Event, runs: bool, role: Role, given: set[int], wanted: set[int], real: set[int]) -> Cue:
+        cue = Cue(
             func=event.module if event.is_block else event.func,
             position=event.position,
             is_block=event.is_block,
@@ -135,26 +135,26 @@ class Script:
             promise=None if self.is_last else event.promise,
             said=event.said,
         )
-        for number, part in enumerate(event.parts):
-            found = [(number, path, id(tensor)) for path, tensor in leaves(part.tree)]
+        for number, output in enumerate(event.outputs):
+            found = [(number, path, id(tensor)) for path, tensor in leaves(output.tree)]
             if not runs:
-                step.parts.append(self._stand_in(part))
-                step.swapped += [place for place in found if place[2] in real]
+                cue.outputs.append(self._stand_in(output))
+                cue.swapped += [place for place in found if place[2] in real]
             else:
                 if not event.is_block and event.index not in role.own:
-                    step.swapped += [place for place in found if place[2] in given]
+                    cue.swapped += [place for place in found if place[2] in given]
                 made = {id(value.tensor) for value in event.made}
-                step.noted += [place for place in found if place[2] in (made & wanted) - given]
-                step.parts.append(Part(None, part.module, None, part.name))
-        return step
+                cue.noted += [place for place in found if place[2] in (made & wanted) - given]
+                cue.outputs.append(Output(None, output.module, None, output.name))
+        return cue
 
-    def _stand_in(self, part: Part) -> Part:
-        """Return a part in which nothing has numbers or a history."""
+    def _stand_in(self, output: Output) -> Output:
+        """Return an output in which nothing has numbers or a history."""
 
         def plain(tree: Any) -> Any:
             return replaced(tree, {path: self._plain(tensor) for path, tensor in leaves(tree)})
 
-        return Part(plain(part.tree), part.module, plain(part.arguments), part.name)
+        return Output(plain(output.tree), output.module, plain(output.arguments), output.name)
 
     def _plain(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._stand_ins:
@@ -181,10 +181,10 @@ class Script:
 
     def admits(self, departed: Departed) -> bool:
         """Whether this script goes the way on which another was left."""
-        if departed.event >= len(self.steps):
+        if departed.event >= len(self.cues):
             return False
-        step = self.steps[departed.event]
-        return bool(step.func == departed.func) and (departed.answer is None or agrees(step.answer, departed.answer))
+        cue = self.cues[departed.event]
+        return bool(cue.func == departed.func) and (departed.answer is None or agrees(cue.answer, departed.answer))
 
 
 def agrees(expected: Any, found: Any) -> bool:
