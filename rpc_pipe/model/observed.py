@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -22,18 +21,14 @@ from ..dependency.garbage import uncollected
 from .absent import Absent
 from .assignment import Assignment, Owners
 from .attached import attach, is_moved, moved_to, refuse_hooks
+from .blocks import find_blocks, named_blocks, num_bytes
 from .deferred import Deferred
 from .observation import Observation
 from .observing import observe_forward
-from .skeleton import Skeleton, members, num_bytes
+from .skeleton import Skeleton
 from .stage import Stage
 from .trees import Path, mapped, tensors
 from .used import unused_fields
-
-#: Lists of fewer calls are looked into for lists inside their members (the stages of a Swin or a ResNet).
-_FEW_CALLS = 8
-#: modules without a forward of their own
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +96,10 @@ def observe(
     if not all(tensor.is_cpu for tensor in tensors((args, kwargs))):  # where the placeholders of weights are not
         args, kwargs = mapped((args, kwargs), torch.Tensor.cpu)
     if blocks is not None:
-        skeleton.choose(_named(skeleton.module, [blocks] if isinstance(blocks, str) else blocks))
+        skeleton.choose(named_blocks(skeleton.module, [blocks] if isinstance(blocks, str) else blocks))
         observation = observe_forward(skeleton, args, kwargs)
     else:
-        observation = _find_blocks(skeleton, args, kwargs, at_least)
+        observation = find_blocks(skeleton, args, kwargs, at_least)
     if not observation.calls:
         raise ConfigError(
             f"model {type(skeleton.module).__name__}: calls none of its blocks; name their list with blocks="
@@ -282,102 +277,3 @@ def _without_caches(module: nn.Module) -> list[str]:
     for config in found:
         config.use_cache = False
     return ["use_cache of the model's configuration is set to False"] if found else []
-
-
-def _named(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    found: list[nn.Module] = []
-    for name in names:
-        try:
-            part = module.get_submodule(name)
-        except AttributeError:
-            known = [known for known, _ in module.named_modules() if known]
-            near = "".join(f"; the nearest is {each}" for each in get_close_matches(name, known, 1, 0.0))
-            raise ConfigError(f"blocks {name!r}: the model has no module of this name{near}") from None
-        found += members(part) if isinstance(part, (nn.ModuleList, nn.Sequential)) else [part]
-    return found
-
-
-def _find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any], at_least: int) -> Observation:
-    """Choose the members of the outermost lists that are called, or of lists inside them where those are few.
-
-    Where there are no lists, the children that are called. Where that gives fewer calls than wanted, what is beside
-    the lists and inside their members, as long as it can be cut. What is beside the lists also where the forward does
-    something around the blocks that stages could not do alike.
-    """
-    chosen: list[nn.Module] = []
-    observation: Observation | None = None
-    candidates = _with_parameters(members(skeleton.module)) or _children(skeleton.module)
-    tried: list[set[nn.Module]] = []
-    if not candidates:
-        raise ConfigError(f"model {type(skeleton.module).__name__}: has no parts to cut between")
-    while candidates != chosen and set(candidates) not in tried:
-        tried.append(set(candidates))
-        skeleton.choose(list(dict.fromkeys(candidates)))
-        try:
-            finer = observe_forward(skeleton, args, kwargs)
-        except ConfigError:
-            if observation is not None:
-                break  # what is inside these blocks cannot be cut
-            wider = _beside(skeleton.module, set(candidates))
-            if set(wider) == set(candidates):
-                raise
-            candidates = wider  # what cannot be seen, or be decided, around blocks may be inside of one
-            continue
-        if observation is not None and not finer.calls:  # blocks whose parts others use without a call
-            candidates = chosen if len(observation.calls) >= at_least else _beside(skeleton.module, set(chosen))
-            continue
-        observation = finer
-        chosen = list(dict.fromkeys(event.module for event in observation.calls if event.module is not None))
-        candidates = _finer(skeleton.module, chosen, len(observation.calls), at_least)
-    assert observation is not None
-    skeleton.choose(chosen)
-    if len(observation.calls) < at_least:  # torch's own marks may say where else it can be cut
-        skeleton.marked = True
-        marked = observe_forward(skeleton, args, kwargs)
-        skeleton.marked = len(marked.calls) > len(observation.calls)
-        return marked if skeleton.marked else observation
-    return observation
-
-
-def _finer(model: nn.Module, chosen: list[nn.Module], num_calls: int, at_least: int) -> list[nn.Module]:
-    """Return what to look at instead of the blocks that were called; the same, if they will do."""
-    # Blocks of one form are layers; those of several forms, such as the stages of a Swin, may consist of layers.
-    few = num_calls < _FEW_CALLS
-    alike = len({tuple(p.shape for p in block.parameters()) for block in chosen}) == 1 < len(chosen)
-    candidates = [inner for block in chosen for inner in _inside(block, len(chosen))] if few and not alike else chosen
-    if candidates != chosen or num_calls >= at_least:
-        return candidates
-    beside = _beside(model, set(chosen))
-    return beside if set(beside) != set(chosen) else [part for block in chosen for part in _parts(block)]
-
-
-def _beside(module: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
-    """Return the chosen modules and, whole, the largest ones with parameters that hold none of them."""
-    if module in chosen:
-        return [module]
-    if not any(inner in chosen for inner in module.modules()):
-        return _with_parameters(_parts(module) if isinstance(module, _CONTAINERS) else [module])
-    return list(dict.fromkeys(part for child in module.children() for part in _beside(child, chosen)))
-
-
-def _parts(module: nn.Module) -> list[nn.Module]:
-    """Return the children with parameters, those of lists in their place; the module, if it has none."""
-    return _with_parameters(_children(module)) or [module]
-
-
-def _children(module: nn.Module) -> list[nn.Module]:
-    """Return the children, those of lists and dicts in their place."""
-    found: list[nn.Module] = []
-    for child in module.children():
-        found += _children(child) if isinstance(child, _CONTAINERS) else [child]
-    return found
-
-
-def _with_parameters(modules: Sequence[nn.Module]) -> list[nn.Module]:
-    return [module for module in modules if any(True for _ in module.parameters())]
-
-
-def _inside(block: nn.Module, among: int) -> list[nn.Module]:
-    inner = _with_parameters(members(block)) or (_children(block) if among == 1 else [])
-    most = len(inner) > 1 and num_bytes(inner) >= 0.8 * num_bytes(block)
-    return inner if most or (among == 1 and inner) else [block]

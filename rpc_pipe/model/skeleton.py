@@ -22,7 +22,6 @@ from ..workers.compute.inner_state import OF_TORCH
 from .absent import Absent, Shapes
 from .trees import at, leaves
 
-_LISTS = (nn.ModuleList, nn.Sequential)
 #: what a mark is called among the blocks
 MARK = "pipe_split()"
 
@@ -228,25 +227,6 @@ def is_mark(func: Any) -> bool:
 
 def _sees_ends(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
-def members(module: nn.Module) -> list[nn.Module]:
-    """Return the members of the outermost lists in `module`, in order of declaration."""
-    if not isinstance(module, _LISTS):
-        return [member for child in module.children() for member in members(child)]
-    found: list[nn.Module] = []
-    for child in module.children():
-        # a list of lists, or of modules that only hold others
-        has_no_forward = getattr(child.forward, "__func__", None) is nn.Module.forward
-        holds_only = isinstance(child, nn.ModuleList) or has_no_forward
-        found += (members(child) or list(child.children())) if holds_only else [child]
-    return found
-
-
-def num_bytes(module: nn.Module | Iterable[nn.Module]) -> int:
-    """Return the size of the parameters of a module, or of several, each counted once."""
-    modules = [module] if isinstance(module, nn.Module) else module
-    return sum(p.nbytes for p in dict.fromkeys(p for each in modules for p in each.parameters()))
 
 
 def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> None:
