@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
-from ..workers.compute.by_hand import PLAIN, hooks_of
+from ..workers.compute.by_hand import HOOKS, PLAIN, OfWeight
 from ..workers.compute.digest import digest
 from ..workers.compute.inner_state import OF_TORCH
 from .absent import Absent
@@ -220,10 +220,7 @@ def _form(module: nn.Module) -> list[int]:
     held = module.__dict__
     found = [
         id(held.get("forward")),
-        len(held["_forward_pre_hooks"]),
-        len(held["_forward_hooks"]),
-        len(held["_backward_pre_hooks"]),
-        len(held["_backward_hooks"]),
+        *[len(held[name]) for name in HOOKS],
         len(held["_buffers"]),
         *map(id, held["_parameters"].values()),
         -1,
@@ -251,12 +248,14 @@ def _cannot_follow(module: nn.Module, before: list[int]) -> ConfigError:
 
 
 def _follow_weight(name: str, parameter: nn.Parameter, made: nn.Parameter, before: Any) -> None:
-    if hooks_of(parameter) != before[3]:
+    now, _ = _of_weight(parameter)
+    noted, _ = before
+    if now.hooks != noted.hooks:
         raise ConfigError(
             f"model: a hook of parameter {name} was registered or removed, of which other workers have copies: "
             "do so before the pipeline is made"
         )
-    if made.device != parameter.device and _of_weight(parameter)[:2] != before[:2]:
+    if made.device != parameter.device and now[:2] != noted[:2]:
         raise ConfigError(
             f"model: parameter {name} was changed on {parameter.device}, where it is not trained: stages compute by "
             f"copies on {made.device}; move the model there before the pipeline is made"
@@ -272,7 +271,4 @@ def _of_buffer(buffer: Tensor | None) -> Any:
 
 def _of_weight(parameter: Tensor | None) -> Any:
     """Return what tells whether a weight was changed, also through `.data`, which counts no versions."""
-    if parameter is None:
-        return ()
-    hooks = hooks_of(parameter)
-    return parameter._version, parameter.data_ptr(), parameter.requires_grad, hooks, digest([parameter])
+    return () if parameter is None else (OfWeight.now(parameter), digest([parameter]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -11,7 +11,23 @@ from .shard import Shard
 
 #: types of attributes that are changed by hand
 PLAIN = frozenset((bool, int, float, str))
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+#: where a module has the hooks of its calls
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class OfWeight(NamedTuple):
+    """What tells whether a weight was changed, but for what is written through `.data`."""
+
+    version: int
+    address: int
+    trained: bool
+    #: how many its gradient has
+    hooks: int
+
+    @classmethod
+    def now(cls, weight: Tensor) -> OfWeight:
+        hooks = len(weight._backward_hooks or ()) + len(getattr(weight, "_post_accumulate_grad_hooks", None) or ())
+        return cls(weight._version, weight.data_ptr(), weight.requires_grad, hooks)
 
 
 class ByHand:
@@ -20,7 +36,7 @@ class ByHand:
     def __init__(self, shard: Shard) -> None:
         written = set(shard.written_weights)
         self._parameters = [
-            (name, p, p._version, p.data_ptr(), p.requires_grad, hooks_of(p))
+            (name, p, OfWeight.now(p))
             for name, p in shard.updating.parameters.items()
             if p not in written  # by forwards, those of an evaluation too
         ]
@@ -32,12 +48,13 @@ class ByHand:
         Args:
             has_evaluated: whether forwards have run since, which may have written notes of their own.
         """
-        for name, parameter, version, address, trained, hooks in self._parameters:
-            if parameter._version != version or parameter.data_ptr() != address:
+        for name, parameter, before in self._parameters:
+            weight = OfWeight.now(parameter)
+            if weight[:2] != before[:2]:
                 return f"parameter {name} was changed"
-            if parameter.requires_grad != trained:
+            if weight.trained != before.trained:
                 return f"requires_grad of parameter {name} was changed"
-            if hooks_of(parameter) != hooks:
+            if weight.hooks != before.hooks:
                 return f"a hook of parameter {name} was registered or removed"
         for module, training, numbers in self._modules:
             kind = type(module).__name__
@@ -50,14 +67,9 @@ class ByHand:
         return ""
 
 
-def hooks_of(parameter: Tensor) -> int:
-    """Return how many hooks a parameter's gradient has."""
-    return len(parameter._backward_hooks or ()) + len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-
-
 def numbers_of(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of a module, and how many hooks of its calls it has."""
     held = vars(module)
     found = {name: value for name, value in held.items() if type(value) in PLAIN and name not in OF_TORCH}
-    found["hooks"] = sum([len(held.get(name) or ()) for name in _HOOKS])
+    found["hooks"] = sum([len(held.get(name) or ()) for name in HOOKS])
     return found
