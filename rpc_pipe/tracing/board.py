@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from ..dependency import Action, Kind
 from ..workers.hooks import Arrived, Blocked, LayerTime, Listener, Record, StepRecord
-from .ordered import fence
+from ..workers.transport.ordered import fence
 
 _MAGIC = b"rpc-pipe board 4"
 #: magic, length of the header, number of slots, bytes of a slot

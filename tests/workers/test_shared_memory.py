@@ -233,3 +233,46 @@ def test_a_writer_may_die():
     assert ends.wakeup.wait(60)
     ((peer, _, answer, _),) = ends.read()
     assert peer == 1 and torch.equal(answer.tensors[0], torch.ones(2))
+
+
+def test_only_a_reader_that_sleeps_is_notified(ends):
+    ends.wake()
+    ends.write(0, (1, "0F0"), None)
+    assert not ends.wakeup.wait(0), "it would look by itself"
+    assert ends.sleep(), "what has come while it was awake"
+    ends.read()
+    assert not ends.sleep()
+    ends.write(0, (1, "0F1"), None)
+    assert ends.wakeup.wait(0)
+
+
+def test_a_channel_made_while_its_reader_sleeps_wakes_it():
+    ends = Channels(Wakeup())
+    assert not ends.sleep()
+    ends.accept(0, offered(ends, 0))
+    ends.write(0, (1, "0F0"), None)
+    assert ends.wakeup.wait(0)
+
+
+def test_two_processes_that_wait_for_each_other_never_both_sleep():
+    """Writers used to notify always; each must now see that the other sleeps, or the other what was written."""
+    rounds, here = 3000, Channels(Wakeup())
+    to_child, to_parent = os.pipe(), os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    here = here if child else Channels(Wakeup())
+    mine, theirs = (to_child, to_parent) if child else (to_parent, to_child)
+    os.write(mine[1], encode_value(tuple(offered(here, 0))))
+    assert here.accept(0, Offer.read(decode_value(os.read(theirs[0], 4096))))
+    woken = True
+    for number in range(rounds):
+        if child:
+            here.write(0, (number, "0F0"), None)
+        while woken and not here.read():
+            woken = here.sleep() or here.wakeup.wait(10)
+            here.wake()
+        if not child:
+            here.write(0, (number, "0F0"), None)
+    if not child:
+        os._exit(0 if woken else 1)
+    assert woken and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

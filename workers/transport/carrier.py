@@ -133,7 +133,7 @@ class Carrier(ABC):
         self._send_gathered()
         self._sleeps = True  # before looking, so that whoever delivers after that look sees it
         try:
-            return bool(self._arrived or self._breaking) or self._wakeup.wait(timeout_s)
+            return self._has_come() or self._wakeup.wait(timeout_s)
         finally:
             self._sleeps = False
 
@@ -235,6 +235,10 @@ class Carrier(ABC):
     def _send_gathered(self) -> None:
         """Send what the compute thread, which now has time, has left to be sent later."""
         return
+
+    def _has_come(self) -> bool:
+        """Tell, before the compute thread sleeps, whether there is something to poll for."""
+        return bool(self._arrived or self._breaking)
 
     def _hurry(self, peer: int) -> None:
         """Have `peer` say now what it has taken, if that is not known at once."""

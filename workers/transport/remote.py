@@ -84,6 +84,15 @@ class RemoteCarrier(Carrier):
             self._arrive(peer, key, answer, at_ns)
         return super().poll(runs)
 
+    def wait(self, timeout_s: float) -> bool:
+        try:
+            return super().wait(timeout_s)
+        finally:
+            self.channels.wake()
+
+    def _has_come(self) -> bool:
+        return self.channels.sleep() or super()._has_come()
+
     def fail(self, failure: PipeError) -> None:
         if self.outbox.failure is not None:
             return  # that others know already

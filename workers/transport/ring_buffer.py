@@ -10,8 +10,8 @@ LINE = 64
 TOKEN_BYTES = 16
 #: what of the memory is not for records
 OVERHEAD_BYTES = 3 * LINE
-#: where among the counters that of the writer is; the reader's is the first
-WRITTEN = LINE // 8
+#: where among the counters that of the writer is; the reader's is the first, and behind it whether the reader sleeps
+WRITTEN, ASLEEP = LINE // 8, 1
 
 
 class RingBuffer:
@@ -36,6 +36,11 @@ class RingBuffer:
     @token.setter
     def token(self, token: bytes) -> None:
         self._token[:] = token
+
+    @property
+    def asleep(self) -> bool:
+        """Whether the reader is to be woken; to be asked after a fence behind what was written."""
+        return self.counters[ASLEEP] != 0
 
     @property
     def empty(self) -> bool:

@@ -3,9 +3,9 @@
     worker 0: compute thread ── writes 0F5, wakes ──> worker 1: compute thread reads it
 
 A message of RPC wakes four threads one after the other: the network's thread here and there, an RPC thread, the
-compute thread. A channel wakes one. Questions and everything between hosts go by RPC, which also tells when a peer
-dies; so does what does not fit into the channel. Where that is so because payloads are larger than it was made for,
-its reader offers a larger one. (TensorPipe's own shared memory polls: a core per process, see `rpc.py`.)
+compute thread. A channel wakes one, and only if it sleeps. Questions and everything between hosts go by RPC, which also
+tells when a peer dies; so does what does not fit into the channel. Where that is so because payloads are larger than it
+was made for, its reader offers a larger one. (TensorPipe's own shared memory polls: a core per process, see `rpc.py`.)
 
 The reader of a channel makes it and offers it to the writer, in memory without a name (memfd_create(2)): nothing is
 left behind, however a process ends, and the size of /dev/shm, 64 MB in many containers, does not matter.
@@ -31,8 +31,9 @@ from torch import Tensor
 
 from .form import Dense, assemble, describe, form_of
 from .message import copy_memory
+from .ordered import fence
 from .outbox import Answer, Key
-from .ring_buffer import LINE, OVERHEAD_BYTES, TOKEN_BYTES, WRITTEN, RingBuffer
+from .ring_buffer import ASLEEP, LINE, OVERHEAD_BYTES, TOKEN_BYTES, WRITTEN, RingBuffer
 from .values import Malformed
 from .wakeup import Notifier, Wakeup
 
@@ -164,6 +165,18 @@ class Channels:
                 found.append((peer, *record))
         return found
 
+    def sleep(self) -> bool:
+        """Have writers notify from now on; return whether there is something to read. For the thread that reads."""
+        for _, _, counters in self._readers:
+            counters[ASLEEP] = 1
+        fence()
+        return any([counters[0] != counters[WRITTEN] for _, _, counters in self._readers])
+
+    def wake(self) -> None:
+        """Have writers, each of whose notifications is a call of the system, notify no more."""
+        for _, _, counters in self._readers:
+            counters[ASLEEP] = 0
+
     def gone(self, peer: int) -> None:
         """`peer` reads nothing more."""
         with self._lock:
@@ -181,6 +194,7 @@ def _new_reader(size: int) -> tuple[int, _Reader]:
         os.close(memory)
         raise
     ring.token = secrets.token_bytes(TOKEN_BYTES)
+    ring.counters[ASLEEP] = 1  # it may be made while the thread that reads sleeps
     reader = _Reader(ring)
     weakref.finalize(reader, os.close, memory)
     return memory, reader
@@ -240,7 +254,9 @@ class _Writer:
                 copy_memory(to, tensor.data_ptr(), tensor.nbytes)
                 to += room
             self._ring.written(size)
-        self._notifier.notify()
+        fence()  # one of the two sees what the other has stored: the reader the record, or this that it sleeps
+        if self._ring.asleep:
+            self._notifier.notify()
         return True
 
 
