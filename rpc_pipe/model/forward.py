@@ -19,6 +19,7 @@ from .observer import name_of
 from .script import Cue, Departed, Script, agrees
 from .skeleton import Skeleton, is_mark
 from .trees import Path, at, leaves, mapped, replaced, tensors
+from .undoing import version_of
 
 
 class ScriptedForward(TorchFunctionMode):
@@ -54,7 +55,7 @@ class ScriptedForward(TorchFunctionMode):
         change = copy_of if script.fields_written else lambda tensor: tensor
         args, kwargs = fields = mapped((tuple(args), kwargs), change)
         self._now |= (given := {key: at(fields, path) for path, key in script.fields})
-        versions = _versions(given.values())
+        versions = list(map(version_of, given.values()))
         self._skeleton.run = self
         buffers = [(module._buffers, name, module._buffers.get(name)) for module, name in self._skeleton.exchanged]
         output = None
@@ -74,7 +75,7 @@ class ScriptedForward(TorchFunctionMode):
                 for held, name, before in buffers:
                     if isinstance(held.get(name), Absent):  # another stage has its numbers
                         held[name] = before
-        if not script.fields_written and not script.is_alone and _versions(given.values()) != versions:
+        if not script.fields_written and not script.is_alone and list(map(version_of, given.values())) != versions:
             raise _wrote_fields()
         self._refuse_odd(self._odd)
         if not script.is_last:
@@ -194,10 +195,6 @@ class ScriptedForward(TorchFunctionMode):
             )
             self._now[key] = at(tree, path)
         return result
-
-
-def _versions(given: Iterable[Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in given]
 
 
 def _wrote_fields() -> ConfigError:

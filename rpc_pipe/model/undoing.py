@@ -13,10 +13,10 @@ from ..workers.compute.attributes import Attributes
 from ..workers.compute.borders import address
 from ..workers.compute.digest import few, sample
 
-#: where a buffer is, itself, its memory, and a copy
-_Buffer = tuple[nn.Module, str, Tensor, Tensor, Tensor]
-#: a weight, its memory, and a copy of it or of a part of it
-_Weight = tuple[Tensor, Tensor, Tensor]
+#: where a buffer is, itself, its version and memory, and a copy
+_Buffer = tuple[nn.Module, str, Tensor, int, Tensor, Tensor]
+#: a weight, its version and memory, and a copy of it or of a part of it
+_Weight = tuple[Tensor, int, Tensor, Tensor]
 
 
 class Writes:
@@ -71,9 +71,10 @@ class BeforeForward:
         counting: Iterable[nn.Module],
     ) -> None:
         held = [(module, name, module._buffers.get(name)) for module, name in places]
-        self._buffers: list[_Buffer] = [(m, name, b, b.data, b.clone()) for m, name, b in held if b is not None]
+        there = [(m, name, b) for m, name, b in held if b is not None]
+        self._buffers: list[_Buffer] = [(m, name, b, version_of(b), b.data, b.clone()) for m, name, b in there]
         self._in_full = in_full
-        self._weights: list[_Weight] = [(weight, weight.data, self._part(weight).clone()) for weight in weights]
+        self._weights: list[_Weight] = [(w, version_of(w), w.data, self._part(w).clone()) for w in weights]
         self._attributes = Attributes(counting)
 
     def put_back(self) -> None:
@@ -83,10 +84,10 @@ class BeforeForward:
             ConfigError: a weight cannot.
         """
         with torch.no_grad():
-            for module, name, buffer, memory, before in self.changed_buffers():
+            for module, name, buffer, _, memory, before in self.changed_buffers():
                 buffer.data = memory
                 module._buffers[name] = buffer.copy_(before)
-        for weight, memory, before in self.changed_weights():
+        for weight, _, memory, before in self.changed_weights():
             if not self._in_full:
                 raise ConfigError(
                     f"model: a block writes its weight of shape {tuple(weight.shape)} in a forward that goes another "
@@ -97,18 +98,25 @@ class BeforeForward:
         self._attributes.put_back()
 
     def changed_buffers(self) -> list[_Buffer]:
-        """Return the buffers that are not as their copies, or have been exchanged for others."""
+        """Return the buffers that have been written, if only by what was there, or have been exchanged for others."""
         held = self._buffers
         return [each for each in held if each[0]._buffers.get(each[1]) is not each[2] or _differ(*each[2:], each[2])]
 
     def changed_weights(self) -> list[_Weight]:
-        """Return the weights that are not as their copies, or have been given other memory."""
+        """Return the weights that have been written, if only by what was there, or have been given other memory."""
         return [held for held in self._weights if _differ(*held, self._part(held[0]))]
 
     def _part(self, weight: Tensor) -> Tensor:
         return weight.data if self._in_full else sample(weight)  # autograd is not told of what is put back
 
 
-def _differ(tensor: Tensor, memory: Tensor, before: Tensor, compared: Tensor) -> bool:
+def _differ(tensor: Tensor, version: int, memory: Tensor, before: Tensor, compared: Tensor) -> bool:
+    if version_of(tensor) != version or address(tensor) != address(memory):
+        return True
     with torch.no_grad():
-        return address(tensor) != address(memory) or not torch.equal(compared, before)
+        return not torch.equal(compared, before)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often autograd has seen a tensor being written; 0 where it does not count."""
+    return 0 if tensor.is_inference() else tensor._version
