@@ -37,6 +37,8 @@ class Role:
     copied: set[Value] = field(default_factory=set)
     #: the event after which the forward may end
     last: int = -1
+    #: questions behind its part about the form of what it makes and keeps, which others were told when it was observed
+    told: set[int] = field(default_factory=set)
 
 
 class Assignment:
@@ -283,6 +285,10 @@ class Assignment:
         # Where the forward goes another way behind a decision, other tensors may cross, also before it.
         decisions = [e.index for e in self._observation.events if e.decides and e.depends is Depends.FIELDS]
         role.last = max([*role.own, *made_here, *decisions], default=-1)
+        kept = {value for i in role.own for value in self._observation.events[i].made}
+        kept -= {value for value, _ in role.hands}
+        role.told = {e.index for e in self._observation.events[role.last + 1 :] if not kept.isdisjoint(e.looked_at)}
+        role.last = max([role.last, *role.told])
         return role
 
     def _give(self, stage: int, role: Role) -> None:

@@ -122,6 +122,7 @@ class ScriptedForward(TorchFunctionMode):
             self._seed(cue.position, 0)
         if cue.answer is not None and not agrees(cue.answer, result):
             self._over = True
+            self._script.refuse_untold(self._next - 1, result)
             raise Departed(self._next - 1, func, result.shape if isinstance(result, Tensor) else result)
         if cue.swapped:
             result = replaced(result, {path: self._now[key] for _, path, key in cue.swapped})

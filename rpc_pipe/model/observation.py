@@ -86,6 +86,8 @@ class Event:
     said: Any = None
     #: of a question about numbers, what it was asked of
     asked: set[Version] = field(default_factory=set)
+    #: of a question about a form, such as a shape, what it was asked of
+    looked_at: set[Value] = field(default_factory=set)
     #: whether operators ran
     computes: bool = False
     #: whether for other numbers the forward may go another way behind it

@@ -123,7 +123,7 @@ class Observer(TorchFunctionMode):
             # (not all such answers must be the same for what arrived: is_leaf).
             mere_form = isinstance(result, bool) and any(self._depends(event))
             if isinstance(result, (int, torch.Size, list)) and not mere_form:
-                event.answer = result
+                event.answer, event.looked_at = result, {value for value, _ in event.reads}
             if event.computes or event.func in _NUMBERS:
                 event.asked, event.decides = set(event.reads), True
             event.reads.clear()

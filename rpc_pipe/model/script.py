@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..dependency import ConfigError
@@ -93,6 +94,8 @@ class Script:
         self.draws_in_python = observation.draws_in_python
         self.fields_written = observation.fields_written
         self._to_the_end = observation.to_the_end
+        #: questions whose answers others have been told
+        self._told = role.told
         #: what arrives: observed tensor, shape, where it came from
         self.takes = [
             (id(value.tensor), value.tensor.shape, observation.events[value.made].where) for value, _ in role.takes
@@ -177,6 +180,18 @@ class Script:
                 f"model: stage {self.stage - 1} handed on {len(payload)} tensors where stage {self.stage} takes "
                 f"{len(self.takes)}: the forward goes another way there on the same inputs; it must depend on its "
                 f"inputs alone"
+            )
+
+    def refuse_untold(self, event: int, answer: Any) -> None:
+        """Raise ConfigError if other stages go by another answer, which they were told when it was observed."""
+        if event in self._told:
+            found, observed = (
+                tuple(each) if isinstance(each, torch.Size) else each for each in (answer, self.cues[event].answer)
+            )
+            raise ConfigError(
+                f"model: something behind stage {self.stage} asks for the form of a tensor that a block made there and "
+                f"that does not travel: {found}, and {observed} when it was observed, which other stages go by; let "
+                f"the block return a tensor that says it, or cut elsewhere"
             )
 
     def admits(self, departed: Departed) -> bool:

@@ -153,3 +153,30 @@ def test_what_does_not_travel_must_be_what_was_observed(what, says):
     stage.forward((), [x], {})
     with pytest.raises(ConfigError, match=says):
         stage.forward((), [x], {})
+
+
+class Counts(nn.Module):
+    """A block returns some of its rows, too; how many they are is asked behind all blocks."""
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            x = super().forward(x)
+            return x, x[x.detach()[:, 0] > 0]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(8, 8) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, some = self.blocks[0](x)
+        x, _ = self.blocks[1](x)
+        return x * len(some)
+
+
+def test_a_shape_that_depends_on_numbers_is_not_asked_by_another_stage():
+    """The last stage went on with the number of rows that it had been observed with."""
+    stage = stages_of(observe(Counts(), [floats(5, 8)]), 2)[0]
+    with torch.no_grad(), pytest.raises(ConfigError, match=r"behind stage 0 asks for the form .*: \d, and \d when it"):
+        for bias in (9, -9):
+            dict(stage.named_parameters())["blocks.0.bias"].fill_(bias)
+            stage.forward((), [floats(5, 8)], {})
