@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from bench.fuzz_idioms import Held
 from bench.fuzz_layers import WIDTH, linear
 from bench.fuzz_models import first
 from rpc_pipe.workers.transport.payload import Tree, tensors_of
@@ -82,6 +85,57 @@ def _halves(model: Any, s: State) -> None:
     s.x = torch.cat([other, some.tanh()], 1)
 
 
+def _popped(model: Any, s: State) -> None:
+    """Take from a stack what an earlier block put there, as the way up of a U-Net does."""
+    if s.stack:
+        s.x = (s.x + s.stack.pop().to(s.x.dtype)) / 2
+
+
+def _frozen(model: Any, s: State) -> None:
+    with torch.no_grad():
+        s.x = s.x + first(model.blocks[-1](s.x)).to(s.x.dtype) / 4
+
+
+def _kept(model: Any, s: State) -> None:
+    """Leave it in an attribute of the model, and use what this forward left there."""
+    if s.own:
+        s.x = s.x + model.feature.to(s.x.dtype) / 4
+    model.feature = s.x
+    s.own = True
+
+
+def _cached(model: Any, s: State) -> None:
+    """Keep what it made in a dict by its number, as caches of keys do."""
+    s.cache.setdefault(len(s.cache) % 2, []).append(s.x)
+    s.x = torch.stack([t.to(s.x.dtype) for t in s.cache[0]]).mean(0)
+
+
+def _held(model: Any, s: State) -> None:
+    s.held = replace(s.held, x=s.x, gate=s.x.sigmoid()) if s.held else Held(s.x)
+    if s.held.gate is not None:
+        s.x = s.held.x * s.held.gate
+
+
+def _decayed(model: Any, s: State) -> None:
+    """All weights count in the loss."""
+    s.more.append(sum(p.abs().square().sum() for p in model.parameters() if not p.is_complex()) / 1000)
+
+
+def _average(model: Any, s: State) -> None:
+    """Move an average of the model's own, as soon as it is at hand, and use it."""
+    if model.training:
+        with torch.no_grad():
+            model.mean.lerp_(s.x.detach().mean(0).to(model.mean.dtype), 0.1)
+    s.x = s.x - model.mean
+
+
+def _penalty(model: Any, s: State) -> None:
+    """Ask for a gradient in the forward."""
+    if torch.is_grad_enabled() and s.x.requires_grad:
+        (grad,) = torch.autograd.grad(model.beside(s.x).tanh().sum(), s.x, create_graph=True)
+        s.more.append(grad.square().mean() / 100)
+
+
 #: what may stand before a block
 AROUND: dict[str, Callable[[Any, State], None]] = {
     "save": lambda model, s: s.saved.append(s.x),
@@ -113,8 +167,40 @@ AROUND: dict[str, Callable[[Any, State], None]] = {
     "chosen": _set("x", lambda model, s: s.x[:, s.mask.long().sum(0).argsort()]),
     "checkpoint": _set("x", lambda model, s: checkpoint(model.beside, s.x, use_reentrant=False)),
     "beside": _set("x", lambda model, s: model.beside(s.x)),
+    "push": lambda model, s: s.stack.append(s.x),
+    "pop": _popped,
+    "frozen": _frozen,
+    "kept": _kept,
+    "cached": _cached,
+    "dataclass": _held,
+    "decay": _decayed,
+    "average": _average,
+    "penalty": _penalty,
+    "again": _set("x", lambda model, s: s.x + first(model.blocks[0](s.x)).to(s.x.dtype) / 4),
+    "functional": _set(
+        "x", lambda model, s: functional_call(model.beside, {"weight": model.stem.weight.detach()}, s.x)
+    ),
+    "named": _set("x", lambda model, s: sum(part(s.x) for part in model.named.values())),
+    "gradient scaled": _set("x", lambda model, s: s.x * 0.5 + s.x.detach() * 0.5),
+    "attention": _set(
+        "x", lambda model, s: functional.scaled_dot_product_attention(s.x, s.x, s.saved[0].to(s.x.dtype))
+    ),
+    "einsum": _set("x", lambda model, s: torch.einsum("bi,bj->bj", s.x.softmax(1), s.x)),
+    "position": _set("x", lambda model, s: s.x + torch.arange(len(s.x), dtype=s.x.dtype)[:, None] / 8),
     "captured": lambda model, s: s.more.extend(t.mean() / 50 for t in model.captured[-1:]),
 }
+
+
+def _lower(block: nn.Module, x: Tensor) -> Tree:
+    with torch.autocast("cpu", torch.bfloat16, enabled=torch.get_default_dtype() is torch.float32):
+        return block(x)
+
+
+def _without_grad(block: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return first(block(x))
+
+
 #: how a block is called
 CALLS: dict[str, Callable[[Any, nn.Module, State], Tree]] = {
     "tensor": lambda model, block, s: block(s.x),
@@ -124,6 +210,14 @@ CALLS: dict[str, Callable[[Any, nn.Module, State], Tree]] = {
     "by name": lambda model, block, s: block(tree={"x": s.x, "none": None}),
     "twice": lambda model, block, s: block(first(block(s.x))),
     "checkpoint": lambda model, block, s: checkpoint(block, s.x, use_reentrant=False),
+    "closure": lambda model, block, s: checkpoint(
+        lambda x: first(block(x * model.scale.sigmoid())) + model.beside(x), s.x, use_reentrant=False
+    ),
+    "autocast": lambda model, block, s: _lower(block, s.x),
+    "no grad": lambda model, block, s: _without_grad(block, s.x),
+    "teacher": lambda model, block, s: first(block(s.x)) + _without_grad(block, s.x),
+    "in rows": lambda model, block, s: torch.cat([first(block(rows)) for rows in s.x.split(2)]),
+    "under func": lambda model, block, s: functional_call(block, dict(block.named_parameters()), s.x),
 }
 #: what is returned
 OUTPUTS: dict[str, Callable[[Tensor, list[Tensor]], Tree]] = {
@@ -161,6 +255,7 @@ class Wild(nn.Module):
 
     table: Tensor
     count: Tensor
+    mean: Tensor
 
     def __init__(self, makers: Sequence[Callable[[], nn.Module]], seed: int) -> None:
         super().__init__()
@@ -169,6 +264,8 @@ class Wild(nn.Module):
         self.scale = nn.Parameter(torch.zeros(WIDTH))
         self.register_buffer("table", torch.linspace(-1, 1, WIDTH))
         self.register_buffer("count", torch.tensor(0))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.named = nn.ModuleDict({"a": linear(), "b": nn.Tanh()})
         self.blocks = nn.ModuleList(make() for make in makers)
         self.drawn = Drawn(seed, len(makers))
         if self.drawn.tied:
@@ -184,7 +281,7 @@ class Wild(nn.Module):
     def forward(self, x: Tensor) -> Tree:
         self.captured.clear()
         drawn = self.drawn
-        s = SimpleNamespace(batch=x, mask=x > 0.5, saved=[], more=[])
+        s = SimpleNamespace(batch=x, mask=x > 0.5, saved=[], more=[], stack=[], cache={}, held=None, own=False)
         s.tree = s.x = x if drawn.stemless else self.stem(x)
         s.saved.append(s.x)
         for around, call, block in zip(drawn.around, drawn.calls, self.blocks, strict=False):
