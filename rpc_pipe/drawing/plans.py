@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape
@@ -17,6 +18,13 @@ from ..planning.profile import TIMED, Profile
 _SHOWN = tuple(kind for kind in TIMED if kind not in (R, G))
 #: of the picture, in pixels
 _WIDTH, _HEIGHT, _MARGIN = 640, 400, 56
+#: mean width of a character of a label
+_CHARACTER = 7
+_STYLE = (
+    "text{font:12px sans-serif;fill:#1f2328}.dim{fill:#59636e}.line{fill:none;stroke:#0072b2;stroke-width:1.5}"
+    ".axis{fill:none;stroke:#59636e}.bound{fill:none;stroke:#d55e00;stroke-dasharray:4 3}circle{fill:#0072b2}"
+    "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.dim{fill:#9198a1}.line{stroke:#56b4e9}circle{fill:#56b4e9}}"
+)
 #: plans of a table
 _MOST_PLANS = 10
 #: characters of a bar
@@ -123,42 +131,62 @@ def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
     """Return an SVG document of time against memory; nothing is below the line of the bound."""
     slowest = max([bound, *(plan.predicted_ms for plan in front)], default=1) * 1.1 or 1
     largest = max((plan.predicted_memory for plan in front), default=1) * 1.1 or 1
+    right, bottom = _WIDTH - _MARGIN, _HEIGHT - _MARGIN
 
     def x(memory: float) -> float:
-        return round(_MARGIN + (_WIDTH - 2 * _MARGIN) * memory / largest, 1)
+        return round(_MARGIN + (right - _MARGIN) * memory / largest, 1)
 
     def y(time: float) -> float:
-        return round(_HEIGHT - _MARGIN - (_HEIGHT - 2 * _MARGIN) * time / slowest, 1)
+        return round(bottom - (bottom - _MARGIN) * time / slowest, 1)
 
     ordered = sorted(front, key=lambda plan: plan.predicted_memory)
     path = " ".join(f"{x(plan.predicted_memory)},{y(plan.predicted_ms)}" for plan in ordered)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{_HEIGHT}" '
         f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img">',
-        "<style>text{font:12px sans-serif;fill:#1f2328}.dim{fill:#59636e}.line{fill:none;stroke:#0072b2;"
-        "stroke-width:1.5}.axis{stroke:#59636e}.bound{stroke:#d55e00;stroke-dasharray:4 3}circle{fill:#0072b2}"
-        "@media(prefers-color-scheme:dark){text{fill:#e6edf3}}</style>",
+        f"<style>{_STYLE}</style>",
         f'<text x="{_MARGIN}" y="24">{escape(title)}</text>',
-        f'<line class="axis" x1="{_MARGIN}" y1="{y(0)}" x2="{_WIDTH - _MARGIN}" y2="{y(0)}"/>',
-        f'<line class="axis" x1="{_MARGIN}" y1="{y(0)}" x2="{_MARGIN}" y2="{_MARGIN}"/>',
-        f'<text class="dim" x="{_WIDTH - _MARGIN}" y="{y(0) + 32}" text-anchor="end">'
-        "memory of the fullest worker</text>",
+        f'<path class="axis" d="M{_MARGIN} {_MARGIN}V{bottom}H{right}"/>',
+        f'<text class="dim" x="{right}" y="{bottom + 38}" text-anchor="end">memory of the fullest worker</text>',
         f'<text class="dim" x="{_MARGIN - 8}" y="{_MARGIN - 10}">ms a step</text>',
-        f'<polyline class="line" points="{path}"/>',
     ]
+    for memory in _ticks(largest):
+        parts.append(f'<path class="axis" d="M{x(memory)} {bottom}v4"/>')
+        said = tell_bytes(memory)
+        parts.append(f'<text class="dim" x="{x(memory)}" y="{bottom + 18}" text-anchor="middle">{said}</text>')
+    for time in _ticks(slowest):
+        parts.append(f'<path class="axis" d="M{_MARGIN} {y(time)}h-4"/>')
+        parts.append(f'<text class="dim" x="{_MARGIN - 7}" y="{y(time) + 4}" text-anchor="end">{time:g}</text>')
+    taken: list[tuple[float, float, float]] = []
     if bound:
-        parts += [
-            f'<line class="bound" x1="{_MARGIN}" y1="{y(bound)}" x2="{_WIDTH - _MARGIN}" y2="{y(bound)}"/>',
-            f'<text class="dim" x="{_MARGIN + 4}" y="{y(bound) + 14}">no step is below {bound:.4g} ms</text>',
-        ]
-    for plan in ordered:
+        said, at = f"no step is below {bound:.4g} ms", y(bound)
+        parts.append(f'<path class="bound" d="M{_MARGIN} {at}H{right}"/>')
+        parts.append(f'<text class="dim" x="{_MARGIN + 4}" y="{at + 14}">{said}</text>')
+        taken.append((_MARGIN + 4, _MARGIN + 4 + _CHARACTER * len(said), at + 14))
+    parts.append(f'<polyline class="line" points="{path}"/>')
+    for plan in reversed(ordered):  # the fastest is named first
         about = f"{plan.name}: {plan.predicted_ms:.4g} ms, {tell_bytes(plan.predicted_memory)}"
-        at = f'cx="{x(plan.predicted_memory)}" cy="{y(plan.predicted_ms)}"'
-        parts.append(f'<circle {at} r="4"><title>{escape(about)}</title></circle>')
-        parts.append(
-            f'<text x="{x(plan.predicted_memory) + 6}" y="{y(plan.predicted_ms) - 6}">{escape(plan.schedule)}</text>'
-        )
+        across, down = x(plan.predicted_memory), y(plan.predicted_ms)
+        parts.append(f'<circle cx="{across}" cy="{down}" r="4"><title>{escape(about)}</title></circle>')
+        left, width = across + 6, _CHARACTER * len(plan.schedule)
+        if left + width > _WIDTH:
+            left = across - 6 - width
+        # Whoever has no room is named by its tooltip alone; two names on each other say nothing.
+        if all(left > end or left + width < start or abs(down - 6 - line) > 13 for start, end, line in taken):
+            taken.append((left, left + width, down - 6))
+            parts.append(f'<text x="{round(left, 1)}" y="{round(down - 6, 1)}">{escape(plan.schedule)}</text>')
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _ticks(largest: float) -> list[float]:
+    """Return round numbers from 0 to at most `largest`, four to eight of them.
+
+    >>> _ticks(534.1), _ticks(7)
+    ([0.0, 100.0, 200.0, 300.0, 400.0, 500.0], [0.0, 2.0, 4.0, 6.0])
+    """
+    power = 10.0 ** math.floor(math.log10(largest))
+    step = next(step for step in (power * 2, power, power / 2, power / 5) if largest / step >= 3)
+    return [round(step * at, 10) for at in range(int(largest / step) + 1)]
 
 
 def left_out_text(left_out: Mapping[str, float]) -> str:

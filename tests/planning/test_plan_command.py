@@ -1,6 +1,7 @@
 """`rpc-pipe plan` and `profile`: what they print, write and refuse, and that a plan is run as it says."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import ConfigError
+from rpc_pipe.drawing.plans import front_svg
 from rpc_pipe.model.made import Made, load, resized, rows_of
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.plan import Plan, read_plan
@@ -246,3 +248,17 @@ def test_a_batch_is_made_larger_or_smaller_by_its_rows():
     assert rows_of(batch) == 3
     assert resized(batch, 4)["ids"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
     assert resized(batch, 2)["scale"] == 2
+
+
+def test_the_picture_has_scales_and_no_name_upon_another():
+    """Two dozen names stood on each other, and neither axis said how much."""
+    front = [
+        Plan("interleaved", {}, (1, 1), 4, predicted_ms=900 - 20 * at, predicted_memory=(9 + at) * 1e6)
+        for at in range(24)
+    ]
+    names = re.findall(r'<text x="([\d.]+)" y="([\d.]+)">interleaved', picture := front_svg(front, "two", 400))
+    boxes = sorted((float(x), float(y)) for x, y in names)
+    assert 3 <= len(boxes) < 24 and boxes[-1][0] + 70 < 640
+    for at, (x, y) in enumerate(boxes):
+        assert all(abs(x - other) > 70 or abs(y - line) > 12 for other, line in boxes[:at])
+    assert ">800</text>" in picture and ">30 MB</text>" in picture
