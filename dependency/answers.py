@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ from .spec import ENDLESS, Order, Spec
 _NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")
 _METHODS = ("place", "route", "splits", "recomputes", "after", "slot", "program", "updates", "version")
 _BOUNDS = ("activation_limit", "peak_activations")
+#: what else a schedule may say of itself
+_DECLARED = ("num_stages", "num_routes", "order", "split_backward", "recompute", "synchronous", "update_every")
 #: what a schedule does not say
 _FOLLOWS = ("worker", "hosted", "origin", "successors", "data", "accumulations", "needs", "orders", "parameters")
 #: an answer of more actions is taken for endless
@@ -114,6 +117,7 @@ def check_answers(spec: Spec) -> None:
         raise ScheduleError(f"order is {spec.order!r}: it must be one of {', '.join(get_args(Order))}")
     for name, value in spec.parameters().items():
         _check_hashable(name, value)
+    _check_spelling(type(spec))
     for name in (*_METHODS, *_BOUNDS):
         _check_callable(spec, name)
     for route in range(spec.num_routes):
@@ -141,6 +145,19 @@ def _check_hashable(name: str, value: object) -> None:
         hash(value)
     except TypeError:
         raise ScheduleError(f"{name} is {value!r}: a parameter must be hashable, such as a tuple") from None
+
+
+def _check_spelling(schedule: type[Spec]) -> None:
+    """Refuse a name that is nearly one that is asked for: nobody would ever ask for it."""
+    asked = (*_METHODS, *_BOUNDS, *_DECLARED)
+    for cls in schedule.__mro__[: schedule.__mro__.index(Spec)]:
+        for name in vars(cls).keys() - dir(Spec) - cls.__annotations__.keys():
+            near = [] if name.startswith("_") else difflib.get_close_matches(name, asked, n=1, cutoff=0.8)
+            if near and near[0] not in vars(cls):
+                raise ScheduleError(
+                    f"{cls.__name__}.{name}: did you mean {near[0]}? Nobody asks a schedule for {name}; "
+                    f"call it _{name} if it is a helper of yours"
+                )
 
 
 def _check_callable(spec: Spec, name: str) -> None:

@@ -80,8 +80,16 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
     """Check what `action` waits for, unless it ends a synchronous step, of which a schedule says nothing."""
     if not spec.orders(action):
         return
-    named = [need for need in actions_in(spec.after(action), f"after({action})") if need.index >= 0]
+    call = f"after({action})"
+    named, again = (actions_in(spec.after(action), call) for _ in range(2))
+    if set(named) != set(again):
+        raise ScheduleError(
+            f"{call} gives {named} and, asked again, {again}: every worker asks by itself, so it must always give the "
+            "same; let it depend on the action and the parameters alone"
+        )
     for need in named:
+        if need.index < 0:
+            continue
         _check_exists(spec, action, need)
         if abs(need.stage - action.stage) > 1 and spec.worker(need) != worker:
             away = abs(need.stage - action.stage)

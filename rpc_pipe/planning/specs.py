@@ -89,6 +89,11 @@ def make_spec(
     """
     cls = find_schedule(schedule)
     name = schedule if isinstance(schedule, str) else cls.__name__
+    if not cls.__init__.__code__.co_filename.startswith("<"):  # not the one that dataclasses write
+        raise ConfigError(
+            f"schedule {name}: {cls.__name__} must not define __init__; a parameter is an attribute with a type, such "
+            "as extra: int = 1, and what follows from it a method or a property"
+        )
     known = parameter_types(cls)
     parameters = dict(parameters or {})
     recomputed: frozenset[int] | None = frozenset()

@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 from update_always import UpdateAlways
 
-from rpc_pipe.dependency import Action, B, F, G, I, ScheduleError, Spec, U, check, check_all
+from rpc_pipe.dependency import Action, B, ConfigError, F, G, I, ScheduleError, Spec, U, check, check_all
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import OneFOneB
 
@@ -55,6 +55,34 @@ def test_what_after_must_not_answer(answer, says, slotted):
         check_all(spec)
     with pytest.raises(ScheduleError, match=re.escape(says)):
         check(spec, 1)
+
+
+@pytest.mark.parametrize("slotted", [True, False], ids=["slot", "unrolled"])
+def test_an_answer_that_depends_on_who_asks_is_refused(slotted):
+    """Drawn at random, a window was another one on every worker: simulated without a word, and in a run all waited."""
+    number = count(1)
+    spec = broken(OneFOneB if slotted else Spec, after=lambda self, a: [B(a.stage, a.microbatch - next(number))])
+    with pytest.raises(ScheduleError, match=r"after\(0F0\) gives \[0B-1\] and, asked again, \[0B-2\]: every worker"):
+        check_all(spec)
+
+
+@pytest.mark.parametrize(
+    "method, meant", [("afer", "after"), ("slots", "slot"), ("activation_limits", "activation_limit")]
+)
+def test_a_name_that_is_nearly_asked_for_is_refused(method, meant):
+    """`def afer(self, a)` was never called, and what was said was that memory is not bounded."""
+    with pytest.raises(ScheduleError, match=f"Mine.{method}: did you mean {meant}[?] Nobody asks a schedule for"):
+        check_all(broken(Spec, **{method: lambda self, a: []}))
+    check_all(broken(OneFOneB, **{f"_{method}": lambda self, a: []}))
+
+
+def test_a_schedule_with_an_init_of_its_own_is_told_of_parameters():
+    class Mine(OneFOneB):
+        def __init__(self):
+            pass
+
+    with pytest.raises(ConfigError, match="Mine must not define __init__; a parameter is an attribute with a type"):
+        make_spec(Mine, 2, 4)
 
 
 def test_what_after_may_answer():
