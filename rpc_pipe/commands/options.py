@@ -39,18 +39,27 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)$", message):
             commands = re.findall(r"[\w-]+", wrong[2])
-            near = difflib.get_close_matches(wrong[1], commands, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"{wrong[1]}: {hint}commands are {', '.join(commands)}")
+            raise ConfigError(f"{wrong[1]}: {_hint(wrong[1], commands)}commands are {', '.join(commands)}")
+        if wrong := re.match(r"argument (\S+): invalid choice: '(.*)' \(choose from (.*)\)$", message):
+            choices = re.findall(r"[\w-]+", wrong[3])
+            raise ConfigError(f"{wrong[1]} {wrong[2]}: {_hint(wrong[2], choices)}known are {', '.join(choices)}")
         # Our own types have said the value and the rule; argparse says the rule alone.
         raise ConfigError(re.sub(r"^argument (\S+): (?=.* must be )", r"\1 ", message))
 
     def refuse(self, unknown: Sequence[str]) -> None:
         """Refuse what no option was found for."""
         if unknown:
-            near = difflib.get_close_matches(unknown[0].partition("=")[0], self._known, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"{' '.join(unknown)}: {hint}{self.prog} --help lists what can be typed")
+            near = self.near(unknown)
+            raise ConfigError(f"{' '.join(unknown)}: {near}{self.prog} --help lists what can be typed")
+
+    def near(self, unknown: Sequence[str]) -> str:
+        """Offer the option that is most like the first unknown one."""
+        return _hint(unknown[0].partition("=")[0], self._known) if unknown else ""
+
+
+def _hint(typed: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(typed, known, n=1)
+    return f"did you mean {near[0]}? " if near else ""
 
 
 def add_schedule(parser: Parser) -> None:
@@ -209,10 +218,12 @@ def parse_bytes(option: str, text: str) -> float:
     1500000000.0
     """
     units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1}
-    for unit, size in units.items():
-        if text.upper().endswith(unit):
-            return parse_number(option, text[: -len(unit)].strip()) * size
-    return parse_number(option, text)
+    unit = next((unit for unit in units if text.upper().endswith(unit)), "")
+    try:
+        return parse_number(option, text[: len(text) - len(unit)].strip()) * units.get(unit, 1)
+    except ConfigError:
+        said = f"{option}{text}" if option.endswith(("=", "/")) else f"{option} {text}"
+        raise ConfigError(f"{said}: must be a number of bytes, such as 500MB or 1.5GB") from None
 
 
 # --- several in one

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -103,11 +104,11 @@ def add(commands: Any) -> None:
     parser.set_defaults(command=run)
 
 
-def refuse_unknown(script: str, unknown: Sequence[str]) -> None:
-    """Say where a script's own options belong."""
+def refuse_unknown(script: str, unknown: Sequence[str], near: str) -> None:
+    """Say where a script's own options belong, and which of ours is `near` the first one."""
     if unknown:
         raise ConfigError(
-            f"{' '.join(unknown)}: not of rpc-pipe run; put the script's own options behind --: "
+            f"{' '.join(unknown)}: not of rpc-pipe run; {near}put the script's own options behind --: "
             f"rpc-pipe run {script} -- {' '.join(unknown)}"
         )
 
@@ -243,7 +244,11 @@ def _train(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
 def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     script = typed["script"]
     if not Path(script).is_file():
-        raise ConfigError(f"{script}: there is no such file")
+        if Path(script).is_dir():
+            raise ConfigError(f"{script}: is a folder; name the script in it")
+        beside = [str(path) for path in sorted(Path(script).parent.glob("*.py"))]
+        near = difflib.get_close_matches(script, beside, n=1)
+        raise ConfigError(f"{script}: there is no such file{f'; did you mean {near[0]}?' if near else ''}")
     refuse_large_code(Path(script), "run")
     for name in (*_GPT, "beat_bigram"):
         if name in typed:

@@ -148,7 +148,7 @@ def test_the_command(capsys, monkeypatch):
     [
         (("compare", "--memory", "activation=3"), "--memory activation: known are weights"),
         (("compare", "--memory", "limit=3GB"), "add sizes to compare with"),
-        (("compare", "--memory", "activations=3XB"), "--memory activations=3X: must be a number"),
+        (("compare", "--memory", "activations=3XB"), "--memory activations=3XB: must be a number of bytes"),
         (("compare", "--workers", "0"), "--workers 0: must be at least 1"),
         (("compare", "--cost", "X=3"), "--cost X=3: kinds are F, B"),
         (("simulate", "--slow", "9=2"), "--slow 9=2: worker 9: workers are 0 to 1"),

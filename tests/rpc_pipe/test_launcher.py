@@ -260,11 +260,14 @@ def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
         (["run", "--steps", "1"], {"RPC_PIPE_SHARED_MEMORY": "no"}, "RPC_PIPE_SHARED_MEMORY 'no': must be on or off"),
         (["run", "--steps", "1"], {"RPC_PIPE_JOIN_TIMEOUT": "5 s"}, "RPC_PIPE_JOIN_TIMEOUT '5 s': must be a number of"),
         (["run", "no_such_script.py"], {}, "no_such_script.py: there is no such file"),
+        (["run", "{tmp}/bat.py"], {}, "bat.py: there is no such file; did you mean {tmp}/bad.py?"),
+        (["run", "{tmp}/empty"], {}, "empty: is a folder; name the script in it"),
+        (["run", "{tmp}/bad.py", "--wokers", "2"], {}, "not of rpc-pipe run; did you mean --workers? put the"),
         (["run", "--device", "cuda:7"], {}, "device 'cuda:7'"),
         (["simulate", "--cost", "F=1,X=2"], {}, "--cost X=2: kinds are"),
         (["simulate", "--comm", "-1"], {}, "--comm -1: must be a number from 0"),
         (["simulate", "--set", "chunks"], {}, "--set chunks: must be KEY=VALUE"),
-        (["simulate", "--order", "random"], {}, "invalid choice"),
+        (["simulate", "--order", "redy"], {}, "--order redy: did you mean ready? known are ready, fixed"),
         (["verify", "--workers", "x"], {}, "--workers x: must be a whole number"),
     ],
 )
@@ -277,7 +280,7 @@ def test_wrong_input_gets_one_clear_error_and_exit_code_2(arguments, more, messa
         values = {"tmp": tmp_path, "port": taken.getsockname()[1]}
         done = rpc_pipe(*(text.format(**values) for text in arguments), timeout=30, **more)
     assert done.returncode == 2, done.stdout + done.stderr
-    assert message in done.stderr
+    assert message.format(**values) in done.stderr
     assert "Traceback" not in done.stderr
 
 
