@@ -70,13 +70,22 @@ def profile_table(profile: Profile, rows: int) -> Table:
     ):
         drawn.add_column(heading, justify="right", no_wrap=True)
     for block in profile.at(rows):
-        times = [f"{block.times.get(kind, 0):.3g}" for kind in _SHOWN]
+        times = [_ms(block.times.get(kind, 0)) for kind in _SHOWN]
         size = block.size
         drawn.add_row(block.name, *times, *map(tell_bytes, (size.weights, size.activations, size.outputs)))
     if any(profile.per_stage.values()):
-        around = [f"{profile.per_stage.get(kind, 0):.3g}" for kind in _SHOWN]
+        around = [_ms(profile.per_stage.get(kind, 0)) for kind in _SHOWN]
         drawn.add_row("each stage besides", *around, "", "", "")
     return drawn
+
+
+def _ms(time: float) -> str:
+    """Write a time in at most five characters, unless it is minutes: six columns of them leave room for a name.
+
+    >>> _ms(0), _ms(0.00994), _ms(0.0365), _ms(1.25), _ms(98.7), _ms(1234.5)
+    ('0', '0.01', '0.036', '1.25', '98.7', '1234')
+    """
+    return f"{time:.0f}" if time >= 100 else f"{time if time >= 0.1 else round(time, 3):.3g}"
 
 
 def cut_text(cut: Sequence[int]) -> str:

@@ -120,7 +120,7 @@ def folder(tmp_path_factory):
         ("simulate --chrome /dev/full", "cannot be written: No space left on device"),
         ("simulate --schedule specs.py:Stops", "actions(0, 0) raised StopIteration"),
         ("simulate --schedule specs.py:Hosted", "hosted is not for a schedule to say"),
-        ("simulate --schedule specs.py:Bare", "'Bare' object has no attribute 'num_workers'"),
+        ("simulate --schedule specs.py:Bare", "Bare must not define __init__; a parameter is an attribute with a type"),
         ("simulate --svg loop.svg", "cannot be written: Too many levels of symbolic links"),
         ("simulate --svg " + "n/" * 3000 + "n", "cannot be written: File name too long"),
         ("run --data " + "n" * 300, "File name too long"),
