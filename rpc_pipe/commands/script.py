@@ -57,7 +57,7 @@ def run_script(
     if "threads" in typed:
         torch.set_num_threads(typed["threads"])
     _seed(typed.get("seed", 0))
-    ending = _Ending(typed)
+    ending = _Ending(typed, job)
 
     def tell(text: str) -> None:
         if job.worker == 0 and Path(script) != OWN_TRAIN:  # which says nothing of its own
@@ -94,7 +94,8 @@ def _absolute(path: str) -> str:
 class _Ending:
     """Does what was asked for, with the pipeline that was made last."""
 
-    def __init__(self, typed: Mapping[str, Any]) -> None:
+    def __init__(self, typed: Mapping[str, Any], job: Job) -> None:
+        self._job = job
         # What has been tried is what is written, also if the script goes to another folder.
         self._typed = {name: _absolute(each) if name in _PATHS else each for name, each in typed.items()}
         self._pipe: Pipeline | None = None
@@ -120,6 +121,9 @@ class _Ending:
             for name in _OF_PIPELINE:
                 if name in typed:
                     raise ConfigError(f"--{name.replace('_', '-')}: {typed['script']} made no Pipeline")
+            if self._job.worker == 0 and self._job.num_workers > 1:
+                said = f"made no Pipeline: {self._job.num_workers} workers ran all of it, each by itself"
+                link.tell(kind="text", text=f"{typed['script']} {said}")
             return
         if "save" in typed:
             pipe.save(typed["save"])

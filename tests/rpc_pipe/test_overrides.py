@@ -138,3 +138,12 @@ def test_a_script_without_a_pipeline_cannot_be_told_how_to_make_it(tmp_path):
     script.write_text("print('ran')")
     done = rpc_pipe("run", script, "--workers", 1, "--schedule", "gpipe")
     assert done.returncode == 2 and f"--schedule: {script} made no Pipeline" in done.stderr, done.stdout + done.stderr
+
+
+def test_workers_that_train_apart_are_told_so(tmp_path):
+    """A script whose training loop forgot the pipeline ran on every worker, and ended as if it had been one run."""
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')")
+    done = rpc_pipe("run", script, "--workers", 2)
+    assert done.returncode == 0
+    assert f"{script} made no Pipeline: 2 workers ran all of it, each by itself" in done.stdout.replace("\n", "")
