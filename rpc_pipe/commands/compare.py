@@ -33,8 +33,8 @@ _SIZES = ("width", "depth", "heads", "context", "batch")
 def add(commands: Any) -> None:
     """Add `compare` to the command line."""
     parser: Parser = commands.add_parser("compare", help="all schedules side by side: time, memory, messages")
-    parser.add_argument("--workers", type=whole(1), help="workers (2)")
-    parser.add_argument("--microbatches", type=whole(1), help="a step's (8)")
+    parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
+    parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step (8)")
     add_order(parser)
     add_json(parser)
     add_costs(parser, "of a worker's share of the model: stages of 1/v share cost 1/v")
@@ -46,11 +46,11 @@ def add(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--model", metavar="FILE.py:make",
-        help="time and weigh the blocks of a model of yours here: a function that returns model, batch (and loss_fn)",
+        help="measure the blocks of your model on this machine: a function that returns model, batch (and loss_fn)",
     )  # fmt: skip
-    parser.add_argument("--measure", action="store_true", help="time and weigh the built-in GPT's layers here instead")
+    parser.add_argument("--measure", action="store_true", help="measure the layers of the built-in GPT on this machine")
     for name in _SIZES:
-        help = f"of the GPT to measure ({getattr(TrainOptions, name)})"
+        help = f"{name} of the GPT to measure ({getattr(TrainOptions, name)})"
         parser.add_argument(f"--{name}", type=whole(1), help=help)
     parser.set_defaults(command=_compare)
 

@@ -82,7 +82,9 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="rpc-pipe", description="Pipeline-parallel training whose schedule is a dependency relation.")
+    parser = Parser(
+        prog="rpc-pipe", description="Train models that do not fit on one device, as a pipeline of workers."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for command in (run, plan, profile, verify, watch, simulate, compare, export, schedules, data, key):
         command.add(commands)

@@ -65,15 +65,17 @@ def _hint(typed: str, known: Sequence[str]) -> str:
 def add_schedule(parser: Parser) -> None:
     """Add the options that make a spec."""
     parser.add_argument("--schedule", help="name or path/to/file.py:ClassName (1f1b)")
-    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="schedule's parameter")
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a parameter of the schedule")
     parser.add_argument("--window", type=whole(), help="microbatches in flight, where the schedule has a window")
-    parser.add_argument("--workers", type=whole(1), help="workers (2)")
-    parser.add_argument("--microbatches", type=whole(1), help="a step's (8)")
+    parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
+    parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step (8)")
 
 
 def add_order(parser: Parser) -> None:
     """Add in what order workers run what is ready."""
-    parser.add_argument("--order", choices=("ready", "fixed"), help="the schedule's own by default")
+    parser.add_argument(
+        "--order", choices=("ready", "fixed"), help="run whatever is ready, or in a fixed order (as the schedule says)"
+    )
 
 
 def add_json(parser: Parser) -> None:
@@ -87,18 +89,20 @@ def add_pipeline(parser: Parser) -> None:
     add_order(parser)
     add_json(parser)
     parser.add_argument("--split", type=_layers, help="layers of each stage, such as 3,2,2,3 (even)")
-    parser.add_argument("--device", help="cpu, cuda (each worker of a host has the GPU of its number) or cuda:N (cpu)")
-    parser.add_argument("--seed", type=whole(0, 2**63 - 1), help="of all that is random (0)")
+    parser.add_argument(
+        "--device", help="cpu, cuda (each worker of a host uses the GPU with its number) or cuda:N (cpu)"
+    )
+    parser.add_argument("--seed", type=whole(0, 2**63 - 1), help="seed of everything random (0)")
     parser.add_argument("--threads", type=whole(1, 4096), help="torch threads of a worker (1)")
     parser.add_argument(
         "--transport", choices=TRANSPORTS,
         help="between workers: torch RPC, ZeroMQ, or one process with all of them (rpc)",
     )  # fmt: skip
-    parser.add_argument("--nan", choices=NANS, help="what is done if the loss is not finite (stop)")
+    parser.add_argument("--nan", choices=NANS, help="what to do if the loss is not finite (stop)")
     parser.add_argument(
-        "--trust-network", action="store_true", help="let workers listen where whoever reaches them may run code"
+        "--trust-network", action="store_true", help="let workers listen where whoever reaches them can run code"
     )
-    parser.add_argument("--port", type=whole(1, 65535), help="meet at this TCP port instead of at a file")
+    parser.add_argument("--port", type=whole(1, 65535), help="meet at this TCP port instead of in a file")
 
 
 def set_transport(typed: Mapping[str, Any]) -> None:

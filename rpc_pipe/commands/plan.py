@@ -41,20 +41,30 @@ def add(commands: Any) -> None:
     """Add `plan` to the command line."""
     parser: Parser = commands.add_parser("plan", help="find the fastest schedule and cut for a model within memory")
     add_measuring(parser)
-    parser.add_argument("--workers", type=whole(1), help="workers (2)")
-    parser.add_argument("--memory", metavar="BYTES", help="of each worker, such as 8GB (no limit)")
+    parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
+    parser.add_argument("--memory", metavar="BYTES", help="memory of each worker, such as 8GB (no limit)")
     parser.add_argument("--batch", type=whole(1), help="rows of a step's batch (those of the batch that make returns)")
-    parser.add_argument("--microbatches", type=_counts, help="numbers to try, such as 8,16 (workers x 1, 2, 4, 8)")
+    parser.add_argument(
+        "--microbatches", type=_counts, help="numbers of microbatches to try, such as 8,16 (workers x 1, 2, 4, 8)"
+    )
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
-    parser.add_argument("--link", metavar="MS[/BANDWIDTH]", help="between any two workers, bytes a second (measured)")
-    parser.add_argument("--alone", action="store_true", help="measure in one process, not in one for each worker")
-    parser.add_argument("--schedule", action="append", metavar="NAME", help="only this one; may be given again")
+    parser.add_argument(
+        "--link", metavar="MS[/BANDWIDTH]", help="link between any two workers, in ms and bytes a second (measured)"
+    )
+    parser.add_argument("--alone", action="store_true", help="measure in a single process instead of one per worker")
+    parser.add_argument(
+        "--schedule", action="append", metavar="NAME", help="consider only this schedule; may be repeated"
+    )
     parser.add_argument("--no-recompute", action="store_true", help="keep all activations")
     parser.add_argument("--seconds", type=float, help=f"how long to search ({_SECONDS:g})")
     parser.add_argument(
-        "--auto", action="store_true", help="keep the plan beside the model, and plan again when a run shows a better"
+        "--auto",
+        action="store_true",
+        help="keep the plan beside the model, and plan again when a run shows a better one",
     )
-    parser.add_argument("--no-searched", action="store_true", help="only schedules by name, no program of its own")
+    parser.add_argument(
+        "--no-searched", action="store_true", help="consider only named schedules, and search no program"
+    )
     parser.add_argument("--output", metavar="FILE", help="write the plans, for run --plan and Pipeline(plan=...)")
     parser.add_argument("--svg", metavar="FILE", help="write time against memory as a picture")
     add_json(parser)
@@ -272,8 +282,8 @@ def _show(
         return
     limits = [machines.limit(worker) for worker in range(machines.num_workers)]
     console.print(plans_table(answer.plans))
-    others = "; of the others time and memory beside it" if len(answer.plans) > 1 else ""
-    console.print(f"why: {why(answer.plans[0], limits)}{others}", markup=False)
+    others = "; vs best: time, memory" if len(answer.plans) > 1 else ""
+    console.print(f"best: {why(answer.plans[0], limits)}{others}", markup=False)
     if answer.left_out:
         console.print(f"not priced: {left_out_text(answer.left_out)}", markup=False)
     if answer.unfit:
@@ -287,7 +297,7 @@ def _show(
     console.print("time against memory:")
     console.print(front_text(answer.front), markup=False)
     for each in advice:
-        console.print(f"binds: {each.sentence}", markup=False)
+        console.print(f"would be faster: {each.sentence}", markup=False)
     if "output" in typed:
         console.print(f"written to {typed['output']}: rpc-pipe run SCRIPT --plan {typed['output']}", markup=False)
 

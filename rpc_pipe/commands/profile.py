@@ -40,8 +40,10 @@ def add(commands: Any) -> None:
     """Add `profile` to the command line."""
     parser: Parser = commands.add_parser("profile", help="measure a model block by block, and workers and links")
     add_measuring(parser)
-    parser.add_argument("--workers", type=whole(1), help="measure with so many at once, and what is between them")
-    parser.add_argument("--rows", type=_rows, help="rows of a microbatch, several with commas (those of the batch)")
+    parser.add_argument(
+        "--workers", type=whole(1), help="measure with so many workers at once, and the links between them"
+    )
+    parser.add_argument("--rows", type=_rows, help="rows of a microbatch, such as 4 or 2,4,8 (those of the batch)")
     add_json(parser)
     parser.set_defaults(command=_profile)
 
@@ -52,12 +54,12 @@ def add_measuring(parser: Parser) -> None:
         "model", nargs="?", help="path/to/file.py:make, a function that returns model, batch or model, batch, loss_fn"
     )
     parser.add_argument(
-        "--profile", metavar="FILE", help="where what was measured is kept and read (.rpc_pipe/, by model)"
+        "--profile", metavar="FILE", help="file to keep measurements in and to read them from (in .rpc_pipe/, by model)"
     )
-    parser.add_argument("--again", action="store_true", help="measure even if that was done before")
+    parser.add_argument("--again", action="store_true", help="measure again even if there are measurements")
     parser.add_argument("--estimate", action="store_true", help="count operations instead of running the model")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="what keeps state and updates (adamw)")
-    parser.add_argument("--repeats", type=whole(1, 10**6), help="how often each block is timed (5)")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="optimizer to measure (adamw)")
+    parser.add_argument("--repeats", type=whole(1, 10**6), help="how many times each block is timed (5)")
     parser.add_argument("--device", help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--threads", type=whole(1, 4096), help="torch threads of a worker (1)")
 

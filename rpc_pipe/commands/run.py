@@ -58,7 +58,9 @@ def add(commands: Any) -> None:
     """Add `run` to the command line."""
     parser: Parser = commands.add_parser("run", help="train: the built-in GPT on text, or your own script")
     parser.add_argument(
-        "script", nargs="?", help="your training script, its own arguments behind --; by default a GPT is trained"
+        "script",
+        nargs="?",
+        help="your training script, with its own arguments after --; without one a built-in GPT is trained",
     )
     add_pipeline(parser)
     parser.add_argument(
@@ -70,7 +72,9 @@ def add(commands: Any) -> None:
         help="what rpc-pipe plan wrote: schedule, workers, cut and so on; auto: plan for --model, again if a run shows "
         "a better one",
     )  # fmt: skip
-    parser.add_argument("--memory", metavar="BYTES", help="of each worker, for --plan auto, such as 8GB (no limit)")
+    parser.add_argument(
+        "--memory", metavar="BYTES", help="memory of each worker, for --plan auto, such as 8GB (no limit)"
+    )
     parser.add_argument("--save", metavar="FILE", help="write the weights to this safetensors file")
     parser.add_argument(
         "--trace", metavar="FILE", help="write the last steps to this file for Chrome's tracing or Perfetto"
@@ -80,18 +84,23 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--max-restarts", type=whole(0), metavar="N",
-        help="after a failure start again so often, from the newest checkpoint that this run has written (0)",
+        help="after a failure restart up to N times, from the newest checkpoint that this run has written (0)",
     )  # fmt: skip
     kept = parser.add_argument_group("checkpoints")
     kept.add_argument(
-        "--checkpoint-every", type=whole(1), metavar="STEPS", help="write one after so many steps, and when stopped"
+        "--checkpoint-every",
+        type=whole(1),
+        metavar="STEPS",
+        help="write a checkpoint every so many steps, and when stopped",
     )
-    kept.add_argument("--checkpoint-folder", metavar="FOLDER", help="where, seen by all workers (checkpoints)")
-    kept.add_argument("--checkpoint-keep", type=whole(1), metavar="N", help="how many of the newest are kept (all)")
+    kept.add_argument(
+        "--checkpoint-folder", metavar="FOLDER", help="folder for them, which all workers must see (checkpoints)"
+    )
+    kept.add_argument("--checkpoint-keep", type=whole(1), metavar="N", help="keep only the N newest (all)")
     kept.add_argument(
         "--resume",
         metavar="auto|FOLDER",
-        help="go on from the newest of --checkpoint-folder, if there is one, or of FOLDER",
+        help="continue from the newest one in --checkpoint-folder, if there is one, or in FOLDER",
     )
     gpt = parser.add_argument_group("the built-in GPT")
     for name, (kind, text) in _GPT.items():

@@ -49,14 +49,14 @@ def add(commands: Any) -> None:
     add_order(parser)
     add_json(parser)
     add_costs(parser)
-    parser.add_argument("--stage-cost", metavar="FACTORS", help="times the cost, by stage, such as 1,1,2,1")
-    parser.add_argument("--slow", action="append", metavar="WORKER=FACTOR", help="a slower worker")
+    parser.add_argument("--stage-cost", metavar="FACTORS", help="factor of the cost for each stage, such as 1,1,2,1")
+    parser.add_argument("--slow", action="append", metavar="WORKER=FACTOR", help="make a worker slower by a factor")
     parser.add_argument(
         "--link", action="append", metavar="FROM-TO=TIME[/BANDWIDTH]",
         help="travel time of one link, and its bytes a unit of time, such as 0-1=2.5/1MB",
     )  # fmt: skip
-    parser.add_argument("--payload", metavar="BYTES", help="of what a stage sends, for the bandwidth of --link (0)")
-    parser.add_argument("--steps", type=whole(1), help="steps in sequence (1)")
+    parser.add_argument("--payload", metavar="BYTES", help="size of a payload, for the bandwidth of --link (0)")
+    parser.add_argument("--steps", type=whole(1), help="number of consecutive steps (1)")
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and hover in")
     parser.add_argument("--chrome", metavar="FILE", help="write the timeline for Chrome's tracing or Perfetto")

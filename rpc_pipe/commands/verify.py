@@ -25,9 +25,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--model", help=f"what is trained: {', '.join(_BUILT_IN)} or FILE.py:make ({VerifyOptions.model})"
     )
-    parser.add_argument("--blocks", action="append", help="name of the model's list of blocks, where it is not found")
+    parser.add_argument("--blocks", action="append", help="name of the model's list of blocks, if it is not found")
     parser.add_argument(
-        "--list-blocks", action="store_true", help="print blocks, parameters and payload of every possible cut instead"
+        "--list-blocks", action="store_true", help="only print blocks, parameters and payload of every possible cut"
     )
     parser.add_argument("--rows", type=whole(1), help="rows of a batch (2 M + 1, so that the last is ragged)")
     parser.add_argument("--dropout", type=fraction, help=f"dropout ({VerifyOptions.dropout})")

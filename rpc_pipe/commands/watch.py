@@ -30,10 +30,10 @@ _AT = "PORT or HOST:PORT"
 def add(commands: Any) -> None:
     """Add `watch` to the command line."""
     parser: Parser = commands.add_parser(
-        "watch", help="look at a running job, or at a recording; it goes on as if nobody did"
+        "watch", help="watch a running job without disturbing it, or replay a recording"
     )
     parser.add_argument(
-        "address", nargs="?", help="process or folder of the run, if there are several, or a recording: run.jsonl"
+        "address", nargs="?", help="name or folder of the run, if there are several, or a recording: run.jsonl"
     )
     parser.add_argument(
         "--web", nargs="?", const="8800", metavar="PORT", help="show it in a browser: PORT or HOST:PORT"
@@ -42,9 +42,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--record", metavar="FILE", help="write every step to this file of JSON lines")
     parser.add_argument("--tensorboard", metavar="FOLDER", help="write scalars for TensorBoard")
     parser.add_argument("--trace", metavar="FILE", help="write --steps for Chrome's tracing or Perfetto, then end")
-    parser.add_argument("--steps", metavar="A-B", help="the steps for --trace; by default those that are there now")
-    parser.add_argument("--speed", type=number, help="of a recording: how many times as fast as it ran (1)")
-    parser.add_argument("--once", action="store_true", help="show what there is, then end")
+    parser.add_argument("--steps", metavar="A-B", help="the steps for --trace (those available now)")
+    parser.add_argument("--speed", type=number, help="replay a recording so many times as fast as it ran (1)")
+    parser.add_argument("--once", action="store_true", help="show the current state, then end")
     parser.add_argument("--json", action="store_true", help="with --once: as JSON")
     parser.set_defaults(command=_watch)
 

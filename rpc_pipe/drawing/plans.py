@@ -40,7 +40,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
     drawn.add_column("cut", no_wrap=True, max_width=12)
     for heading in ("M", "ms", "memory", "bubble", "msgs"):
         drawn.add_column(heading, justify="right", no_wrap=True)
-    drawn.add_column("why", no_wrap=True)
+    drawn.add_column("vs best", no_wrap=True)
     shown: dict[str, Plan] = {}
     for plan in plans:
         shown.setdefault(f"{plan.schedule} {sorted(plan.parameters.items())}", plan)
