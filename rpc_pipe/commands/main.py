@@ -73,7 +73,8 @@ def _dispatch(argv: list[str]) -> int:
     typed = vars(namespace)
     command, parser = typed.pop("command"), typed.pop("parser")
     if "script" in typed:
-        run.refuse_unknown(typed["script"], unknown, parser.near(unknown))
+        near = parser.near(unknown, cutoff=0.75)  # --epochs is the script's, and not nearly --steps
+        run.refuse_unknown(typed["script"], unknown, near)
     elif at < len(argv):
         raise ConfigError(f"{' '.join(argv[at:])}: what stands behind -- is for a script, but none is run")
     parser.refuse(unknown)

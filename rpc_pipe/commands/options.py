@@ -52,13 +52,13 @@ class Parser(argparse.ArgumentParser):
             near = self.near(unknown)
             raise ConfigError(f"{' '.join(unknown)}: {near}{self.prog} --help lists what can be typed")
 
-    def near(self, unknown: Sequence[str]) -> str:
+    def near(self, unknown: Sequence[str], cutoff: float = 0.6) -> str:
         """Offer the option that is most like the first unknown one."""
-        return _hint(unknown[0].partition("=")[0], self._known) if unknown else ""
+        return _hint(unknown[0].partition("=")[0], self._known, cutoff) if unknown else ""
 
 
-def _hint(typed: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(typed, known, n=1)
+def _hint(typed: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    near = difflib.get_close_matches(typed, known, n=1, cutoff=cutoff)
     return f"did you mean {near[0]}? " if near else ""
 
 
