@@ -27,8 +27,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rpc_pipe.commands.topology import machines_of
+from rpc_pipe.dependency import G, U
 from rpc_pipe.planning.correcting import read_ran, spec_of
-from rpc_pipe.planning.profile import from_json
+from rpc_pipe.planning.profile import TIMED, from_json
 from rpc_pipe.planning.search import Question
 
 _MODELS = Path(__file__).parent / "plan_models.py"
@@ -142,10 +143,9 @@ def off_by_stage(found: Mapping[str, Any], note: Path) -> str:
     told = []
     for stage, took in enumerate(ran.stages):
         slow = machines.slow(spec.place(stage, 0))
-        each = (
-            f"{kind.letter} {slow * chain.time(kind, ends[stage], ends[stage + 1]) / ms - 1:+.0%}"
-            for kind, ms in took.items()
-        )
+        times = {kind: slow * chain.time(kind, ends[stage], ends[stage + 1]) for kind in TIMED}
+        times[U] += (spec.num_routes - 1) * times[G]  # it sums the replicas' gradients
+        each = (f"{kind.letter} {times[kind] / ms - 1:+.0%}" for kind, ms in took.items())
         told.append(f"stage {stage}: {', '.join(each)}")
     return "; ".join(told)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations, pairwise
 from statistics import median
@@ -37,6 +37,8 @@ _MEASURED = (F, B, I, W, G, U)
 _SMALL, _LARGE, _ROUNDS = 4_096, 4_194_304, 15
 #: up to so many workers every pair is measured, else neighbours only
 _ALL_PAIRS = 8
+#: a payload as large as gradients, bytes; how often it moves; products that are computed without it, and their rows
+_GRADIENTS, _MOVES, _PRODUCTS, _ROWS = 8_388_608, 5, 50, 192
 
 
 class Calibration(NamedTuple):
@@ -48,6 +50,8 @@ class Calibration(NamedTuple):
     per_step: float
     #: by (from, to)
     links: dict[tuple[int, int], Link]
+    #: what a worker's computing loses to a byte of gradients that goes out while one comes in
+    per_byte: float
 
 
 def calibrate(num_workers: int) -> tuple[WorkerActor, Calibration]:
@@ -59,13 +63,13 @@ def calibrate(num_workers: int) -> tuple[WorkerActor, Calibration]:
         for kind, took in found.items():
             runtime[kind] += took
         between += steps
-    own = {kind.letter: median(took) for kind, took in runtime.items()}, median(between), _ping(actor)
+    own = {kind.letter: median(took) for kind, took in runtime.items()}, median(between), _ping(actor), _lost(actor)
     told: list[Any] = actor.exchange("calibration", own)
     kinds = {kind: [each[0][kind.letter] for each in told if kind.letter in each[0]] for kind in _MEASURED}
     per_action = {kind: max(0.0, median(found)) for kind, found in kinds.items() if found}
     per_action[R] = per_action.get(F, 0.0)
     links = {tuple(pair): Link(*link) for each in told for pair, link in each[2]}
-    return actor, Calibration(per_action, told[0][1], links)
+    return actor, Calibration(per_action, told[0][1], links, median(each[3] for each in told))
 
 
 class _Sleep(torch.autograd.Function):
@@ -176,3 +180,37 @@ def _to_and_fro(actor: WorkerActor, run: int, other: int, size: int, first: bool
             mailbox.publish(run, f"{here} {number}", payload, [other])
         took.append(time.perf_counter() - begin)
     return 1e3 * sorted(took[3:])[_ROUNDS // 5]
+
+
+def _lost(actor: WorkerActor) -> float:
+    """Return the milliseconds that computing loses to a byte that goes to the next worker while one comes.
+
+    What is too large for a channel is copied by threads of the transport: beside computing where cores are to spare,
+    else instead of it. No more counts than processors did for it: others may use them too.
+    """
+    me, num_workers = actor.worker, actor.carrier.num_workers
+    if num_workers == 1:
+        return 0.0
+    before, after = (me - 1) % num_workers, (me + 1) % num_workers
+    payload, lost = pack(torch.zeros(_GRADIENTS // 4)), []
+    for _ in range(_MOVES):
+        actor.exchange("all compute", None)
+        alone = _compute(lambda done: done == _PRODUCTS)
+        run = actor.mailbox.begin(Call(me, "gradients move"))
+        actor.mailbox.pull(run, before, [(str(before), True)])
+        actor.mailbox.publish(run, str(me), payload, [after])
+        took = _compute(lambda done, run=run: bool(actor.mailbox.arrivals((run,))))  # type: ignore[misc]
+        actor.mailbox.end(run)
+        more = [took[clock] - took[2] * alone[clock] / alone[2] for clock in (0, 1)]
+        lost.append(max(0.0, min(more)))
+    return median(lost) / _GRADIENTS
+
+
+def _compute(over: Callable[[int], bool]) -> tuple[float, float, int]:
+    """Multiply matrices until it is over; return the milliseconds, those of processors, and how many products."""
+    x, done = torch.ones(_ROWS, _ROWS), 0
+    begin, used = time.perf_counter(), time.process_time()
+    while not over(done):
+        x @ x
+        done += 1
+    return 1e3 * (time.perf_counter() - begin), 1e3 * (time.process_time() - used), done

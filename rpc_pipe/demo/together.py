@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..dependency import Kind
+from ..dependency import G, Kind
 from ..launching.job import current_job
 from ..model.made import Made
 from ..planning.merging import merged
-from ..planning.profile import Profile, as_json, from_json
+from ..planning.profile import LayerCost, Profile, as_json, from_json
 from ..planning.profiling import RUNTIME_MS, profile_model
 from ..tracing import run_folders
 from ..workers.compute.device import courier_for
@@ -45,8 +45,18 @@ def profile_together(
     profiles = [from_json(json.loads(each), "the profile of a worker") for each in told]
     profile = merged(profiles, found.links)
     on_host = own.device == "cpu"  # a GPU runs behind its worker, which hides what the worker takes
+    profile = with_moves(profile, found.per_byte if on_host else 0.0)
     per_stage = around(profile.per_stage, found.per_action if on_host else {})
     return replace(profile, per_stage=per_stage, per_step=max(0.0, found.per_step) if on_host else 0.0), actor.worker
+
+
+def with_moves(profile: Profile, per_byte: float) -> Profile:
+    """Return a profile in which replicas that exchange gradients compute less while these move."""
+
+    def moved(cost: LayerCost) -> LayerCost:
+        return replace(cost, times={**cost.times, G: cost.times[G] + per_byte * cost.size.gradients})
+
+    return replace(profile, measured={rows: [*map(moved, costs)] for rows, costs in profile.measured.items()})
 
 
 def around(assumed: Mapping[Kind, float], found: Mapping[Kind, float]) -> dict[Kind, float]:

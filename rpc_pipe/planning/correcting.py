@@ -86,6 +86,8 @@ def corrected(question: Question, ran: Ran) -> tuple[Profile, list[tuple[int, fl
     measured = {rows: list(costs) for rows, costs in profile.measured.items()}
     off = []
     for stage, took in enumerate(ran.stages):
+        if spec.num_routes > 1:  # an update has summed the replicas' gradients too, which is no time of the blocks'
+            took = {kind: ms for kind, ms in took.items() if kind is not U}
         slow = _slowness(spec, machines, stage)
         expected = {kind: slow * chain.time(kind, ends[stage], ends[stage + 1]) for kind in took if kind in _KINDS}
         whole = sum(expected.values())
