@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ..dependency import F
+from ..dependency import F, U
 from .candidates import Candidate, candidates
 from .cutting import CutFound, CutSearch
 from .footprint import num_messages
@@ -226,7 +226,7 @@ def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
 def relaxed(chain: Chain, machines: Machines, num_microbatches: int) -> float:
     """Return a time that no step can beat, whatever the schedule, the cut and the order.
 
-    All work must be done by somebody, and that of one microbatch is done in a row.
+    All work must be done by somebody, updates too, and that of one microbatch is done in a row.
     """
     slows = [machines.slow(w) for w in range(machines.num_workers)]
     fastest, blocks = min(slows), chain.num_blocks
@@ -234,5 +234,5 @@ def relaxed(chain: Chain, machines: Machines, num_microbatches: int) -> float:
     # On the first stage that is a whole backward: the step does not end before its worker's part.
     back = chain.least_back(0, blocks)
     whole = once + chain.least_backward(0, blocks)
-    speed = sum(1 / slow for slow in slows)
-    return max((once + back) * fastest, num_microbatches * whole / speed) + chain.per_step
+    work = num_microbatches * whole + chain.blocks_time(U, 0, blocks)
+    return max((once + back) * fastest, work / sum(1 / slow for slow in slows)) + chain.per_step
