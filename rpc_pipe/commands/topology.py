@@ -75,6 +75,8 @@ def machines_of(where: str, told: Any) -> Machines:
         if not dash:
             raise ConfigError(f"{where}: link {ends!r}: must be FROM-TO, such as 0-1")
         a, b = parse_worker(where, source, count), parse_worker(where, target, count)
+        if a == b:
+            raise ConfigError(f"{where}: link {a}-{b}: is between two workers")
         links[a, b] = read_link(where, link)
         if f"{b}-{a}" not in given:
             links[b, a] = links[a, b]

@@ -100,7 +100,7 @@ def _blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False)
     def between(x: float, y: float) -> float:
         return max(0.0, x + share * (x if proportional else y - x))
 
-    times = {kind: a.times[kind] if kind in (U, G) else between(a.times[kind], b.times[kind]) for kind in a.times}
+    times = {kind: took if kind in (U, G) else between(took, b.times.get(kind, took)) for kind, took in a.times.items()}
     sizes = {
         f.name: getattr(a.size, f.name)
         if f.name in RESIDENT
@@ -341,7 +341,7 @@ def _refuse(profile: Profile, where: str) -> None:
     """Refuse numbers that cannot be.
 
     Raises:
-        ConfigError: one is negative or not finite, or blocks differ from one number of rows to another.
+        ConfigError: one is negative, not finite or lacking, or blocks differ from one number of rows to another.
     """
     measured = profile.measured
     if not measured or len({len(blocks) for blocks in measured.values()}) != 1 or not profile.num_blocks:
@@ -354,10 +354,8 @@ def _refuse(profile: Profile, where: str) -> None:
             values = [*block.times.values(), *astuple(block.size)]
             if rows < 1 or not all(0 <= value < _MOST for value in values):
                 raise ConfigError(f"{where}: rows {rows}, block {block.name!r}: times and bytes must be at least 0")
-    for few, many in pairwise(sorted(measured)):
-        for a, b in zip(measured[few], measured[many], strict=True):
-            if lacking := a.times.keys() - b.times.keys():
-                raise ConfigError(f"{where}: rows {many}, block {b.name!r}: has no time of {min(map(str, lacking))}")
+            if lacking := [kind for kind in (F, B, I, W, R) if kind not in block.times]:
+                raise ConfigError(f"{where}: rows {rows}, block {block.name!r}: has no time of {lacking[0]}")
     for tie in profile.ties:
         ends, sizes = (tie.first, tie.last), (tie.weights, tie.gradients, tie.optimizer)
         if not all(isinstance(end, int) for end in ends) or not 0 <= tie.first < tie.last < profile.num_blocks:

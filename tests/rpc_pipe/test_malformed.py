@@ -40,7 +40,7 @@ class Bare(Spec):
         pass
 """
 PLAN = {"schedule": "1f1b", "cut": [1], "num_microbatches": 2}
-BLOCKS = [{"ms": {"F": 1.0}, "bytes": {}}]
+BLOCKS = [{"ms": dict.fromkeys("FBIWR", 1.0), "bytes": {}}]
 PROFILE = {"rows": {"1": BLOCKS}}
 SHARD = {"name": "x", "bytes": 1, "crc32": "0", "tokens": 1}
 RUN = {"kind": "run", "workers": [], "listings": [], "clock_error_ms": 0}
@@ -76,6 +76,7 @@ FILES = {
     "topology.json": json.dumps(PROFILE | {"topology": {"a": 1}}),
     "nan.json": json.dumps(PROFILE | {"per_step_ms": float("nan")}),
     "uneven.json": json.dumps(PROFILE | {"rows": {"1": BLOCKS, "2": [{"ms": {}, "bytes": {}}]}}),
+    "without.json": json.dumps(PROFILE | {"rows": {"1": [{"ms": {"F": 1.0, "B": 2.0, "R": 1.0}, "bytes": {}}]}}),
     "wide.py": " " * (2**21 + 1),
     "wide.json": "[" + "[]," * 10**6,
     "latin/index.json": b"\xe4",
@@ -161,6 +162,7 @@ def folder(tmp_path_factory):
         ("profile --profile topology.json", 'topology: must have "workers"'),
         ("profile --profile nan.json", "must be at least 0, and finite"),
         ("profile --profile uneven.json", "rows 2, block '': has no time of F"),
+        ("plan --batch 8 --profile without.json", "rows 1, block '': has no time of I"),
         ("plan --batch 8 --profile wide.json", "has 2000001 values; at most 2000000 are read"),
         ("plan models.py:make --seconds inf", "must be above 0, and at most 1e+06"),
         ("data latin", "its index.json: is no text"),
