@@ -62,8 +62,8 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     """Return, by worker, the most bytes that it holds in a step.
 
     Counted are shards, activations (kept inputs where they are recomputed), outboxes until the consumer has the
-    payload, and what has arrived and is not used yet; and what the action needs while it runs that needs most, as if
-    it ran at the fullest moment.
+    payload, and what has arrived and is not used yet; and while an action runs what the one of its stage needs that
+    needs most.
 
     Args:
         simulation: of one step.
@@ -80,6 +80,10 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     for span in simulation.spans:
         worker, action = span.worker, span.action
         size = sizes[action.stage]
+        if action.kind.per_microbatch:
+            working = _working(spec, action.stage, size)
+            add(worker, span.start, working)
+            add(worker, span.end, -working)
         if action.kind is F:
             add(worker, span.start, size.inputs if spec.recomputes(action.stage) else size.activations)
         elif action.kind is R:
@@ -104,7 +108,6 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
         resident = sum(sizes[stage].shard - sizes[stage].weights for stage, _ in spec.hosted(worker)) + weights[worker]
-        resident += max((_working(spec, stage, sizes[stage]) for stage, _ in spec.hosted(worker)), default=0)
         peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)
 
