@@ -67,6 +67,20 @@ def test_whatever_a_model_raises_is_named_with_place_and_shapes(error):
     pipe.close()
 
 
+class Noted(ArithmeticError):
+    """An error of a user's who has other notes."""
+
+    __notes__ = 5
+
+
+def test_an_error_that_takes_no_notes_is_named_all_the_same():
+    """A TypeError of ours took its place, as its notes were no list."""
+    pipe, batch = training(raising(Noted("no")))
+    with pytest.raises(WorkerFailure, match=r"worker 1 failed \(running 1F2, step 0\): .*Noted: no"):
+        pipe.step(batch)
+    pipe.close()
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 def test_a_script_alone_that_hangs_is_told_who_does(streamed):
     """Workers of a process wait for each other's locks, not for payloads: `stall_s` never fired. And `train` told only

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import torch
@@ -167,4 +168,5 @@ class Layers:
 
 def note(error: Exception, where: str) -> None:
     """Add to an error where it happened, as `add_note` does from Python 3.11 on."""
-    error.__notes__ = [*getattr(error, "__notes__", ()), where]
+    with suppress(Exception):  # of a class of the user's that takes none, or has something else there
+        error.__notes__ = [*getattr(error, "__notes__", ()), where]
