@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 from ..dependency import ConfigError
 from ..dependency.at_exit import at_exit
 from ..tracing import run_folders
-from ..workers.transport.forks import letting_go
+from ..workers.transport.forks import keep_from_forks, letting_go
 from . import launcher_link as link
 from .interfaces import LOOPBACK, address_of, interface_towards
 from .job import INIT, KEY, TRUST, Job
@@ -54,6 +54,7 @@ def join(job: Job) -> Carrier:
             f"worker {job.worker} could not meet the other {job.num_workers - 1} workers within "
             f"{job.join_timeout_s:g} s: {error}"
         ) from error
+    keep_from_forks(carrier)
     link.tell(kind="joined")
     return carrier
 

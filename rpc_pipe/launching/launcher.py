@@ -265,29 +265,34 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
     process = os.getpid()
     try:
         work()
-        if os.getpid() != process:  # the script has forked, and the child has come to its end too
-            return 0
-    except (ConfigError, ScheduleError) as error:
+    except BaseException as error:
+        if os.getpid() != process:  # the script has forked: not this worker has failed, and its interpreter says it
+            raise
+        return _failed(error)
+    if os.getpid() != process:  # and the fork has come to its end too
+        return 0
+    link.tell(kind="done")
+    return reporter.exit_code
+
+
+def _failed(error: BaseException) -> int:
+    """Tell the launcher of what `work` has raised and return the exit code, or raise it again: a script may exit."""
+    if isinstance(error, (ConfigError, ScheduleError)):
         link.tell(kind="wrong input", text=str(error))
         return WRONG_INPUT
-    except PipeError as error:
+    if isinstance(error, PipeError):
         if isinstance(error.__cause__, ConfigError):  # found out only when the workers computed
             link.tell(kind="wrong input", text=str(error.__cause__))
             return WRONG_INPUT
         kinds = {"consequence": PeerLost, "stalled": Stalled, "disagreement": Disagreement}
         link.tell(kind="failure", text=str(error), **{name: isinstance(error, kind) for name, kind in kinds.items()})
         return FAILED
-    except BaseException as error:  # outside the pipeline's own calls: the user's script
-        if os.getpid() != process:  # which has forked: not this worker has failed, and its interpreter says it
-            raise
-        if not isinstance(error, Exception):
-            well = isinstance(error, SystemExit) and error.code in (None, 0)
-            if well or link.stopping() or not link.present():
-                raise
-        link.tell(kind="failure", consequence=False, text=_formatted(error))
-        return FAILED
-    link.tell(kind="done")
-    return reporter.exit_code
+    if not isinstance(error, Exception):  # outside the pipeline's own calls: the user's script
+        well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if well or link.stopping() or not link.present():
+            raise error
+    link.tell(kind="failure", consequence=False, text=_formatted(error))
+    return FAILED
 
 
 def _formatted(error: BaseException) -> str:

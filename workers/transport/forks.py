@@ -1,7 +1,8 @@
-"""What forks of a worker let go: the sockets by which others reach it.
+"""What forks of a worker let go: the sockets by which others reach it, and the training itself.
 
 A process that loads data, or any other fork, inherits them all. Where it lived on, the others saw no connection break
-when its worker was killed, and waited for the fork to end.
+when its worker was killed, and waited for the fork to end. A fork that went on with the script took what was for its
+worker, and all waited in vain.
 """
 
 from __future__ import annotations
@@ -11,11 +12,25 @@ import socket
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from ...dependency import PipeError
 
 _DESCRIPTORS = Path("/proc/self/fd")
 #: addresses at which this process listens for other workers
 _listens_at: set[object] = set()
+
+
+def keep_from_forks(carrier: object) -> None:
+    """Let forks of this process, which has only this carrier, not take part in its name."""
+    refusing = type("CarrierOfAFork", (type(carrier),), {"__getattribute__": _refuse})
+    os.register_at_fork(after_in_child=partial(object.__setattr__, carrier, "__class__", refusing))
+
+
+def _refuse(carrier: object, name: str) -> Any:
+    raise PipeError(f"process {os.getpid()} is a fork of a worker and cannot go on as one: end it by os._exit")
 
 
 @contextmanager
