@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, Stalled, WorkerFailure
+from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeError, Stalled, WorkerFailure
 from .compute.allocator import keep_freed_memory
 from .compute.device import Courier
 from .compute.inner_state import may_count
@@ -74,6 +74,9 @@ class WorkerActor(Context):
             PeerLost: another worker failed or is gone.
             Stalled: nothing arrived in time.
         """
+        if self.running:
+            raise PipeError(f"called from within {self.running}, which this worker computes: layers, losses and hooks "
+                            "cannot call the pipeline that runs them")  # fmt: skip
         return next(self.stream(iter([batch])))
 
     def stream(self, batches: Iterator[Batch]) -> Generator[Result, None, None]:
