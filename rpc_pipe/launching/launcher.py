@@ -165,6 +165,7 @@ class Launcher:
         return {
             **os.environ,
             **_meeting(self._how, folder),
+            link.FOLDER: str(folder),
             "WORLD_SIZE": str(self._num_workers),
             run_folders.FOLDER: run_folders.OFF if boards is None else str(boards.folder),
             "PYTHONUNBUFFERED": "1",
@@ -259,6 +260,7 @@ def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
     if link.present():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         link.hold_leash()
+        link.lodge_children()
     else:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the others leave, which TensorPipe warns of
         link.tell_instead(reporter.handle)

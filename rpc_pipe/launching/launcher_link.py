@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import cache, partial
+from multiprocessing.process import current_process
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import ref
@@ -43,7 +44,8 @@ logger = logging.getLogger(__name__)
 
 #: environment variables: descriptor to write messages to, descriptor to read orders from
 TELL, LEASH = "RPC_PIPE_TELL", "RPC_PIPE_LEASH"
-_INIT = "RPC_PIPE_INIT"
+#: environment variable: the folder of this attempt, which the launcher removes at its end
+FOLDER = "RPC_PIPE_FOLDER"
 #: environment variable: what is done about a loss that is not finite
 NAN = "RPC_PIPE_NAN"
 NANS = "stop", "warn", "ignore"
@@ -115,6 +117,12 @@ def hold_leash() -> None:
         threading.Thread(target=_follow, args=(int(os.environ[LEASH]),), name="leash", daemon=True).start()
 
 
+def lodge_children() -> None:
+    """Let multiprocessing keep what children need in the launcher's folder: a worker that is killed removes nothing."""
+    if FOLDER in os.environ:
+        vars(current_process())["_config"]["tempdir"] = os.environ[FOLDER]
+
+
 def _follow(descriptor: int) -> None:
     while order := os.read(descriptor, 1):
         if order == STOP:
@@ -171,11 +179,9 @@ def _wake_when_orphaned() -> None:
 
 def _clear_up() -> None:
     """Remove what the launcher would have removed."""
-    init, boards = os.environ.get(_INIT, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
-    if init.startswith("file://"):
-        folder = Path(init.removeprefix("file://")).parent
-        if folder.name.startswith("rpc-pipe-"):
-            shutil.rmtree(folder, ignore_errors=True)
+    folder, boards = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
+    if Path(folder).name.startswith("rpc-pipe-"):
+        shutil.rmtree(folder, ignore_errors=True)
     if boards != run_folders.OFF and Path(boards).name.startswith("run-"):
         tell_end(Path(boards), Ending(RUN_FAILED, "its launcher is gone"))
         shutil.rmtree(boards, ignore_errors=True)

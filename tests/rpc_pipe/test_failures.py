@@ -67,6 +67,14 @@ def test_whatever_a_model_raises_is_named_with_place_and_shapes(error):
     pipe.close()
 
 
+def test_a_layer_that_calls_its_own_pipeline_is_told_so():
+    """Between processes all waited in vain, and a lost message was blamed."""
+    pipe, batch = training(lambda x: pipe.actors[1].run(None))
+    with pytest.raises(WorkerFailure, match=r"running 1F2, step 0.*called from within 1F2, which this worker computes"):
+        pipe.step(batch)
+    pipe.close()
+
+
 class Noted(ArithmeticError):
     """An error of a user's who has other notes."""
 
@@ -271,3 +279,33 @@ def test_a_closed_terminal_stops_the_run_in_good_order(tmp_path, run):
         output = launcher.communicate(timeout=60)[0]
     assert launcher.returncode == 128 + signal.SIGHUP, output
     assert weights.is_file() and list(temporary.iterdir()) == []
+
+
+LOADING = """
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from rpc_pipe.pipeline import Pipeline
+
+class Rows:
+    def __len__(self):
+        return 64
+    def __getitem__(self, row):
+        if row == 40:
+            raise ArithmeticError("a row's own fault")
+        return torch.ones(4), torch.ones(4)
+
+pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss, num_microbatches=2)
+for loss in pipe.train(DataLoader(Rows(), 8, num_workers=1)):
+    pass
+"""
+
+
+def test_processes_that_load_data_leave_nothing_when_one_fails(tmp_path):
+    """Workers that are killed remove nothing: folders of multiprocessing stayed in TMPDIR."""
+    script, temporary = tmp_path / "train.py", tmp_path / "tmp"
+    script.write_text(LOADING)
+    temporary.mkdir()
+    done = rpc_pipe("run", script, TMPDIR=str(temporary))
+    assert done.returncode == 1 and "ArithmeticError: a row's own fault" in done.stdout, done.stdout
+    assert list(temporary.iterdir()) == []
