@@ -118,9 +118,15 @@ def hold_leash() -> None:
 
 
 def lodge_children() -> None:
-    """Let multiprocessing keep what children need in the launcher's folder: a worker that is killed removes nothing."""
-    if FOLDER in os.environ:
-        vars(current_process())["_config"]["tempdir"] = os.environ[FOLDER]
+    """Let multiprocessing keep what children need in a folder of the launcher's: killed workers remove none.
+
+    Unix sockets are there, whose paths may not be long, as that of TMPDIR may be.
+    """
+    folder = os.environ.get(run_folders.FOLDER, run_folders.OFF)
+    if folder == run_folders.OFF:
+        folder = os.environ.get(FOLDER, "")
+    if folder:
+        vars(current_process())["_config"]["tempdir"] = folder
 
 
 def _follow(descriptor: int) -> None:
