@@ -127,9 +127,12 @@ def _give_up(place: Path, worker: int, why: str) -> None:
     """Tell worker 0, who waits for this worker's list, that there will be none."""
     try:
         _list(place, worker, {"failed": why})
-    except ConfigError:  # not even for that is there room; an empty file needs none
-        with suppress(OSError):
-            (place / _part(worker)).with_suffix(_FAILED).touch()
+    except ConfigError:  # not even for that is there room, or a descriptor; an empty file needs no room
+        failed = (place / _part(worker)).with_suffix(_FAILED)
+        for leave in (Path.touch, Path.mkdir):  # and a folder no descriptor
+            with suppress(OSError):
+                leave(failed)
+                return
 
 
 def _part(worker: int) -> str:
