@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -128,7 +128,7 @@ class Mailbox:
         return [self._read(arrived) for arrived in self._carrier.poll(runs)]
 
     def next_arrivals(
-        self, runs: Container[int], describe: Callable[[], str], *, looked: bool = False
+        self, runs: Collection[int], describe: Callable[[], str], *, looked: bool = False
     ) -> list[Arrival]:
         """Wait until something has arrived for `runs`, and return it.
 
@@ -147,11 +147,12 @@ class Mailbox:
             if self._carrier.wait(max(left, 0)):
                 continue
             if told:
-                raise Stalled(f"worker {me}: nothing arrived for {self._stall_s:g} s, waiting for {describe()}")
+                waits = f"{describe()}, in {self._carrier.calls.named(runs)}"
+                raise Stalled(f"worker {me}: nothing arrived for {self._stall_s:g} s, waiting for {waits}")
             told = True
             logger.warning(
-                "worker %d: nothing has arrived for %g s, waiting for %s; that fails after %g s",
-                me, self._stall_s / 2, describe(), self._stall_s,
+                "worker %d: nothing has arrived for %g s, waiting for %s, in %s; that fails after %g s",
+                me, self._stall_s / 2, describe(), self._carrier.calls.named(runs), self._stall_s,
             )  # fmt: skip
         return found
 

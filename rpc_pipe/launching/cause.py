@@ -74,8 +74,9 @@ def of_stall(
     if culprit is not None and (unseen := waits_for_unseen(lives, culprit)) is not None:
         title = f"worker {unseen} has not begun"
         text = f"worker {unseen} has made no pipeline yet, and the others wait for it"
-    elif live.state is State.WAITING:
-        title, text = "no worker goes on", "each waits for another: a message has been lost"
+    elif live.state in (State.WAITING, State.LEFT):  # who leaves now has waited for as long
+        title = "no worker goes on"
+        text = "each waits for another: they were called differently, as above, or a message has been lost"
     elif live.state is State.STOPPED:
         title = f"worker {culprit} is stopped"
         text = f"worker {culprit} was stopped by a signal, as Ctrl-Z sends it, in step {live.step}"

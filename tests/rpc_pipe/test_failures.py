@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import resource
 import signal
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 from processes import rpc_pipe, start
 from torch import nn
 
+from rpc_pipe.checkpoints import writing
 from rpc_pipe.dependency import F, NotFinite, Stalled, WorkerFailure
 from rpc_pipe.launching import logs
 from rpc_pipe.launching.cause import of_death, of_stall
@@ -148,6 +150,9 @@ def test_a_stall_names_who_hangs_and_not_who_waits():
     assert stopped.title == "worker 1 is stopped"
     assert of_stall(told, 2, {2: waiting}, [], "", 0).title == "worker 1 has not begun"
     assert of_stall(told, None, {}, [], "", 0).text == told
+    # One of those that had waited for as long was on its way out, and "hangs: leaving for 0 s" was told of it.
+    leaving = Live(State.LEFT, 0)
+    assert of_stall(told, 1, {**lives, 1: leaving}, [], "", 0).title == "no worker goes on"
 
 
 def test_a_run_folder_that_was_cut_off_by_full_memory_is_no_end(tmp_path, monkeypatch):
@@ -309,3 +314,15 @@ def test_processes_that_load_data_leave_nothing_when_one_fails(tmp_path):
     done = rpc_pipe("run", script, TMPDIR=str(temporary))
     assert done.returncode == 1 and "ArithmeticError: a row's own fault" in done.stdout, done.stdout
     assert list(temporary.iterdir()) == []
+
+
+def test_a_worker_without_descriptors_says_that_it_writes_no_checkpoint(tmp_path):
+    """Worker 0 waited for its list for `stall_s`, and another one was said to hang."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        writing._give_up(tmp_path, 1, "why")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    with pytest.raises(Stalled, match=r"part-00002\.json does not come; its worker failed"):
+        writing._awaited(tmp_path / writing._part(1), time.monotonic(), 5)

@@ -101,7 +101,7 @@ def test_a_run_may_be_abandoned_while_a_thread_that_copies_delivers(mailboxes):
 
 
 def test_who_waits_in_vain_says_for_what(mailboxes):
-    with pytest.raises(Stalled, match=r"nothing arrived for 0\.05 s, waiting for the moon"):
+    with pytest.raises(Stalled, match=r"nothing arrived for 0\.05 s, waiting for the moon, in step 0"):
         mailboxes[1].next_arrivals((RUN,), lambda: "the moon")
 
 

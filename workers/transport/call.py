@@ -7,7 +7,7 @@ call of that number and, if they differ, answers nothing but that. So no run com
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ...dependency import Disagreement
@@ -124,6 +124,10 @@ class Calls:
         for peer, text in told.items():
             self._compare(call, peer, text)
         return self.number
+
+    def named(self, runs: Iterable[int]) -> str:
+        """Return what this worker was asked for in `runs`."""
+        return " and ".join(self._calls[run].what for run in runs if run in self._calls)
 
     def told(self, run: int) -> str:
         """Return what to tell others of `run`."""
