@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ..dependency import ConfigError
+from ..workers.compute.borders import version_of
 from ..workers.compute.randomness import Seed, python_too
 from .absent import Absent
 from .hollow import Hollow, NeedsField, copy_of, said
@@ -19,7 +20,6 @@ from .observer import name_of
 from .script import Cue, Departed, Script, agrees
 from .skeleton import Skeleton, is_mark
 from .trees import Path, at, leaves, mapped, replaced, tensors
-from .undoing import version_of
 
 
 class ScriptedForward(TorchFunctionMode):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..dependency import ConfigError
 from ..workers.compute.attributes import Attributes
-from ..workers.compute.borders import address
+from ..workers.compute.borders import address, version_of
 from ..workers.compute.digest import few, sample
 
 #: where a buffer is, itself, its version and memory, and a copy
@@ -115,8 +115,3 @@ def _differ(tensor: Tensor, version: int, memory: Tensor, before: Tensor, compar
         return True
     with torch.no_grad():
         return not torch.equal(compared, before)
-
-
-def version_of(tensor: Tensor) -> int:
-    """Return how often autograd has seen a tensor being written; 0 where it does not count."""
-    return 0 if tensor.is_inference() else tensor._version

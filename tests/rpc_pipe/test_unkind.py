@@ -283,6 +283,19 @@ class Within(Linear):
         return checkpoint(lambda x: self.linear(x) * (1 + self.mean), x, use_reentrant=False)
 
 
+class Remembers(Linear):
+    """Goes on where the last forward ended: with numbers, or with a tensor, neither of which is a buffer."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.state = number, 1.0 if number else torch.ones(WIDTH)
+
+    def forward(self, x):
+        y = self.linear(x) * self.state
+        self.state = self.state * 0.9 if self.number else y.detach().mean(0)
+        return y
+
+
 class Checkpointed(nn.Module):
     def __init__(self, inner):
         super().__init__()
@@ -300,6 +313,8 @@ class Checkpointed(nn.Module):
         ("gpipe", partial(Checkpointed, partial(Moved, True))),
         ("zb-h1", partial(Checkpointed, partial(Moved, False))),
         ("gpipe", Within),
+        ("gpipe", partial(Checkpointed, partial(Remembers, True))),
+        ("zb-h1", partial(Checkpointed, partial(Remembers, False))),
     ],
 )
 def test_what_a_checkpoint_counts_in_backward_is_refused_where_it_comes_too_late(schedule, layer):
@@ -310,7 +325,9 @@ def test_what_a_checkpoint_counts_in_backward_is_refused_where_it_comes_too_late
     pipe = pipeline(counted, schedule, num_workers=2, num_microbatches=1, seed=1)
     assert differences(pipe, counted, batches_for("moving average", 1), 1) == []
     pipe = pipeline(counted, schedule, num_workers=2, num_microbatches=4, seed=1)
-    with pytest.raises(WorkerFailure, match=r"a (Counted|Moved|Within) that a checkpoint computes again in backward"):
+    with pytest.raises(
+        WorkerFailure, match=r"a (Counted|Moved|Within|Remembers) that a checkpoint computes again in backward"
+    ):
         pipe.step((torch.randn(8, WIDTH), torch.randn(8, WIDTH)))
 
 

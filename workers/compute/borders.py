@@ -162,6 +162,11 @@ def address(tensor: Tensor) -> int:
         return -id(tensor)
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often autograd has seen a tensor being written; 0 where it does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def copies_batch(batch: Payload, written: bool | None) -> bool:
     """Tell whether layers get copies of a batch: of a small one always, since a layer may write it by chance.
 

@@ -7,7 +7,7 @@ theirs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,10 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 
 from ..transport.payload import tensors_of
 from .autocast import Casts
-from .borders import address
+from .borders import address, version_of
+from .inner_state import OF_TORCH, Place
 from .operators import OperatorMode
 from .randomness import computing
 from .recomputation import World, equal
@@ -41,6 +43,24 @@ class Reruns:
         self._may_be: bool | None = None
         #: those that write something in backward, or read there what forwards write; None until one has been seen
         self._writers: list[nn.Module] | None = None
+        #: until then: what attributes held after the last forward, and which of them it had moved
+        self._held: Mapping[Place, tuple[Tensor | None, float]] = {}
+        self._moved: list[Place] = []
+        self._num_forwards = 0
+
+    def forwarded(self) -> None:
+        """Note the numbers and tensors that attributes hold when a forward has run."""
+        if self._may_be is False or self._writers is not None or not torch.is_grad_enabled():
+            return
+        now = {
+            (module, name): (value, version_of(value)) if isinstance(value, Tensor) else (None, value)
+            for module in self._modules
+            for name, value in vars(module).items()
+            if isinstance(value, (int, float, Tensor)) and name not in OF_TORCH
+        }
+        pairs = [(place, state, self._held.get(place, state)) for place, state in now.items()]
+        self._moved = [place for place, new, old in pairs if new[0] is not old[0] or new[1] != old[1]]
+        self._held, self._num_forwards = now, self._num_forwards + 1
 
     def backward(
         self, casts: Casts, roots: Sequence[Tensor], *, of_inputs: bool = False
@@ -56,6 +76,8 @@ class Reruns:
         """
         if self._may_be is None:
             self._may_be = _may_run_again(roots)
+            if not self._may_be:
+                self._held = {}
         return self._watched(casts, of_inputs) if self._may_be else casts.backward()
 
     @contextmanager
@@ -80,10 +102,10 @@ class Reruns:
                 called.add(module)
 
         world = World(self._modules)
-        reads = _Reads(self._modules, self._written)
+        reads, takes = _Reads(self._modules, self._written), _Takes(self._moved)
         handle = register_module_forward_pre_hook(note)
         try:
-            with casts.backward(), reads if reads.moved else nullcontext():
+            with casts.backward(), reads if reads.moved else nullcontext(), takes if takes.moved else nullcontext():
                 yield
         finally:
             handle.remove()
@@ -97,9 +119,12 @@ class Reruns:
         moved = set(self._written.weights or ())
         changed += [module for module in again if not moved.isdisjoint(module._parameters.values())]
         changed += [module for module, _ in self._written.buffers if module in called]
-        changed += reads.found
-        self._writers = changed or (None if of_inputs else [])
+        changed += [module for module, name in self._moved if module in called and self._held[module, name][0] is None]
+        changed += reads.found + takes.found
+        self._writers = changed or (None if of_inputs or self._num_forwards < 2 else [])
         self._may_be = self._writers != []
+        if self._writers is not None:
+            self._held = {}
 
 
 class _Reads(OperatorMode):
@@ -118,9 +143,31 @@ class _Reads(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_grad_enabled():  # backward's own operators run without
-            given = map(address, tensors_of((tuple(args), kwargs or {})))
-            self.found += [self.moved[at] for at in given if at in self.moved]
+            self.found += _holders(self.moved, (tuple(args), kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+class _Takes(TorchFunctionMode):
+    """The same of tensors in attributes, which others may only look at: before autograd saves them, and so may end it.
+
+    Args:
+        places: attributes that forwards move.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        super().__init__()
+        held = [(module, vars(module).get(name)) for module, name in places]
+        self.moved = {address(tensor): module for module, tensor in held if isinstance(tensor, Tensor)}
+        self.found: list[nn.Module] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.is_grad_enabled():
+            self.found += _holders(self.moved, (tuple(args), kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _holders(moved: dict[int, nn.Module], given: Any) -> list[nn.Module]:
+    return [moved[at] for at in map(address, tensors_of(given)) if at in moved]
 
 
 def _may_run_again(roots: Sequence[Tensor]) -> bool:

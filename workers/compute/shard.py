@@ -184,6 +184,7 @@ class Shard:
             if split:
                 forward = partial(self._unhooked.run, forward, self._written.begin_anew)
             tree = self._noted(microbatch, forward) if recompute else forward()
+        self._reruns.forwarded()
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
             tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
         return leaving(tree, lambda: self._staying(inputs)) if share is None else None
