@@ -303,3 +303,13 @@ def test_everything_of_a_loop_is_in_its_checkpoint(tmp_path):
 def test_what_cannot_be_is_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         pipeline(**{"schedule": "1f1b", "num_workers": 2, **options})
+
+
+def test_stages_do_not_share_a_rate_that_schedulers_write():
+    """A rate that is a tensor was one for all stages of a process, and decayed once for each of them."""
+    optimizer = partial(torch.optim.SGD, lr=torch.tensor(0.1))
+    pipe = pipeline("1f1b", 3, optimizer=optimizer, lr_scheduler=partial(StepLR, step_size=1, gamma=0.5))
+    for batch in BATCHES[:2]:
+        pipe.step(batch)
+    rates = [shard.optimizer.param_groups[0]["lr"] for actor in pipe.actors for shard in actor.shards.values()]
+    assert rates == [pytest.approx(0.025)] * 3

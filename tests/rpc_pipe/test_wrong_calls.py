@@ -88,15 +88,21 @@ class _Weighed(nn.Module):
 
 
 def test_a_parameter_of_the_loss_function_is_not_left_untrained_silently():
+    """Nor by an optimizer of the user's own: replicas had a part of its gradient each, and none clipped it."""
     loss_fn = _Weighed()
     pipe = pipeline(loss=lambda output, target: loss_fn(output, target))
-    first = pipe.step((X, Y))
     with pytest.raises(WorkerFailure, match=r"a parameter of shape \(\) belongs to no layer, such as one of the loss"):
         pipe.step((X, Y))
-    optimizer = torch.optim.SGD(loss_fn.parameters(), lr=0.1)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert pipe.step((X, Y)) < first
+
+
+def test_an_optimizer_of_more_than_its_stage_is_refused():
+    """In threads every stage made a step with it: loss parameters, or all weights, took as many as there are stages."""
+    loss_fn, model = _Weighed(), nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+    for more in (loss_fn, model):
+        with pytest.raises(
+            ConfigError, match=r"optimizer SGD: has a parameter of shape .* none of those it was made for"
+        ):
+            pipeline(model, loss_fn, optimizer=lambda named: SGD([*{*(p for _, p in named), *more.parameters()}]))  # noqa: B023
 
 
 def test_a_loss_function_that_counts_is_refused_with_replicas():

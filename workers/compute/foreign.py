@@ -12,40 +12,35 @@ from .split_backward import children_first
 
 
 class Foreign:
-    """Says so where nobody trains them: the optimizer of a stage has the parameters of its layers."""
+    """Refuses them: each replica of a stage would have its own, and none scales, clips, divides or stores them."""
 
     def __init__(self) -> None:
-        #: None until a forward has been seen
+        #: None until a forward has been seen; weak, as a forward may make some that end with it
         self._found: list[ref[nn.Parameter]] | None = None
-        self._updates = 0
 
-    def look(self, loss: Tensor, own: Iterable[Tensor], updates: int) -> None:
+    def look(self, loss: Tensor, own: Iterable[Tensor]) -> None:
         """Find them by the graph of the first forward.
 
         Args:
-            own: what the optimizer has, or could have.
-            updates: so far.
+            own: what an optimizer of this stage has, or could have.
         """
         if self._found is None:
-            known = {id(tensor) for tensor in own}
+            known = {key for tensor in own for key in (id(tensor), tensor.data_ptr())}  # versions are other objects
             nodes = children_first([] if loss.grad_fn is None else [loss.grad_fn])
             leaves = (getattr(node, "variable", None) for node in nodes)
-            self._found = [ref(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter) and id(leaf) not in known]
-            self._updates = updates
+            found = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+            self._found = [ref(leaf) for leaf in found if known.isdisjoint((id(leaf), leaf.data_ptr()))]
 
-    def check(self, updates: int) -> None:
-        """Look, after the first update, whether somebody has taken their gradients.
+    def check(self) -> None:
+        """Look, before the first update, whether there are any.
 
         Raises:
-            ConfigError: nobody has.
+            ConfigError: there is one.
         """
-        if not self._found or updates == self._updates:
-            return
-        for parameter in (found() for found in self._found):
-            if parameter is not None and parameter.grad is not None and bool(parameter.grad.abs().sum() > 0):
+        for parameter in (found() for found in self._found or ()):
+            if parameter is not None and parameter.grad is not None:
                 raise ConfigError(
                     f"a parameter of shape {tuple(parameter.shape)} belongs to no layer, such as one of the loss "
-                    "function, and no optimizer has taken its gradient of the step before: put it into the last layer, "
-                    "or let an optimizer of your own step, and zero its gradient, after every step"
+                    "function, and no optimizer of a stage has it: put it into the last layer"
                 )
-        self._found = []
+        self._found = self._found and []

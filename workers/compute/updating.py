@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +70,12 @@ class Updating:
             )
         #: whose gradients nobody has asked for
         self._frozen = [] if training.optimizer is None else [pair for pair in named if not pair[1].requires_grad]
-        self.lr_scheduler = training.lr_scheduler(self.optimizer) if training.lr_scheduler and self.optimizer else None
+        if self.optimizer is not None:
+            _refuse_others(self.optimizer, self.parameters)
+        self.lr_scheduler = None
+        if self.optimizer is not None and training.lr_scheduler is not None:
+            _own_rates(self.optimizer)
+            self.lr_scheduler = training.lr_scheduler(self.optimizer)
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             raise ConfigError(
                 "lr_scheduler ReduceLROnPlateau: its step takes a metric, and schedulers are stepped after every "
@@ -87,15 +91,9 @@ class Updating:
         self._foreign = Foreign()
 
     def root(self, loss: Tensor, summed: bool) -> Tensor:
-        """Return what backward starts from: the loss's part in the update, scaled; of sums the weight comes later.
-
-        Raises:
-            ConfigError: it depends on a parameter that nobody trains, as is seen after an update.
-        """
-        if loss.requires_grad and self.optimizer is not None:
-            held = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
-            self._foreign.look(loss, chain(self.parameters.values(), held), self.count)
-            self._foreign.check(self.count)
+        """Return what backward starts from: the loss's part in the update, scaled; of sums the weight comes later."""
+        if loss.requires_grad and self.training.optimizer is not None:
+            self._foreign.look(loss, self.parameters.values())
         if self.training.accumulate > 1 and not summed:
             loss = loss / self.training.accumulate
         return loss * self.scale.scale if self.scale.enabled else loss
@@ -132,6 +130,7 @@ class Updating:
 
     def hold(self, weight: float) -> None:
         """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""
+        self._foreign.check()
         self.held = {name: p.grad.clone() for name, p in self.parameters.items() if p.grad is not None}
         self.weight += weight
 
@@ -152,7 +151,12 @@ class Updating:
         return BeforeUpdate(self)
 
     def update(self, finite: bool) -> None:
-        """Let the optimizer make one step, unless gradients have overflowed, and forget them."""
+        """Let the optimizer make one step, unless gradients have overflowed, and forget them.
+
+        Raises:
+            ConfigError: the loss depends on a parameter that it does not have.
+        """
+        self._foreign.check()
         self.held, self.weight = {}, 0.0
         if self.scale.enabled:  # also where nothing is trained: there the loss may be computed
             self.scale.update(finite)
@@ -253,6 +257,31 @@ def _added(total: Tensor, grad: Tensor) -> Tensor:
 def _needs_closure(optimizer: Optimizer) -> bool:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _refuse_others(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters of other stages, or of a loss function: each stage would update them, and none scales, clips or
+    divides their gradients.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    own = set(map(id, parameters.values()))
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if id(parameter) not in own:
+            raise ConfigError(
+                f"optimizer {type(optimizer).__name__}: has a parameter of shape {tuple(parameter.shape)} that is none "
+                "of those it was made for: make one of the (name, parameter) pairs of a stage, which it is called "
+                "with; a parameter of a loss function belongs into the last layer"
+            )
+
+
+def _own_rates(optimizer: Optimizer) -> None:
+    """Let no other stage have the tensors among the options, such as a rate: schedulers write them in place."""
+    copies: dict[int, Tensor] = {}
+    for group in optimizer.param_groups:
+        tensors = [(key, value) for key, value in group.items() if isinstance(value, Tensor)]
+        group.update((key, copies.setdefault(id(value), value.clone())) for key, value in tensors)
 
 
 def refuse_sparse(named: Iterable[tuple[str, Tensor | None]]) -> None:
