@@ -105,6 +105,18 @@ def test_an_optimizer_of_more_than_its_stage_is_refused():
             pipeline(model, loss_fn, optimizer=lambda named: SGD([*{*(p for _, p in named), *more.parameters()}]))  # noqa: B023
 
 
+def test_a_weight_of_the_loss_that_wants_a_gradient_is_refused():
+    """The sum was divided by it as by a number, and the model learnt nothing of it."""
+
+    def weighed(output, target):
+        weight = output.sigmoid()[:, 0]
+        return (nn.functional.cross_entropy(output, target, reduction="none") * weight).sum(), weight.sum()
+
+    with pytest.raises(WorkerFailure, match=r"a weight that requires a gradient, .* detach it"):
+        pipeline(loss=weighed).step((X, Y))
+    assert pipeline(loss=weighed).evaluate((X, Y)) > 0
+
+
 def test_a_loss_function_that_counts_is_refused_with_replicas():
     assert pipeline(loss=_Weighed(counts=True)).step((X, Y)) > 0
     with pytest.raises(WorkerFailure, match="loss_fn _Weighed changes a buffer or an attribute of its own"):

@@ -55,6 +55,11 @@ def sum_and_weight(loss: Any, share: float) -> tuple[Tensor, Any]:
         raise TypeError(
             f"loss_fn returned {_shape(weight)} behind the loss: a pair must be (sum, weight), and a weight one number"
         )
+    if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
+        raise TypeError(
+            "loss_fn returned a weight that requires a gradient, which it would not get, as the weights of all "
+            "microbatches are added up as numbers: detach it"
+        )
     return total.reshape(()) if total.dim() else total, weight
 
 
