@@ -17,6 +17,7 @@ from ..workers.transport.lending import Lending
 from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, split_rows, tensors_of
 from .arguments import refuse_batch
 from .lazy_batch import LazyBatch, label_of
+from .rewritten import Memory, refuse_rewritten
 
 #: takes a batch apart into inputs and targets
 Pair = Callable[[Tree], tuple[Tree, Tree]]
@@ -204,15 +205,20 @@ class Ahead:
         self._batches = iter(batches)
         self._cut = cut
         self._read: dict[int, Microbatches] = {}
+        self._memory: dict[int, Memory] = {}
 
     def advance(self, step: int) -> None:
         """Read the batches of `step` and those ahead; forget those before."""
         self._read.pop(step - 1, None)
+        self._memory.pop(step - 1, None)
         for wanted in range(step, step + 1 + self._count):
             if wanted not in self._read and (not self._read or wanted - 1 in self._read):
                 for batch in self._batches:
-                    self._read[wanted] = self._cut(batch)
+                    found = self._read[wanted] = self._cut(batch)
+                    if found.lazy is None:
+                        self._memory[wanted] = Memory((found.inputs[0], found.targets[0]), found.rows, found.described)
                     break
+        refuse_rewritten([self._memory[number] for number in sorted(self._memory)])
 
     def finished(self, step: int) -> str:
         """Tell who made the batch of `step` that it has been trained on; return what it is called."""

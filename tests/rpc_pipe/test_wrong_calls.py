@@ -117,6 +117,22 @@ def test_a_weight_of_the_loss_that_wants_a_gradient_is_refused():
     assert pipeline(loss=weighed).evaluate((X, Y)) > 0
 
 
+@pytest.mark.parametrize("numpy", [False, True])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_a_batch_in_memory_that_is_used_again_is_refused(schedule, numpy):
+    """`train` reads ahead, and so trained on the second batch twice and never on the first."""
+    x, y = X.clone(), Y.clone()
+
+    def batches():
+        for number in range(4):
+            (x.numpy() if numpy else x)[:] = X * number
+            yield (torch.from_numpy(x.numpy()) if numpy else x), y
+
+    with pytest.raises(ConfigError, match="train: a batch was written after it was read"):
+        list(pipeline(schedule=schedule).train(batches()))
+    assert len(list(pipeline(schedule=schedule).train([(X, Y)] * 3))) == 3
+
+
 def test_a_loss_function_that_counts_is_refused_with_replicas():
     assert pipeline(loss=_Weighed(counts=True)).step((X, Y)) > 0
     with pytest.raises(WorkerFailure, match="loss_fn _Weighed changes a buffer or an attribute of its own"):

@@ -27,7 +27,7 @@ _MOST_COMPARED = 2**26
 #: numbers of such a sample
 _NUM_COMPARED = 1024
 #: tensors of a batch whose values count; of more, others are taken with every call
-_TENSORS = 8
+MOST_TENSORS = 8
 
 
 def describe(tree: Tree, call: int = 0) -> str:
@@ -42,7 +42,7 @@ def describe(tree: Tree, call: int = 0) -> str:
     if not tensors:
         return ""
     form, shapes = shapes_of(tensors)
-    every = -(-len(tensors) // _TENSORS)
+    every = -(-len(tensors) // MOST_TENSORS)
     chosen = tensors[call % every :: every]
     return pack_description(form, [shapes, digest(chosen)] if all(map(_is_here, chosen)) else [shapes])
 
