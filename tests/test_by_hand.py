@@ -344,3 +344,27 @@ def test_running_means_of_the_users_model_are_those_of_its_weights(deferred):
                 assert some.predict(x) == pytest.approx(found.detach(), abs=1e-6)
             model.train()
     assert int(model.blocks[3][1].num_batches_tracked) == 2 * 3 * (1 if deferred else 2)
+
+
+def test_hooks_of_the_list_of_layers_run():
+    """They did not: the list itself was never called."""
+    models = [nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        model.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+        model.register_forward_hook(lambda module, args, output: output * 3)
+    pipe = pipeline("1f1b", models[0])
+    assert pipe.step((X[0], X[0])) == pytest.approx(nn.functional.mse_loss(models[1](X[0]), X[0]).item())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream-2bw"])
+def test_a_weight_that_is_tied_behind_the_pipeline_is_refused(schedule):
+    """Threads added to its gradient at any time; in jobs the second stage computed by weights that nobody trained."""
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    pipe = pipeline(schedule, layers)
+    pipe.step((X[0], X[0]))
+    prune.identity(layers[1], "weight")  # the same parameter by another name
+    pipe.step((X[0], X[0]))
+    layers[3].weight = layers[0].weight
+    with pytest.raises(ConfigError, match="a parameter or a module in a Linear was exchanged or registered after"):
+        pipe.step((X[0], X[0]))

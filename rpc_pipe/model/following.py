@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 from weakref import ref
 
@@ -137,6 +138,17 @@ class Following:
         self._mirrors: list[_Mirror] = []
         #: by id: modules of which others are copies, whether they compute too, and what they consist of
         self._forms: dict[int, list[Any]] = {}
+        #: of modules by which stages compute themselves: the kind, where it has parameters or members, and what they
+        #: have been so far; and all of them as they are
+        self._held: list[tuple[str, dict[str, Any], set[int]]] = []
+        self._parts: list[int] = []
+
+    def keep(self, module: nn.Module) -> None:
+        """Refuse new parameters and members of a user's module that a stage computes by itself: no stage has them, or
+        another one, perhaps in another process."""
+        for part in module.modules():
+            held = [part.__dict__[name] for name in ("_parameters", "_modules")]
+            self._held += [(type(part).__name__, each, set(map(id, each.values()))) for each in held]
 
     def add(self, own: nn.Module, copy: nn.Module, *, runs: bool) -> None:
         """Let `copy` follow `own`, of which it has just been made."""
@@ -158,6 +170,20 @@ class Following:
         for group in self._groups:
             group.note(True)
         self._note_forms()
+        self._note_parts()
+
+    def _note_parts(self) -> None:
+        now = [*map(id, chain.from_iterable([held.values() for _, held, _ in self._held]))]
+        if now != self._parts:
+            self._parts = now
+            for _, held, had in self._held:
+                had.update(map(id, held.values()))
+
+    def _refuse_parts(self) -> None:
+        if self._parts != [*map(id, chain.from_iterable([held.values() for _, held, _ in self._held]))]:
+            for kind, held, had in self._held:
+                if not had.issuperset(map(id, held.values())):
+                    raise _changed(kind, "a parameter or a module in", "exchanged or registered")
 
     def _note_forms(self, runs_only: bool = False) -> None:
         for watched in self._forms.values():
@@ -170,6 +196,7 @@ class Following:
         for own, _, form in self._forms.values():
             if (module := own()) is not None and _form(module) != form:
                 raise _cannot_follow(module, form)
+        self._refuse_parts()
         for group in self._groups:
             group.follow()
         try:
@@ -180,6 +207,7 @@ class Following:
                 group.note()
                 group.note_buffers(written)
             self._note_forms(runs_only=True)
+            self._note_parts()
 
 
 def _names_of(module: nn.Module) -> tuple[list[str], list[str]]:
@@ -241,8 +269,12 @@ def _cannot_follow(module: nn.Module, before: list[int]) -> ConfigError:
         what, done = "a parameter of", "exchanged for another object, registered or removed"
     elif members != before[before.index(-1) :]:
         what, done = "a module in", "exchanged, added or removed"
+    return _changed(type(module).__name__, what, done)
+
+
+def _changed(kind: str, what: str, done: str) -> ConfigError:
     return ConfigError(
-        f"model: {what} a {type(module).__name__} was {done} after the pipeline was made, and other workers or stages "
+        f"model: {what} a {kind} was {done} after the pipeline was made, and other workers or stages "
         "would not know of it: do so before, or make another pipeline of the model; numbers of weights may be changed"
     )
 

@@ -103,7 +103,7 @@ class Partition:
         layers, built = self._layers(stage, randomness)
         made = [_realize(layer, i, randomness) for i, layer in zip(layers, built, strict=True)]
         # What a callable returns may have been made by the user, or be what it returned before.
-        pairs = zip(built, made, strict=True)
+        pairs = list(zip(built, made, strict=True))
         taken = [module for layer, module in pairs if (route > 0 if layer is module else module in self._made)]
         self._made.update(made)
         copies = dict(zip(taken, replicas(taken), strict=True))
@@ -113,6 +113,8 @@ class Partition:
         if route > 0:
             for module, copy_of in copies.items():
                 self.following.add(module, copy_of, runs=True)
+        for module in {module for layer, module in pairs if layer is module} - copies.keys():
+            self.following.keep(module)
         return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
 
     def _layers(self, stage: int, randomness: Randomness) -> tuple[Sequence[int], list[LayerLike]]:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
+from ..workers.compute.by_hand import HOOKS
 from ..workers.compute.randomness import Randomness, Seed
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Partly, Slice, Times, note
@@ -315,5 +316,12 @@ def takes_stage(model: object) -> bool:
 def is_whole(model: object) -> bool:
     """Tell whether `model` is to be cut by observation: it is neither a list of layers nor a builder of stages."""
     if isinstance(model, nn.Module):
-        return not isinstance(model, nn.Sequential) or type(model).forward is not nn.Sequential.forward
+        return not isinstance(model, nn.Sequential) or _does_more(model)
     return callable(model) and not takes_stage(model)
+
+
+def _does_more(model: nn.Sequential) -> bool:
+    """Tell whether to call it is more than to call its members in turn."""
+    held = vars(model)
+    more = "forward" in held or type(model).forward is not nn.Sequential.forward
+    return more or any(held[hooks] for hooks in HOOKS)
