@@ -1,7 +1,9 @@
 """What real training loops do, compared with the same loop in one process of plain PyTorch."""
 
+import random
 from functools import partial
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -313,3 +315,19 @@ def test_stages_do_not_share_a_rate_that_schedulers_write():
         pipe.step(batch)
     rates = [shard.optimizer.param_groups[0]["lr"] for actor in pipe.actors for shard in actor.shards.values()]
     assert rates == [pytest.approx(0.025)] * 3
+
+
+@pytest.mark.parametrize("draw", [random.random, numpy.random.rand])
+def test_a_loss_that_draws_in_python_draws_the_same_anywhere_and_anew_in_each_step(draw):
+    """It drew the same numbers in every step, as a call leaves the generators as they were, and replicas drew alike."""
+
+    def noisy(output, target):
+        return nn.functional.mse_loss(output, target) * 0 + output.sum() * 0 + draw()
+
+    def losses(schedule, num_workers):
+        pipe = pipeline(schedule, num_workers, loss_fn=noisy)
+        return [pipe.step(BATCHES[0]) for _ in range(3)] + [pipe.evaluate(BATCHES[0])]
+
+    alone = losses("1f1b", 1)
+    assert len(set(alone)) == 4
+    assert losses("gpipe-recompute", 2) == losses("chimera", 2) == alone

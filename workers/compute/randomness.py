@@ -25,8 +25,10 @@ computing = threading.RLock()
 
 #: (unit of the model, number of the operation around the units; 0: the unit) whose random numbers are drawn next
 Seed = Callable[[int, int], None]
+#: forwards after which layers that have drawn nothing from the generators of Python and numpy count as such
+MOST_LOOKS = 4
 #: what a key is for
-_INITIAL, _FORWARD, _BACKWARD, _BACKWARD_WEIGHTS, _UPDATE = range(5)
+_INITIAL, _FORWARD, _BACKWARD, _BACKWARD_WEIGHTS, _UPDATE, _LOSS = range(6)
 _packers = [struct.Struct(f"<{length}q").pack for length in range(8)]
 
 
@@ -61,6 +63,10 @@ class Randomness:
         """Let what is drawn next be for a stage's update."""
         self._seed(_UPDATE, update, layer)
 
+    def seed_loss(self, step: int, microbatch: int) -> None:
+        """Let what a loss function draws next from Python's and numpy's generators be its own; see `seed_forward`."""
+        _seed_others(self._number(_LOSS, step, microbatch))
+
     @contextmanager
     def initial(self, layer: int) -> Iterator[None]:
         """Return a context in which `layer` draws its initial weights; the generators are left as they were."""
@@ -69,11 +75,14 @@ class Randomness:
             yield
 
     def _seed(self, *key: int) -> int:
-        digest = hashlib.blake2b(_packers[1 + len(key)](self.seed, *key), digest_size=8).digest()
-        seed = int.from_bytes(digest, "little") >> 1  # generators take 63 bits
+        seed = self._number(*key)
         for generator in self._generators:
             generator.manual_seed(seed)
         return seed
+
+    def _number(self, *key: int) -> int:
+        digest = hashlib.blake2b(_packers[1 + len(key)](self.seed, *key), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1  # generators take 63 bits
 
 
 def seed_process(seed: int) -> None:

@@ -18,6 +18,7 @@ from .autocast import Casts
 from .batch_norm import Statistics
 from .borders import Entered, Owed, copies_batch, enter, leaving, starts, tell_written
 from .engine import run_backward
+from .loss_draws import LossDraws
 from .randomness import Randomness
 from .recomputation import Noted, Recomputation
 from .reruns import Reruns
@@ -66,7 +67,7 @@ class Shard:
     ) -> None:
         self.stage = stage
         self.slice = slice
-        self.loss_fn = loss_fn
+        self.loss_fn = self._own_loss_fn = loss_fn
         self.num_updates = 0
         self.losses = Losses()
         #: (kind of layer, ns) as in `LayerTime`; filled by the next forward if empty; None: not wanted
@@ -77,7 +78,7 @@ class Shard:
         #: whether layers, and the loss function, write the batch, by whether gradients are wanted; None: not known
         self._layers_write: dict[bool, bool | None] = {True: None, False: None}
         self._loss_writes = self._layers_write.copy()
-        self._own_loss_fn = loss_fn
+        self._drawn = LossDraws(randomness, loss_fn)
         self.statistics = Statistics(slice.own)
         self._forwarded: dict[int, _Forwarded] = {}
         self._owed = Owed()
@@ -269,8 +270,8 @@ class Shard:
         tree = self.slice.forward(entered.tree, fields, seed, times)
         if share is None:
             return tree
-        assert self.loss_fn is not None
-        return self._weigh(microbatch, self.loss_fn(tree, None if wanted is None else wanted.tree), share)
+        given = tree, None if wanted is None else wanted.tree
+        return self._weigh(microbatch, self._drawn(self.loss_fn, step, microbatch, *given), share)
 
     def _staying(self, inputs: Payload) -> Iterable[Tensor]:
         """Yield what lives on when an output has left: the shard's tensors, and the user's batch."""

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Tree, tensors_of
-from .randomness import Seed, python_state, python_too
+from .randomness import MOST_LOOKS, Seed, python_state, python_too
 
 #: (kind of layer, ns) as in `LayerTime`
 Times = list[tuple[int, int]]
-#: forwards after which layers that have drawn nothing from the generators of Python and numpy count as such
-_MOST_LOOKS = 4
 #: ranks of parameters of one layer lie below so many
 _MOST_IN_LAYER = 2**20
 
@@ -118,7 +116,7 @@ class Layers:
         self.own = self.modules
         self._kinds: dict[tuple[Any, ...], int] = {}
         #: whether gradients are wanted -> how many more forwards are looked at for draws from Python's generators
-        self._looks = {True: _MOST_LOOKS, False: _MOST_LOOKS}
+        self._looks = {True: MOST_LOOKS, False: MOST_LOOKS}
         self._draws_in_python = False
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
