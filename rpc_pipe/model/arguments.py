@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..dependency import ConfigError, Spec
 from ..workers.compute.updating import Training
+from ..workers.transport.payload import Tree, tensors_of
 
 
 def refuse_options(order: object, max_grad_norm: object, stall_s: object, **numbers: object) -> None:
@@ -56,6 +57,25 @@ def _refuse_pair(name: str, pair: object) -> None:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         length = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
         raise ConfigError(f"{name} is a {type(pair).__name__}{length}: must be (inputs, targets), trees of tensors")
+
+
+def refuse_lists(tree: Tree, rows: int) -> None:
+    """Refuse a list that has something for each row, such as strings: it would go whole to every microbatch.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if not isinstance(tree, (list, tuple, dict)) or isinstance(tree, torch.Size):
+        return
+    parts = tree.values() if isinstance(tree, dict) else tree
+    if isinstance(tree, dict) or any(tensor.dim() and tensor.shape[0] == rows for tensor in tensors_of(tree)):
+        for part in parts:
+            refuse_lists(part, rows)
+    elif len(tree) == rows > 2 and any(part is not None for part in parts):
+        raise ConfigError(
+            f"batch: a {type(tree).__name__} of {rows} beside {rows} rows looks like one for each row, and would go "
+            "whole to every microbatch: make it a tensor, or pass microbatches=, a list of batches that are split"
+        )
 
 
 def refuse_training(loss_fn: object, training: Training) -> None:

@@ -15,7 +15,7 @@ from ..workers.compute.digest import describe, shapes_of
 from ..workers.transport.call import pack_description
 from ..workers.transport.lending import Lending
 from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, split_rows, tensors_of
-from .arguments import refuse_batch
+from .arguments import refuse_batch, refuse_lists
 from .lazy_batch import LazyBatch, label_of
 from .rewritten import Memory, refuse_rewritten
 
@@ -77,6 +77,7 @@ class Microbatches:
             parts = min(num_microbatches, max(1, num))
             if parts > 1:
                 _refuse_masks(whole, num)
+                refuse_lists(whole, num)
             split = split_rows if pair is None else partial(_split_rows, rows=num)
             pieces = list(zip(split(inputs, parts), split(targets, parts), strict=True))
         rows = [count_piece(targets if inputs is None else inputs) for inputs, targets in pieces]

@@ -158,3 +158,23 @@ def test_a_sum_is_not_taken_for_a_mean(loss_fn):
         pipeline(loss=loss_fn)
     with pytest.raises(ConfigError, match=r"metric: reduction='(sum|none)' is no mean"):
         pipeline().evaluate((X, Y), metric=loss_fn)
+
+
+def test_a_list_with_something_for_each_row_is_refused():
+    """It went whole to every microbatch, and all of them computed by what was of the first rows."""
+
+    def named(output, target):
+        numbers, names = target
+        return nn.functional.cross_entropy(
+            output * torch.tensor([len(n) for n, _ in zip(names, output, strict=False)])[:, None], numbers
+        )
+
+    pipe, names = pipeline(loss=named), ["a" * i for i in range(10)]
+    for rows in (names, tuple(names)):
+        with pytest.raises(
+            ConfigError, match=r"batch: a (list|tuple) of 10 beside 10 rows looks like one for each row"
+        ):
+            pipe.step((X, (Y, rows)))
+    pipe.step(microbatches=[(X[:5], (Y[:5], names[:5])), (X[5:], (Y[5:], names[5:]))])
+    few = pipeline(loss=lambda output, target: nn.functional.cross_entropy(output, target[0]))
+    few.step((X, (Y, names[:3], [None] * 10, {name: 1 for name in names})))
