@@ -100,7 +100,8 @@ class Keeper:
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
             first, routes = _first_route(actor), _own_routes(actor) if self._elastic else []
-            return Snapshot(actor.worker, self._num_workers, first, also if actor.worker == 0 else {}, routes), place
+            beside = also if actor.worker == 0 else {}, routes, _replicas(actor)
+            return Snapshot(actor.worker, self._num_workers, first, *beside), place
 
         made = self._each(lambda actor: (*snapshot(actor), actor.step))
         about["step"] = made[0][2]
@@ -253,6 +254,10 @@ def _first_route(actor: WorkerActor) -> list[Shard]:
     return [shard for (_, route), shard in actor.shards.items() if route == 0]
 
 
+def _replicas(actor: WorkerActor) -> list[tuple[int, Shard]]:
+    return [(route, shard) for (_, route), shard in actor.shards.items() if route > 0]
+
+
 def _own_routes(actor: WorkerActor) -> list[list[Shard]]:
     """Return a worker's shards by route, where each route has weights of its own."""
     routes = sorted({route for _, route in actor.shards})
@@ -287,7 +292,7 @@ def _prepared(actor: WorkerActor, where: str | Path, elastic: bool) -> tuple[Che
                 weights, stages = checkpoint.of_route(route, own), checkpoint.routes[route]
                 rest = partial(checkpoint.of_route, route)
             steps.append(_putting(shard, weights))
-            steps.append(stages.prepare(shard, rest(stages.wanted(shard))))
+            steps.append(stages.prepare(shard, rest(stages.wanted(shard, route))))
         updates = checkpoint.stages.updates
         steps.append(lambda: actor.go_on_at(checkpoint.step, updates))
         steps.extend(partial(_refer, *each) for each in references)

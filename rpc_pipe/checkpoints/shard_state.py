@@ -21,7 +21,7 @@ from ..workers.compute.updating import Updating
 from .plain import decoded, encoded
 
 #: options of a group that say how torch computes, not what
-_AVERAGE, _HELD, _SUMS = "average.", "gradient.", "statistics."
+_AVERAGE, _HELD, _PART, _SUMS = "average.", "gradient.", "gradient/", "statistics."
 _HOW = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")
 
 
@@ -57,7 +57,19 @@ def optimizer_tensors(shard: Shard) -> dict[str, Tensor]:
     found = {key: value for key, value, _ in _state(shard) if isinstance(value, Tensor)}
     averages = {} if updating.average is None else updating.average.tensors
     found |= {f"{_AVERAGE}{name}": tensor for name, tensor in averages.items()}
-    return found | {f"{_HELD}{name}": tensor for name, tensor in updating.held.items()} | _sums(shard)
+    return found | held_tensors(shard) | _sums(shard)
+
+
+def held_tensors(shard: Shard, route: int = 0) -> dict[str, Tensor]:
+    """Return the gradients kept for later themselves.
+
+    Of a parameter that several stages or routes hold each has a part: that of the first is called by the name alone.
+    """
+    stage, found = shard.stage, {}
+    for name, tensor in shard.updating.held.items():
+        is_first = route == 0 and stage == min(shard.slice.shared.get(name, (stage,)))
+        found[f"{_HELD}{name}" if is_first else f"{_PART}{stage}/{route}.{name}"] = tensor
+    return found
 
 
 def _sums(shard: Shard) -> dict[str, Tensor]:
@@ -134,15 +146,20 @@ class Stages:
         self._keys: dict[str, list[str]] = {}
         plain = [key for each in stages.values() for key in each.get("plain", {})]
         self._beside = {key for key in tensors if not key.startswith("state.")}
+        #: of which parameter each gradient kept for later is, or is a part
+        self._held = {key: key.partition(".")[2] for key in tensors if key.startswith((_HELD, _PART))}
         for key in (*set(tensors) - self._beside, *plain):
             self._keys.setdefault(key.removeprefix("state.").rpartition(".")[0], []).append(key)
 
-    def wanted(self, shard: Shard) -> list[str]:
+    def wanted(self, shard: Shard, route: int) -> list[str]:
         """Return the names of the tensors that the optimizer of `shard` needs."""
         on_this = [] if shard.optimizer is None else shard.named_parameters()
         found = [key for name, _ in on_this for key in self._keys.get(name, []) if self._plain(name, key) is None]
         found += [key for key in _sums(shard) if key in self._beside]
-        return found + [what + name for name, _ in on_this for what in (_AVERAGE, _HELD) if what + name in self._beside]
+        found += [_AVERAGE + name for name, _ in on_this if _AVERAGE + name in self._beside]
+        shared = shard.slice.shared
+        first = {name for name, _ in on_this if route == 0 and shard.stage == min(shared.get(name, (shard.stage,)))}
+        return found + [key for key, name in self._held.items() if name in first]
 
     def _plain(self, name: str, key: str) -> dict[str, Any] | None:
         stage, _ = self._groups.get(name, (None, 0))
@@ -264,8 +281,10 @@ class Stages:
                 if _AVERAGE + name in tensors:
                     average.copy_(tensors[_AVERAGE + name])
         device = {name: parameter.device for name, parameter in updating.parameters.items()}
-        held = {key.removeprefix(_HELD): tensor for key, tensor in tensors.items() if key.startswith(_HELD)}
-        updating.held = {name: tensor.to(device[name]) for name, tensor in held.items()}
+        updating.held = {}
+        for key in (key for key in self._held if key in tensors):
+            name, part = self._held[key], tensors[key].to(device[self._held[key]])
+            updating.held[name] = updating.held[name] + part if name in updating.held else part
         updating.weight = float(told.get("weight", 0.0))
         updating.restore()
 

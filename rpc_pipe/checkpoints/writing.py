@@ -23,7 +23,7 @@ from ..dependency import ConfigError, Stalled
 from ..dependency.at_exit import at_exit
 from ..workers.compute.shard import Shard
 from . import folder
-from .shard_state import described, evaluated_tensors, model_tensors, of_route, optimizer_tensors
+from .shard_state import described, evaluated_tensors, held_tensors, model_tensors, of_route, optimizer_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class Snapshot:
         shards: one of each stage that this worker is the first to have.
         also: more tensors, by name, for the file of the optimizer; None: weights alone.
         routes: where each has weights of its own, which are pulled to a reference, all shards of each.
+        replicas: this worker's other shards, by route, which have parts of gradients.
     """
 
     def __init__(
@@ -52,12 +53,15 @@ class Snapshot:
         shards: Sequence[Shard],
         also: Mapping[str, Tensor] | None,
         routes: Sequence[Sequence[Shard]] = (),
+        replicas: Sequence[tuple[int, Shard]] = (),
     ) -> None:
         self.worker, self.num_workers = worker, num_workers
         model = {name: _copied(tensor) for shard in shards for name, tensor in evaluated_tensors(shard).items()}
         shards, also = ([], {}) if also is None else (shards, also)
         self._stages = {shard.stage: described(shard) for shard in shards}
         rest = {name: _copied(tensor) for shard in shards for name, tensor in optimizer_tensors(shard).items()}
+        for number, shard in replicas:
+            rest |= {name: _copied(tensor) for name, tensor in held_tensors(shard, number).items()}
         for number, route in enumerate(routes):
             for shard in route:
                 self._stages[shard.stage].setdefault("routes", []).append(described(shard))

@@ -331,3 +331,29 @@ def test_a_loss_that_draws_in_python_draws_the_same_anywhere_and_anew_in_each_st
     alone = losses("1f1b", 1)
     assert len(set(alone)) == 4
     assert losses("gpipe-recompute", 2) == losses("chimera", 2) == alone
+
+
+@pytest.mark.parametrize("schedule, tied", [("chimera", False), ("1f1b", True)])
+def test_a_checkpoint_between_two_updates_has_every_part_of_a_gradient(tmp_path, schedule, tied):
+    """It had that of the first replica, or of the first stage with a tied weight, and all went on from it."""
+
+    def made():
+        made = layers()
+        if tied:
+            made[3].weight = made[2].weight
+        return Pipeline(
+            made,
+            nn.functional.mse_loss,
+            optimizer=ADAM,
+            schedule=schedule,
+            num_workers=2,
+            num_microbatches=4,
+            accumulate=3,
+        )
+
+    pipe, again = made(), made()
+    for batch in BATCHES[:2]:
+        pipe.step(batch)
+    again.load_checkpoint(pipe.save_checkpoint(tmp_path))
+    for batch in BATCHES[2:5]:
+        assert again.step(batch) == pytest.approx(pipe.step(batch), rel=1e-6)
