@@ -186,6 +186,7 @@ class Pipeline(Weights):
         """
         if self._stopped:
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
+        self._keeper.refuse_averaged("step")
         cut = self._cut(batch, microbatches)
         if self._keeper.results.behind:
             return self._keeper.answer("step", label_of(batch))
@@ -364,8 +365,7 @@ class Pipeline(Weights):
         )
         shape = batch.shares, train, asked, batch.rows, batch.tokens, batch.waited
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
-        updates, due = self._ending.updates(actor.next_step), self._keeper.due(actor.next_step + 1)
-        more = scales, batch.lending, updates, due
+        more = scales, batch.lending, self._ending.updates(actor.next_step), self._keeper.due(actor.next_step + 1)
         return Batch(part, self.order, call, batch.inputs, targets, *shape, *more)
 
     def _told(self, result: Result, batch: str) -> float:

@@ -317,6 +317,33 @@ def test_what_a_script_changes_by_hand_counts_once_where_it_is_resumed(tmp_path)
     assert script(7, True) == undisturbed
 
 
+@pytest.mark.parametrize("call", ["step", "train"])
+def test_what_is_changed_before_a_script_saves_counts_once_where_it_is_resumed(tmp_path, call):
+    """It was in the checkpoint, and counted again: behind the last answer nobody looked.
+
+    Earlier calls wrote what had been changed twice beside the checkpoint.
+    """
+
+    def script(stop, resume, save=3):
+        torch.manual_seed(0)
+        told = []
+        with pipeline("1f1b", [nn.Linear(8, 8) for _ in range(4)]) as pipe:
+            if resume:
+                assert pipe.resume(tmp_path).step == save + 1
+            batches = [(x, x) for x in X[:stop]]
+            for step, loss in enumerate(pipe.train(batches) if call == "train" else map(pipe.step, batches)):
+                told.append(loss)
+                for shard in (shard for actor in pipe.actors for shard in actor.shards.values()):
+                    shard.optimizer.param_groups[0]["lr"] *= 0.7
+                if step in (1, save):
+                    assert pipe.save_checkpoint(tmp_path).name == f"step-{step + 1:08}"
+        return told
+
+    undisturbed = script(7, False)
+    assert script(7, True) == undisturbed
+    assert len(list(tmp_path.glob("step-*"))) == 2
+
+
 @pytest.mark.parametrize("deferred", [False, True])
 def test_running_means_of_the_users_model_are_those_of_its_weights(deferred):
     """A whole model had trained weights and the running means of its beginning: read, saved or trained further."""

@@ -50,6 +50,11 @@ def newest(path: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def name(step: int) -> str:
+    """Return what a checkpoint after so many steps is called."""
+    return f"step-{step:08}"
+
+
 def begin(folder: Path, step: int) -> Path:
     """Make the place where a checkpoint is written; remove what killed jobs have left half-written.
 
@@ -89,11 +94,11 @@ def commit(place: Path, step: int, keep: int | None) -> Path:
         keep: how many stay, this one included; None: all.
     """
     sync(place)
-    folder, final = place.parent, place.parent / f"step-{step:08}"
+    folder, final = place.parent, place.parent / name(step)
     count = 0
     while final.exists():  # the same step was saved before: what is there stays until this is
         count += 1
-        final = folder / f"step-{step:08}.{count}"
+        final = folder / f"{name(step)}.{count}"
     place.rename(final)
     sync(folder)
     others = [path for path in complete(folder) if path != final]

@@ -69,6 +69,10 @@ class Keeper:
         self.config: Any = None
         #: of a script that makes its calls anew: what they go on from, and `by_hand` of the workers of this process
         self._put_from: tuple[Path, list[Any]] | None = None
+        #: the same, if the script has asked for that checkpoint itself; and how many results it had been told then
+        self._saved_from: tuple[Path, int] | None = None
+        #: whether weights and their averages are exchanged now
+        self.averaged = False
 
     def claim(self, where: Path) -> Path | None:
         """Take a folder for this job's checkpoints; return the newest one that it has there."""
@@ -87,12 +91,33 @@ class Keeper:
     def after(self, step: int, stop: bool) -> None:
         """Write a checkpoint if one is due after so many steps, or the run will stop."""
         if self.every is not None and (stop or self.due(step)):
-            self.save(*self.every[1:], extra=None, wait=stop)
+            self._save(*self.every[1:], extra=None, wait=stop, asked=False)
 
     def save(self, where: Path, keep: int | None, extra: Any, wait: bool) -> Path | None:
-        """Copy all numbers and write them beside training; with `wait`, return when the checkpoint is complete."""
+        """Copy all numbers and write them beside training; with `wait`, return when the checkpoint is complete.
+
+        Where calls are answered it has been written already. If it is the one that the script goes on from, all is put
+        as it was once more: what the script changes by hand just before is in it, and must not count twice.
+        """
+        self.refuse_averaged("save_checkpoint")
+        if self.results.behind:
+            return where / folder.name(self.results.steps_done(0))
+        saved, self._saved_from = self._saved_from, None
+        if saved is not None and saved[1] == self.results.count:
+            return self._put(saved[0]).path
+        return self._save(where, keep, extra, wait, asked=True)
+
+    def refuse_averaged(self, what: str) -> None:
+        """Refuse to train, or to keep what training goes on from, where the weights are their average."""
+        if self.averaged:
+            raise ConfigError(
+                f"{what}: the weights are their average here, to evaluate or save them by `save`: call it outside of "
+                "`averaged`"
+            )
+
+    def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
         self.settle()
-        about = {**self.about, "extra": encoded(extra, "extra"), "batch": self.results.batch}
+        about = {**self.about, "extra": encoded(extra, "extra"), "batch": self.results.batch, "asked": asked}
         also = {**random_state(), _RESULTS: self.results.tensor()}
 
         def snapshot(actor: WorkerActor) -> tuple[Snapshot, Path]:
@@ -134,6 +159,7 @@ class Keeper:
         Raises:
             ConfigError: it does not fit, or is damaged; on every worker, and nothing has changed on any.
         """
+        self.refuse_averaged("load_checkpoint")
         self.settle()
         restored = self._put(where)
         checkpoint = Checkpoint(restored.path)
@@ -143,6 +169,8 @@ class Keeper:
             if anew:
                 self.results.replay()
                 self._put_from = restored.path, self._each(by_hand)
+                if checkpoint.about.get("asked"):
+                    self._saved_from = restored.path, self.results.count
             else:
                 set_random_state(rest)
         return restored

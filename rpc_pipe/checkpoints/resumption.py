@@ -72,6 +72,11 @@ class Resumption:
             columns = [losses] if norms.isnan().all() else [losses, norms]
         return torch.stack(columns, dim=1)
 
+    @property
+    def count(self) -> int:
+        """How many results there are."""
+        return len(self._kinds)
+
     def steps_done(self, now: int) -> int:
         """Return how many training steps the script has made, which are `now` when all calls have been answered."""
         return self._kinds.count(0, 0, self._next) if self.behind else now

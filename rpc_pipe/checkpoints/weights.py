@@ -154,11 +154,14 @@ class Weights:
         found = [average for average in averages if average is not None]
         if len(found) < len(averages):
             raise ConfigError("averaged: there is no average of the weights; pass ema_decay=, such as 0.999")
+        self._keeper.refuse_averaged("averaged")
         swap(found)
+        self._keeper.averaged = True
         try:
             yield
         finally:
             swap(found)
+            self._keeper.averaged = False
 
 
 def _refuse_less_than_one(**numbers: object) -> None:

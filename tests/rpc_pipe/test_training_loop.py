@@ -357,3 +357,15 @@ def test_a_checkpoint_between_two_updates_has_every_part_of_a_gradient(tmp_path,
     again.load_checkpoint(pipe.save_checkpoint(tmp_path))
     for batch in BATCHES[2:5]:
         assert again.step(batch) == pytest.approx(pipe.step(batch), rel=1e-6)
+
+
+def test_training_and_checkpoints_are_refused_where_weights_are_averages(tmp_path):
+    """A checkpoint had the average for the weights and the weights for their average."""
+    pipe = pipeline("1f1b", 2, ema_decay=0.5)
+    pipe.step(BATCHES[0])
+    calls = [lambda: pipe.step(BATCHES[0]), lambda: pipe.save_checkpoint(tmp_path), pipe.averaged().__enter__]
+    with pipe.averaged():
+        for call in calls:
+            with pytest.raises(ConfigError, match="the weights are their average here"):
+                call()
+    calls[1]()
