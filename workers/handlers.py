@@ -372,7 +372,7 @@ def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
         ready, own = doing.worker.courier.ready, G(shard.stage, route)
         # Not taken out: several who hold them may be on this worker.
         parts = [_gradients_of(shard, spec) if g == own else ready(step.payloads[g]) for g in exchanged]
-        shard.updating.sum_gradients(parts)
+        shard.updating.sum_gradients(parts, exchanged.index(own))
     if step.result is not None and step.batch.asked.weight and step.result.summed:
         shard.updating.divide(shard.updating.weight + step.result.divisor)
     if shard.updating.scale.enabled:

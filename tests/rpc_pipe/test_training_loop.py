@@ -369,3 +369,23 @@ def test_training_and_checkpoints_are_refused_where_weights_are_averages(tmp_pat
             with pytest.raises(ConfigError, match="the weights are their average here"):
                 call()
     calls[1]()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "chimera"])
+def test_gradients_that_no_optimizer_takes_add_up_as_in_one_process(schedule):
+    """Each replica added to the sum of all: the norm of what is not trained doubled in every step."""
+
+    def weights_alone(named):
+        return torch.optim.SGD([parameter for name, parameter in named if "weight" in name], lr=0.1)
+
+    model = nn.Sequential(*layers())
+    optimizer = weights_alone(model.named_parameters())
+    options = {"optimizer": weights_alone, "lr_scheduler": None, "max_grad_norm": 0.5}
+    pipe = pipeline(schedule, 2, **options)
+    for inputs, targets in BATCHES[:4]:
+        nn.functional.mse_loss(model(inputs), targets).backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5).item()
+        optimizer.step()
+        optimizer.zero_grad()
+        pipe.step((inputs, targets))
+        assert pipe.grad_norm == pytest.approx(norm, rel=1e-5)

@@ -88,6 +88,8 @@ class Updating:
         #: of steps since then: gradients by parameter, as they were after the last of them, and the loss's weight
         self.held: dict[str, Tensor] = {}
         self.weight = 0.0
+        #: parameters whose gradients are told by other holders, who have them first
+        self._told: list[nn.Parameter] = []
         self._foreign = Foreign()
 
     def root(self, loss: Tensor, summed: bool) -> Tensor:
@@ -103,12 +105,16 @@ class Updating:
         grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         return self.scale.unscale(grads, self._randomness.device)
 
-    def sum_gradients(self, parts: Sequence[Payload]) -> None:
-        """Replace gradients by the sums of all that the parts have for them, in the order given."""
+    def sum_gradients(self, parts: Sequence[Payload], own: int) -> None:
+        """Replace gradients by the sums of all that the parts have for them, in the order given; `own`: which is this
+        shard's."""
         found: dict[str, list[Tensor]] = {}
-        for part in parts:
+        first: dict[str, int] = {}
+        for number, part in enumerate(parts):
             for name, grad in unpack(part).items():
                 found.setdefault(name, []).extend([] if grad is None else [grad])
+                first.setdefault(name, number)
+        self._told = [parameter for name, parameter in self.parameters.items() if first.get(name, own) != own]
         for name, parameter in self.parameters.items():
             if name in found:
                 total: Tensor | None = None
@@ -172,6 +178,10 @@ class Updating:
                 self.average.update()
         self.count += 1
         self.optimizer.zero_grad(set_to_none=True)
+        for (
+            parameter
+        ) in self._told:  # of those that the optimizer has not, too: the sum would be added to the next ones
+            parameter.grad = None
         autocast.forget_casts()  # of weights as they were, kept until the caller leaves `autocast`
 
     def refuse_thawed(self) -> None:
