@@ -237,6 +237,11 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
                 f"model: {name or whole} was compiled with .compile(), which no copy keeps; "
                 f"let torch.compile(block) stand in the block's place instead"
             )
+        if not name and type(module).__name__ == "OptimizedModule":
+            raise ConfigError(
+                "model: it is torch.compile of the whole, of which no part can run alone: pass the module itself, with "
+                "torch.compile(block) in the places of its blocks"
+            )
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ConfigError(
                 f"model: {name or whole} was made by torch.jit.script or trace, whose "

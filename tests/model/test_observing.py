@@ -109,6 +109,7 @@ class Compiled(models.Nested):
         (Explains, r"^model Explains: its forward raised .* when it was run on shapes: Output 0 is a view$"),
         (Lists, "made in block stages.1.0 and left it otherwise than by its return value"),
         (Compiled, r"stages.1.0 was compiled with .compile\(\)"),
+        (lambda: torch.compile(models.Nested(), backend="eager"), "it is torch.compile of the whole"),
         (lambda: nn.Linear(6, 8), "has no parts to cut between"),
     ],
 )
