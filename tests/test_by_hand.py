@@ -395,3 +395,18 @@ def test_a_weight_that_is_tied_behind_the_pipeline_is_refused(schedule):
     layers[3].weight = layers[0].weight
     with pytest.raises(ConfigError, match="a parameter or a module in a Linear was exchanged or registered after"):
         pipe.step((X[0], X[0]))
+
+
+def test_a_weight_that_is_thawed_is_averaged():
+    """Its optimizer was given it, and the moving average was not: `averaged` had the weights themselves."""
+    layers = [nn.Linear(8, 8) for _ in range(4)]
+    layers[0].weight.requires_grad_(False)
+    pipe = pipeline("1f1b", layers, ema_decay=0.5)
+    pipe.step((X[0], X[0]))
+    before = layers[0].weight.detach().clone()
+    layers[0].weight.requires_grad_(True)
+    pipe.actors[0].shards[0, 0].optimizer.add_param_group({"params": [layers[0].weight]})
+    pipe.step((X[1], X[1]))
+    after = layers[0].weight.detach().clone()
+    with pipe.averaged():
+        assert torch.equal(layers[0].weight, before.lerp(after, 0.5)) and not torch.equal(before, after)

@@ -24,6 +24,11 @@ class Average:
         self.num_updates = 0
         self._average = get_ema_multi_avg_fn(decay)
 
+    def add(self, name: str, parameter: nn.Parameter) -> None:
+        """Average one more, if it is one more: it has been as it is now so far."""
+        if name not in self.tensors:
+            self._parameters[name], self.tensors[name] = parameter, parameter.detach().clone()
+
     def update(self) -> None:
         """Take in the parameters as they are now."""
         averages, now = list(self.tensors.values()), [p.detach() for p in self._parameters.values()]

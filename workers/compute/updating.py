@@ -185,7 +185,7 @@ class Updating:
         autocast.forget_casts()  # of weights as they were, kept until the caller leaves `autocast`
 
     def refuse_thawed(self) -> None:
-        """Refuse parameters whose gradients no optimizer would look at.
+        """Refuse parameters whose gradients no optimizer would look at; average those that one has been given.
 
         Raises:
             ConfigError: there is one.
@@ -197,6 +197,8 @@ class Updating:
                     f"parameter {name} requires a gradient, but was frozen when the pipeline was made, so that no "
                     "optimizer has it: make the pipeline while it requires one, and freeze it by requires_grad_ then"
                 )
+            if self.average is not None:
+                self.average.add(name, parameter)
 
 
 class BeforeUpdate:
