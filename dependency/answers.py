@@ -13,6 +13,7 @@ from types import CodeType, TracebackType
 from typing import TypeVar, get_args
 
 from .action import Action, Kind
+from .ending import on_route
 from .errors import PipeError, ScheduleError
 from .kinds import B, F, I, U, W
 from .spec import ENDLESS, Order, Spec
@@ -258,11 +259,10 @@ def own_actions(spec: Spec, worker: int) -> Iterator[Action]:
     """Yield what `worker` runs, by stage and microbatch, without what ends a synchronous step."""
     mixed, usual = type(spec).splits is not Spec.splits, type(spec).actions is Spec.actions
     for stage, route in spec.hosted(worker):
-        for microbatch in looked_at(spec, range(spec.total_microbatches)):
-            if spec.num_routes == 1 or spec.route(microbatch) == route:
-                if mixed:
-                    _check_truth(f"splits({stage}, {microbatch})", spec.splits(stage, microbatch))
-                yield from spec.actions(stage, microbatch) if usual else _answered_actions(spec, stage, microbatch)
+        for m in on_route(spec, looked_at(spec, range(spec.total_microbatches)), route):
+            if mixed:
+                _check_truth(f"splits({stage}, {m})", spec.splits(stage, m))
+            yield from spec.actions(stage, m) if usual else _answered_actions(spec, stage, m)
         if not spec.synchronous:
             yield from updates_of(spec, stage, route)
 

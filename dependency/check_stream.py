@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from .action import Action
 from .answers import actions_in, is_whole, slot_of
+from .ending import on_route
 from .errors import ScheduleError
 from .kinds import F, U
 from .order import has_slot
@@ -41,7 +42,7 @@ def check_versions(spec: Spec, workers: Iterable[int]) -> None:
                 "windows, edges of after(F)"
             )
         for stage, route in spec.hosted(worker):
-            own = [m for m in range(spec.num_microbatches) if spec.num_routes == 1 or spec.route(m) == route]
+            own = [*on_route(spec, range(spec.num_microbatches), route)]
             for m in own:
                 _check_version(spec, stage, m, _BEGINNING if m in (own[0], own[-1]) else 1)
 
@@ -59,10 +60,9 @@ def check_steps(spec: Spec, workers: Iterable[int]) -> None:
         raise ScheduleError(f"slot: grows by {length} from step to step; it must grow by at least 1")
     for worker in workers:
         for stage, route in spec.hosted(worker):
-            for m in range(spec.num_microbatches):
-                if spec.num_routes == 1 or spec.route(m) == route:
-                    for action in spec.actions(stage, m):
-                        _check_action(spec, worker, action, length)
+            for m in on_route(spec, range(spec.num_microbatches), route):
+                for action in spec.actions(stage, m):
+                    _check_action(spec, worker, action, length)
             for update in Spec.updates(replace(spec, num_steps=1), stage, route):
                 _check_action(spec, worker, update, length)
 

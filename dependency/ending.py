@@ -12,6 +12,7 @@ when the last forward has run; norms, of which there are none unless they are as
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -36,6 +37,11 @@ class Placed(Protocol):
     def place(self, stage: int, route: int) -> int: ...
     def route(self, microbatch: int) -> int: ...
     def hosted(self, worker: int) -> list[Shard]: ...
+
+
+def on_route(spec: Placed, microbatches: Iterable[int], route: int) -> Iterator[int]:
+    """Return those microbatches that take a route."""
+    return iter(microbatches) if spec.num_routes == 1 else (m for m in microbatches if spec.route(m) == route)
 
 
 class Asked(NamedTuple):
@@ -133,7 +139,7 @@ class EndTree:
         return [G(s, route) for s in stages for route in range(num_routes)] if len(stages) * num_routes > 1 else []
 
     def _forwards(self, stage: int, route: int) -> list[Action]:
-        return [F(stage, m) for m in range(self.spec.total_microbatches) if self.spec.route(m) == route]
+        return [F(stage, m) for m in on_route(self.spec, range(self.spec.total_microbatches), route)]
 
     def successors(self, action: Action, asked: Asked = NOTHING) -> list[Action]:
         """Return the actions that the payload of one that ends a step flows to."""

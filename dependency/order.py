@@ -96,15 +96,15 @@ def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
     uniform, replicated = is_uniform(spec), spec.num_routes > 1
     route_of = routes(spec)
 
+    def own(route: int) -> Iterable[int]:
+        every = range(spec.total_microbatches)
+        return (m for m in every if route_of(m) == route) if replicated else every
+
     def stream(kind: Kind, stage: int, route: int) -> Iterator[Action]:
-        for m in range(spec.total_microbatches):
-            if not replicated or route_of(m) == route:
-                yield Action(stage, kind, m)
+        return (Action(stage, kind, m) for m in own(route))
 
     def mixed(stage: int, route: int) -> Iterator[Action]:
-        for m in range(spec.total_microbatches):
-            if not replicated or route_of(m) == route:
-                yield from spec.actions(stage, m)
+        return (action for m in own(route) for action in spec.actions(stage, m))
 
     hosted = spec.hosted(worker)
     if uniform or spec.num_microbatches == ENDLESS:  # a merge needs each stream in the order of its slots

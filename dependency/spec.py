@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .action import Action
-from .ending import NOTHING, Asked, end_tree
+from .ending import NOTHING, Asked, end_tree, on_route
 from .errors import ConfigError
 from .kinds import B, F, I, R, U, W
 from .versions import before_forward, before_update
@@ -252,9 +252,8 @@ class Spec(_Frozen):
 
     def accumulations(self, stage: int, route: int) -> Iterator[Action]:
         """Yield what adds to the gradients of a replica of a stage in a step."""
-        for m in range(self.total_microbatches):
-            if self.route(m) == route:
-                yield from (a for a in self.actions(stage, m) if a.kind.accumulates)
+        for m in on_route(self, range(self.total_microbatches), route):
+            yield from (a for a in self.actions(stage, m) if a.kind.accumulates)
 
     def needs(self, action: Action, asked: Asked = NOTHING) -> list[Action]:
         """Return everything that must be finished before `action`: data flow and the schedule's own."""

@@ -18,14 +18,14 @@ from itertools import accumulate, count, pairwise
 from typing import NamedTuple, Protocol
 
 from .action import Action
-from .ending import Asked
+from .ending import Asked, Placed, on_route
 from .kinds import U
 
 #: a step that is so far from the beginning of a stream that nothing of the beginning is seen there
 STEADY = 1 << 20
 
 
-class Versioned(Protocol):
+class Versioned(Placed, Protocol):
     """What is known of a spec here."""
 
     @property
@@ -35,21 +35,15 @@ class Versioned(Protocol):
     @property
     def num_stages(self) -> int: ...
     @property
-    def num_routes(self) -> int: ...
-    @property
     def update_every(self) -> str: ...
     @property
     def elasticity(self) -> float: ...
     @property
     def synchronous(self) -> bool: ...
-    @property
-    def last_stage(self) -> int: ...
-    def route(self, microbatch: int) -> int: ...
     def version(self, stage: int, microbatch: int) -> int: ...
     def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]: ...
     def slot(self, action: Action) -> int: ...
     def after(self, action: Action) -> Iterable[Action]: ...
-    def hosted(self, worker: int) -> list[tuple[int, int]]: ...
 
 
 def updates_a_step(spec: Versioned) -> int:
@@ -83,12 +77,12 @@ def microbatches_of(spec: Versioned, update: Action) -> list[int]:
         return [update.index]
     step, route = divmod(update.index, spec.num_routes)
     first = step * spec.num_microbatches
-    return [m for m in range(first, first + spec.num_microbatches) if spec.num_routes == 1 or spec.route(m) == route]
+    return [*on_route(spec, range(first, first + spec.num_microbatches), route)]
 
 
 def microbatches_on(spec: Versioned, route: int) -> Iterator[int]:
     """Yield the microbatches of a stream that take a route; it never ends, unless there are none."""
-    own = [m for m in range(spec.num_microbatches) if spec.num_routes == 1 or spec.route(m) == route]
+    own = [*on_route(spec, range(spec.num_microbatches), route)]
     return (step * spec.num_microbatches + m for step in count() for m in own) if own else iter(())
 
 
@@ -134,7 +128,7 @@ def weight_copies(spec: Versioned, stage: int) -> int:
     behind = max(staleness(spec, stage), 0) + 2
     end = begin + spec.num_microbatches * (2 if spec.update_every == "microbatch" else 1 + behind)
     for route in range(spec.num_routes):
-        uses = [m for m in range(begin, end + behind) if spec.num_routes == 1 or spec.route(m) == route]
+        uses = [*on_route(spec, range(begin, end + behind), route)]
         versions = [spec.version(stage, m) for m in uses]
         different = [0, *accumulate(a != b for a, b in pairwise(versions))]
         for at, m in enumerate(uses):
