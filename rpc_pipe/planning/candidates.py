@@ -8,6 +8,7 @@ from typing import Any
 
 from ..dependency import ConfigError, PipeError, Spec
 from ..schedules import SCHEDULES
+from .plan import with_recompute
 from .specs import find_schedule, make_spec
 
 #: parameters that are worth trying, besides the defaults
@@ -53,8 +54,7 @@ class Candidate:
     @property
     def options(self) -> dict[str, Any]:
         """What `make_spec` is told."""
-        recompute = {"recompute": "+".join(map(str, self.recompute))} if self.recompute else {}
-        return {**self.parameters, **recompute}
+        return with_recompute(self.parameters, self.recompute)
 
 
 def candidates(

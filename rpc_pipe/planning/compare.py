@@ -10,6 +10,7 @@ from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, Spec, W, ch
 from ..model.cut import cut
 from .candidates import VARIANTS
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
+from .plan import tell_name
 from .profile import TIMED, Chain, LayerCost
 from .simulator import simulate
 from .specs import make_spec
@@ -108,9 +109,7 @@ class Row:
     @property
     def name(self) -> str:
         """The schedule with the parameters that are not its defaults."""
-        said = (value if isinstance(value, str) else f"{key}={value}" for key, value in self.parameters.items())
-        settings = ",".join(said)
-        return f"{self.schedule} {settings}".rstrip()
+        return tell_name(self.schedule, self.parameters)
 
 
 def compare(

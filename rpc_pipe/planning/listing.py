@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from ..dependency import Action, B, F, I, Kind, PipeError, Spec, W, check_all
 from .bottleneck import Ends
 from .candidates import Candidate, candidates
-from .cutting import CutFound
-from .footprint import num_messages
 from .joblist import RULES, Order, Shop, improve, list_schedule
 from .listed import listed_schedule
 from .plan import Plan
@@ -177,27 +176,9 @@ def planned(program: Program, chain: Chain, machines: Machines, ends: Ends) -> P
         check_all(spec)
     except PipeError:
         return None
-    priced = Priced(spec, chain, machines)
-    simulation = priced.simulate(ends)
-    memory = priced.memory(simulation, ends)
-    found = CutFound(ends, priced.step(simulation, ends), memory)
-    return Plan(
-        SEARCHED,
-        {},
-        chain.counts(ends),
-        len(program.routes),
-        (),
-        found.time,
-        max(memory),
-        simulation.bubble_in_a_run,
-        num_workers=machines.num_workers,
-        memory_by_worker=memory,
-        busy_by_worker=simulation.busy,
-        messages=num_messages(simulation),
-        program=tuple(tuple(map(str, row)) for row in program.rows),
-        placement=program.placement,
-        routes=program.routes,
-    )
+    rows = tuple(tuple(map(str, row)) for row in program.rows)
+    lists: dict[str, Any] = {"program": rows, "placement": program.placement, "routes": program.routes}
+    return Priced(spec, chain, machines).plan(SEARCHED, {}, ends, **lists)
 
 
 # --- for equal stages

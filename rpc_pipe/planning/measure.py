@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..dependency import B, F, I, Kind, R, W
 from ..workers.compute.shard import LossFn
-from ..workers.compute.split_backward import Deferred, Saved, backward_inputs
+from ..workers.compute.split_backward import Saved, WeightBackward, backward_inputs
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
@@ -131,7 +131,7 @@ class Block:
         own = {leaf.untyped_storage().data_ptr() for leaf in owing} - weights
         made = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(output)} - weights
         kept = saved.num_bytes_at(own), saved.num_bytes_at(made)
-        deferred: list[Deferred] = []
+        deferred: list[WeightBackward] = []
         output = unpack(pack(output))
         self._time(I, lambda: deferred.append(backward_inputs(roots, [None] * len(roots), owing, saved)[1]))
         self.kept = KeptBytes(held, saved.num_bytes(weights) + deferred[0].num_bytes(), *kept)

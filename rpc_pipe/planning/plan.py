@@ -44,16 +44,12 @@ class Plan:
     @property
     def name(self) -> str:
         """The schedule with its parameters."""
-        said = [value if isinstance(value, str) else f"{key}={value}" for key, value in self.parameters.items()]
-        if self.recompute:
-            said.append(f"recompute={'+'.join(map(str, self.recompute))}")
-        return f"{self.schedule} {','.join(said)}".rstrip()
+        return tell_name(self.schedule, self.parameters, self.recompute)
 
     @property
     def schedule_options(self) -> dict[str, Any]:
         """The schedule's parameters as `Pipeline` takes them, recomputation included."""
-        recompute = {"recompute": "+".join(map(str, self.recompute))} if self.recompute else {}
-        return {**self.parameters, **recompute}
+        return with_recompute(self.parameters, self.recompute)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values; memory in megabytes."""
@@ -78,6 +74,18 @@ class Plan:
                 "program": [" ".join(row) for row in self.program],
             }
         return told
+
+
+def with_recompute(parameters: Mapping[str, Any], stages: Sequence[int]) -> dict[str, Any]:
+    """Return a schedule's parameters with that of recomputation on stages."""
+    return {**parameters, **({"recompute": "+".join(map(str, stages))} if stages else {})}
+
+
+def tell_name(schedule: str, parameters: Mapping[str, Any], recompute: Sequence[int] = ()) -> str:
+    """Write a schedule with parameters that are not its defaults."""
+    said = [value if isinstance(value, str) else f"{key}={value}" for key, value in parameters.items()]
+    said += [f"{key}={stages}" for key, stages in with_recompute({}, recompute).items()]
+    return f"{schedule} {','.join(said)}".rstrip()
 
 
 def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:

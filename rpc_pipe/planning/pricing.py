@@ -5,12 +5,14 @@ Loads without torch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from ..dependency import Action, G, Kind, Spec
 from .bottleneck import Ends
-from .footprint import Size, payload_bytes, peak_bytes
+from .footprint import Size, num_messages, payload_bytes, peak_bytes
+from .plan import Plan
 from .profile import TIMED, Chain, Machines
 from .relation import Relation
 from .simulator import Link, Simulation, price_listed
@@ -57,6 +59,32 @@ class Priced:
     def step(self, simulation: Simulation, ends: Ends) -> float:
         """Return a step's time when steps follow each other."""
         return simulation.span + self.exchange(ends) + self.chain.per_step
+
+    def plan(
+        self, schedule: str, parameters: Mapping[str, Any], ends: Ends, recompute: tuple[int, ...] = (), **listed: Any
+    ) -> Plan:
+        """Return the cut model as a plan.
+
+        Args:
+            listed: of a searched program, its lists.
+        """
+        simulation = self.simulate(ends)
+        memory = self.memory(simulation, ends)
+        return Plan(
+            schedule,
+            parameters,
+            self.chain.counts(ends),
+            self.spec.num_microbatches,
+            recompute,
+            self.step(simulation, ends),
+            max(memory),
+            simulation.bubble_in_a_run,
+            num_workers=self.spec.num_workers,
+            memory_by_worker=memory,
+            busy_by_worker=simulation.busy,
+            messages=num_messages(simulation),
+            **listed,
+        )
 
     def exchange(self, ends: Ends) -> float:
         """Return what is added to a step's time where parameters are cut apart: gradients go to the other holder.

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from ..dependency import F, U
 from .candidates import Candidate, candidates
 from .cutting import CutFound, CutSearch
-from .footprint import num_messages
 from .plan import Plan
 from .profile import Chain, Machines, Profile
 
@@ -205,22 +204,7 @@ class _Search:
 
 
 def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
-    simulation = search.priced.simulate(found.ends)
-    memory = found.memory or search.priced.memory(simulation, found.ends)
-    return Plan(
-        candidate.schedule,
-        dict(candidate.parameters),
-        search.chain.counts(found.ends),
-        candidate.num_microbatches,
-        candidate.recompute,
-        found.time,
-        max(memory),
-        simulation.bubble_in_a_run,
-        num_workers=search.spec.num_workers,
-        memory_by_worker=memory,
-        busy_by_worker=simulation.busy,
-        messages=num_messages(simulation),
-    )
+    return search.priced.plan(candidate.schedule, dict(candidate.parameters), found.ends, candidate.recompute)
 
 
 def relaxed(chain: Chain, machines: Machines, num_microbatches: int) -> float:

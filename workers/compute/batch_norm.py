@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 _SUMS = ("sums", "squares", "count")
 
 
-class Deferred(_BatchNorm):
+class DeferredBatchNorm(_BatchNorm):
     """What a batch normalisation becomes; its tensors keep their names."""
 
     sums: Tensor
@@ -59,9 +59,13 @@ class Deferred(_BatchNorm):
 def defer(modules: Iterable[nn.Module]) -> None:
     """Let all batch normalisations among `modules` take over their statistics at updates, by `commit`."""
     for module in modules:
-        if isinstance(module, _BatchNorm) and not isinstance(module, Deferred) and module.running_mean is not None:
-            module.__class__ = type(type(module).__name__, (Deferred, type(module)), {})
-            for name in ("sums", "squares", "count"):
+        if (
+            isinstance(module, _BatchNorm)
+            and not isinstance(module, DeferredBatchNorm)
+            and module.running_mean is not None
+        ):
+            module.__class__ = type(type(module).__name__, (DeferredBatchNorm, type(module)), {})
+            for name in _SUMS:
                 # In double precision, or the difference of two large numbers would be lost.
                 value = torch.zeros_like(module.running_mean, dtype=torch.float64)
                 module.register_buffer(name, value[0].clone() if name == "count" else value, persistent=False)
@@ -70,7 +74,7 @@ def defer(modules: Iterable[nn.Module]) -> None:
 def statistics(modules: Iterable[nn.Module]) -> list[Tensor]:
     """Return all that forwards and updates write: the sums, and the running statistics themselves."""
     names = (*_SUMS, "running_mean", "running_var", "num_batches_tracked")
-    found = [module._buffers.get(name) for module in modules if isinstance(module, Deferred) for name in names]
+    found = [module._buffers.get(name) for module in modules if isinstance(module, DeferredBatchNorm) for name in names]
     return [tensor for tensor in found if tensor is not None]
 
 
@@ -82,8 +86,8 @@ class Statistics:
         #: sums, and what they were after the last complete step since the last update
         self._held: list[tuple[Tensor, Tensor]] = []
 
-    def _deferred(self) -> list[Deferred]:
-        return [module for module in self._modules if isinstance(module, Deferred)]
+    def _deferred(self) -> list[DeferredBatchNorm]:
+        return [module for module in self._modules if isinstance(module, DeferredBatchNorm)]
 
     def commit(self) -> None:
         """Take over all of it."""

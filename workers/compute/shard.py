@@ -24,7 +24,7 @@ from .recomputation import Noted, Recomputation
 from .reruns import Reruns
 from .result import Losses, sum_and_weight
 from .slices import Slice, Times
-from .split_backward import Deferred, Saved, backward_inputs
+from .split_backward import Saved, WeightBackward, backward_inputs
 from .unhooked import Unhooked
 from .updating import BeforeUpdate, Training, Updating, refuse_sparse
 from .written import Written, keep_saved
@@ -85,7 +85,7 @@ class Shard:
         #: microbatch -> the forward to run again, and in which world
         self._inputs: dict[int, tuple[Callable[[], Tree], Noted]] = {}
         #: microbatch -> step, and what is left of its backward
-        self._deferred: dict[int, tuple[int, Deferred]] = {}
+        self._deferred: dict[int, tuple[int, WeightBackward]] = {}
         self.recomputation = Recomputation(slice.own, slice.modules)
         self._written = Written(slice)
         self._unhooked = Unhooked(slice.own, slice.modules)

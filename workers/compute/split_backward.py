@@ -204,7 +204,7 @@ def _may_wait(node: Node) -> bool:
 
 def backward_inputs(
     roots: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor], saved: Saved
-) -> tuple[list[Tensor | None], Deferred]:
+) -> tuple[list[Tensor | None], WeightBackward]:
     """Return the gradients of `inputs` and what is left to do for the weights.
 
     Args:
@@ -220,20 +220,20 @@ def backward_inputs(
     apart: _Starts = []
     for start in starts:
         (apart if graph.outputs in later and start[0][0] not in graph.to_inputs else along).append(start)
-    weights = list(dict.fromkeys(leaf for part in now for leaf in part.leaves))
-    cut = [edge for part in later if part is not graph.outputs for edge in part.edges]
+    weights = list(dict.fromkeys(leaf for branch in now for leaf in branch.leaves))
+    cut = [edge for branch in later if branch is not graph.outputs for edge in branch.edges]
     wanted = [*((get_gradient_edge(leaf).node, 0) for leaf in inputs), *((leaf, 0) for leaf in weights), *cut]
     found: Sequence[Tensor | None] = [None] * len(wanted)
     if along:
-        with saved.freeing((node for part in later for node in part.nodes), graph.written_in_python):
+        with saved.freeing((node for branch in later for node in branch.nodes), graph.written_in_python):
             found = _run(along, wanted, retain_graph=True)
     for leaf in inputs:
         # The graph that leads here stays until W; the leaf in it would hold the activation.
         leaf.data = leaf.data.new_empty(0)
     at = dict(zip(wanted, found, strict=True))
-    runs = [(apart, part.leaves) for part in later if part is graph.outputs]
-    runs += [(_there(part.edges, at), part.leaves) for part in later if part is not graph.outputs]
-    return _unshared(found, len(inputs)), Deferred([(leaf, at[leaf, 0]) for leaf in weights], runs)
+    runs = [(apart, branch.leaves) for branch in later if branch is graph.outputs]
+    runs += [(_there(branch.edges, at), branch.leaves) for branch in later if branch is not graph.outputs]
+    return _unshared(found, len(inputs)), WeightBackward([(leaf, at[leaf, 0]) for leaf in weights], runs)
 
 
 def _there(edges: Iterable[_Edge], at: Mapping[_Edge, Tensor | None]) -> _Starts:
@@ -254,7 +254,7 @@ def _run(starts: _Starts, wanted: Iterable[_Edge], retain_graph: bool = False) -
     return torch.autograd.grad(edges, places, grads, retain_graph=retain_graph, allow_unused=True)
 
 
-class Deferred:
+class WeightBackward:
     """The weights' part of a backward, with the gradients where it starts.
 
     Args:
@@ -298,7 +298,7 @@ def _accumulate(leaf: Node, grad: Tensor) -> None:
         hook(weight)
 
 
-class _Part(NamedTuple):
+class _Branch(NamedTuple):
     """A part of the graph that reaches only weights."""
 
     #: where it starts
@@ -331,35 +331,35 @@ class _Graph:
                 if leaving := [edge for edge in children if edge[0] not in self.to_inputs]:
                     self._leaving[node] = leaving
         #: what the outputs that no input is reached from are made of
-        self.outputs = _part([edge for edge in roots if edge[0] not in self.to_inputs])
+        self.outputs = _branch([edge for edge in roots if edge[0] not in self.to_inputs])
 
-    def divided(self, all_now: bool) -> tuple[list[_Part], list[_Part]]:
-        """Return the parts for whose weights all is done in I, and those that run in W."""
-        parts = [self.outputs]
+    def divided(self, all_now: bool) -> tuple[list[_Branch], list[_Branch]]:
+        """Return the branches for whose weights all is done in I, and those that run in W."""
+        branches = [self.outputs]
         if not self.to_inputs:  # as on the first stage
-            return [], parts
+            return [], branches
         seen: set[_Edge] = set()
         for node in reversed(self._order):
             leaving = self._leaving.get(node, [])
             if leaving and node.name().rstrip("0123456789") in _SEPARABLE and _may_wait(node):
-                below = _part(leaving)
-                parts.append(_Part([(node, 0)], [node, *below.nodes], below.leaves))  # such a node has one output
+                below = _branch(leaving)
+                branches.append(_Branch([(node, 0)], [node, *below.nodes], below.leaves))  # such a node has one output
             else:
-                parts += [_part([edge]) for edge in leaving if edge not in seen]
+                branches += [_branch([edge]) for edge in leaving if edge not in seen]
                 seen |= set(leaving)
-        users = Counter(leaf for part in parts for leaf in part.leaves)
-        now: list[_Part] = []
-        later: list[_Part] = []
-        for part in parts:
-            shared = any(users[leaf] > 1 for leaf in part.leaves)
-            ready = part is not self.outputs and (all_now or part.nodes == part.leaves)
-            (now if shared or ready or not all(map(_may_wait, part.nodes)) else later).append(part)
+        users = Counter(leaf for branch in branches for leaf in branch.leaves)
+        now: list[_Branch] = []
+        later: list[_Branch] = []
+        for branch in branches:
+            shared = any(users[leaf] > 1 for leaf in branch.leaves)
+            ready = branch is not self.outputs and (all_now or branch.nodes == branch.leaves)
+            (now if shared or ready or not all(map(_may_wait, branch.nodes)) else later).append(branch)
         return now, later
 
 
-def _part(edges: list[_Edge]) -> _Part:
+def _branch(edges: list[_Edge]) -> _Branch:
     nodes = children_first(node for node, _ in edges)
-    return _Part(edges, nodes, [node for node in nodes if hasattr(node, "variable")])
+    return _Branch(edges, nodes, [node for node in nodes if hasattr(node, "variable")])
 
 
 def children_first(roots: Iterable[Node]) -> list[Node]:
