@@ -114,11 +114,6 @@ class WorkerState:
         number = self.part.number.get(action)
         return number is None or bool(self._done[number])
 
-    @property
-    def complete(self) -> bool:
-        """True when everything is finished."""
-        return not self.left
-
     def blocked(self) -> tuple[Action, list[Pulled]] | None:
         """Return the first action that waits for other workers, and for what: the roll-call on a stall."""
         done, entries = self._done, self.part.entries

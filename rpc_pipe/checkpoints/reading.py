@@ -109,10 +109,6 @@ class Checkpoint:
         found = self.rest([of_route(number, name) for name in names])
         return {name.removeprefix(of_route(number, "")): tensor for name, tensor in found.items()}
 
-    def has(self, name: str) -> bool:
-        """Whether such a tensor was saved with the optimizers'."""
-        return name in self._tensors["optimizer"]
-
     def tensors(self, what: str, names: Iterable[str]) -> dict[str, Tensor]:
         """Read these of the `model`'s or the `optimizer`s' tensors."""
         by_file: dict[str, list[str]] = {}

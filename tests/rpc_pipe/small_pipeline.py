@@ -18,3 +18,8 @@ def layers():
 def pipeline(model=None, loss=nn.functional.cross_entropy, **options):
     defaults = {"num_microbatches": 4, "num_workers": 2, "optimizer": SGD}
     return Pipeline(model or layers(), loss, **(defaults | options))
+
+
+def num_held(shard):
+    """Return how many microbatches' activations, or inputs to compute them from, a shard holds now."""
+    return sum(map(len, shard._under_way))

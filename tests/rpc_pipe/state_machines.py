@@ -52,7 +52,7 @@ def run_state_machines(
                 clock.announce(action)
                 states[worker].finished(action)
     for worker, state in enumerate(states):
-        if not state.complete:
+        if state.left:
             blocked = state.blocked()
             why = "its own actions wait for each other"
             if blocked is not None:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_pipeline import X, Y, layers, pipeline
+from small_pipeline import X, Y, layers, num_held, pipeline
 from torch import nn
 
 from rpc_pipe.checkpoints.whole import save_whole
@@ -67,7 +67,7 @@ def test_evaluation_between_steps_of_any_schedule(schedule):
         pipe = pipeline(schedule=schedule, num_workers=2, num_microbatches=3)
         before = pipe.evaluate((X, Y))
         losses = [pipe.step((X, Y)) for _ in range(2)]
-        kept = [shard.num_kept for actor in pipe.actors for shard in actor.shards.values()]
+        kept = [num_held(shard) for actor in pipe.actors for shard in actor.shards.values()]
         assert not any(kept), "nothing outlives a step"
         return before, losses[0], pipe.predict(X)
 

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from small_pipeline import X, Y, pipeline
+from small_pipeline import X, Y, num_held, pipeline
 from torch import nn
 
 from rpc_pipe.dependency import WorkerFailure
@@ -49,7 +49,7 @@ def test_an_error_of_the_users_undoes_the_step_and_the_pipeline_goes_on():
             with pytest.raises(WorkerFailure):
                 mistake(pipe)
             assert torch.equal(torch.rand(1), before), "as it was"
-            assert sum(shard.num_kept for actor in pipe.actors for shard in actor.shards.values()) == 0
+            assert sum(num_held(shard) for actor in pipe.actors for shard in actor.shards.values()) == 0
         return [*losses, pipe.step((X, Y)), pipe.evaluate((X, Y))], pipe.state_dict()
 
     losses, state = run(

@@ -45,11 +45,11 @@ def test_a_middle_worker_of_1f1b_from_start_to_end():
     state.arrived(B(2, 1))
     assert run(state, B(1, 1)) == (0,)
     assert run(state, U(1, 0)) == ()
-    assert not state.complete
+    assert state.left
     state.arrived(D(2, 0))
     assert state.take() is None, "what is told does not occupy the device"
     assert run(state, D(1, 0), "link") == (0,)
-    assert state.complete
+    assert not state.left
 
 
 def test_an_update_waits_only_for_what_is_asked_for():
@@ -101,7 +101,7 @@ def test_the_next_step_begins_where_a_stage_is_updated():
     assert second.take() is None
     run(first, C(0, 0), "link")
     run(first, D(0, 0), "link")
-    assert first.complete
+    assert not first.left
     run(second, U(0, 0))
 
 
@@ -129,7 +129,7 @@ def test_any_timing_ends(order):
     rng = random.Random(0)
     asked = [(w, pull.action) for w, state in enumerate(states) for pull in state.start()]
     finished, moves = set(), 0
-    while not all(state.complete for state in states):
+    while any(state.left for state in states):
         for w, action in [x for x in asked if x[1] in finished]:
             asked.remove((w, action))
             states[w].arrived(action)

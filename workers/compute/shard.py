@@ -86,11 +86,13 @@ class Shard:
         self._inputs: dict[int, tuple[Callable[[], Tree], Noted]] = {}
         #: microbatch -> step, and what is left of its backward
         self._deferred: dict[int, tuple[int, WeightBackward]] = {}
+        #: by microbatch: forwards that have run, while not all of their backward has
+        self._under_way = self._forwarded, self._inputs, self._deferred
         self.recomputation = Recomputation(slice.own, slice.modules)
         self._written = Written(slice)
         self._unhooked = Unhooked(slice.own, slice.modules)
         self._casts = Casts()
-        self._reruns = Reruns(slice.own, (self._forwarded, self._inputs, self._deferred), self._written)
+        self._reruns = Reruns(slice.own, self._under_way, self._written)
         # By the names of the beginning: a forward may exchange modules.
         self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
         self._ranks = slice.ranks()
@@ -124,11 +126,6 @@ class Shard:
     def evaluated_state_dict(self) -> dict[str, Tensor]:
         """Return the tensors by which the shard evaluates, as `state_dict`: those of the model that is trained."""
         return self.state_dict()
-
-    @property
-    def num_kept(self) -> int:
-        """How many microbatches' activations, or inputs to compute them from, are held now."""
-        return len(self._forwarded) + len(self._inputs) + len(self._deferred)
 
     @property
     def written_weights(self) -> list[nn.Parameter]:
@@ -347,7 +344,7 @@ class Shard:
 
     def abandon(self) -> None:
         """Forget what has been done since the last update."""
-        for held in (self._forwarded, self._inputs, self._deferred):
+        for held in self._under_way:
             held.clear()
         self.recomputation.forget()
         self.statistics.restore()
