@@ -12,15 +12,106 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 
-from rpc_pipe.dependency import B, F, I, Kind, R, W, check_all
-from rpc_pipe.planning.candidates import candidates
-from rpc_pipe.planning.listing import Program, searched_program
-from rpc_pipe.planning.simulator import simulate
+from rpc_pipe.dependency import Action, B, F, I, Kind, PipeError, R, Spec, W, check_all
+from rpc_pipe.planning.candidates import Candidate, candidates
+from rpc_pipe.planning.joblist import Shop
+from rpc_pipe.planning.listing import Program, best_order, placement_of
+from rpc_pipe.planning.simulator import simulate, uniform
 
 #: parts of what 1F1B keeps
 BUDGETS = (1 / 3, 0.4, 0.5, 0.6, 0.75, 1.0, 1.25, 1.5, 2.0)
+
+
+class _Placed(Spec):
+    """Only a placement: `chunks` stages on each worker, in turns of one direction or forth and back."""
+
+    chunks: int = 1
+    zigzag: bool = False
+
+    @property
+    def num_stages(self) -> int:
+        return self.chunks * self.num_workers
+
+    def place(self, stage: int, route: int) -> int:
+        turn, at = divmod(stage, self.num_workers)
+        return self.num_workers - 1 - at if self.zigzag and turn % 2 else at
+
+
+#: placements that are tried: a line, forth and back, around, and both with twice the stages
+_PLACEMENTS = ((1, False), (2, True), (2, False), (4, False), (4, True))
+
+
+def searched_program(
+    num_workers: int,
+    num_microbatches: int,
+    costs: Mapping[Kind, float],
+    budget: float,
+    seconds: float,
+) -> Program | None:
+    """Return the shortest program found for workers with equal shares of a model; None: nothing fits the budget.
+
+    Args:
+        costs: time of a microbatch on a worker's share, of F, I and W; stages of 1/v share cost 1/v.
+        budget: most activations of a worker, in microbatches of its share.
+    """
+    until = time.monotonic() + seconds
+    best: Program | None = None
+    whole = costs[F] + costs[I] + costs[W]
+    placed = list(_placed(num_workers, num_microbatches))
+    ours = list(_ours(placed, num_microbatches))
+    for number, spec in enumerate(placed):
+        chunks = spec.num_stages / num_workers
+        shop = Shop(
+            spec,
+            lambda action, chunks=chunks: costs[action.kind] / chunks,  # type: ignore[misc]
+            lambda action, source, target: 0.0,
+            [1.0] * spec.num_stages,
+            [1.0] * spec.num_stages,
+            [budget * chunks] * num_workers,
+        )
+        # Where there is one replica the last worker to begin waits for the forwards of all others.
+        waits = (num_workers - 1) * costs[F] / chunks if spec.num_routes == 1 else 0
+        goal = num_microbatches * whole + waits
+        if best is not None and best.time <= goal * (1 + 1e-12):
+            continue
+        seeds = [shop.from_program(rows) for rows in _orders_of_ours(spec, ours, costs, chunks)]
+        end = time.monotonic() + (until - time.monotonic()) / (len(placed) - number)
+        found = best_order(shop, seeds, end, goal)
+        if found is not None and (best is None or found[0] < best.time):
+            best = Program(found[0], shop.to_program(found[1]), *placement_of(spec))
+    return best
+
+
+def _placed(num_workers: int, num_microbatches: int) -> Iterator[Spec]:
+    """Yield what gives placements: stages in a line, in turns, and replicas as Chimera and DualPipe have them."""
+    for chunks, zigzag in _PLACEMENTS:
+        yield _Placed(num_workers=num_workers, num_microbatches=num_microbatches, chunks=chunks, zigzag=zigzag)
+    for pairs in range(1, num_workers // 2 + 1):
+        with suppress(PipeError):
+            yield Candidate("chimera", {"pairs": pairs}, num_microbatches).spec(num_workers)
+
+
+def _ours(placed: Sequence[Spec], num_microbatches: int) -> Iterator[tuple[Spec, object]]:
+    """Yield schedules of ours that have as few stages as one of these, with their placements."""
+    workers, most = placed[0].num_workers, max(spec.num_stages for spec in placed)
+    for candidate in candidates(workers, [num_microbatches], recompute=False, most_stages=most):
+        spec = candidate.spec(workers)
+        if not type(spec).recompute:
+            yield spec, placement_of(spec)
+
+
+def _orders_of_ours(
+    placed: Spec, ours: Sequence[tuple[Spec, object]], costs: Mapping[Kind, float], chunks: float
+) -> Iterator[list[list[Action]]]:
+    """Yield the orders of schedules of ours with the same placement, as they run with these costs."""
+    times = {F: costs[F] / chunks, B: (costs[I] + costs[W]) / chunks, I: costs[I] / chunks, W: costs[W] / chunks}
+    wanted = placement_of(placed)
+    for spec, placement in ours:
+        if placement == wanted:
+            yield simulate(spec, uniform(times)).orders()
 
 
 def of_ours(num_workers: int, count: int, costs: Mapping[Kind, float]) -> list[tuple[str, float, float]]:

@@ -29,7 +29,7 @@ class CutFound:
 
     ends: Ends
     time: float
-    #: bytes by worker; empty if memory was not asked for
+    #: bytes by worker
     memory: tuple[float, ...]
     #: by how many bytes it does not fit
     excess: float = 0
@@ -43,12 +43,11 @@ class CutFound:
 class CutSearch:
     """The search for the best cut with one schedule. What has been priced is remembered."""
 
-    def __init__(self, spec: Spec, chain: Chain, machines: Machines, *, with_memory: bool = False) -> None:
+    def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
         self.spec, self.chain, self.machines = spec, chain, machines
         self.bounds = Bounds(spec, chain, machines)
         self.least = self.bounds.everywhere()
         self._priced: Priced | None = None
-        self._with_memory = with_memory or any(machines.limit(w) is not None for w in range(machines.num_workers))
         self._known: dict[Ends, tuple[float, tuple[float, ...] | None]] = {}
 
     @property
@@ -63,16 +62,12 @@ class CutSearch:
         known = self._known.get(ends)
         if known is None or (known[1] is None and known[0] < faster_than):
             simulation = self.priced.simulate(ends)
-            held: tuple[float, ...] | None = None
             took = self.priced.step(simulation, ends)
-            if not self._with_memory:
-                held = ()
-            elif took < faster_than:
-                held = self.priced.memory(simulation, ends)
+            held = self.priced.memory(simulation, ends) if took < faster_than else None
             known = self._known[ends] = took, held
         if known[0] >= faster_than or known[1] is None:
             return None
-        return CutFound(ends, known[0], known[1], self.priced.excess(known[1], cap) if known[1] else 0)
+        return CutFound(ends, known[0], known[1], self.priced.excess(known[1], cap))
 
     @property
     def was_priced(self) -> bool:
@@ -82,7 +77,7 @@ class CutSearch:
     def found(self) -> Iterator[CutFound]:
         """Yield what has been priced with its memory and fits."""
         for ends, (took, held) in self._known.items():
-            if held is not None and (not held or self.priced.excess(held) <= 0):
+            if held is not None and self.priced.excess(held) <= 0:
                 yield CutFound(ends, took, held)
 
     # --- a good cut, quickly

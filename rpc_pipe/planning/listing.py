@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ..dependency import Action, B, F, I, Kind, PipeError, Spec, W, check_all
+from ..dependency import Action, F, Kind, PipeError, Spec, check_all
 from .bottleneck import Ends
-from .candidates import Candidate, candidates
+from .candidates import Candidate
 from .joblist import RULES, Order, Shop, improve, list_schedule
 from .listed import listed_schedule
 from .plan import Plan
 from .pricing import Priced
 from .profile import Chain, Machines
 from .search import Answer, Question
-from .simulator import simulate, uniform
 
 #: the name of a searched program in a plan
 SEARCHED = "searched"
@@ -74,9 +72,6 @@ def best_order(shop: Shop, seeds: Sequence[Order], until: float, goal: float = 0
     return best
 
 
-# --- for a question that has been answered
-
-
 def improved(question: Question, answer: Answer, tell: Callable[[float], None], seconds: float) -> Plan | None:
     """Return a program that is faster than all plans and fits; None: none was found."""
     bases = _bases(question, answer)
@@ -100,7 +95,7 @@ def _bases(question: Question, answer: Answer) -> list[tuple[Plan, Spec]]:
         spec = Candidate(plan.schedule, plan.parameters, plan.num_microbatches).spec(question.machines.num_workers)
         if plan.recompute or type(spec).recompute:
             continue
-        found.setdefault((*_placement(spec), plan.num_microbatches), (plan, spec))
+        found.setdefault((*placement_of(spec), plan.num_microbatches), (plan, spec))
     return list(found.values())[:_BASES]
 
 
@@ -117,7 +112,7 @@ def _improved(question: Question, plan: Plan, spec: Spec, split: bool, until: fl
         found = best_order(shop, [shop.from_program(seed)], until)
         if found is None:
             return None
-        program = Program(found[0], shop.to_program(found[1]), *_placement(spec))
+        program = Program(found[0], shop.to_program(found[1]), *placement_of(spec))
         made = planned(program, chain, machines, ends)
         if made is None:
             return None
@@ -129,7 +124,7 @@ def _improved(question: Question, plan: Plan, spec: Spec, split: bool, until: fl
     return None
 
 
-def _placement(spec: Spec) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
+def placement_of(spec: Spec) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return the worker by route and stage, and the route of each microbatch."""
     stages = range(spec.num_stages)
     places = tuple(tuple(spec.place(s, r) for s in stages) for r in range(spec.num_routes))
@@ -179,97 +174,3 @@ def planned(program: Program, chain: Chain, machines: Machines, ends: Ends) -> P
     rows = tuple(tuple(map(str, row)) for row in program.rows)
     lists: dict[str, Any] = {"program": rows, "placement": program.placement, "routes": program.routes}
     return Priced(spec, chain, machines).plan(SEARCHED, {}, ends, **lists)
-
-
-# --- for equal stages
-
-
-class _Placed(Spec):
-    """Only a placement: `chunks` stages on each worker, in turns of one direction or forth and back."""
-
-    chunks: int = 1
-    zigzag: bool = False
-
-    @property
-    def num_stages(self) -> int:
-        return self.chunks * self.num_workers
-
-    def place(self, stage: int, route: int) -> int:
-        turn, at = divmod(stage, self.num_workers)
-        return self.num_workers - 1 - at if self.zigzag and turn % 2 else at
-
-
-#: placements that are tried: a line, forth and back, around, and both with twice the stages
-_PLACEMENTS = ((1, False), (2, True), (2, False), (4, False), (4, True))
-
-
-def searched_program(
-    num_workers: int,
-    num_microbatches: int,
-    costs: Mapping[Kind, float],
-    budget: float,
-    seconds: float,
-    *,
-    comm: float = 0.0,
-) -> Program | None:
-    """Return the shortest program found for workers with equal shares of a model; None: nothing fits the budget.
-
-    Args:
-        costs: time of a microbatch on a worker's share, of F, I and W; stages of 1/v share cost 1/v.
-        budget: most activations of a worker, in microbatches of its share.
-    """
-    until = time.monotonic() + seconds
-    best: Program | None = None
-    whole = costs[F] + costs[I] + costs[W]
-    placed = list(_placed(num_workers, num_microbatches))
-    ours = list(_ours(placed, num_microbatches))
-    for number, spec in enumerate(placed):
-        chunks = spec.num_stages / num_workers
-        shop = Shop(
-            spec,
-            lambda action, chunks=chunks: costs[action.kind] / chunks,  # type: ignore[misc]
-            lambda action, source, target: comm,
-            [1.0] * spec.num_stages,
-            [1.0] * spec.num_stages,
-            [budget * chunks] * num_workers,
-        )
-        # Where there is one replica the last worker to begin waits for the forwards of all others.
-        waits = (num_workers - 1) * (costs[F] / chunks + comm) if spec.num_routes == 1 else 0
-        goal = num_microbatches * whole + waits
-        if best is not None and best.time <= goal * (1 + 1e-12):
-            continue
-        seeds = [shop.from_program(rows) for rows in _orders_of_ours(spec, ours, costs, chunks, comm)]
-        end = time.monotonic() + (until - time.monotonic()) / (len(placed) - number)
-        found = best_order(shop, seeds, end, goal)
-        if found is not None and (best is None or found[0] < best.time):
-            best = Program(found[0], shop.to_program(found[1]), *_placement(spec))
-    return best
-
-
-def _placed(num_workers: int, num_microbatches: int) -> Iterator[Spec]:
-    """Yield what gives placements: stages in a line, in turns, and replicas as Chimera and DualPipe have them."""
-    for chunks, zigzag in _PLACEMENTS:
-        yield _Placed(num_workers=num_workers, num_microbatches=num_microbatches, chunks=chunks, zigzag=zigzag)
-    for pairs in range(1, num_workers // 2 + 1):
-        with suppress(PipeError):
-            yield Candidate("chimera", {"pairs": pairs}, num_microbatches).spec(num_workers)
-
-
-def _ours(placed: Sequence[Spec], num_microbatches: int) -> Iterator[tuple[Spec, object]]:
-    """Yield schedules of ours that have as few stages as one of these, with their placements."""
-    workers, most = placed[0].num_workers, max(spec.num_stages for spec in placed)
-    for candidate in candidates(workers, [num_microbatches], recompute=False, most_stages=most):
-        spec = candidate.spec(workers)
-        if not type(spec).recompute:
-            yield spec, _placement(spec)
-
-
-def _orders_of_ours(
-    placed: Spec, ours: Sequence[tuple[Spec, object]], costs: Mapping[Kind, float], chunks: float, comm: float
-) -> Iterator[list[list[Action]]]:
-    """Yield the orders of schedules of ours with the same placement, as they run with these costs."""
-    times = {F: costs[F] / chunks, B: (costs[I] + costs[W]) / chunks, I: costs[I] / chunks, W: costs[W] / chunks}
-    wanted = _placement(placed)
-    for spec, placement in ours:
-        if placement == wanted:
-            yield simulate(spec, uniform(times), comm=comm).orders()

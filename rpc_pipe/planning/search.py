@@ -102,7 +102,7 @@ class _Search:
         for candidate in listed:
             chain = self._chains[candidate.num_microbatches]
             spec = candidate.spec(q.machines.num_workers)
-            searches.append((candidate, CutSearch(spec, chain, q.machines, with_memory=True)))
+            searches.append((candidate, CutSearch(spec, chain, q.machines)))
         return sorted(searches, key=lambda pair: pair[1].least)
 
     def answer(self) -> Answer:
@@ -178,17 +178,17 @@ class _Search:
             else:
                 name = candidate.schedule
                 answer.left_out[name] = min(search.least, answer.left_out.get(name, float("inf")))
-        plans.sort(key=lambda triple: (triple[2].time, max(triple[2].memory, default=0)))
+        plans.sort(key=lambda triple: (triple[2].time, max(triple[2].memory)))
         answer.plans = [_plan(*triple) for triple in plans]
         for plan in answer.plans:
             answer.left_out.pop(plan.schedule, None)
         known = {*answer.left_out, *(plan.schedule for plan in answer.plans)}
         answer.unfit = sorted(set(answer.unfit) - known)
-        everything.sort(key=lambda triple: (triple[2].time, max(triple[2].memory, default=0)))
+        everything.sort(key=lambda triple: (triple[2].time, max(triple[2].memory)))
         least = float("inf")
         for candidate, search, found in everything:
-            if max(found.memory, default=0) < least * (1 - 1e-3):
-                least = max(found.memory, default=0)
+            if max(found.memory) < least * (1 - 1e-3):
+                least = max(found.memory)
                 answer.front.append(_plan(candidate, search, found))
 
     def _say_nearest(self, answer: Answer) -> None:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 from .board import Live, State
 
+#: of a stack, so many of the newest are told
+_FRAMES = 3
+
 
 def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[str]:
     """Return a line for each worker, and one with the chain of waits.
@@ -63,10 +66,10 @@ def _chain(lives: Mapping[int, Live], worker: int, last_host: int) -> list[int]:
     return chain
 
 
-def newest_frames(stacks: str, thread: int, count: int = 3) -> str:
+def newest_frames(stacks: str, thread: int) -> str:
     """Say in a line where a thread is, from the stacks that faulthandler wrote."""
     current = next((block for block in stacks.split("\n\n") if f"{thread:#018x}" in block), "")
-    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', current)[:count]
+    frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', current)[:_FRAMES]
     return ", called from ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames)
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from bench.plan_programs import searched_program
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, I, R, W, check_all
 from rpc_pipe.pipeline import Pipeline
@@ -15,7 +16,7 @@ from rpc_pipe.planning import listing
 from rpc_pipe.planning.candidates import Candidate
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.joblist import RULES, Shop, improve, list_schedule
-from rpc_pipe.planning.listing import best_order, improved, searched_program
+from rpc_pipe.planning.listing import best_order, improved
 from rpc_pipe.planning.plan import read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.search import Question, search

@@ -226,5 +226,5 @@ def test_the_first_stage_holds_all_gradients_of_weights_while_its_w_runs():
     """Of zb-h2 11.6 % less was predicted than a worker had."""
     blocks = [block(1, weights=10, gradients=10, working=working) for working in (3, 3, 4, 4)]
     for name, more in (("1f1b", 3), ("zb-h2", 20)):
-        cuts = CutSearch(Candidate(name, {}, 4).spec(2), Chain(blocks), Machines(2), with_memory=True)
+        cuts = CutSearch(Candidate(name, {}, 4).spec(2), Chain(blocks), Machines(2))
         assert cuts.look((0, 2, 4)).memory == (40 + more, 40 + 4)
