@@ -83,3 +83,15 @@ def test_a_hook_of_a_gradient_that_two_stages_have_parts_of_is_refused():
         Pipeline(
             Blocks(tied=True), nn.functional.mse_loss, num_workers=2, num_microbatches=2, example=(X, Y)
         )  # fmt: skip
+
+
+def test_a_parameter_with_hooks_may_be_frozen():
+    """A hook that is a method of its module was hung on the copy of a parameter that nobody trains: torch raised."""
+    model = Blocks()
+    model.blocks[1].requires_grad_(False)
+    pipe = Pipeline(
+        model, nn.functional.mse_loss, optimizer=SGD, num_workers=2, num_microbatches=2, example=(X, Y)
+    )  # fmt: skip
+    before = model.blocks[1].scale.detach().clone()
+    pipe.step((X, Y))
+    assert torch.equal(pipe.state_dict()["blocks.1.scale"], before)
