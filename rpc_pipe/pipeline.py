@@ -21,13 +21,13 @@ from .launching import overrides
 from .launching.job import Job, own_part
 from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
-from .model.ending import Ending
 from .model.lazy_batch import label_of
 from .model.microbatches import Ahead, Microbatches, Pair, update_shares
 from .model.outputs import Outputs
 from .model.programs import Programs
 from .model.reads import Reads
 from .model.shards import Model, ShardMaker, cuttable, measuring
+from .model.step_end import StepEnd
 from .planning.follow import PlanLike, followed
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor, chained
@@ -133,7 +133,7 @@ class Pipeline(Weights):
         self.partition = cuttable(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
         self.order: Order = order or self.spec.order
         self._programs = Programs(self.spec, workers)
-        self._ending = Ending(self.spec, training, max_grad_norm, post_validation)
+        self._step_end = StepEnd(self.spec, training, max_grad_norm, post_validation)
         self._actors = _actors(job, workers, device, max_grad_norm, stall_s)
         self._reads = Reads(self.spec, self._actors, whole=self.partition.pair is not None)
         self._threads = None if job else WorkerThreads(self._actors)
@@ -160,7 +160,7 @@ class Pipeline(Weights):
         self._described = describe(self.spec, self.partition.ranges, maker.seed)
         self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
         self._keeper.config = self.partition.config
-        self._ending.sharing = self.partition.sharing
+        self._step_end.sharing = self.partition.sharing
         self.partition.following.begin()
         self.partition.release()
         self._maker = None
@@ -312,7 +312,7 @@ class Pipeline(Weights):
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
         """Return what `worker` runs in a training step of so many microbatches."""
         actor = next(actor for actor in self._actors if actor.worker == worker)
-        asked = self._ending.asked(actor.next_step, streamed=False)
+        asked = self._step_end.asked(actor.next_step, streamed=False)
         return self._programs.part(num_microbatches, worker, True, asked, lambda: chained(actor)).entries
 
     def shards(self, worker: int) -> list[tuple[int, int, int]]:
@@ -353,7 +353,7 @@ class Pipeline(Weights):
         self, actor: WorkerActor, batch: Microbatches, train: bool, what: str = "", *, streamed: bool = False
     ) -> Batch:
         """Return what `actor` is asked to do with `batch`; `streamed`: the next may begin before it has ended."""
-        asked = self._ending.asked(actor.next_step, streamed=streamed) if train else NOTHING
+        asked = self._step_end.asked(actor.next_step, streamed=streamed) if train else NOTHING
         part = self._programs.part(len(batch.inputs), actor.worker, train, asked, lambda: chained(actor))
         targets = None if what == "predict" else batch.targets
         call = Call(
@@ -365,14 +365,14 @@ class Pipeline(Weights):
         )
         shape = batch.shares, train, asked, batch.rows, batch.tokens, batch.waited
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
-        more = scales, batch.lending, self._ending.updates(actor.next_step), self._keeper.due(actor.next_step + 1)
+        more = scales, batch.lending, self._step_end.updates(actor.next_step), self._keeper.due(actor.next_step + 1)
         return Batch(part, self.order, call, batch.inputs, targets, *shape, *more)
 
     def _told(self, result: Result, batch: str) -> float:
         """Take note of what a training step came to; return its loss."""
         assert result.loss is not None
         self._stopped |= result.stop
-        self._ending.told(result)
+        self._step_end.told(result)
         self._keeper.results.note("step", result.loss, batch, result.norm)
         self._keeper.after(self.steps_done, result.stop)
         return result.loss

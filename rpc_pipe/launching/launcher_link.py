@@ -38,7 +38,7 @@ from ..tracing.own_boards import (
     stay,
     tell_failure,
 )
-from ..tracing.training import Training
+from ..tracing.watchable import Watchable
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ _STOPS = (signal.SIGTERM, signal.SIGHUP)
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
 
 
-class Attachable(Training, Protocol):
+class Attachable(Watchable, Protocol):
     """A training that the launcher can stop."""
 
     @property

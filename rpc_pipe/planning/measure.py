@@ -18,7 +18,7 @@ from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
 from .profile import LayerCost
-from .updates import Finish, Meet, Shard, with_shards
+from .updates import Finish, Meet, Resident, with_shards
 from .weighing import Forward, begin_gradients, weigh
 
 
@@ -58,7 +58,7 @@ def measure(
         ) -> tuple[list[Tensor], Tree, list[Tensor]]:
             return _forward(module, inputs, loss, first)
 
-        block = Block(forward, list(module.parameters()), finish)
+        block = TimedBlock(forward, list(module.parameters()), finish)
         outputs = block.run()
         blocks.append(block)
         sizes.append((num_bytes(inputs), 0 if loss else num_bytes(outputs)))
@@ -66,7 +66,7 @@ def measure(
     time_blocks(blocks, repeats)
     costs = [LayerCost(block.times, block.kept.size(*ends)) for block, ends in zip(blocks, sizes, strict=True)]
     pairs = zip(modules, blocks, strict=True)
-    shards = [Shard(list(m.named_parameters()), list(m.buffers()), block.gradients) for m, block in pairs]
+    shards = [Resident(list(m.named_parameters()), list(m.buffers()), block.gradients) for m, block in pairs]
     return with_working(with_shards(costs, shards, optimizer, repeats, finish, meet), blocks)
 
 
@@ -87,7 +87,7 @@ class KeptBytes(NamedTuple):
         return Size(0, 0, 0, self.activations, self.after_inputs, inputs, outputs, 0, self.inputs, self.outputs)
 
 
-class Block:
+class TimedBlock:
     """A block that is run and timed.
 
     Args:
@@ -159,7 +159,7 @@ class Block:
         self._took[kind].append(time.perf_counter() - begin)
 
 
-def time_blocks(blocks: Sequence[Block], repeats: int, tell: Callable[[int], None] = lambda done: None) -> None:
+def time_blocks(blocks: Sequence[TimedBlock], repeats: int, tell: Callable[[int], None] = lambda done: None) -> None:
     """Run blocks, which have run once, so many times more; `tell` how often one of them has.
 
     One after the other, as in a stage: what one leaves in a processor's caches is gone when it runs again. And what
@@ -171,7 +171,7 @@ def time_blocks(blocks: Sequence[Block], repeats: int, tell: Callable[[int], Non
             tell(round_ * len(blocks) + number)
 
 
-def with_working(costs: Sequence[LayerCost], blocks: Sequence[Block]) -> list[LayerCost]:
+def with_working(costs: Sequence[LayerCost], blocks: Sequence[TimedBlock]) -> list[LayerCost]:
     """Return what blocks cost with what they need while they run, besides what they keep: all that is allocated."""
     found = []
     runs = [(block.forward, block.parameters) for block in blocks]

@@ -26,9 +26,9 @@ from ..workers.compute.allocator import keep_freed_memory
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
-from .measure import Block, measure, num_bytes, time_blocks, with_working
+from .measure import TimedBlock, measure, num_bytes, time_blocks, with_working
 from .profile import LayerCost, Profile, Tie
-from .updates import Finish, GaveUpError, Meet, Shard, with_shards
+from .updates import Finish, GaveUpError, Meet, Resident, with_shards
 from .weighing import Forward
 
 __all__ = ["OPTIMIZERS", "Made", "load", "profile_model", "rows_of", "signature"]
@@ -229,7 +229,7 @@ def _measure_whole(
     observed = made.observe(args, kwargs, at_least)
     cut = [range(i, i + 1) for i in range(observed.num_blocks)]
     payload: Sequence[Tensor] = ()
-    blocks: list[Block] = []
+    blocks: list[TimedBlock] = []
     sizes: list[tuple[int, int]] = []
     named: list[list[tuple[str, nn.Parameter]]] = []
     holders: dict[str, tuple[list[int], nn.Parameter]] = {}
@@ -240,7 +240,7 @@ def _measure_whole(
         named.append(list(stage.named_parameters()))
         for name, parameter in named[-1]:
             holders.setdefault(name, ([], parameter))[0].append(i)
-        blocks.append(Block(run, [p for _, p in named[-1]], _finish(device)))
+        blocks.append(TimedBlock(run, [p for _, p in named[-1]], _finish(device)))
         outputs = blocks[-1].run()
         crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
         sizes.append((num_bytes(payload), crossing))
@@ -248,13 +248,13 @@ def _measure_whole(
         tell(i + 1, total)
     stage = observed.build(0, [range(observed.num_blocks)], device)
     run = _stage_forward(made, stage, (), args, kwargs, batch, last=True)
-    whole = Block(run, [p for _, p in stage.named_parameters()], _finish(device))
+    whole = TimedBlock(run, [p for _, p in stage.named_parameters()], _finish(device))
     whole.run()
     time_blocks([*blocks, whole], repeats, lambda done: tell(len(cut) + 1 + done, total))
     costs = []
     for i, block in enumerate(blocks):
         costs.append(LayerCost(block.times, block.kept.size(*sizes[i]), observed.blocks[i].name))
-    shards = [Shard(own, [], block.gradients) for own, block in zip(named, blocks, strict=True)]
+    shards = [Resident(own, [], block.gradients) for own, block in zip(named, blocks, strict=True)]
     costs = with_shards(costs, shards, optimizer, repeats, _finish(device), meet)
     times = whole.times
     around = {kind: _around(costs, kind, times[kind]) for kind in (F, B, I, W, R)}

@@ -35,7 +35,7 @@ class GaveUpError(Exception):
     """Another worker that measures has no memory for it."""
 
 
-class Shard(NamedTuple):
+class Resident(NamedTuple):
     """What a block holds all the time."""
 
     named: Sequence[tuple[str, nn.Parameter]]
@@ -54,7 +54,7 @@ class Shard(NamedTuple):
 
 def with_shards(
     costs: Sequence[LayerCost],
-    shards: Sequence[Shard],
+    shards: Sequence[Resident],
     optimizer: OptimizerFactory | None,
     repeats: int = 1,
     finish: Finish = lambda: None,
@@ -95,7 +95,7 @@ def _walks(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 class _Update:
     """The update of a block, of copies of its parameters. The first, which makes the state, is not timed."""
 
-    def __init__(self, shard: Shard, optimizer: OptimizerFactory | None, finish: Finish) -> None:
+    def __init__(self, shard: Resident, optimizer: OptimizerFactory | None, finish: Finish) -> None:
         self._shard, self._finish = shard, finish
         self._took: list[float] = []
         self._added: list[float] = []

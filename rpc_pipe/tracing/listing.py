@@ -62,7 +62,7 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"listing: cannot be read: {error}") from error
     own = {"relation": relation, "synchronous": relation.period is None}
-    cls: type[Listed] = type(listings[0]["schedule"], (Listed,), own)
+    cls: type[ListedRelation] = type(listings[0]["schedule"], (ListedRelation,), own)
     return cls(num_workers=len(listings), num_microbatches=relation.num_microbatches)
 
 
@@ -107,7 +107,7 @@ class _Relation:
         return {place: tuple(actions) for place, actions in found.items()}
 
 
-class Listed(Spec):
+class ListedRelation(Spec):
     """A schedule whose relation is written down action by action."""
 
     relation: ClassVar[_Relation]

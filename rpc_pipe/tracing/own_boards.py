@@ -34,7 +34,7 @@ from .history import History
 from .listing import list_program, name_of
 from .mirror import NO_MORE, WATCHED, Mirror, RemoteBoards, ask_everything, pack_answer, tell_no_more
 from .stall import describe_stall
-from .training import Training
+from .watchable import Watchable
 
 #: on this signal a worker writes the stacks of its threads to `stacks-<process>`; users have others for their own
 _STACKS = signal.SIGRTMIN + 7
@@ -66,7 +66,7 @@ class OwnBoard(BoardWriter):
         folder: of the run; None: this process alone sees the board.
     """
 
-    def __init__(self, training: Training, worker: int, folder: Path | None) -> None:
+    def __init__(self, training: Watchable, worker: int, folder: Path | None) -> None:
         self.training = ref(training)
         self._spec, self._order = training.spec, training.order
         self._worker = worker
@@ -101,7 +101,7 @@ class OwnBoard(BoardWriter):
                 run_folders.write_listing(self._folder, listing)
 
 
-def _header(training: Training, worker: int) -> dict[str, Any]:
+def _header(training: Watchable, worker: int) -> dict[str, Any]:
     return {
         "worker": worker,
         "num_workers": training.spec.num_workers,
@@ -125,7 +125,7 @@ def _folder() -> Path | None:
     return run_folders.folder(os.environ)
 
 
-def keep_boards(training: Training) -> bool:
+def keep_boards(training: Watchable) -> bool:
     """Keep boards of the workers of this process in the folder of the run; False: there are to be none.
 
     Raises:
@@ -150,14 +150,14 @@ def roll_call_here() -> str:
         return ""
 
 
-def record(training: Training) -> None:
+def record(training: Watchable) -> None:
     """See to it that `collect` has the last steps of `training`, though nobody else may see its boards."""
     boards = [_boards.get(actor.worker) for actor in training.actors]
     if any(board is None or board.training() is not training for board in boards):
         _keep(training, None)
 
 
-def _keep(training: Training, folder: Path | None) -> None:
+def _keep(training: Watchable, folder: Path | None) -> None:
     global _carrier, _owner
 
     def board(worker: int) -> OwnBoard:

@@ -5,7 +5,8 @@
         pull(2F0) ──────────────────────────────> _ask ─────────────────────────> their outbox
         poll(), wait() <── queue <── _arrive <────────────────────────────────────
 
-Two carriers: `local.py` (threads) and `rpc.py`. When a message is sent, and what shares one, is the carrier's business.
+Three carriers: `local.py` (threads), `rpc.py` and `zeromq.py`. When a message is sent, and what shares one, is the
+carrier's business.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ..workers.actor import WorkerActor
 
 
-class Training(Protocol):
+class Watchable(Protocol):
     """Workers that listeners can be added to."""
 
     spec: Spec

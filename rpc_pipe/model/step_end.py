@@ -7,7 +7,7 @@ from ..workers.compute.result import Result, clips
 from ..workers.compute.updating import Training
 
 
-class Ending:
+class StepEnd:
     """What updates must know of other stages, step by step; all workers come to the same.
 
     Args:
