@@ -47,46 +47,15 @@ class Skeleton:
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.shapes = Shapes()
         self.device = device
-        modules = list(model.named_modules())  # listed once: it takes long
-        _refuse_modules(modules, type(model).__name__)
-        memo: dict[int, Any] = {}
-        for _, module in modules:
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) not in memo:
-                    memo[id(parameter)] = self.shapes.parameter_like(parameter, device)
-            for value in vars(module).values():
-                if type(value) in (OrderedDict, set) and not value:  # of hooks: most of a deep copy's time
-                    memo[id(value)] = type(value)()
-                elif isinstance(value, Tensor) and not value.is_leaf:  # computed anew by every forward: weight_norm
-                    memo[id(value)] = value.detach().clone()
-        try:
-            self.module: nn.Module = copy.deepcopy(model, memo)
-        except (TypeError, RuntimeError) as error:
-            raise ConfigError(
-                f"model {type(model).__name__}: cannot be copied ({first_sentence(error)}); pass a function that makes "
-                f"it instead"
-            ) from None
+        self.module = self._copied(model)
         modules = list(self.module.named_modules())
         #: name in the unsplit model (the first, where it has several) -> what stands there now
         self.parameters: dict[str, nn.Parameter] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
         #: lists and dicts that hold one besides, and where
         self._held: dict[str, list[tuple[Any, Any]]] = {}
-        names: dict[int, str] = {}
-        for prefix, module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.device != device:
-                    module._buffers[name] = buffer.to(device)
-            for name, own in module._parameters.items():
-                if own is not None:
-                    whole = names.setdefault(id(own), f"{prefix}.{name}" if prefix else name)
-                    self.parameters.setdefault(whole, own)
-                    self._places.setdefault(whole, []).append((module, name))
-        for _, module in modules:
-            for attribute, value in vars(module).items():
-                if type(value) in (list, dict) and attribute not in OF_TORCH:
-                    self._note_held(value, names)
         self._names = {id(module): name for name, module in modules}
+        self._note_places(modules)
         self._fakes = dict(self.parameters)
         self.blocks: list[nn.Module] = []
         #: what stood where the blocks' calls are told: attribute, and what it was
@@ -103,6 +72,44 @@ class Skeleton:
         self.counting: set[nn.Module] = set()
         #: buffers in whose place a forward has been seen to put others
         self.exchanged: dict[tuple[nn.Module, str], None] = {}
+
+    def _copied(self, model: nn.Module) -> nn.Module:
+        modules = list(model.named_modules())  # listed once: it takes long
+        _refuse_modules(modules, type(model).__name__)
+        memo: dict[int, Any] = {}
+        for _, module in modules:
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) not in memo:
+                    memo[id(parameter)] = self.shapes.parameter_like(parameter, self.device)
+            for value in vars(module).values():
+                if type(value) in (OrderedDict, set) and not value:  # of hooks: most of a deep copy's time
+                    memo[id(value)] = type(value)()
+                elif isinstance(value, Tensor) and not value.is_leaf:  # computed anew by every forward: weight_norm
+                    memo[id(value)] = value.detach().clone()
+        try:
+            return copy.deepcopy(model, memo)
+        except (TypeError, RuntimeError) as error:
+            raise ConfigError(
+                f"model {type(model).__name__}: cannot be copied ({first_sentence(error)}); pass a function that makes "
+                f"it instead"
+            ) from None
+
+    def _note_places(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
+        """Move buffers to the device; note where parameters are held, and by which names."""
+        names: dict[int, str] = {}
+        for prefix, module in modules:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.device != self.device:
+                    module._buffers[name] = buffer.to(self.device)
+            for name, own in module._parameters.items():
+                if own is not None:
+                    whole = names.setdefault(id(own), f"{prefix}.{name}" if prefix else name)
+                    self.parameters.setdefault(whole, own)
+                    self._places.setdefault(whole, []).append((module, name))
+        for _, module in modules:
+            for attribute, value in vars(module).items():
+                if type(value) in (list, dict) and attribute not in OF_TORCH:
+                    self._note_held(value, names)
 
     def all_tensors(self) -> list[Tensor]:
         """Return the parameters and buffers that stand there now."""
