@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -136,6 +137,50 @@ def _penalty(model: Any, s: State) -> None:
         s.more.append(grad.square().mean() / 100)
 
 
+def _in_evaluation(model: Any, s: State) -> None:
+    """Call a block in evaluation mode, and put that back."""
+    block = model.blocks[0]
+    mode = block.training
+    block.eval()
+    s.x = s.x + first(block(s.x)).to(s.x.dtype) / 4
+    block.train(mode)
+
+
+def _seeded(model: Any, s: State) -> None:
+    """Draw the same each time, and leave the generator as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        s.x = s.x + torch.randn_like(s.x) / 8
+
+
+def _chosen(model: Any, s: State) -> None:
+    s.x = s.x * (0.5 + random.random()) if model.training else s.x
+
+
+def _registered(model: Any, s: State) -> None:
+    """Make a buffer when it is missing, or too small."""
+    if len(model.limits) < len(s.x):
+        model.register_buffer("limits", torch.arange(len(s.x), dtype=torch.get_default_dtype()), persistent=False)
+    s.x = s.x + model.limits[: len(s.x), None] / 8
+
+
+def _followed(model: Any, s: State) -> None:
+    """Let one layer of the model's own follow another, and compare."""
+    with torch.no_grad():
+        if model.training:
+            model.teacher.weight.lerp_(model.beside.weight, 0.2)
+        wanted = model.teacher(s.x)
+    s.x = s.x + wanted / 4
+
+
+def _watched(model: Any, s: State) -> None:
+    """Ask for the gradient of what goes in, and keep it."""
+    if s.x.requires_grad:
+        s.x = s.x.clone()
+        s.x.retain_grad()
+        s.x.register_hook(lambda grad: grad.clamp(-1, 1))
+
+
 #: what may stand before a block
 AROUND: dict[str, Callable[[Any, State], None]] = {
     "save": lambda model, s: s.saved.append(s.x),
@@ -167,6 +212,12 @@ AROUND: dict[str, Callable[[Any, State], None]] = {
     "chosen": _set("x", lambda model, s: s.x[:, s.mask.long().sum(0).argsort()]),
     "checkpoint": _set("x", lambda model, s: checkpoint(model.beside, s.x, use_reentrant=False)),
     "beside": _set("x", lambda model, s: model.beside(s.x)),
+    "in evaluation": _in_evaluation,
+    "seeded": _seeded,
+    "by chance": _chosen,
+    "registered": _registered,
+    "followed": _followed,
+    "watched": _watched,
     "push": lambda model, s: s.stack.append(s.x),
     "pop": _popped,
     "frozen": _frozen,
@@ -256,6 +307,7 @@ class Wild(nn.Module):
     table: Tensor
     count: Tensor
     mean: Tensor
+    limits: Tensor
 
     def __init__(self, makers: Sequence[Callable[[], nn.Module]], seed: int) -> None:
         super().__init__()
@@ -265,6 +317,8 @@ class Wild(nn.Module):
         self.register_buffer("table", torch.linspace(-1, 1, WIDTH))
         self.register_buffer("count", torch.tensor(0))
         self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("limits", torch.zeros(1), persistent=False)
+        self.teacher = copy.deepcopy(self.beside).requires_grad_(False)
         self.named = nn.ModuleDict({"a": linear(), "b": nn.Tanh()})
         self.blocks = nn.ModuleList(make() for make in makers)
         self.drawn = Drawn(seed, len(makers))
