@@ -333,8 +333,7 @@ class Shard:
         Args:
             shared: only those of parameters that other stages hold too.
         """
-        named = self.updating.parameters.items()
-        return pack({name: p.grad for name, p in named if not shared or name in self.slice.shared})
+        return pack({n: p.grad for n, p in self.updating.parameters.items() if not shared or n in self.slice.shared})
 
     def saved(self, microbatch: int) -> Saved:
         """Return what the forward of a microbatch has saved, where actions between it and backward may touch that."""
