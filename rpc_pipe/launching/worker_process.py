@@ -64,23 +64,25 @@ class WorkerProcess:
         self._rank = rank
         self._logs = logs
         self._events = events
-        leash_end, leash = os.pipe()
+        ends: list[int] = []
+        try:
+            ends += os.pipe()
+            ends += os.pipe()
+            leash_end, leash, told, tell_end = ends
+            self.process = subprocess.Popen(
+                command,
+                env={**environment, "RANK": str(rank), link.LEASH: str(leash_end), link.TELL: str(tell_end)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(leash_end, tell_end),
+                start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
+            )
+        except OSError:  # the launcher needs them to clear up
+            for end in ends:
+                os.close(end)
+            raise
         self._leash = open(leash, "wb", buffering=0)
-        told, tell_end = os.pipe()
-        environment = environment | {
-            "RANK": str(rank),
-            link.LEASH: str(leash_end),
-            link.TELL: str(tell_end),
-        }
-        self.process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=(leash_end, tell_end),
-            start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
-        )
         os.close(leash_end)
         os.close(tell_end)
         readers = [

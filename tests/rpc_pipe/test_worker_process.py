@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from weakref import ref
 
 import psutil
+import pytest
 
 from rpc_pipe.launching import launcher_link as link
 from rpc_pipe.launching.worker_process import _LONGEST_LINE, _MOST_UNREAD, Events, WorkerProcess
@@ -33,6 +34,14 @@ def until_the_end(events):
         found.append((event.what, event.detail))
     events.put(event)
     return found
+
+
+def test_who_cannot_be_started_leaves_no_descriptor():
+    """Where there were few, the launcher had none to remove its folder with."""
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(FileNotFoundError):
+        WorkerProcess(0, ["/none"], dict(os.environ), Events())
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_who_prints_faster_than_is_read_waits():
