@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -78,6 +79,19 @@ def refuse_lists(tree: Tree, rows: int) -> None:
         )
 
 
+def _takes_one(function: Callable[..., object]) -> bool:
+    """Tell whether one argument alone can be given, as far as the signature shows."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # written in C, or hidden
+        return True
+    try:
+        signature.bind(())
+    except TypeError:
+        return False
+    return True
+
+
 def refuse_training(loss_fn: object, training: Training) -> None:
     """Refuse what cannot be called, or has been made already, and numbers that make no sense."""
     optimizer: object = training.optimizer
@@ -96,6 +110,11 @@ def refuse_training(loss_fn: object, training: Training) -> None:
         )
     if optimizer is not None and not callable(optimizer):
         raise ConfigError(f"optimizer {optimizer!r}: must be callable with parameters, such as partial(AdamW, lr=1e-3)")
+    if optimizer is not None and not _takes_one(optimizer):
+        raise ConfigError(
+            f"optimizer {optimizer!r}: cannot be called as optimizer(parameters), once for those of each stage; "
+            "write partial(AdamW, lr=1e-3) or lambda parameters: AdamW(parameters, lr=1e-3)"
+        )
     if isinstance(lr_scheduler, LRScheduler):
         raise ConfigError(
             f"lr_scheduler is a {type(lr_scheduler).__name__} of some optimizer: pass what makes one for the optimizer "

@@ -51,6 +51,7 @@ def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message)
         ({"order": "best"}, "order 'best': must be ready or fixed, or None"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(X)], lr=0.5)}, r"such as partial\(torch.optim.SGD, lr=0.5\)"),
         ({"optimizer": "adam"}, "optimizer 'adam': must be callable"),
+        ({"optimizer": lambda: SGD([nn.Parameter(X)])}, r"cannot be called as optimizer\(parameters\), once for"),
         ({"optimizer": None, "lr_scheduler": SLOWER}, "lr_scheduler: needs an optimizer"),
         ({"lr_scheduler": SLOWER(SGD([nn.Parameter(X)]))}, r"such as partial\(torch.optim.lr_scheduler.StepLR, "),
         (
