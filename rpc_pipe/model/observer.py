@@ -207,7 +207,10 @@ class Observer(TorchFunctionMode):
         self._note_made(event)
         self.calls.append(event)
         self._randoms = 0
-        return event.outputs[0].tree
+        result = event.outputs[0].tree
+        for output in event.outputs:  # the model, and later calls of the block, may write in the lists and dicts
+            output.tree = mapped(output.tree, lambda tensor: tensor)
+        return result
 
     def _on_numbers(self, event: Event, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's forward once more with numbers, where it cannot do without: it counts as taking all of them."""

@@ -104,6 +104,8 @@ CASES = {
     "encoder and decoder": (models.EncoderDecoder, [ids(2, 5), ids(2, 4)], {}),
     "skips": (models.UNet, [floats(2, 2, 8, 8)], {}),
     "repeated block": (models.Repeated, [floats(2, 8)], {}),
+    "repeated block that leaves a dict": (models.LeftInADict, [floats(2, 8)], {}),
+    "dicts that the model changes": (models.ChangesTheirDicts, [floats(2, 8)], {}),
     "experts, returned": (lambda: models.Experts("return"), [floats(2, 5, 8)], {}),
     "experts, by a hook": (lambda: models.Experts("hook"), [floats(2, 5, 8)], {}),
     "experts, by an attribute": (lambda: models.Experts("attribute"), [floats(2, 5, 8)], {}),

@@ -139,6 +139,56 @@ class Output:
     loss: Tensor | None = None
 
 
+class LeftInADict(nn.Module):
+    """A block, called several times, that goes by what its call before has left in a dict of its own."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.left = nn.Linear(8, 8), {"mean": torch.zeros(())}
+
+        def forward(self, x: Tensor) -> Tensor:
+            y, before = self.linear(x), self.left["mean"]
+            self.left["mean"] = y.mean()
+            return (y + before).tanh()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(), nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[0].left["mean"] = torch.zeros(())
+        for layer in self.layers[1:]:
+            x = layer(self.layers[0](x))
+        return self.layers[0](x)
+
+
+class ChangesTheirDicts(nn.Module):
+    """Blocks that return dicts, to which the model adds and from which it takes."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            y = self.linear(x)
+            return {"y": y, "beside": y.tanh()}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer() for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            output = layer(x)
+            output["sum"] = output["beside"] + output["y"]
+            total = total + output.pop("beside")
+            x = output["sum"]
+        return x + total
+
+
 class Experts(nn.Module):
     """Experts chosen by numbers; what the router says bypasses the blocks on its way to the loss.
 
