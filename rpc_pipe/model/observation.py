@@ -133,6 +133,8 @@ class Observation:
     renamed: list[str] = field(default_factory=list)
     #: storage -> name of the weight or buffer
     stored: dict[int, str] = field(default_factory=dict)
+    #: attributes that are others behind the forward, by module and name
+    changed: set[tuple[nn.Module, str]] = field(default_factory=set)
     #: whether all stages must run to the end, since the model counts something around the blocks
     to_the_end: bool = False
 

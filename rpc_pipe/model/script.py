@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..dependency import ConfigError
+from ..workers.compute.attributes import Attributes
 from .absent import Absent
 from .assignment import Assignment, Owners, Role
 from .hollow import Hollow, NeedsField
@@ -94,6 +95,9 @@ class Script:
         self.draws_in_python = observation.draws_in_python
         self.fields_written = observation.fields_written
         self._to_the_end = observation.to_the_end
+        self._changed = observation.changed
+        #: whether it has been seen what a forward leaves that ends with the stage's last event
+        self.is_settled = self.is_last or self._to_the_end
         #: questions whose answers others have been told
         self._told = role.told
         #: what arrives: observed tensor, shape, where it came from
@@ -168,6 +172,20 @@ class Script:
                 fake = tensor.detach() if isinstance(tensor, Absent) else self._skeleton.shapes.like(tensor)
             self._stand_ins[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
         return self._stand_ins[id(tensor)]
+
+    def settle(self, before: Attributes) -> bool:
+        """Tell whether the script's first forward, after `before`, has left the attributes that a whole one leaves.
+
+        If not, forwards run to the model's end from now on: what a model sets for some blocks (`block.eval()`) it may
+        put back behind others only.
+        """
+        self.is_settled = True
+        if before.changed_places() <= self._changed:
+            return True
+        self._to_the_end = True
+        for cue in self.cues:
+            cue.last = False
+        return False
 
     def suits(self, payload: Sequence[Tensor]) -> bool:
         """Whether what arrives is what it takes; on other ways through the forward other tensors may cross."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
+from ..workers.compute.attributes import Attributes
 from ..workers.compute.randomness import Seed
 from .absent import Absent
 from .assignment import Owners
@@ -115,6 +116,7 @@ class Stage:
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             before = self.writes.before(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
+            first = None if script.is_settled else Attributes(self._modules)
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
             except (Departed, NeedsField) as departed:
@@ -124,6 +126,10 @@ class Stage:
                 if isinstance(departed.__context__, NeedsField):  # whose way out went through contexts of the model
                     raise departed.__context__ from None
                 departures.append(departed)
+                continue
+            if first is not None and not script.settle(first):
+                first.put_back()
+                before.put_back()
                 continue
             self.writes.note(modes, before)
             return output

@@ -86,8 +86,43 @@ class AveragesBetween(Model):
         return self.head(self.blocks[3](self.blocks[2](x)))
 
 
-@pytest.mark.parametrize("num_workers", [2, 3])
-@pytest.mark.parametrize("make", [CountsInBuffer, CountsInAttribute, CountsInList, RemembersForOthers, AveragesBetween])
+class Flags(Model):
+    """Sets an attribute for its blocks, and puts it back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x) * (2 if self.calls else 1)
+        self.calls = 1
+        for block in self.blocks:
+            x = block(x)
+        self.calls = 0
+        return self.head(x)
+
+
+class Halving(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (0.5 if self.training else 1)
+
+
+class CallsInEvaluation(Model):
+    """Calls a block, which is frozen, once more in evaluation mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = Halving(4, 4).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[1](self.blocks[0](self.stem(x)))
+        self.blocks[0].eval()
+        x = x + self.blocks[0](x)
+        self.blocks[0].train(self.training)
+        return self.head(self.blocks[3](self.blocks[2](x)))
+
+
+COUNTING = CountsInBuffer, CountsInAttribute, CountsInList, RemembersForOthers, AveragesBetween
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 4])
+@pytest.mark.parametrize("make", [*COUNTING, Flags, CallsInEvaluation])
 def test_what_the_end_of_a_forward_counts_is_counted_on_every_stage(make, num_workers):
     """Stages ended their forward when they had all that they hand on, and the first went on with the first numbers."""
     model = made(make)

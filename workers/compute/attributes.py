@@ -52,6 +52,14 @@ class Attributes:
                 changed.add(module)
         return changed
 
+    def changed_places(self) -> set[tuple[nn.Module, str]]:
+        """Return where the modules have something else now, by module and attribute; no name: inside of one."""
+        found = {(module, "") for module in self._inner.changed()}
+        for module, held in self.held:
+            now = vars(module)
+            found |= {(module, name) for name in now.keys() | held.keys() if now.get(name) is not held.get(name)}
+        return found
+
     def put_back(self) -> set[nn.Module]:
         """Give the modules what they had, in the same dicts, which others know; return those that had other hooks."""
         for module, held in self.held:
