@@ -32,8 +32,8 @@ def look(observer: Observer, observation: Observation, skeleton: Skeleton, befor
         given: (args, kwargs), untouched.
     """
     inside = {module for block in skeleton.blocks for module in block.modules()}
-    now_other = before.changed()
     observation.changed = before.changed_places()
+    now_other = {module for module, _ in observation.changed}
     changed = [module for module, _ in before.held if module in now_other]
     skeleton.counting |= now_other  # a second forward may change them back
     skeleton.exchanged |= dict.fromkeys(replaced := skeleton.replaced_buffers())

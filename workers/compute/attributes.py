@@ -57,7 +57,8 @@ class Attributes:
         found = {(module, "") for module in self._inner.changed()}
         for module, held in self.held:
             now = vars(module)
-            found |= {(module, name) for name in now.keys() | held.keys() if now.get(name) is not held.get(name)}
+            exchanged = {name for name in now.keys() & held.keys() if now[name] is not held[name]}
+            found |= {(module, name) for name in exchanged | (now.keys() ^ held.keys())}
         return found
 
     def put_back(self) -> set[nn.Module]:
