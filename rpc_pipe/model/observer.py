@@ -18,26 +18,22 @@ from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError
 from ..dependency.errors import first_sentence
-from ..workers.compute.operators import OperatorMode
 from .absent import (
     NEEDS_NUMBERS,
     Absent,
     draws_at_random,
     numbers,
-    on_ones,
-    on_shapes,
     storage_of,
-    without_masks,
     written,
 )
 from .frames import caller, checkpoint_frame, in_function
 from .hollow import NeedsField, said
 from .observation import Depends, Event, Observation, Output, Value, is_hollow
+from .operations import Operators
 from .promise import Promise, its_own
 from .skeleton import Skeleton, is_mark
 from .trees import leaves, mapped, replaced, tensors
 
-_LARGE = 2**20
 #: what tells the numbers of a tensor and runs no operator
 _NUMBERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 
@@ -59,7 +55,8 @@ class Observer(TorchFunctionMode):
         self._buffers = {id(b): name for name, b in skeleton.module.named_buffers(remove_duplicate=False)}
         self._standing = [(b, name) for name, b in skeleton.module.named_buffers(remove_duplicate=False)]
         self._standing += [(parameter, name) for name, parameter in skeleton.parameters.items()]
-        self._current: Event | None = None
+        #: what runs now
+        self.current: Event | None = None
         #: of every tensor that an operator made: by which event; and the tensors, so that no id is used again
         self._made_by: dict[int, Event | None] = {}
         self._alive: list[Tensor] = []
@@ -70,7 +67,7 @@ class Observer(TorchFunctionMode):
         self._randoms = 0
         #: calls of `checkpoint`, by the ids of their frames, which live on so that no id is used again
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}
-        self._ops = _Operators(self)
+        self._ops = Operators(self, skeleton.shapes)
 
     # --- around the blocks
 
@@ -90,7 +87,7 @@ class Observer(TorchFunctionMode):
         event = self._begin(func=func, where=caller(), in_function=in_function())
         for tensor in tensors((args, kwargs)):
             self.read(event, tensor)
-        self._current = event
+        self.current = event
         try:
             result = func(*args, **kwargs)
         except Exception as error:
@@ -103,7 +100,7 @@ class Observer(TorchFunctionMode):
                 f"such a decision inside a block, or name a module that contains it with blocks="
             ) from None
         finally:
-            self._current = None
+            self.current = None
         self._end(event, result)
         event.said = said((args, kwargs)) if event.hollow else None
         return result
@@ -178,7 +175,7 @@ class Observer(TorchFunctionMode):
         hooked = [inner for inner in module.modules() if inner._forward_hooks and inner is not module]
         handles = [inner.register_forward_hook(note, prepend=True, with_kwargs=True) for inner in hooked]
         given = {id(tensor) for tensor in tensors((args, kwargs))}
-        self._current = event
+        self.current = event
         try:
             try:
                 result = forward(*args, **kwargs)
@@ -194,7 +191,7 @@ class Observer(TorchFunctionMode):
                 result, lambda tensor: id(tensor) in self.values, lambda tensor: id(tensor) in left, self.is_hollow
             )
         finally:
-            self._current = None
+            self.current = None
             for handle in handles:
                 handle.remove()
         event.promise = Promise(event.where, result, (args, kwargs), self._owned)
@@ -304,7 +301,7 @@ class Observer(TorchFunctionMode):
 
     def ran(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Note what an operator did, inside the event that runs now."""
-        event = self._current
+        event = self.current
         if event is not None:
             event.computes = True
             event.random |= draws_at_random(operator, kwargs)
@@ -321,10 +318,6 @@ class Observer(TorchFunctionMode):
                 # what the event itself makes may be written in it: that is nobody else's business
                 if event is None:
                     self._born.add(storage_of(tensor))
-
-    def in_block(self) -> bool:
-        """Whether a block runs now."""
-        return self._current is not None and self._current.is_block
 
     def run(self, args: Any, kwargs: Any) -> Observation:
         """Run the model's forward; return the record."""
@@ -351,46 +344,6 @@ class Observer(TorchFunctionMode):
             fields_written=any(storage_of(value.tensor) in changed for value in self._given),
             stored={storage_of(tensor): name for tensor, name in self._standing},
         )
-
-
-class _Operators(OperatorMode):
-    """Sees every operator below the torch functions, also inside blocks."""
-
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()
-        self._observer = observer
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func.namespace == "prim":
-            return func(*args, **kwargs)
-        observer, given = self._observer, tensors((args, kwargs))
-        # What `torch.tensor` has just made out of Python's numbers is nothing that an event takes.
-        is_new = func is torch.ops.aten.lift_fresh.default and observer._current is not None
-        for tensor in given if not is_new else ():
-            observer.read(observer._current, tensor)
-        try:
-            result = self._run(func, args, kwargs, from_nothing=not given)
-        except Exception as error:
-            absent = any(isinstance(tensor, Absent) for tensor in given)
-            if not absent or (isinstance(error, NEEDS_NUMBERS) and not observer.in_block()):
-                raise
-            observer.refuse_hollow(None, given)
-            # What a block does by its numbers is its own business, and not every operator knows shapes alone:
-            # any numbers show the shape of its output.
-            result = on_ones(func, args, kwargs, observer._skeleton.shapes)
-        observer.ran(func, args, kwargs, result)
-        return result
-
-    def _run(self, func: Any, args: Any, kwargs: Any, *, from_nothing: bool) -> Any:
-        observer = self._observer
-        if func is torch.ops.aten.index.Tensor and isinstance(args[0], Absent):
-            args = (args[0], without_masks(args[1]))
-        if from_nothing and observer.in_block():
-            result = observer._skeleton.shapes.without_numbers(func, args, kwargs)
-            if sum(tensor.numel() for tensor in tensors(result)) > _LARGE:
-                return result
-        return on_shapes(func, args, kwargs)
 
 
 def name_of(func: Any) -> str:
