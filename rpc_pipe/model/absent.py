@@ -31,6 +31,8 @@ NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 _CONVOLUTION = torch.ops.aten.convolution.default
 #: attributes that an absent tensor has, whoever made it
 _OWN_ATTRIBUTES = frozenset({"shapes", "_forms", "_is_param"})
+#: what normalisation in training moves
+_RUNNING = frozenset({"running_mean", "running_var"})
 
 
 class Absent(Tensor):
@@ -244,11 +246,16 @@ def storage_of(tensor: Tensor) -> int:
 
 def written(operator: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among an operator's arguments that it changes in place."""
-    if not operator._schema.is_mutable:
-        return []
     arguments = operator._schema.arguments
-    given = [*zip(arguments, args, strict=False), *((a, kwargs[a.name]) for a in arguments if a.name in kwargs)]
-    return [t for a, tree in given if a.alias_info is not None and a.alias_info.is_write for t in tensors(tree)]
+    if operator._schema.is_mutable:
+        names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    else:
+        names = [a.name for a in arguments if a.name in _RUNNING]  # of which torch's schemas do not tell
+    if not names:
+        return []
+    given = {a.name: tree for a, tree in zip(arguments, args, strict=False)} | kwargs
+    moves = operator._schema.is_mutable or given.get("training", True)
+    return [tensor for name in names if moves and name in given for tensor in tensors(given[name])]
 
 
 def draws_at_random(operator: Any, kwargs: Any) -> bool:

@@ -212,7 +212,8 @@ class Assignment:
                 if len(users.get(name, ())) > 1:
                     raise ConfigError(
                         f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages "
-                        f"too, each of which has a copy of its own; write and use it in one block"
+                        f"too, each of which has a copy of its own; write and use it in one block, which one stage "
+                        f"calls (split=)"
                     )
 
     def _refuse_decisions(self) -> None:

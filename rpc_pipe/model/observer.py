@@ -312,7 +312,7 @@ class Observer(TorchFunctionMode):
             if absent and self._hollow.issuperset(absent):
                 self._hollow.update(map(id, tensors(result)))
         for tensor in tensors(result):
-            if id(tensor) not in self.values:
+            if id(tensor) not in self.values and self._owned(tensor) is None:  # as what is written in place
                 self._made_by.setdefault(id(tensor), event)
                 self._alive.append(tensor)
                 # what the event itself makes may be written in it: that is nobody else's business

@@ -264,3 +264,61 @@ def test_what_a_later_stage_leaves_for_an_earlier_one_is_refused(make, says):
         return loss_fn(model(inputs), target)
 
     assert [pipe.step((x, x)) for _ in range(2)] == plain(loss, [pieces] * 2, lambda x: x, list(model.parameters()))
+
+
+class NormedTwice(Model):
+    """Calls a block with running means twice, with others between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0] = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.blocks[1](self.blocks[0](self.stem(x))))
+        return self.head(self.blocks[3](self.blocks[2](x)))
+
+
+@pytest.mark.parametrize("split", [None, [3, 2]])
+def test_running_means_of_a_block_that_one_stage_calls_twice(split):
+    """Its counter, written in place by both calls, was taken for something that had left the first one."""
+    model = made(NormedTwice)
+    alone = copy.deepcopy(model)
+    x, y = torch.randn(2, 3, 8, 4)
+    loss_fn, workers = nn.functional.mse_loss, len(split or [5])
+    pipe = Pipeline(
+        model, loss_fn, optimizer=SGD, num_microbatches=2, num_workers=workers, split=split, blocks="blocks"
+    )
+    losses = [pipe.step(batch) for batch in zip(x, y, strict=True)]
+    pieces = [[(pair, {}) for pair in zip(a.chunk(2), b.chunk(2), strict=True)] for a, b in zip(x, y, strict=True)]
+
+    def loss(inputs: Tensor, target: Tensor) -> Tensor:
+        return loss_fn(alone(inputs), target)
+
+    assert losses == plain(loss, pieces, lambda loss: loss, list(alone.parameters()))
+    assert_same_state(pipe, alone)
+
+
+class NormedAnywhere(NormedTwice):
+    """Its running means alone, of which torch does not tell that an operator writes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[0][1].num_batches_tracked = None
+
+
+@pytest.mark.parametrize("make", [NormedTwice, NormedAnywhere])
+def test_running_means_of_a_block_that_several_stages_call_are_refused(make):
+    """Each stage moved a copy of its own by its own calls alone, and evaluation went by that of one."""
+    x = torch.randn(8, 4)
+    model, loss_fn = made(make), nn.functional.mse_loss
+    with pytest.raises(ConfigError, match=r"blocks\.0\.1\.\w+ is written at blocks\.0, on stage 0, and used by other"):
+        Pipeline(
+            model,
+            loss_fn,
+            optimizer=SGD,
+            num_microbatches=2,
+            num_workers=2,
+            split=[1, 4],
+            blocks="blocks",
+            example=(x, x),
+        )
