@@ -14,7 +14,7 @@ from ..dependency.files import DAMAGED
 from ..dispatch.recording import Replay
 from ..dispatch.watcher import Watcher, Wishes
 from ..tracing import run_folders
-from ..tracing.boards import Boards, Source
+from ..tracing.boards import Boards, NewsSource
 from .files import try_files
 from .options import Parser, filled, number
 
@@ -72,7 +72,7 @@ def _watch(typed: dict[str, Any], argv: list[str]) -> int:
     return 0
 
 
-def _open_source(address: str | None) -> Source:
+def _open_source(address: str | None) -> NewsSource:
     """Return the recording, or the run on this machine, that `address` names.
 
     Raises:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..dependency import ConfigError, DataError
-from .shards import Shard
+from .shards import ShardFile
 from .source import Busy, need
 from .storage import Storage
 
@@ -34,7 +34,7 @@ class Document(NamedTuple):
     behind: int
 
 
-def documents(files: Sequence[Shard], storage: Storage, field: str, file: int, at: int) -> Iterator[Document]:
+def documents(files: Sequence[ShardFile], storage: Storage, field: str, file: int, at: int) -> Iterator[Document]:
     """Yield what the files hold from a place on.
 
     Args:
@@ -55,7 +55,7 @@ def documents(files: Sequence[Shard], storage: Storage, field: str, file: int, a
             raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror or error}") from error
 
 
-def _lines(path: Path, shard: Shard, field: str, number: int, at: int) -> Iterator[Document]:
+def _lines(path: Path, shard: ShardFile, field: str, number: int, at: int) -> Iterator[Document]:
     with path.open("rb") as file:
         file.seek(at)
         while line := file.readline(_MOST_LINE):
@@ -87,7 +87,7 @@ def _pieces(path: Path, number: int, at: int) -> Iterator[Document]:
             at += len(piece)
 
 
-def _rows(path: Path, shard: Shard, field: str, number: int, at: int) -> Iterator[Document]:
+def _rows(path: Path, shard: ShardFile, field: str, number: int, at: int) -> Iterator[Document]:
     arrow = need("pyarrow", f"shard {shard.name}")
     try:
         table = need("pyarrow.parquet", f"shard {shard.name}").ParquetFile(path)
@@ -97,7 +97,7 @@ def _rows(path: Path, shard: Shard, field: str, number: int, at: int) -> Iterato
         raise DataError(f"shard {shard.name}: cannot be read, it may be truncated: {told}") from error
 
 
-def _texts(table: Any, shard: Shard, field: str, number: int, at: int) -> Iterator[Document]:
+def _texts(table: Any, shard: ShardFile, field: str, number: int, at: int) -> Iterator[Document]:
     if field not in table.schema_arrow.names:
         raise ConfigError(f"shard {shard.name}: has no column {field!r}; it has {', '.join(table.schema_arrow.names)}")
     row = 0

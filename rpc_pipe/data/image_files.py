@@ -17,7 +17,7 @@ from torch import Tensor
 from ..dependency import ConfigError, DataError
 from .bijection import Numbers
 from .drawing import drawn, draws
-from .shards import Shard, find_shards, fingerprint
+from .shards import ShardFile, find_shards, fingerprint
 from .source import Busy, Chunk, Source, Wanted, need
 from .storage import Storage
 
@@ -71,7 +71,13 @@ class Images(Source):
     lets_go = True
 
     def __init__(
-        self, name: str, shards: Sequence[Shard], transform: Transform, size: int | None, threads: int, storage: Storage
+        self,
+        name: str,
+        shards: Sequence[ShardFile],
+        transform: Transform,
+        size: int | None,
+        threads: int,
+        storage: Storage,
     ) -> None:
         self.name, self._files, self._transform, self._storage = name, shards, transform, storage
         self.shards = [shard.name for shard in shards]

@@ -42,7 +42,7 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Block:
+class ShuffleBlock:
     """Positions of an epoch that share their resident chunks."""
 
     number: int
@@ -137,7 +137,7 @@ class Epoch:
         self.num_blocks = order.num_chunks if order.lets_go else self._coda + 1
         self._sizes = order.sizes[self.chunks]
         self._ends = np.concatenate(([0], np.cumsum(self._sizes)))
-        self._last: Block | None = None
+        self._last: ShuffleBlock | None = None
 
     def _spread(self) -> Numbers:
         """Permute the chunks so that every W in a row, or 2 W if chunks let go, come one from each of so many parts.
@@ -215,7 +215,7 @@ class Epoch:
             return self._order.num_samples
         return int(self._ends[self._oldest(block)] + self._dealt(block)[0].sum())
 
-    def block_at(self, position: int) -> Block:
+    def block_at(self, position: int) -> ShuffleBlock:
         """Return the block with a position of the epoch."""
         last = self._last
         if last is not None and last.begin <= position < last.end:
@@ -231,10 +231,10 @@ class Epoch:
         before, after = self._dealt(low)
         starts = np.concatenate(([0], np.cumsum(after - before)))
         begin = int(self._ends[self._oldest(low)] + before.sum())
-        found = self._last = Block(low, begin, begin + int(starts[-1]), self.resident(low), before, starts)
+        found = self._last = ShuffleBlock(low, begin, begin + int(starts[-1]), self.resident(low), before, starts)
         return found
 
-    def within(self, block: Block, positions: Numbers) -> tuple[Numbers, Numbers]:
+    def within(self, block: ShuffleBlock, positions: Numbers) -> tuple[Numbers, Numbers]:
         """Return chunks and numbers of the samples at positions of the epoch that lie in `block`."""
         inside = positions - block.begin
         if self._order.shuffle:

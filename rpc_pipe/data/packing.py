@@ -80,7 +80,7 @@ def pack(
     before = [sum(f.num_bytes for f in files[:number]) for number in range(len(files) + 1)]
     for partial in folder.glob(".*.partial"):  # of a process that was killed
         partial.unlink(missing_ok=True)
-    writer = _Writer(folder, packed, makes.dtype, per_shard)
+    writer = _ShardWriter(folder, packed, makes.dtype, per_shard)
     texts = documents(files, storage, text_field, packed.file, packed.at)
     while together := list(islice(texts, _TOGETHER)):
         for document, tokens in zip(together, makes([each.text for each in together]), strict=True):
@@ -138,7 +138,7 @@ def _refuse_impossible(packed: Packed) -> None:
         raise ValueError("numbers must be whole")
 
 
-class _Writer:
+class _ShardWriter:
     """Cuts tokens into shards."""
 
     def __init__(self, folder: Path, packed: Packed, dtype: np.dtype[Any], per_shard: int) -> None:

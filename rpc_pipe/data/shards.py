@@ -32,7 +32,7 @@ _PLACE, _PLACES = 2**16, 512
 Roots = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-class Shard(NamedTuple):
+class ShardFile(NamedTuple):
     """A file."""
 
     #: as errors show it: relative to what the user named
@@ -65,7 +65,7 @@ def roots_of(source: Roots) -> list[str]:
 
 def find_shards(
     source: Roots, endings: Sequence[str], options: Mapping[str, Any] | None = None
-) -> tuple[list[Shard], dict[str, Any]]:
+) -> tuple[list[ShardFile], dict[str, Any]]:
     """Return the shards of `source`, sorted by name, and what its index says besides.
 
     Args:
@@ -77,7 +77,7 @@ def find_shards(
         ConfigError: there is none, or two have the same name.
         DataError: one that an index lists is missing or has another size.
     """
-    found: list[Shard] = []
+    found: list[ShardFile] = []
     index: dict[str, Any] = {}
     for root in roots_of(source):
         shards, said = _remote(root, endings, options or {}) if is_remote(root) else _local(root, endings)
@@ -90,8 +90,8 @@ def find_shards(
     return found, index
 
 
-def _refuse_twins(shards: Iterable[Shard]) -> None:
-    seen: dict[str, Shard] = {}
+def _refuse_twins(shards: Iterable[ShardFile]) -> None:
+    seen: dict[str, ShardFile] = {}
     for shard in shards:
         other = seen.setdefault(shard.name, shard)
         if other is not shard:
@@ -101,7 +101,7 @@ def _refuse_twins(shards: Iterable[Shard]) -> None:
             )
 
 
-def _local(root: str, endings: Sequence[str]) -> tuple[list[Shard], dict[str, Any]]:
+def _local(root: str, endings: Sequence[str]) -> tuple[list[ShardFile], dict[str, Any]]:
     path = Path(root)
     if "*" in root:
         at = next(i for i, part in enumerate(path.parts) if "*" in part)
@@ -120,7 +120,9 @@ def _local(root: str, endings: Sequence[str]) -> tuple[list[Shard], dict[str, An
     return sorted(_walked(root, root, tuple(endings)), key=lambda shard: shard.name), {}
 
 
-def _walked(root: str, folder: str, endings: tuple[str, ...], within: frozenset[str] = frozenset()) -> Iterator[Shard]:
+def _walked(
+    root: str, folder: str, endings: tuple[str, ...], within: frozenset[str] = frozenset()
+) -> Iterator[ShardFile]:
     """Yield the files below a folder; a set may have a million, so no `Path` is made of them."""
     name = folder
     try:
@@ -140,7 +142,7 @@ def _walked(root: str, folder: str, endings: tuple[str, ...], within: frozenset[
                     stat = entry.stat()
                     if not S_ISREG(stat.st_mode):
                         raise DataError(f"shard {name}: is {_kind_of(Path(name))}; must be a file")
-                    yield Shard(name[len(root) :].lstrip("/"), name, stat.st_size, modified_ns=stat.st_mtime_ns)
+                    yield ShardFile(name[len(root) :].lstrip("/"), name, stat.st_size, modified_ns=stat.st_mtime_ns)
     except OSError as error:
         raise DataError(f"data {name}: cannot be read: {error.strerror}") from error
 
@@ -155,10 +157,10 @@ def _kind_of(path: Path) -> str:
     return "a socket" if path.is_socket() else "a device"
 
 
-def _shard(path: Path, base: Path) -> Shard:
+def _shard(path: Path, base: Path) -> ShardFile:
     try:
         stat = path.stat()
-        return Shard(path.relative_to(base).as_posix(), str(path), stat.st_size, modified_ns=stat.st_mtime_ns)
+        return ShardFile(path.relative_to(base).as_posix(), str(path), stat.st_size, modified_ns=stat.st_mtime_ns)
     except OSError as error:
         raise DataError(f"shard {path}: cannot be read: {error.strerror}") from error
 
@@ -167,7 +169,7 @@ def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
 
 
-def _remote(root: str, endings: Sequence[str], options: Mapping[str, Any]) -> tuple[list[Shard], dict[str, Any]]:
+def _remote(root: str, endings: Sequence[str], options: Mapping[str, Any]) -> tuple[list[ShardFile], dict[str, Any]]:
     files, path = file_system(root, f"data {root}", options)
     try:
         return patiently(lambda: _listed(files, path, root, endings), f"data {root}: cannot be listed")
@@ -175,7 +177,7 @@ def _remote(root: str, endings: Sequence[str], options: Mapping[str, Any]) -> tu
         raise DataError(f"data {root}: cannot be listed: {error.strerror}") from error
 
 
-def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[list[Shard], dict[str, Any]]:
+def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[list[ShardFile], dict[str, Any]]:
     scheme, pattern = root.partition("://")[0], "*" in root
 
     def url(found: str) -> str:
@@ -204,18 +206,18 @@ def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[l
         name, size = place.removeprefix(base).lstrip("/"), found[place].get("size") or sizes.get(place)
         if size is None and place in sizes:
             raise DataError(f"shard {name}: {url(place)} does not tell its size, by which a whole copy is known")
-        shards.append(Shard(name, url(place), int(size or 0)))
+        shards.append(ShardFile(name, url(place), int(size or 0)))
     return shards, {}
 
 
 def _indexed(
     root: str, text: str, size_of: Callable[[str], int | None], remote: bool = False
-) -> tuple[list[Shard], dict[str, Any]]:
+) -> tuple[list[ShardFile], dict[str, Any]]:
     """Return the shards that an index lists; those of this machine must be there, whole."""
     try:
         index = json.loads(text)
         listed = [
-            Shard(
+            ShardFile(
                 entry["name"], f"{root}/{entry['name']}", int(entry["bytes"]), int(entry["crc32"], 16), entry["tokens"]
             )
             for entry in index.pop("shards")
@@ -237,14 +239,14 @@ def _indexed(
     return listed, index
 
 
-def _is_possible(shard: Shard) -> bool:
+def _is_possible(shard: ShardFile) -> bool:
     """Tell whether an index may say so of a shard: a file of the folder with whole numbers of bytes and tokens."""
     count = shard.num_tokens
     named = isinstance(shard.name, str) and shard.name not in ("", ".", "..") and "/" not in shard.name
     return named and shard.num_bytes >= 0 and isinstance(count, int) and 0 <= count <= shard.num_bytes
 
 
-def fingerprint(shards: Sequence[Shard], *more: object) -> str:
+def fingerprint(shards: Sequence[ShardFile], *more: object) -> str:
     """Return a digest of names, sizes and checksums, and of what some places of files without a checksum hold."""
     digest = hashlib.sha256(repr(more).encode())
     for shard in shards:

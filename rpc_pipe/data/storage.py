@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, TextIO, TypeVar
 
 from ..dependency import DataError
 from .elsewhere import copy, file_system, has_no_room, patiently
-from .shards import Shard
+from .shards import ShardFile
 from .source import Busy
 
 T = TypeVar("T")
@@ -65,12 +65,12 @@ class Storage:
         #: how many shards were copied here
         self.fetched = 0
 
-    def upcoming(self, shards: Sequence[Shard]) -> None:
+    def upcoming(self, shards: Sequence[ShardFile]) -> None:
         """Know which shards are needed next, in this order."""
         with self._lock:
             self._rank = {self._name(shard): number for number, shard in enumerate(shards) if shard.remote}
 
-    def local(self, shard: Shard, busy: Busy) -> Path:
+    def local(self, shard: ShardFile, busy: Busy) -> Path:
         """Return a complete file with the shard.
 
         Raises:
@@ -91,7 +91,7 @@ class Storage:
             raise DataError(f"shard {shard.name}: {path} was written to after it was listed; begin with the new data")
         return path
 
-    def use(self, shard: Shard, busy: Busy, read: Callable[[Path], T]) -> T:
+    def use(self, shard: ShardFile, busy: Busy, read: Callable[[Path], T]) -> T:
         """Return what `read` makes of a complete file with the shard.
 
         Whoever makes room in the cache may take the file away before it is open; then it is fetched again.
@@ -132,11 +132,11 @@ class Storage:
         with _locked(self.folder / f".{name}.lock"):
             yield
 
-    def _name(self, shard: Shard) -> str:
+    def _name(self, shard: ShardFile) -> str:
         told = f"{shard.place}\0{shard.num_bytes}\0{shard.checksum}"
         return f"{hashlib.sha256(told.encode()).hexdigest()[:16]}-{shard.name.rsplit('/', 1)[-1]}"
 
-    def _fetched(self, shard: Shard, busy: Busy) -> Path:
+    def _fetched(self, shard: ShardFile, busy: Busy) -> Path:
         path = self.folder / self._name(shard)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class Storage:
             raise self._no_room(shard, error) from error
         return path
 
-    def _no_room(self, shard: Shard, error: OSError) -> DataError:
+    def _no_room(self, shard: ShardFile, error: OSError) -> DataError:
         if has_no_room(error):
             return DataError(
                 f"shard {shard.name}: {shard.num_bytes} bytes do not fit into the cache {self.folder}: "
@@ -159,7 +159,7 @@ class Storage:
         return DataError(f"shard {shard.name}: the cache {self.folder} cannot be written: {error}")
 
     @contextmanager
-    def _room(self, shard: Shard) -> Iterator[None]:
+    def _room(self, shard: ShardFile) -> Iterator[None]:
         """Have room for the shard in the body, also against others who fetch at the same time."""
         mark = self.folder / f".{self._name(shard)}.{os.getpid()}{_RESERVED}"
         with self._marked(shard, mark):
@@ -170,7 +170,7 @@ class Storage:
                 with self._rooms():
                     mark.unlink(missing_ok=True)
 
-    def _marked(self, shard: Shard, mark: Path) -> BinaryIO:
+    def _marked(self, shard: ShardFile, mark: Path) -> BinaryIO:
         """Return a file that holds room for the shard, for as long as it is open, once there is some.
 
         Raises:
@@ -192,7 +192,7 @@ class Storage:
         """Return a lock under which room is made and marks go: a listing in it misses no byte that is held."""
         return _locked(self.folder / ".room.lock")
 
-    def _make_room(self, shard: Shard) -> bool:
+    def _make_room(self, shard: ShardFile) -> bool:
         """Drop what is needed last until the shard fits under the limit and onto the disk.
 
         Returns:
@@ -238,7 +238,7 @@ class Storage:
             coming.pop(path.name, None)  # it has come, and only its mark is still there
         return found, sum(coming.values())
 
-    def _fetch(self, shard: Shard, path: Path) -> None:
+    def _fetch(self, shard: ShardFile, path: Path) -> None:
         partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}{_PARTIAL}")
 
         def copied() -> None:
@@ -251,7 +251,7 @@ class Storage:
         patiently(copied, f"shard {shard.name}: cannot be fetched from {shard.place}")
         self.fetched += 1
 
-    def _copy(self, shard: Shard, partial: Path) -> None:
+    def _copy(self, shard: ShardFile, partial: Path) -> None:
         copy(*self._files(shard), str(partial), shard.num_bytes)
         size = partial.stat().st_size
         if size != shard.num_bytes:
@@ -259,7 +259,7 @@ class Storage:
         if shard.checksum is not None and checksum(partial) != shard.checksum:
             raise OSError("its checksum differs from the index")
 
-    def look(self, shard: Shard, read: Callable[[BinaryIO], T]) -> T:
+    def look(self, shard: ShardFile, read: Callable[[BinaryIO], T]) -> T:
         """Return what `read` makes of a shard that is open for reading here and there.
 
         One from elsewhere is not copied as a whole.
@@ -282,7 +282,7 @@ class Storage:
         except OSError as error:
             raise DataError(f"{told}: {error.strerror or error}") from error
 
-    def _files(self, shard: Shard) -> tuple[Any, str]:
+    def _files(self, shard: ShardFile) -> tuple[Any, str]:
         return file_system(shard.place, f"shard {shard.name}", self.options)
 
 

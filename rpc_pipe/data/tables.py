@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ..dependency import ConfigError, DataError
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
-from .shards import Roots, Shard, find_shards, fingerprint, roots_of
+from .shards import Roots, ShardFile, find_shards, fingerprint, roots_of
 from .source import ALL, Busy, Chunk, Source, Wanted, among, need
 from .storage import Storage
 
@@ -37,7 +37,7 @@ _ROW = 8
 class Group:
     """Rows that lie together in a shard: a chunk."""
 
-    shard: Shard
+    shard: ShardFile
     number: int
     rows: int
     num_bytes: int
@@ -72,7 +72,7 @@ def _listed(columns: Columns) -> list[str]:
     return [columns] if isinstance(columns, str) else list(columns)
 
 
-def _opened(place: Path | BinaryIO, shard: Shard) -> Any:
+def _opened(place: Path | BinaryIO, shard: ShardFile) -> Any:
     """Return a Parquet file, or the record batches of an Arrow file, which is mapped."""
     with _told(shard):
         if shard.name.lower().endswith(".parquet"):
@@ -81,7 +81,7 @@ def _opened(place: Path | BinaryIO, shard: Shard) -> Any:
 
 
 @contextmanager
-def _told(shard: Shard) -> Iterator[None]:
+def _told(shard: ShardFile) -> Iterator[None]:
     """Turn what pyarrow raises into a sentence."""
     arrow = need("pyarrow", f"shard {shard.name}")
     try:
@@ -93,7 +93,7 @@ def _told(shard: Shard) -> Iterator[None]:
 class _Batches:
     """The record batches of an Arrow file, one at a time: those that are stored compressed take memory when read."""
 
-    def __init__(self, place: Path | BinaryIO, shard: Shard) -> None:
+    def __init__(self, place: Path | BinaryIO, shard: ShardFile) -> None:
         arrow = need("pyarrow", f"shard {shard.name}")
         self._shard = shard
         file = arrow.memory_map(str(place)) if isinstance(place, Path) else arrow.PythonFile(place)
@@ -128,7 +128,7 @@ def element_of(kind: Any) -> Any:
     return kind.value_type if lists else kind
 
 
-def schema_of(shard: Shard, storage: Storage) -> Any:
+def schema_of(shard: ShardFile, storage: Storage) -> Any:
     """Return the Arrow schema of a file."""
     return storage.look(shard, lambda file: _opened(_place(file), shard).schema_arrow)
 
@@ -138,11 +138,11 @@ def _place(file: BinaryIO) -> Path | BinaryIO:
     return Path(file.name) if isinstance(file, io.BufferedReader) and isinstance(file.name, str) else file
 
 
-def _groups(shard: Shard, storage: Storage, columns: Sequence[str]) -> list[Group]:
+def _groups(shard: ShardFile, storage: Storage, columns: Sequence[str]) -> list[Group]:
     return storage.look(shard, lambda file: _listed_groups(_opened(_place(file), shard), shard, columns))
 
 
-def _listed_groups(file: Any, shard: Shard, columns: Sequence[str]) -> list[Group]:
+def _listed_groups(file: Any, shard: ShardFile, columns: Sequence[str]) -> list[Group]:
     names = file.schema_arrow.names
     for column in columns:
         if column not in names:
@@ -246,7 +246,7 @@ class Table(Source):
         return inputs, targets
 
 
-def _numbers(column: Any, name: str, shard: Shard, mapped: bool) -> NDArray[Any]:
+def _numbers(column: Any, name: str, shard: ShardFile, mapped: bool) -> NDArray[Any]:
     """Return a column as an array; of a mapped file a copy: to read one that has become shorter kills the process."""
     arrow = need("pyarrow", "a table")
     joined = column.combine_chunks()

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..dependency import ConfigError, DataError
 from .bijection import Numbers
-from .shards import Roots, Shard, find_shards, fingerprint, roots_of
+from .shards import Roots, ShardFile, find_shards, fingerprint, roots_of
 from .source import Busy, Cause, Chunk, Filling, Source, Wanted
 from .storage import Storage, checksum
 
@@ -40,10 +40,10 @@ _FILES, _OTHER_FILES = 2, 512
 _HEADER_BYTES = 128
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Tokens in a row of a shard: a chunk."""
 
-    shard: Shard
+    shard: ShardFile
     dtype: np.dtype[Any]
     #: byte at which the first token begins
     offset: int
@@ -85,12 +85,12 @@ def tokens(
     return Tokens(", ".join(roots_of(source)), spans, context, storage)
 
 
-def cut(span: Span, context: int, chunk_bytes: int) -> list[Span]:
+def cut(span: TokenSpan, context: int, chunk_bytes: int) -> list[TokenSpan]:
     """Cut a span into chunks between samples; tokens at its end that make no sample are left out."""
     samples = (span.num_tokens - 1) // context
     each = max(1, chunk_bytes // (context * span.dtype.itemsize))
     return [
-        Span(
+        TokenSpan(
             span.shard,
             span.dtype,
             span.offset + first * context * span.dtype.itemsize,
@@ -100,7 +100,7 @@ def cut(span: Span, context: int, chunk_bytes: int) -> list[Span]:
     ]
 
 
-def _span(shard: Shard, dtype: str | None, index: dict[str, Any], storage: Storage) -> Span:
+def _span(shard: ShardFile, dtype: str | None, index: dict[str, Any], storage: Storage) -> TokenSpan:
     if not shard.name.lower().endswith(".npy"):
         named = dtype or index.get("dtype") or _RAW.get(os.path.splitext(shard.name)[1].lower(), "uint16")
         kind = _little_endian(named)
@@ -109,14 +109,14 @@ def _span(shard: Shard, dtype: str | None, index: dict[str, Any], storage: Stora
                 f"shard {shard.name}: {shard.num_bytes} bytes are no whole number of {named}: "
                 "it is truncated, or dtype is wrong"
             )
-        return Span(shard, kind, 0, shard.num_bytes // kind.itemsize)
+        return TokenSpan(shard, kind, 0, shard.num_bytes // kind.itemsize)
     if shard.num_tokens is not None:
         kind = _little_endian(index["dtype"])
-        return Span(shard, kind, shard.num_bytes - shard.num_tokens * kind.itemsize, shard.num_tokens)
+        return TokenSpan(shard, kind, shard.num_bytes - shard.num_tokens * kind.itemsize, shard.num_tokens)
     shape, kind, offset = storage.look(shard, lambda file: _npy_header(file, shard))
     if len(shape) != 1 or kind.kind not in "ui":
         raise ConfigError(f"shard {shard.name}: is {kind} of shape {shape}; tokens are whole numbers of one dimension")
-    span = Span(shard, kind, offset, shape[0])
+    span = TokenSpan(shard, kind, offset, shape[0])
     if offset + span.num_bytes > shard.num_bytes:
         raise DataError(
             f"shard {shard.name}: is truncated: {shard.num_bytes} bytes, but its header says {offset + span.num_bytes}"
@@ -129,7 +129,7 @@ def _little_endian(named: str) -> np.dtype[Any]:
     return np.dtype(named).newbyteorder("<")
 
 
-def _npy_header(file: BinaryIO, shard: Shard) -> tuple[tuple[int, ...], np.dtype[Any], int]:
+def _npy_header(file: BinaryIO, shard: ShardFile) -> tuple[tuple[int, ...], np.dtype[Any], int]:
     """Return shape, type and where the numbers begin."""
     with suppress(ValueError, EOFError):
         return _parsed(file.read(_HEADER_BYTES))
@@ -156,7 +156,7 @@ def _header(file: BinaryIO) -> tuple[tuple[int, ...], np.dtype[Any], int]:
 class Tokens(Source):
     """Spans of tokens."""
 
-    def __init__(self, name: str, spans: Sequence[Span], context: int, storage: Storage) -> None:
+    def __init__(self, name: str, spans: Sequence[TokenSpan], context: int, storage: Storage) -> None:
         self.name, self.context = name, context
         self._spans, self._storage = spans, storage
         shards = list({span.shard.name: span.shard for span in spans}.values())
@@ -195,7 +195,7 @@ class Tokens(Source):
         return self._storage.use(span.shard, busy, opened)
 
 
-def _verify(path: Path, shard: Shard) -> None:
+def _verify(path: Path, shard: ShardFile) -> None:
     found = checksum(path)
     if found != shard.checksum:
         raise DataError(
@@ -232,7 +232,7 @@ class TokenRows(Filling):
 class ReadTokens(Chunk):
     """Tokens in memory."""
 
-    def __init__(self, path: Path, span: Span, context: int) -> None:
+    def __init__(self, path: Path, span: TokenSpan, context: int) -> None:
         self._span, self._path = span, path
         self._tokens: NDArray[Any] = self._opened()
         step = span.dtype.itemsize

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
-from ..model.observed import Block, Crossing, Observed, observe
+from ..model.observed import BlockCall, Crossing, Observed, observe
 from ..model.whole import CallForm
 from .own_proof import seeded
 from .settings import VerifyOptions
@@ -41,7 +41,7 @@ def _payload(observed: Observed, after: int) -> list[Crossing] | str:
     return observed.stages(cut)[0].hands_on
 
 
-def _as_json(block: Block, payload: list[Crossing] | str | None) -> dict[str, Any]:
+def _as_json(block: BlockCall, payload: list[Crossing] | str | None) -> dict[str, Any]:
     found: dict[str, Any] = {"name": block.name, "parameters": block.num_parameters, "bytes": block.num_bytes}
     if isinstance(payload, str):
         found["refused"] = payload

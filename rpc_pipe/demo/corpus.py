@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..data.shards import Shard
+from ..data.shards import ShardFile
 from ..data.source import Source
 from ..data.storage import Storage
-from ..data.token_files import Span, Tokens
+from ..data.token_files import Tokens, TokenSpan
 from .text import HELD_OUT_EVERY, find_text
 
 #: the text is cut into chunks of about so many bytes, so that both splits are spread over all of it
@@ -52,9 +52,9 @@ class Corpus:
     def samples(self) -> Source:
         """Return the training samples: (bytes, next bytes), each int64 `[rows, context]`."""
         # By its bytes alone: files of several are joined under a name that depends on when they were written.
-        shard = Shard("text", str(self._path), self.num_bytes)
+        shard = ShardFile("text", str(self._path), self.num_bytes)
         runs = (range(i, min(i + HELD_OUT_EVERY - 1, self._num_chunks)) for i in self._run_starts())
-        spans = [Span(shard, np.dtype(np.uint8), run.start * self.chunk, len(run) * self.chunk) for run in runs]
+        spans = [TokenSpan(shard, np.dtype(np.uint8), run.start * self.chunk, len(run) * self.chunk) for run in runs]
         return Tokens(str(self._path), spans, self.context, Storage())
 
     def _run_starts(self) -> range:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from ..dependency import ConfigError
 from ..tracing.board import MOST_SLOTS
-from ..tracing.boards import Boards, Source
+from ..tracing.boards import Boards, NewsSource
 from ..tracing.rollcall import newest_frames
 from ..tracing.trace import Trace
 from .recording import Recording, Replay
@@ -49,7 +49,7 @@ class Wishes:
 class Watcher:
     """Looks at `source` and does with it what is wished."""
 
-    def __init__(self, source: Source, wishes: Wishes) -> None:
+    def __init__(self, source: NewsSource, wishes: Wishes) -> None:
         self._source = source
         self._wishes = wishes
         # Who wants all steps, or certain ones, may not be woken before many have been done.

@@ -22,7 +22,7 @@ from aiohttp import web
 
 from ..dependency import ConfigError
 from ..drawing.page import encode, with_parts
-from ..tracing.boards import Source
+from ..tracing.boards import NewsSource
 from .metrics import render
 from .summary import describe, draw_steps, finite
 from .view import View
@@ -60,7 +60,7 @@ class Server:
         page: whether the page is served, besides the metrics.
     """
 
-    def __init__(self, view: View, source: Source, option: str, host: str, port: int, *, page: bool) -> None:
+    def __init__(self, view: View, source: NewsSource, option: str, host: str, port: int, *, page: bool) -> None:
         self._view = view
         self._source = source
         self._option = option

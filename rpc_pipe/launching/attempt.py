@@ -22,7 +22,7 @@ from ..tracing.boards import Boards
 from .cause import FAILED, INTERRUPTED, LAST_LINES, WRONG_INPUT, Cause, killed, memory_kills, of_death, of_stall
 from .logs import Logs
 from .report import Reporter
-from .worker_process import Event, Events, WorkerProcess
+from .worker_process import Events, WorkerEvent, WorkerProcess
 
 #: how long consequences wait for their cause
 _GRACE_S = 3.0
@@ -131,7 +131,7 @@ class Attempt:
         for worker in self.workers:
             worker.process.wait()
 
-    def _take(self, event: Event) -> None:
+    def _take(self, event: WorkerEvent) -> None:
         if event.what == "printed":
             self._lines[event.worker].append(event.detail)
             self._reporter.line(event.worker, event.detail)

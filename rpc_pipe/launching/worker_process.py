@@ -23,7 +23,7 @@ _LONGEST_LINE = 8192
 _LAST_WORDS_S = 1.0
 
 
-class Event(NamedTuple):
+class WorkerEvent(NamedTuple):
     """What a worker did: `told` a message, `printed` a line, or `ended` with an exit code."""
 
     what: str
@@ -35,16 +35,16 @@ class Events:
     """What workers tell, print and do, in order."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
         self._room = threading.Semaphore(_MOST_UNREAD)
 
-    def put(self, event: Event) -> None:
+    def put(self, event: WorkerEvent) -> None:
         """Add an event; a line that was printed waits until there is room."""
         if event.what == "printed":
             self._room.acquire()
         self._queue.put(event)
 
-    def next(self, timeout_s: float) -> Event | None:
+    def next(self, timeout_s: float) -> WorkerEvent | None:
         """Return the next event, None if there is none so soon."""
         try:
             event = self._queue.get(timeout=timeout_s)
@@ -107,7 +107,7 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def _put(self, what: str, detail: Any) -> None:
-        self._events.put(Event(what, self._rank, detail))
+        self._events.put(WorkerEvent(what, self._rank, detail))
 
     def _read_told(self, descriptor: int) -> None:
         with open(descriptor) as lines:

@@ -17,7 +17,7 @@ from ..workers.transport.lending import Lending
 from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, split_rows, tensors_of
 from .arguments import refuse_batch, refuse_lists
 from .lazy_batch import LazyBatch, label_of
-from .rewritten import Memory, refuse_rewritten
+from .rewritten import BatchMemory, refuse_rewritten
 
 #: takes a batch apart into inputs and targets
 Pair = Callable[[Tree], tuple[Tree, Tree]]
@@ -206,7 +206,7 @@ class Ahead:
         self._batches = iter(batches)
         self._cut = cut
         self._read: dict[int, Microbatches] = {}
-        self._memory: dict[int, Memory] = {}
+        self._memory: dict[int, BatchMemory] = {}
 
     def advance(self, step: int) -> None:
         """Read the batches of `step` and those ahead; forget those before."""
@@ -217,7 +217,9 @@ class Ahead:
                 for batch in self._batches:
                     found = self._read[wanted] = self._cut(batch)
                     if found.lazy is None:
-                        self._memory[wanted] = Memory((found.inputs[0], found.targets[0]), found.rows, found.described)
+                        self._memory[wanted] = BatchMemory(
+                            (found.inputs[0], found.targets[0]), found.rows, found.described
+                        )
                     break
         refuse_rewritten([self._memory[number] for number in sorted(self._memory)])
 

@@ -26,13 +26,13 @@ from .deferred import Deferred
 from .observation import Observation
 from .observing import observe_forward
 from .skeleton import Skeleton
-from .stage import Stage
+from .stage import ObservedStage
 from .trees import Path, mapped, tensors
 from .used import unused_fields
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class BlockCall:
     """One call of a block, the unit of cutting.
 
     Args:
@@ -60,7 +60,7 @@ class Crossing:
 class StageSpec:
     """What one stage of a cut would be."""
 
-    blocks: list[Block]
+    blocks: list[BlockCall]
     #: by the unsplit model's names
     parameters: list[str]
     hands_on: list[Crossing]
@@ -184,7 +184,7 @@ class Observed:
         *,
         initialise: bool = True,
         copied: bool = False,
-    ) -> Stage:
+    ) -> ObservedStage:
         """Return a stage with its own parameters.
 
         Of a model given as a module they are the module's own, so that training the stage trains the module; of a
@@ -222,7 +222,7 @@ class Observed:
         calls = self._observation.calls[cut[stage].start : cut[stage].stop]
         running = {self._skeleton.path_of(call.module) for call in calls if call.module is not None}
         foreign = [block for block, path in zip(skeleton.blocks, self._block_paths, strict=True) if path not in running]
-        return Stage(skeleton, stage, cut, owners, foreign)
+        return ObservedStage(skeleton, stage, cut, owners, foreign)
 
     def _assigned(self, cut: Sequence[range]) -> Assignment:
         """Return what a cut means; that of the last one asked about is kept."""
@@ -265,9 +265,9 @@ class Observed:
         return {name: assignment.owners.get(name, {num_stages - 1}) for name in self._skeleton.parameters}
 
 
-def _block(skeleton: Skeleton, module: nn.Module) -> Block:
+def _block(skeleton: Skeleton, module: nn.Module) -> BlockCall:
     count = sum(p.numel() for p in module.parameters())
-    return Block(skeleton.name_of(module), skeleton.path_of(module), count, num_bytes(module))
+    return BlockCall(skeleton.name_of(module), skeleton.path_of(module), count, num_bytes(module))
 
 
 def _without_caches(module: nn.Module) -> list[str]:

@@ -28,7 +28,7 @@ LayerLike = nn.Module | Callable[[], nn.Module]
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageToBuild:
     """What a builder is told about the stage to build."""
 
     index: int
@@ -45,7 +45,7 @@ class Builder(Protocol):
     the cut). Without it the builder decides what a stage is, and a stage counts as one layer.
     """
 
-    def __call__(self, stage: Stage) -> nn.Module | Sequence[LayerLike]: ...
+    def __call__(self, stage: StageToBuild) -> nn.Module | Sequence[LayerLike]: ...
 
 
 Layered = nn.Sequential | Sequence[LayerLike] | Builder
@@ -124,7 +124,7 @@ class Partition:
         if isinstance(self._model, (nn.Sequential, Sequence)):
             return layers, [self._model[i] for i in layers]
         with randomness.initial(layers.start):
-            built = self._model(Stage(stage, self._num_stages, layers if self._counted else range(0)))
+            built = self._model(StageToBuild(stage, self._num_stages, layers if self._counted else range(0)))
         if not self._counted:
             return [stage], [built if isinstance(built, nn.Module) else nn.Sequential(*map(_module, built))]
         children = list(built) if isinstance(built, (nn.Sequential, Sequence)) else [built]

@@ -10,7 +10,7 @@ from ..workers.compute.digest import MOST_TENSORS
 from ..workers.transport.payload import Tree, tensors_of
 
 
-class Memory:
+class BatchMemory:
     """The memory of a batch's inputs and of its targets, as it was read.
 
     Args:
@@ -29,7 +29,7 @@ class Memory:
         """Tell whether torch has written it since."""
         return self._versions != [[tensor._version for tensor in side] for side in self._sides]
 
-    def holds(self, later: Memory) -> bool:
+    def holds(self, later: BatchMemory) -> bool:
         """Tell whether a later batch is where this one was: what numpy writes has no versions."""
         for side, places, other, mine, theirs in zip(
             self._sides, self._places, later._places, self._described, later._described, strict=True
@@ -39,7 +39,7 @@ class Memory:
         return False
 
 
-def refuse_rewritten(batches: Sequence[Memory]) -> None:
+def refuse_rewritten(batches: Sequence[BatchMemory]) -> None:
     """Refuse batches, given in their order, that are not what they were when they were read.
 
     Raises:

@@ -31,7 +31,7 @@ _MOST_FORMS = 512
 _MOST_TRIES = 3
 
 
-class Stage:
+class ObservedStage:
     """What a stage holds of the model, and how it runs.
 
     Args:

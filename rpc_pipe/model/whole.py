@@ -22,7 +22,7 @@ from .following import Following
 from .hollow import NeedsField
 from .observed import Observed, observe
 from .skeleton import refuse_lazy
-from .stage import Stage
+from .stage import ObservedStage
 from .ties import groups
 from .trees import Path
 
@@ -246,7 +246,7 @@ class ObservedSlice:
     takes_fields = True
 
     def __init__(
-        self, stage: Stage, cut: Sequence[range], shared: Mapping[str, Sequence[int]], buffers: set[str]
+        self, stage: ObservedStage, cut: Sequence[range], shared: Mapping[str, Sequence[int]], buffers: set[str]
     ) -> None:
         self.stage = stage
         self.first = cut[stage.index].start

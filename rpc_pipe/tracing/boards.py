@@ -49,7 +49,7 @@ class News:
     ending: Ending | None = None
 
 
-class Source(Protocol):
+class NewsSource(Protocol):
     """What a watcher looks at."""
 
     #: where it comes from, for people

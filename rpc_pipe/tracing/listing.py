@@ -58,7 +58,7 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
         ConfigError: they do not fit together.
     """
     try:
-        relation = _Relation(listings, num_microbatches)
+        relation = _Listings(listings, num_microbatches)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"listing: cannot be read: {error}") from error
     own = {"relation": relation, "synchronous": relation.period is None}
@@ -66,7 +66,7 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
     return cls(num_workers=len(listings), num_microbatches=relation.num_microbatches)
 
 
-class _Relation:
+class _Listings:
     def __init__(self, listings: Sequence[Mapping[str, Any]], num_microbatches: int | None) -> None:
         self.order: Order = listings[0]["order"]
         self.num_microbatches: int = num_microbatches or listings[0]["microbatches"]
@@ -110,7 +110,7 @@ class _Relation:
 class ListedRelation(Spec):
     """A schedule whose relation is written down action by action."""
 
-    relation: ClassVar[_Relation]
+    relation: ClassVar[_Listings]
 
     @property
     def num_stages(self) -> int:

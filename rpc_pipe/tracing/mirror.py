@@ -72,7 +72,7 @@ class RemoteBoards(Protocol):
         """Whether others may wait for something of a run that this worker has given up."""
 
 
-class Answer(NamedTuple):
+class BoardAnswer(NamedTuple):
     """What a worker shows of its board."""
 
     #: version that was read last
@@ -103,7 +103,7 @@ def pack_answer(board: Board, listings: Mapping[int, dict[str, Any]], seen: int)
     return len(encoded).to_bytes(8, "little") + encoded + pack_live(board.live()) + records
 
 
-def unpack_answer(answer: bytes, offset_ns: int) -> Answer:
+def unpack_answer(answer: bytes, offset_ns: int) -> BoardAnswer:
     """Decode what `pack_answer` made, its times put off by `offset_ns`."""
     at = 8 + int.from_bytes(answer[:8], "little")
     head = json.loads(answer[8:at])
@@ -114,10 +114,10 @@ def unpack_answer(answer: bytes, offset_ns: int) -> Answer:
         size = packed_size(answer, at)
         records.append(unpack_record(answer[at : at + size], offset_ns))
         at += size
-    return Answer(**head, live=live._replace(since_ns=live.since_ns + offset_ns), records=records)
+    return BoardAnswer(**head, live=live._replace(since_ns=live.since_ns + offset_ns), records=records)
 
 
-def ask_everything(carrier: RemoteBoards, peers: Sequence[int], timeout_s: float) -> list[tuple[Answer, int]]:
+def ask_everything(carrier: RemoteBoards, peers: Sequence[int], timeout_s: float) -> list[tuple[BoardAnswer, int]]:
     """Ask `peers` for all that is on their boards; return their answers, by this clock, and its errors in ns.
 
     A worker that has left, or does not answer in time, is left out.
@@ -224,7 +224,7 @@ class _Image:
         self._writer.show(answer.live)
         self._seen = answer.seen
 
-    def _show(self, answer: Answer, header: dict[str, Any]) -> None:
+    def _show(self, answer: BoardAnswer, header: dict[str, Any]) -> None:
         """Write what does not change often."""
         another = answer.clock_ns != self._clock_ns
         self._clock_ns, self._listed = answer.clock_ns, answer.listed

@@ -6,7 +6,7 @@ from processes import ROOT, rpc_pipe
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.data import Loader, pack, tokens
-from rpc_pipe.data.packing import _Writer
+from rpc_pipe.data.packing import _ShardWriter
 from rpc_pipe.dependency import ConfigError, DataError
 
 
@@ -36,7 +36,7 @@ def test_shards_hold_the_text(folder, tmp_path):
 
 def test_killed_after_any_shard_it_goes_on_to_the_same_shards(folder, tmp_path, monkeypatch):
     pack(folder, tmp_path / "whole", shard_bytes=1000)
-    write = _Writer._write
+    write = _ShardWriter._write
     for last in (0, 3, 17):
 
         def killed(self, file, at, skip, last=last):
@@ -45,12 +45,12 @@ def test_killed_after_any_shard_it_goes_on_to_the_same_shards(folder, tmp_path, 
             write(self, file, at, skip)
 
         out = tmp_path / f"killed {last}"
-        monkeypatch.setattr(_Writer, "_write", killed)
+        monkeypatch.setattr(_ShardWriter, "_write", killed)
         with pytest.raises(KeyboardInterrupt):
             pack(folder, out, shard_bytes=1000)
         with pytest.raises(ConfigError, match="holds shards of another text" if last else "no files that end in"):
             pack(folder, out, shard_bytes=999) if last else tokens(out, 8)
-        monkeypatch.setattr(_Writer, "_write", write)
+        monkeypatch.setattr(_ShardWriter, "_write", write)
         pack(folder, out, shard_bytes=1000)
         assert (content(out) == content(tmp_path / "whole")).all()
         assert (out / "index.json").read_text() == (tmp_path / "whole" / "index.json").read_text()

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from rpc_pipe.model.cut import cut
 from rpc_pipe.model.observed import Observed
-from rpc_pipe.model.stage import Stage
+from rpc_pipe.model.stage import ObservedStage
 from rpc_pipe.model.trees import leaves, tensors
 
 
@@ -41,7 +41,7 @@ def uncut(model: nn.Module, *args: Any, **kwargs: Any) -> Outcome:
     return Outcome(output, loss.detach(), grads)
 
 
-def in_turn(stages: list[Stage], *args: Any, seed: Any = None, **kwargs: Any) -> Outcome:
+def in_turn(stages: list[ObservedStage], *args: Any, seed: Any = None, **kwargs: Any) -> Outcome:
     """Run forward and backward as a pipeline does: what passes between stages has no graph."""
     payload: Any = ()
     kept = []
@@ -68,7 +68,7 @@ def in_turn(stages: list[Stage], *args: Any, seed: Any = None, **kwargs: Any) ->
     return Outcome(output, loss.detach(), total)
 
 
-def stages_of(observed: Observed, count: int) -> list[Stage]:
+def stages_of(observed: Observed, count: int) -> list[ObservedStage]:
     ranges = cut(observed.num_blocks, count)
     return [observed.build(stage, ranges) for stage in range(count)]
 

@@ -10,7 +10,7 @@ from rpc_pipe.launching import attempt, launcher
 from rpc_pipe.launching.attempt import Attempt
 from rpc_pipe.launching.launcher import Launcher, as_worker
 from rpc_pipe.launching.report import Reporter
-from rpc_pipe.launching.worker_process import Event
+from rpc_pipe.launching.worker_process import WorkerEvent
 
 LOST = {"kind": "failure", "consequence": True, "text": "worker 0 lost worker 1"}
 
@@ -57,19 +57,19 @@ def test_who_has_not_come_is_named_by_those_who_waited(monkeypatch, capsys):
     monkeypatch.setattr(attempt, "_JOIN_TOLD_S", 0.0)
     found = of()
     for worker in (0, 2):
-        found._take(Event("told", worker, {"kind": "joining"}))
+        found._take(WorkerEvent("told", worker, {"kind": "joining"}))
     found._look()
     found._look()
     assert capsys.readouterr().out == "waiting for all workers to meet; worker 1 has made no Pipeline so far\n"
-    found._take(Event("told", 2, {"kind": "wrong input", "text": "no"}))
+    found._take(WorkerEvent("told", 2, {"kind": "wrong input", "text": "no"}))
     assert found._cause.text == "no; worker 1 has made no Pipeline so far"
 
 
 def test_who_ends_as_if_stopped_though_nobody_asked_is_the_cause():
     """A script that raised KeyboardInterrupt by itself: no worker named a cause."""
     found = of(2)
-    found._take(Event("told", 0, LOST))
-    found._take(Event("ended", 1, 130))
+    found._take(WorkerEvent("told", 0, LOST))
+    found._take(WorkerEvent("ended", 1, 130))
     assert found._without_cause().text == "worker 1 ended with exit code 130 while starting up"
 
 
@@ -77,11 +77,13 @@ def test_who_ends_as_if_stopped_though_nobody_asked_is_the_cause():
 def test_who_calls_nothing_more_has_died_or_ended_early(done):
     """A worker that ended by os._exit before it had said anything was said to end its loop early."""
     found = of(2)
-    found._take(Event("told", 0, {"kind": "failure", "consequence": False, "disagreement": True, "text": "early"}))
+    found._take(
+        WorkerEvent("told", 0, {"kind": "failure", "consequence": False, "disagreement": True, "text": "early"})
+    )
     if done:
-        found._take(Event("told", 1, {"kind": "done"}))
-    found._take(Event("ended", 1, 0))
-    found._take(Event("ended", 0, 1))
+        found._take(WorkerEvent("told", 1, {"kind": "done"}))
+    found._take(WorkerEvent("ended", 1, 0))
+    found._take(WorkerEvent("ended", 0, 1))
     death = "worker 1 ended with exit code 0 while starting up; it may call os._exit or sys.exit"
     assert found.watch(lambda: None).text == ("early" if done else death)
 
