@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 from ..dependency import Action, Kind
 from ..workers.hooks import Arrived, Blocked, LayerTime, Listener, Record, StepRecord
-from ..workers.transport.ordered import fence
+from ..workers.transport.ordered import keep_order
 
 _MAGIC = b"rpc-pipe board 4"
 #: magic, length of the header, number of slots, bytes of a slot
@@ -159,9 +159,9 @@ class BoardWriter(Listener):
     def _put(self, version: int, packed: bytes) -> None:
         at = _SLOTS_AT + (version % self._num_slots) * self._slot_bytes
         _VERSION.pack_into(self._map, at, 0)
-        fence()
+        keep_order()
         self._map[at + 8 : at + 8 + len(packed)] = packed
-        fence()
+        keep_order()
         _VERSION.pack_into(self._map, at, version)
 
     def _grow(self, slot_bytes: int) -> None:
@@ -188,20 +188,20 @@ class BoardWriter(Listener):
         """Write what another board says."""
         at, live_bytes = self._new_version(), pack_live(live)
         self._map[at : at + len(live_bytes)] = live_bytes
-        fence()
+        keep_order()
         _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
 
     def _write(self, state: State, step: int, action: int = _NONE, missing: int = _NONE, peer: int = _NONE) -> None:
         at, now, thread = self._new_version(), time.perf_counter_ns(), threading.get_ident()
         _LIVE.pack_into(self._map, at, state, step, action, missing, peer, now, thread)
-        fence()
+        keep_order()
         _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
 
     def _new_version(self) -> int:
         """Begin to change what the worker does; return where it is. Its version, written last, says: it is whole."""
         self._version += 1
         _VERSION.pack_into(self._map, _HEADER_BYTES, 0)
-        fence()
+        keep_order()
         return _HEADER_BYTES + 8
 
 
@@ -263,9 +263,9 @@ class Board:
         """Return a version and what it covers, or None if it keeps being written."""
         for _ in range(_TRIES):
             version = _VERSION.unpack_from(self._map, at)[0]
-            fence()
+            keep_order()
             data = self._map[at + 8 : at + 8 + size()] if version else b""
-            fence()
+            keep_order()
             if version and _VERSION.unpack_from(self._map, at)[0] == version:
                 return version, data
             time.sleep(1e-5)

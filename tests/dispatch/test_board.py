@@ -168,12 +168,12 @@ def test_fences_stand_where_the_version_says_that_nothing_can_be_read(writer, mo
     def fence(at=0):
         versions.append(struct.unpack_from("<q", writer._map, at)[0])
 
-    monkeypatch.setattr(boards, "fence", lambda: fence(8192))
+    monkeypatch.setattr(boards, "keep_order", lambda: fence(8192))
     writer.action_started(1, F(0, 1))
     writer.show(Live(State.RUNNING, 1))
     assert versions == [0] * 4
     versions.clear()
-    monkeypatch.setattr(boards, "fence", lambda: fence(8192 + 64 + writer._slot_bytes))
+    monkeypatch.setattr(boards, "keep_order", lambda: fence(8192 + 64 + writer._slot_bytes))
     writer.step_finished(record(1))
     assert versions == [0] * 2
     assert len(writer.board.records()) == 1 and versions[2:] == [1, 1]

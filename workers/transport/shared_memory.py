@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import platform
 import secrets
 import struct
 import sys
@@ -31,7 +30,7 @@ from torch import Tensor
 
 from .form import Dense, assemble, describe, form_of
 from .message import copy_memory
-from .ordered import fence
+from .ordered import X86, fence
 from .outbox import Answer, Key
 from .ring_buffer import ASLEEP, LINE, OVERHEAD_BYTES, TOKEN_BYTES, WRITTEN, RingBuffer
 from .values import Malformed
@@ -48,7 +47,7 @@ _OFTEN = 4
 #: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload)
 _HEAD = struct.Struct("<QqqII")
 #: whether there can be channels here: others see what an x86 processor stores in the order in which it does
-POSSIBLE = sys.platform == "linux" and platform.machine() == "x86_64" and hasattr(os, "memfd_create")
+POSSIBLE = sys.platform == "linux" and X86 and hasattr(os, "memfd_create")
 
 
 class Offer(NamedTuple):
