@@ -1,7 +1,8 @@
 """Schedules whose forwards overtake updates: their rate on emulated devices, their memory, their bits under delays.
 
 python bench/asynchronous.py rate      8 processes whose stages sleep 10 and 20 ms: samples a second, and of 1F1B;
-                                       --forward-ms 50 --backward-ms 100, --set window=10 as for `rpc-pipe run`
+                                       --forward-ms 50 --backward-ms 100, --set window=10 as for `rpc-pipe run`;
+                                       first of as many processes that run the same operators without a pipeline
 python bench/asynchronous.py memory    5000 steps of a stream: resident memory, and what is kept for others
 python bench/asynchronous.py delays    1000 runs with random delays, in both orders: how many differ from a replay
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -17,7 +19,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from functools import partial
+from multiprocessing.queues import SimpleQueue
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 if __name__ == "__main__":  # a worker process finds this package where the command was given
@@ -62,6 +67,8 @@ def _rates(parsed: argparse.Namespace) -> None:
     both_ms = parsed.forward_ms + parsed.backward_ms
     ideal = 1e3 / both_ms
     found: dict[str, float] = {}
+    alone = _alone(parsed)
+    print(f"no pipeline: {alone:.2f} microbatches/s, {alone / ideal:.3f} of one per {both_ms:g} ms", flush=True)
     for schedule in (parsed.schedules or "1f1b,pipedream,pipedream-2bw,avgpipe").split(","):
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "rate"
@@ -80,9 +87,44 @@ def _rates(parsed: argparse.Namespace) -> None:
         print(
             f"{schedule:<14} P={parsed.workers} M={parsed.microbatches}: {found[schedule]:.2f} microbatches/s, "
             f"{found[schedule] / ideal:.3f} of one per {both_ms:g} ms, {found[schedule] / limit:.3f} of its own limit, "
+            f"{found[schedule] / alone:.3f} of no pipeline, "
             f"{relative:.2f} x 1f1b with a flush",
             flush=True,
         )
+
+
+def _alone(parsed: argparse.Namespace) -> float:
+    """Return how many microbatches a second each of as many processes computes that have nothing to do with others."""
+    context = multiprocessing.get_context("spawn")
+    together, times = context.Barrier(parsed.workers), context.SimpleQueue()
+    processes = [context.Process(target=_compute, args=(parsed, together, times)) for _ in range(parsed.workers)]
+    for process in processes:
+        process.start()
+    slowest: float = max(times.get() for _ in processes)
+    for process in processes:
+        process.join()
+    return int(parsed.steps or 24) * int(parsed.microbatches) / slowest
+
+
+def _compute(parsed: argparse.Namespace, together: Barrier, times: SimpleQueue[float]) -> None:
+    """A process of `_alone`; puts the seconds that it has taken."""
+    devices.calibrate()
+    torch.set_num_threads(1)
+    device = _layer(parsed)()
+    optimizer = torch.optim.SGD(device.parameters(), lr=1e-3)
+    x = torch.randn(1, devices.WIDTH, requires_grad=True)
+    together.wait()
+    begin = time.perf_counter()
+    for _ in range(parsed.steps or 24):
+        for _ in range(parsed.microbatches):
+            device(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    times.put(time.perf_counter() - begin)
+
+
+def _layer(parsed: argparse.Namespace) -> Callable[[], nn.Module]:
+    return partial(devices.Device, *(devices.Times(ms / 1e3, 1) for ms in (parsed.forward_ms, parsed.backward_ms)))
 
 
 def _rate(parsed: argparse.Namespace) -> None:
@@ -90,9 +132,8 @@ def _rate(parsed: argparse.Namespace) -> None:
     devices.calibrate()
     torch.set_num_threads(1)
     M = parsed.microbatches
-    layer = partial(devices.Device, *(devices.Times(ms / 1e3, 1) for ms in (parsed.forward_ms, parsed.backward_ms)))
     pipe = Pipeline(
-        [layer] * int(os.environ.get("RPC_PIPE_LAYERS", parsed.workers)),
+        [_layer(parsed)] * int(os.environ.get("RPC_PIPE_LAYERS", parsed.workers)),
         nn.functional.mse_loss,
         optimizer=partial(torch.optim.SGD, lr=1e-3),
         num_microbatches=M,
