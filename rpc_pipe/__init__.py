@@ -58,7 +58,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(".pipeline" if name == "Pipeline" else ".dependency", __name__), name)
+    try:
+        module = import_module(".pipeline" if name == "Pipeline" else ".dependency", __name__)
+    except AttributeError as error:  # from here it would say only that there is no such name
+        raise ImportError(f"{name} cannot be loaded from {__name__}: {error}") from error
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -14,7 +15,6 @@ import torch.utils.checkpoint
 # with the separator: torchvision is no part of torch
 _NOT_OF_MODEL = tuple(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__))
 _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
-_APPLY = torch.autograd.Function.apply.__func__.__code__  # type: ignore[attr-defined]
 
 
 def is_of_model(filename: str) -> bool:
@@ -32,7 +32,21 @@ def caller() -> str:
 
 def in_function() -> bool:
     """Tell whether the forward of an `autograd.Function` runs: no mode sees that one was called."""
-    return _innermost(_APPLY, sys._getframe(1)) is not None
+    functions: list[type] = [torch.autograd.Function]
+    for function in functions:
+        functions += function.__subclasses__()
+    forwards = _forwards(tuple(functions))
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in forwards:
+        frame = frame.f_back
+    return frame is not None
+
+
+@lru_cache(maxsize=1)
+def _forwards(functions: tuple[type, ...]) -> frozenset[CodeType]:
+    """Return the code of each function's forward: from torch 2.14 on `apply`, which calls it, has no frame."""
+    forwards = (inspect.unwrap(function.forward) for function in functions)  # type: ignore[attr-defined]
+    return frozenset(forward.__code__ for forward in forwards if hasattr(forward, "__code__"))
 
 
 def checkpoint_frame() -> FrameType | None:
