@@ -76,6 +76,10 @@ class EndTree:
                 root = None if route == 0 else (last, 0)
                 self.parent[stage, route] = root if stage == last else (stage + 1, route)
                 self.own.setdefault(spec.place(stage, route), (stage, route))
+        #: worker -> its places, from the root
+        self._places: dict[int, list[Shard]] = {}
+        for place in self.parent:
+            self._places.setdefault(spec.place(*place), []).append(place)
         self.children: dict[Shard, list[Shard]] = {place: [] for place in self.parent}
         for place, parent in self.parent.items():
             if parent is not None:
@@ -90,7 +94,7 @@ class EndTree:
 
     def actions(self, worker: int, asked: Asked) -> list[Action]:
         """Return what `worker` collects and tells, in an order that suits the tree: to the root, and back."""
-        places = [place for place in self.parent if self.spec.place(*place) == worker]
+        places = self._places.get(worker, [])
         found = [C(*place) for place in reversed(places) if place in self._of_loss] + [D(*place) for place in places]
         if asked.norms:
             found += [N(*place) for place in reversed(places)] + [T(*place) for place in places]

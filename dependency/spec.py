@@ -17,6 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .action import Action
@@ -207,8 +208,7 @@ class Spec(_Frozen):
 
     def hosted(self, worker: int) -> list[tuple[int, int]]:
         """Return (stage, route) of every shard that `worker` holds, in stage order."""
-        pairs = ((s, r) for s in range(self.num_stages) for r in range(self.num_routes))
-        return [(s, r) for s, r in pairs if self.place(s, r) == worker]
+        return list(_hosts(self).get(worker, ()))
 
     def origin(self, action: Action) -> Action | None:
         """Return the action of a neighbouring stage whose payload `action` computes from; None: there is none."""
@@ -270,3 +270,13 @@ class Spec(_Frozen):
         """Return the schedule's own parameters and their values."""
         own = (field.name for field in fields(self))
         return {name: getattr(self, name) for name in own if name not in _NO_PARAMETERS}
+
+
+@lru_cache(maxsize=16)
+def _hosts(spec: Spec) -> dict[int, list[tuple[int, int]]]:
+    """Return what each worker holds: found once, as looking through all stages for each of many workers takes long."""
+    hosts: dict[int, list[tuple[int, int]]] = {}
+    for stage in range(spec.num_stages):
+        for route in range(spec.num_routes):
+            hosts.setdefault(spec.place(stage, route), []).append((stage, route))
+    return hosts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..dependency import Action, ConfigError, PipeError, ScheduleError, Spec, check_all, copies_on, stale_on
@@ -38,6 +38,8 @@ from .options import (
 
 #: more actions than this are not drawn in the terminal
 _MOST_DRAWN = 4000
+#: more workers than this are not listed one by one
+_MOST_PEAKS = 64
 #: lines of a picture whose names would not fit side by side
 _MOST_LINES = 120
 
@@ -93,12 +95,19 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     a_step = f", step {result.step_time:g}" if steps > 1 else ""
     reporter.console.print(
         f"{name}: makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}, "
-        f"peak activations {', '.join(map(str, result.peak_activations))}",
+        f"peak activations {_tell_peaks(result.peak_activations)}",
         markup=False,
     )
     for line in [*_tell_unit(spec, typed), *tell_versions(spec)]:
         reporter.console.print(line, markup=False)
     return 0
+
+
+def _tell_peaks(peaks: Sequence[int]) -> str:
+    """List what each worker holds at most; of many workers tell the range."""
+    if len(peaks) > _MOST_PEAKS and min(peaks) < max(peaks):
+        return f"{min(peaks)} to {max(peaks)}"
+    return ", ".join(map(str, peaks[:1] if len(peaks) > _MOST_PEAKS else peaks))
 
 
 def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
