@@ -11,7 +11,10 @@ from carriers import loopback_carriers
 from processes import rpc_pipe
 from torch import nn
 
+from rpc_pipe.dependency import check_all
+from rpc_pipe.model.frames import in_function
 from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.message import Message, decode
 from rpc_pipe.workers.transport.payload import Payload
@@ -175,3 +178,48 @@ def test_ctrl_c_before_anything_runs_is_not_a_crash(monkeypatch):
     monkeypatch.setattr(watch, "_open_source", interrupted)
     monkeypatch.setattr(watch.os, "nice", lambda _: 0)
     assert cli.main(["watch"]) == 130
+
+
+class Doubled(torch.autograd.Function):
+    seen: bool | None = None
+
+    @staticmethod
+    def forward(given):
+        Doubled.seen = in_function()
+        return 2 * given
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
+def test_a_functions_forward_is_known_where_apply_has_no_frame():
+    """`pip install .` takes the newest torch, and with 2.14 `from rpc_pipe import Pipeline` failed.
+
+    There `Function.apply` is written in C and has no code whose frame could be found. So the forwards themselves are
+    looked for, and here one is called as if by C: without `apply`.
+    """
+    assert not in_function()
+    list(map(Doubled.forward, [torch.ones(1)]))
+    assert Doubled.seen
+
+
+def test_why_a_name_cannot_be_loaded_is_told(monkeypatch):
+    """An AttributeError inside of a module was told as `cannot import name 'Pipeline' from 'rpc_pipe'`, no more."""
+    import rpc_pipe as package
+
+    def failing(name, of):
+        raise AttributeError("torch has no attribute 'x'")
+
+    monkeypatch.setattr(package, "import_module", failing)
+    with pytest.raises(ImportError, match=r"Pipeline cannot be loaded from rpc_pipe: torch has no attribute 'x'"):
+        package.__getattr__("Pipeline")
+
+
+def test_a_thousand_workers_are_looked_through_once():
+    """`simulate --workers 10000 --microbatches 2` took minutes: each worker looked through the stages of all others."""
+    spec = make_spec("1f1b", 50, 2, {})
+    placed = []
+    counting = type("Counting", (type(spec),), {"place": lambda self, s, r: placed.append(s) or s})
+    check_all(counting(num_workers=50, num_microbatches=2))
+    assert len(placed) < 50 * 50

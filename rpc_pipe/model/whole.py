@@ -220,18 +220,27 @@ def loss_of_output(output: Any, target: Any = None) -> Tensor:
     Raises:
         ConfigError: there is none.
     """
-    found = output[0] if isinstance(output, (tuple, list)) and output else output
-    if isinstance(output, Mapping):
+    found = output
+    if isinstance(output, (tuple, list)):
+        numbers = [part for part in output if isinstance(part, Tensor) and part.dim() == 0]
+        first = output[0] if output else None
+        # (logits, loss), as nanoGPT returns it, or (loss, logits)
+        found = numbers[0] if len(numbers) == 1 and not _is_number(first) else first
+    elif isinstance(output, Mapping):
         found = output.get("loss")
     elif not isinstance(output, (Tensor, tuple, list)):
         found = getattr(output, "loss", None)
-    if isinstance(found, Tensor) and found.numel() == 1:
+    if isinstance(found, Tensor) and _is_number(found):
         return found
     what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
     raise ConfigError(
         f"model: returned {what} and no loss: pass a batch from which it computes one, such as a dict with labels, "
         f"or a loss_fn, called as loss_fn(output, batch)"
     )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
 
 
 class ObservedSlice:

@@ -14,6 +14,7 @@ from in_turn import CASES, PADDED, floats, ids, loss_of
 from torch import Tensor, nn
 
 from rpc_pipe.dependency import ConfigError
+from rpc_pipe.model.whole import loss_of_output
 from rpc_pipe.pipeline import Pipeline
 
 SGD = partial(torch.optim.SGD, lr=0.001, momentum=0.9)
@@ -116,6 +117,38 @@ def test_a_dict_goes_in_by_name_and_the_loss_comes_from_inside():
     logits = pipe.predict({"ids": batch["ids"], "mask": batch["mask"]})["logits"]
     torch.testing.assert_close(logits, expected(batch["ids"], batch["mask"])["logits"])
     assert pipe.evaluate(batch) == pytest.approx(expected(**batch)["loss"].item(), rel=1e-5)
+
+
+class LossLast(nn.Module):
+    """Returns (logits, loss), as nanoGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return x, nn.functional.mse_loss(x, targets)
+
+
+def test_the_only_number_in_a_tuple_is_the_loss_wherever_it_stands():
+    model = made(LossLast)
+    expected = model(x := floats(4, 4), y := floats(4, 4))[1].item()
+    pipe = Pipeline(model, optimizer=SGD, num_workers=2, num_microbatches=2)
+    assert pipe.step((x, y)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "output, at",
+    [
+        ((torch.ones(1), torch.zeros(())), 0),
+        ((torch.ones(3), torch.zeros(())), 1),
+        ((torch.zeros(()), torch.ones(())), 0),
+    ],
+)
+def test_a_loss_that_stands_first_is_taken_first(output, at):
+    assert loss_of_output(output) is output[at]
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
