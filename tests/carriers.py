@@ -51,7 +51,9 @@ def loopback_carriers(num_workers, **options):
     return [Loopback(worker, num_workers, group, **options) for worker in range(num_workers)]
 
 
-def zmq_carriers(num_workers, *, tcp=False, shared_memory=False, secrets=None, through=str, **options):
+def zmq_carriers(
+    num_workers, *, tcp=False, shared_memory=False, secrets=None, through=str, host="127.0.0.1", **options
+):
     """Carriers over ZeroMQ: unix sockets, or TCP with CURVE where `tcp`; `through`: changes the addresses."""
     from rpc_pipe.workers.transport.keys import Keys
     from rpc_pipe.workers.transport.zeromq import Network, ZmqCarrier
@@ -75,7 +77,7 @@ def zmq_carriers(num_workers, *, tcp=False, shared_memory=False, secrets=None, t
 
             secret = secrets[worker] if secrets else b"of the job" * 4
             keys = Keys(secret, "test", num_workers)
-            network = Network(keys, "127.0.0.1", 0, tell, ask, options.get("lost_after_s", 20))
+            network = Network(keys, host, 0, tell, ask, options.get("lost_after_s", 20))
         where = None if tcp else folder
         timeout_s = options.get("join_timeout_s", 20)
         return ZmqCarrier(worker, num_workers, where, network, timeout_s, shared_memory=shared_memory)

@@ -1,7 +1,8 @@
 """Hosts on one machine, for tests: network namespaces, joined by packets that a thread of the test carries.
 
 Each host has its own name, which resolves to 127.0.1.1 as on Debian, its own boot ID, and as many interfaces as wanted:
-host 1 is 10.88.0.2 in the first network, 10.88.1.2 in the second. Needs root, TUN devices, iproute2 and util-linux.
+host 1 is 10.88.0.2 in the first network, 10.88.1.2 in the second, or fd88:0::2 and fd88:1::2.
+Needs root, TUN devices, iproute2 and util-linux.
 """
 
 from __future__ import annotations
@@ -45,10 +46,13 @@ class Hosts:
         delay_s: one way.
         loss: share of packets that are lost.
         networks: interfaces of each host.
+        ipv6: whether these have addresses of IPv6, and none of IPv4.
     """
 
-    def __init__(self, count: int = 2, *, delay_s: float = 0.0, loss: float = 0.0, networks: int = 1) -> None:
-        self._count, self._networks = count, networks
+    def __init__(
+        self, count: int = 2, *, delay_s: float = 0.0, loss: float = 0.0, networks: int = 1, ipv6: bool = False
+    ) -> None:
+        self._count, self._networks, self._ipv6 = count, networks, ipv6
         self.delay_s, self.loss = delay_s, loss
         #: hosts whose cables are pulled
         self.cut: set[int] = set()
@@ -63,7 +67,7 @@ class Hosts:
 
     def address(self, host: int, network: int = 0) -> str:
         """Return the address of a host."""
-        return f"10.88.{network}.{host + 1}"
+        return f"fd88:{network}::{host + 1}" if self._ipv6 else f"10.88.{network}.{host + 1}"
 
     def start(self, host: int, command: list[str], environment: dict[str, str]) -> subprocess.Popen[str]:
         """Start a process in a host; its output is one stream of text."""
@@ -119,8 +123,8 @@ class Hosts:
             fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _TUN_WITHOUT_HEADER))
             self._devices[network, host] = device
             subprocess.run(["ip", "link", "set", name, "netns", str(made.pid)], check=True)
-            address = f"{self.address(host, network)}/24"
-            subprocess.run([*inside, "address", "add", address, "dev", name], check=True)
+            address = f"{self.address(host, network)}/{64 if self._ipv6 else 24}"
+            subprocess.run([*inside, "address", "add", address, "dev", name, *["nodad"] * self._ipv6], check=True)
             subprocess.run([*inside, "link", "set", name, "up", "txqueuelen", "10000"], check=True)
 
     def _carry(self) -> None:
@@ -135,8 +139,10 @@ class Hosts:
                     packet = os.read(device, 65536)
                 except OSError:  # it was told to be ready too early, or its host has gone
                     continue
-                to = packet[18], packet[19] - 1  # network and host of an IPv4 destination
-                if packet[0] >> 4 == 4 and to in self._devices and not {hosts[device], to[1]} & self.cut:
+                if packet[0] >> 4 != (6 if self._ipv6 else 4):
+                    continue
+                to = (packet[27], packet[39] - 1) if self._ipv6 else (packet[18], packet[19] - 1)  # network and host
+                if to in self._devices and not {hosts[device], to[1]} & self.cut:
                     if self._draw.random() >= self.loss:
                         number += 1
                         due = time.monotonic() + self.delay_s

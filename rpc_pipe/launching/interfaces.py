@@ -6,10 +6,15 @@ import array
 import fcntl
 import socket
 import struct
+from ipaddress import IPv6Address
+from pathlib import Path
+from typing import Any
 
 from ..dependency import ConfigError
 
 LOOPBACK = "lo"
+#: what IPv6 addresses there are (proc(5)), and the scope of those that mean nothing beyond one cable
+_IPV6, _LINK_LOCAL = Path("/proc/net/if_inet6"), "20"
 
 
 def interface_towards(host: str) -> str:
@@ -22,9 +27,9 @@ def interface_towards(host: str) -> str:
         ConfigError: the host is unknown, or no interface leads there.
     """
     try:
-        info = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(info[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(info[4])  # a datagram socket: nothing is sent
+        family, address = _resolved(host)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # a datagram socket: nothing is sent
             own = probe.getsockname()[0]
     except OSError as error:
         raise ConfigError(f"MASTER_ADDR {host}: {error}") from error
@@ -36,29 +41,52 @@ def interface_towards(host: str) -> str:
     raise ConfigError(f"MASTER_ADDR {host}: no interface has the address {own} that leads there")
 
 
-def address_of(interface: str) -> str:
-    """Return the IPv4 address of an interface.
+def address_of(interface: str, like: str) -> str:
+    """Return the address of an interface: of IPv4 or IPv6, whichever packets to the host `like` take, if it has one.
 
     Raises:
         ConfigError: there is no such interface, or it has none.
     """
     found = _interface_addresses()
-    for name, address in found:
-        if name == interface:
-            return address
+    own = [address for name, address in found if name == interface]
+    if own:
+        by_ipv6 = _resolved(like)[0] == socket.AF_INET6
+        return min(own, key=lambda address: (":" in address) != by_ipv6)
     known = ", ".join(sorted({name for name, _ in found}))
     raise ConfigError(f"RPC_PIPE_INTERFACE {interface}: has no address; those that have are {known}")
 
 
+def _resolved(host: str) -> tuple[int, Any]:
+    """Return the family of a host's address, and the address as sockets take it.
+
+    Raises:
+        ConfigError: the host is unknown.
+    """
+    try:
+        info = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    except OSError as error:
+        hint = f"; write it without brackets: {host.strip('[]')}" if host.startswith("[") else ""
+        raise ConfigError(f"MASTER_ADDR {host}: {error}{hint}") from error
+    return info[0], info[4]
+
+
 def _interface_addresses() -> list[tuple[str, str]]:
-    """Return (interface, IPv4 address), aliases included (SIOCGIFCONF, netdevice(7))."""
+    """Return (interface, address), aliases included, those of IPv4 first (SIOCGIFCONF, netdevice(7))."""
     size = 40  # of struct ifreq on 64-bit Linux
     buffer = array.array("B", bytes(size * 256))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
         used = struct.unpack("iL", fcntl.ioctl(probe.fileno(), 0x8912, request))[0]
     data = buffer.tobytes()
-    return [
+    found = [
         (data[i : i + 16].split(b"\0", 1)[0].decode(), socket.inet_ntoa(data[i + 20 : i + 24]))
         for i in range(0, used, size)
     ]
+    try:
+        lines = [line.split() for line in _IPV6.read_text().splitlines()]
+    except OSError:  # the kernel has no IPv6
+        lines = []
+    found += [
+        (name, str(IPv6Address(int(address, 16)))) for address, _, _, scope, _, name in lines if scope != _LINK_LOCAL
+    ]
+    return found

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import secrets
 import sys
 from dataclasses import replace
 from functools import cache
+from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
@@ -70,7 +70,7 @@ def _by_rpc(job: Job) -> Carrier:
     store: Any = None
     if not job.one_host:
         meeting, store = _at_torchruns_store(job)
-        job = _reached(job, meeting)
+        job, _ = _reached(job, meeting)
     elif job.init_method.startswith("file://"):
         from ..workers.transport.meeting import store_in
 
@@ -140,11 +140,11 @@ def _network(job: Job) -> Network:
 
     meeting: Meeting
     if job.init_method.startswith("file://"):
-        meeting = FolderMeeting(_at(job).parent)
+        meeting, host = FolderMeeting(_at(job).parent), address_of(job.interface, "127.0.0.1")
     else:
         _secret(job)  # before others are waited for
         meeting, _ = _at_torchruns_store(job)
-        job = _reached(job, meeting)
+        job, host = _reached(job, meeting)
 
     def tell(place: str, address: str) -> None:
         meeting.leave(f"address-{job.worker}", f"{place}\n{address}")
@@ -153,7 +153,7 @@ def _network(job: Job) -> Network:
         place, _, address = meeting.take(f"address-{peer}", timeout_s).partition("\n")
         return place, address
 
-    host, port = address_of(job.interface), job.port if job.worker == 0 else 0
+    port = job.port if job.worker == 0 else 0
     more = {"congestion": os.environ["RPC_PIPE_CONGESTION"]} if "RPC_PIPE_CONGESTION" in os.environ else {}
     return Network(_keys(job, meeting), host, port, tell, ask, job.lost_after_s, **more)
 
@@ -203,15 +203,20 @@ def _at_torchruns_store(job: Job) -> tuple[Meeting, Any]:
     return StoreMeeting(store), store
 
 
-def _reached(job: Job, meeting: Meeting) -> Job:
-    """Return the job with the interface that workers of other hosts reach this one by, which those may have to tell."""
+def _reached(job: Job, meeting: Meeting) -> tuple[Job, str]:
+    """Return the job with the interface that workers of other hosts reach this one by, which those may have to tell,
+    and the address there."""
     if job.interface:
-        meeting.leave("elsewhere", address_of(job.interface))
-        return job
+        address = address_of(job.interface, os.environ["MASTER_ADDR"])
+        meeting.leave("elsewhere", address)
+        return job, address
     elsewhere = meeting.take("elsewhere", job.join_timeout_s)
-    if not re.fullmatch(r"[0-9]{1,3}(\.[0-9]{1,3}){3}", elsewhere):
-        raise ConfigError(f"torchrun's store says {elsewhere[:40]!r} for the address of another host")
-    return replace(job, interface=interface_towards(elsewhere))
+    try:
+        ip_address(elsewhere)
+    except ValueError as error:
+        raise ConfigError(f"torchrun's store says {elsewhere[:40]!r} for the address of another host") from error
+    interface = interface_towards(elsewhere)
+    return replace(job, interface=interface), address_of(interface, elsewhere)
 
 
 def _warn(job: Job, text: str) -> None:

@@ -67,6 +67,15 @@ def test_hosts_meet_whatever_their_names_say_and_lose_nothing(start, tmp_path):
     assert re.findall("loss .*", said[0])[:1] == re.findall("loss .*", alone.stdout)[:1] != []
 
 
+def test_hosts_meet_by_ipv6_alone(start):
+    """Listeners were of IPv4, so workers of such hosts said that their interface had no address."""
+    with Hosts(ipv6=True) as hosts:
+        workers = start(hosts, "2", "0")
+        said = [worker.communicate(timeout=60)[0] for worker in workers]
+    assert [worker.returncode for worker in workers] == [0, 0], said
+    assert "loss" in said[0]
+
+
 def test_a_pulled_cable_is_noticed_and_named(start):
     with Hosts() as hosts:
         workers = start(hosts, "1000", "0.02", RPC_PIPE_LOST_AFTER="3")

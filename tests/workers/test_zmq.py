@@ -187,8 +187,9 @@ def test_a_peer_whose_host_is_cut_off_is_lost_in_time():
         cable.close()
 
 
-def test_a_peer_that_has_died_is_known_at_once():
-    carriers = begun(zmq_carriers(2))
+@pytest.mark.parametrize("where", [{}, {"tcp": True}, {"tcp": True, "host": "::1"}], ids=["unix", "ipv4", "ipv6"])
+def test_a_peer_that_has_died_is_known_at_once(where):
+    carriers = begun(zmq_carriers(2, **where))
     exchange(carriers, 3)
     carriers[0].pull(1, 1, ["1F9"])
     begin = time.monotonic()

@@ -39,7 +39,7 @@ _HANDSHAKE_MS = 10_000
 _BACKLOG = 1024
 #: a path of a unix socket has at most so many bytes (unix(7))
 _LONGEST_PATH = 107
-_ADDRESS = re.compile(r"tcp://[0-9]{1,3}(\.[0-9]{1,3}){3}:[0-9]{1,5}")
+_ADDRESS = re.compile(r"tcp://([0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-f:.]{2,45}\]):([0-9]{1,5})")
 #: what a monitor tells of connections that those who listen accept
 _CAME = (
     zmq.EVENT_ACCEPTED
@@ -112,7 +112,7 @@ class Sockets:
         Raises:
             ConfigError: it cannot be listened there.
         """
-        listener = sockets.socket(sockets.AF_INET, sockets.SOCK_STREAM)
+        listener = sockets.socket(_family(host), sockets.SOCK_STREAM)
         try:
             listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
             choose(listener, congestion)
@@ -123,7 +123,7 @@ class Sockets:
             listener.close()
             raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}") from error
         self._accepted = Accepted(congestion)
-        self.bound = "tcp://{}:{}".format(*listener.getsockname())
+        self.bound = f"tcp://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         self._speaks.setsockopt(zmq.USE_FD, listener.detach())
         self._speaks.bind(self.bound)
         return self.bound
@@ -201,9 +201,9 @@ class Sockets:
         address = next(address for address, other in self._peers.items() if other == peer)
         where: Any = address.removeprefix("ipc://")
         family = sockets.AF_UNIX
-        if address.startswith("tcp://"):
-            host, port = address.removeprefix("tcp://").split(":")
-            where, family = (host, int(port)), sockets.AF_INET
+        if (found := _ADDRESS.fullmatch(address)) is not None:
+            host = found[1].strip("[]")
+            where, family = (host, int(found[2])), _family(host)
         with sockets.socket(family, sockets.SOCK_STREAM) as probe:
             probe.settimeout(1)
             try:
@@ -280,10 +280,15 @@ class _Memory:
         }  # fmt: skip
 
 
+def _family(host: str) -> sockets.AddressFamily:
+    return sockets.AF_INET6 if ":" in host else sockets.AF_INET
+
+
 def _set(socket: Socket, lost_after_s: float | None) -> None:
     socket.sndhwm = socket.rcvhwm = 0  # what is under way is bounded by what may be in flight
     socket.maxmsgsize = _MOST_FRAME_BYTES
     socket.linger = 0
+    socket.ipv6 = True  # IPv4 works as before
     socket.setsockopt(zmq.BACKLOG, _BACKLOG)
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
