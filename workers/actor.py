@@ -201,7 +201,8 @@ class WorkerActor(Context):
             return ""
         action = Action.parse(self.running)
         index = f", microbatch {action.index}" if action.kind.per_microbatch else ""
-        given = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in self.given)
+        tensors = [] if self.given is None else self.given.tensors
+        given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         return f"stage {action.stage}{index}" + (f", given {given}" if given else "")
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from .compute.device import Courier
 from .compute.shard import Shard
 from .hooks import Listeners
 from .mailbox import Mailbox
+from .transport.payload import Payload
 
 
 @dataclass(eq=False)
@@ -36,7 +35,7 @@ class Context:
     #: what runs now, such as `2B3`, and in which step, for reports
     running: str = ""
     running_step: int = 0
-    #: of what it computes from: types and shapes
-    given: list[tuple[torch.dtype, torch.Size]] = field(default_factory=list)
+    #: what that computes from
+    given: Payload | None = None
     #: set from anywhere; all workers then stop after the same step (see Result.stop)
     stop_requested: bool = False

@@ -156,13 +156,8 @@ class Doing(NamedTuple):
         sources = self.task.entry.sources
         if not sources:
             return None
-        payload = self.worker.courier.ready(self.step.payloads.pop(sources[0]))
-        self.note(payload)
+        payload = self.worker.given = self.worker.courier.ready(self.step.payloads.pop(sources[0]))
         return payload
-
-    def note(self, payload: Payload) -> None:
-        """Remember what the action computes from, in case that it fails."""
-        self.worker.given = [(tensor.dtype, tensor.shape) for tensor in payload.tensors]
 
     @property
     def microbatch(self) -> int:
@@ -202,8 +197,7 @@ def _forward(doing: Doing) -> Payload | None:
         fields = loaded(batch.inputs[at], worker.courier.load)
         payload = _NO_PAYLOAD if payload is None else payload
     elif payload is None:
-        payload = pack(worker.courier.load(batch.inputs[at]))
-        doing.note(payload)
+        payload = worker.given = pack(worker.courier.load(batch.inputs[at]))
     run = partial(shard.forward, step.number, m, payload, fields=fields)
     if shard.stage < batch.spec.last_stage:
         return run(split=task.saves, recompute=task.recomputes)

@@ -233,7 +233,7 @@ class Stream:
                 self._take_in(arrival)
         if step.before and action.kind.way == 1:
             next(world for shard, world in step.before if shard is task.shard).note_weights(task.shard.written_weights)
-        worker.running, worker.running_step, worker.given = task.name, step.number, []
+        worker.running, worker.running_step, worker.given = task.name, step.number, None
         worker.listeners.action_started(step.number, action)
         begin = worker.courier.mark()
         try:
@@ -247,7 +247,7 @@ class Stream:
         step.marks.append((action, begin, end))
         step.forwards_left -= action.kind.way == 1
         self._finish(step, action, payload)
-        worker.running = ""
+        worker.running, worker.given = "", None
 
     def _may_be_wrong(self, step: Step) -> bool:
         """Tell whether a step goes by weights that may be taken back."""

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..transport.payload import Payload, Tree, pack, tensors_of
+from ..transport.payload import Payload, Tree, distinct_tensors, pack
 from .autocast import Casts
 from .batch_norm import Statistics
 from .borders import Entered, Owed, copies_batch, enter, leaving, starts, tell_written
@@ -250,7 +250,7 @@ class Shard:
             owing = entered.owing
             if not split:
                 self._owed.watch(owing)
-            roots = [tensor for tensor in dict.fromkeys(tensors_of(tree)) if tensor.requires_grad]
+            roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
             self._casts.look(roots)
             if saved is not None and saved.seen:
                 saved.keep(hidden)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..transport.payload import Payload, Tree, parts_of, tensors_of
+from ..transport.payload import Payload, Tree, distinct_tensors, parts_of
 
 #: of more elements it is not found out whether they overlap or only lie among each other
 _MOST_ELEMENTS = 2**22
@@ -39,7 +39,7 @@ def told(payload: Payload, tree: Tree) -> Payload:
     """Return a payload of `tree` that tells which of its tensors overlap, and which are views."""
     groups = _overlapping(payload) if len(payload.tensors) > 1 else ()
     views, number = [], 0
-    for tensor in dict.fromkeys(tensors_of(tree)):
+    for tensor in distinct_tensors(tree):
         if tensor.requires_grad and tensor._is_view():
             views.append(number)
         number += len(parts_of(tensor)) if tensor.layout is torch.sparse_coo else 1

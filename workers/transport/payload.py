@@ -9,7 +9,7 @@ that the tree holds in several places travels once and stays one tensor.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -157,6 +157,11 @@ def compact(tensor: Tensor) -> Tensor:
 def tensors_of(tree: Tree) -> Iterator[Tensor]:
     """Return the tensors of `tree` in the order in which `pack` numbers them."""
     return iter((tree,)) if isinstance(tree, Tensor) else _tensors_in(tree)
+
+
+def distinct_tensors(tree: Tree) -> Iterable[Tensor]:
+    """Return the tensors of `tree` in that order, each once."""
+    return (tree,) if isinstance(tree, Tensor) else dict.fromkeys(_tensors_in(tree))
 
 
 def _tensors_in(tree: Tree) -> Iterator[Tensor]:
