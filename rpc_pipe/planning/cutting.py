@@ -82,8 +82,12 @@ class CutSearch:
 
     # --- a good cut, quickly
 
-    def start(self, cap: float | None = None) -> Ends:
-        """Return a cut whose slowest stage is as fast as can be; within memory, as far as a stage can tell."""
+    def start(self, cap: float | None = None, *, roomy: bool = False) -> Ends:
+        """Return a cut whose slowest stage is as fast as can be; within memory, as far as a stage can tell.
+
+        Args:
+            roomy: with room for a payload that comes and one that goes, and for what kernels need.
+        """
         spec, chain = self.spec, self.chain
         count, depth = spec.num_microbatches, spec.num_stages
         slow = [min(self.machines.slow(spec.place(s, r)) for r in range(spec.num_routes)) for s in range(depth)]
@@ -106,17 +110,24 @@ class CutSearch:
                 return True
             size = chain.size(a, b)
             kept = size.inputs if again[stage] else size.activations
-            return size.shard + held[stage] / shares[stage] * kept <= limit / shares[stage]
+            room = roomy * (size.inputs + size.outputs + size.working)
+            return size.shard + held[stage] / shares[stage] * kept + room <= limit / shares[stage]
 
         blocks = chain.num_blocks
         found = least_bottleneck(blocks, depth, load, fits) or least_bottleneck(blocks, depth, load)
         assert found is not None
         return found
 
+    def _look_at(self, ends: Ends, cap: float | None) -> CutFound:
+        found = self.look(ends, cap=cap)
+        assert found is not None
+        return found
+
     def climb(self, until: float, cap: float | None = None) -> CutFound:
         """Return the best cut that moves of one boundary lead to from `start`; `until`: by `time.monotonic`."""
-        best = self.look(self.start(cap), cap=cap)
-        assert best is not None
+        best = self._look_at(self.start(cap), cap)
+        if best.excess > 0:
+            best = min(best, self._look_at(self.start(cap, roomy=True), cap), key=lambda found: found.rank)
         step = max(1, self.chain.num_blocks // (4 * self.spec.num_stages))
         while step:
             better: CutFound | None = best

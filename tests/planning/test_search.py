@@ -114,6 +114,15 @@ def test_a_thousand_blocks_on_64_stages():
     assert len(found.ends) == 65 and all(a < b for a, b in pairwise(found.ends))
 
 
+def test_the_first_cut_leaves_room_for_what_comes_and_goes():
+    """It counted shards and activations only, so on 64 workers it missed by a payload, with no time left to mend it."""
+    blocks = [block(1, weights=10, activations=5, inputs=10, outputs=10) for _ in range(12)]
+    # 6 blocks on worker 0 have 6 x (10 + 2 x 5) bytes, and 10 more while a payload goes.
+    cuts = CutSearch(Candidate("1f1b", {}, 8).spec(2), Chain(blocks), Machines(2, memory=(125.0, 125.0)))
+    assert cuts.look(cuts.start()).excess == 5
+    assert cuts.climb(time.monotonic()).excess == 0
+
+
 def test_what_is_tied_stays_together_or_is_held_twice():
     blocks = [block(1, weights=100), block(1), block(1), block(1, weights=100)]
     together = Chain(blocks, ties=[Tie(0, 2, together=True)])
