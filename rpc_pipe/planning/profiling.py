@@ -55,16 +55,22 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 
 def signature(made: Made, *more: Any) -> str:
-    """Return what changes with the model's form, that of its batch, and with `more`."""
+    """Return what changes with the model's form, with what is trained, with that of its batch, and with `more`."""
     parts = [_name(made)]
     for layer in made.layers() if made.is_layers else [made.model]:
         if isinstance(layer, nn.Module):
-            parts += [f"{name}{tuple(p.shape)}{p.dtype}" for name, p in layer.named_parameters()]
-            parts += [type(part).__name__ for part in layer.modules()]
+            parts += [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in layer.named_parameters()]
+            parts += [f"{type(part).__name__}{_settings_of(part)}" for part in layer.modules()]
         else:
             parts.append(_told(layer))
     parts += [f"{tuple(t.shape)}{t.dtype}" for t in tensors_of(made.batch)]
     return hashlib.sha256("|".join([*parts, *map(str, more)]).encode()).hexdigest()[:16]
+
+
+def _settings_of(module: nn.Module) -> list[tuple[str, object]]:
+    """Return what says how a module computes besides its parameters: strides, heads, chances."""
+    plain = {name: value if isinstance(value, tuple) else (value,) for name, value in vars(module).items()}
+    return [(name, value) for name, value in plain.items() if all(isinstance(v, (int, float, str)) for v in value)]
 
 
 def _told(thing: Any) -> str:

@@ -11,7 +11,7 @@ from rpc_pipe.model.made import Made
 from rpc_pipe.planning import updates
 from rpc_pipe.planning.measure import measure
 from rpc_pipe.planning.profile import Chain
-from rpc_pipe.planning.profiling import profile_model
+from rpc_pipe.planning.profiling import profile_model, signature
 
 
 def test_what_two_blocks_both_keep_is_there_once():
@@ -107,3 +107,19 @@ def test_an_update_takes_as_long_whatever_the_rows():
     assert {len({costs[block].times[kind] for costs in measured.values()}) for block in (0, 1) for kind in (U, G)} == {
         1
     }
+
+
+@pytest.mark.parametrize(
+    "change", [lambda net: net[0].requires_grad_(False), lambda net: setattr(net[1], "p", 0.5), lambda net: None]
+)
+def test_a_profile_is_of_what_is_trained_and_of_how_blocks_compute(change):
+    """A model with frozen layers was planned by what had been measured when all were trained."""
+    x = torch.randn(4, 8)
+
+    def net():
+        return nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 8))
+
+    changed = net()
+    same = change(changed) is None and changed[0].weight.requires_grad and changed[1].p == 0.1
+    names = [signature(Made(model, (x, x), nn.functional.mse_loss)) for model in (net(), changed)]
+    assert (names[0] == names[1]) is same
