@@ -20,9 +20,9 @@ from ..planning.profile import Machines, Profile, as_json
 from ..planning.search import Answer, Question, default_microbatches, search
 from .auto import Auto
 from .files import try_files, write
-from .options import Parser, add_json, parse_bytes, whole
+from .options import Parser, add_json, whole
 from .profile import add_measuring, find_profile, progress
-from .topology import HERE, machines_of, parse_link, read_topology
+from .topology import HERE, machines_of, parse_link, parse_memory, read_topology
 
 #: how long is searched if nothing else is typed
 _SECONDS = 20.0
@@ -124,7 +124,7 @@ def _machines(typed: dict[str, Any]) -> Machines:
     if "link" in typed:
         machines = replace(machines, link=parse_link(typed["link"]))
     if "memory" in typed:
-        limit = parse_bytes("--memory", typed["memory"])
+        limit = parse_memory("--memory", typed["memory"])
         own = machines.memory or (None,) * machines.num_workers
         machines = replace(machines, memory=tuple(limit if m is None else min(m, limit) for m in own))
     return machines

@@ -36,6 +36,18 @@ def parse_link(text: str) -> Link:
     return Link(parse_number("--link", latency), width)
 
 
+def parse_memory(option: str, text: str) -> float:
+    """Read how many bytes a worker may use.
+
+    Raises:
+        ConfigError: it is no number, or 0, in which nothing fits.
+    """
+    limit = parse_bytes(option, text)
+    if not limit:
+        raise ConfigError(f"{option} {text}: must be above 0")
+    return limit
+
+
 def read_topology(path: str) -> Machines:
     """Read the machines.
 
@@ -64,7 +76,7 @@ def machines_of(where: str, told: Any) -> Machines:
         if speed <= 0:
             raise ConfigError(f"{where}: speed {speed:g}: must be above 0")
         speeds.append(speed)
-        memory.append(parse_bytes(f"{where}: memory", str(worker["memory"])) if "memory" in worker else None)
+        memory.append(parse_memory(f"{where}: memory", str(worker["memory"])) if "memory" in worker else None)
     count = len(speeds)
     links = {}
     given = told.get("links", {})

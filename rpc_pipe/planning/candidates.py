@@ -22,7 +22,7 @@ VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
-    """Refuse a name that no schedule has, with the nearest.
+    """Refuse a name that no schedule has, with the nearest, or that is no plan's.
 
     Raises:
         ConfigError: there is one.
@@ -31,6 +31,10 @@ def refuse_unknown(names: Iterable[str]) -> None:
         find_schedule(name)
         if name not in SCHEDULES:
             raise ConfigError(f"--schedule {name}: plans are made of {', '.join(SCHEDULES)}")
+        if not SCHEDULES[name].synchronous:
+            raise ConfigError(
+                f"--schedule {name}: trains other numbers, as steps overtake updates; plans keep them apart"
+            )
 
 
 @dataclass(frozen=True)

@@ -174,6 +174,8 @@ def test_nothing_fits_and_what_would(model, capsys):
         (["{model}:make", "--microbatches", "9"], "at most 4"),
         (["{model}:make", "--schedule", "1f1c"], "did you mean '1f1b'"),
         (["{model}:make", "--memory", "8 apples"], "must be a number"),
+        (["{model}:make", "--memory", "0"], "--memory 0: must be above 0"),
+        (["{model}:make", "--schedule", "pipedream"], "trains other numbers"),
         (["--profile", "{model}", "--batch", "4"], "cannot be read"),
         (["{model}:make", "--topology", "{topology}"], "speed 0: must be above 0"),
     ],
