@@ -1,6 +1,6 @@
 """Bytes of plans that are run: predicted, and measured by worker.
 
-    python -m bench.plan_memory --model bert resnet
+    python -m bench.plan_memory --model bert t5
 
 Of the plans that `search` returns the fastest of different schedules are run on two workers. What a worker holds is
 counted by torch's profiler in a step: parameters, gradients, activations, payloads, and what kernels need while they
@@ -13,49 +13,67 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.measure import measure
 from rpc_pipe.planning.plan import Plan
-from rpc_pipe.planning.profile import Machines, Profile
+from rpc_pipe.planning.profile import LayerCost, Machines, Profile
+from rpc_pipe.planning.profiling import load, profile_model, rows_of
 from rpc_pipe.planning.search import Question, search
 from rpc_pipe.tracing import run_folders
 
 from . import group
 from .models import Model, bert, ragged, resnet
+from .plan_models import make_t5
 from .systems import SYSTEMS, Job, Ours, Workload
 
 #: plans that are run, each of another schedule
 _PLANS = 4
 _MODELS: dict[str, Callable[[int], Model]] = {"bert": bert, "resnet": resnet, "gpt": ragged}
+_NAMES = (*_MODELS, "t5")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model on two workers of one thread each."""
+    """A model on two workers of one thread each; layers, or a module that is cut where its forward calls its blocks."""
 
-    model: Model
+    model: Model | None
     question: Question
 
     def layers(self) -> list[Callable[[], nn.Module]]:
         """Return what makes each layer."""
+        assert self.model is not None
         return [partial(self.model._build, i) for i in range(len(self.model.layers))]
 
 
-def case_of(model: Model, count: int) -> Case:
+def case_of(name: str, count: int) -> Case:
     """Measure a model and return what is planned for it."""
     torch.set_num_threads(1)
+    if name == "t5":
+        made = load(f"{Path(__file__).parent / 'plan_models.py'}:make_t5")
+        batch = rows_of(made.batch)
+        profile = replace(profile_model(made, [batch // count], repeats=3), per_stage={})
+        # As the others of this benchmark it updates nothing, so what an optimizer keeps is not there.
+        blocks = {rows: [_without_optimizer(cost) for cost in costs] for rows, costs in profile.measured.items()}
+        profile = replace(profile, measured=blocks, ties=tuple(replace(tie, optimizer=0) for tie in profile.ties))
+        return Case(None, Question(profile, Machines(2), batch, (count,), seconds=8))
+    model = _MODELS[name](count)
     modules = [model._build(i) for i in range(len(model.layers))]
     x, y = (model.padded or model.batch)(0)[0]
     costs = measure(modules, x, target=y, loss_fn=model.loss, repeats=3)
     return Case(model, Question(Profile({1: costs}), Machines(2), count, (count,), seconds=8))
+
+
+def _without_optimizer(cost: LayerCost) -> LayerCost:
+    return replace(cost, size=replace(cost.size, optimizer=0))
 
 
 class Weighed(Ours):
@@ -63,10 +81,10 @@ class Weighed(Ours):
 
     def step(self) -> None:
         if self.done != 1:
-            super().step()
+            self._run()
             return
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-            super().step()
+            self._run()
         kept = [p for actor in self._pipe.actors for shard in actor.shards.values() for p in shard.parameters()]
         held = sum(p.nbytes + (p.grad.nbytes if p.grad is not None else 0) for p in kept)
         assert seen.profiler is not None
@@ -76,8 +94,27 @@ class Weighed(Ours):
         path = Path(os.environ[run_folders.FOLDER]) / f"weighed-{self.rank}-{self.job.label}"
         path.write_text(str(peak))
 
+    def _run(self) -> None:
+        super().step()
 
-SYSTEMS["weighed"] = Weighed
+
+class WeighedWhole(Weighed):
+    """The same of a module, which rpc-pipe cuts."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank, self.done = job, rank, 0
+        model, self._batch = make_t5()
+        self._pipe = Pipeline(model, plan=job.options)
+
+    def _run(self) -> None:
+        self._pipe.step(self._batch)
+        self.done += 1
+
+    def gradients(self) -> dict[int, list[Tensor]]:
+        return {}
+
+
+SYSTEMS |= {"weighed": Weighed, "weighed whole": WeighedWhole}
 
 
 def weighed(case: Case, plans: Sequence[Plan]) -> list[list[float]]:
@@ -93,6 +130,15 @@ def weighed(case: Case, plans: Sequence[Plan]) -> list[list[float]]:
 
 
 def _job(case: Case, plan: Plan, label: str) -> Job:
+    if case.model is None:
+        nothing = torch.zeros(1, 1)  # the systems of this benchmark are compared with one process: not this one
+        whole = Workload(
+            lambda index, count: nn.Linear(1, 1), nn.functional.mse_loss, lambda step: [(nothing, nothing)]
+        )
+        return Job(
+            "weighed whole", plan.schedule, plan.num_workers, plan.num_microbatches, whole, 1, 2, len(plan.cut),
+            plan.as_json(), label,
+        )  # fmt: skip
     layers, ends = case.layers(), [0, *accumulate(plan.cut)]
 
     def stage(index: int, count: int) -> nn.Module:
@@ -108,10 +154,10 @@ def _job(case: Case, plan: Plan, label: str) -> Job:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", nargs="+", choices=tuple(_MODELS), default=tuple(_MODELS), help="which (all)")
+    parser.add_argument("--model", nargs="+", choices=_NAMES, default=_NAMES, help="which (all)")
     options = parser.parse_args()
     for name in options.model:
-        case = case_of(_MODELS[name](8), 8)
+        case = case_of(name, 8)
         plans: dict[tuple[str, bool], Plan] = {}
         for plan in search(case.question).plans:
             if plan.schedule not in ("chimera", "mixpipe", "dualpipe") and len(plans) < _PLANS:
