@@ -21,6 +21,7 @@ from .launching import overrides
 from .launching.job import Job, own_part
 from .launching.joining import join
 from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
+from .model.habits import Habits
 from .model.lazy_batch import label_of
 from .model.microbatches import Ahead, Microbatches, Pair, update_shares
 from .model.outputs import Outputs
@@ -47,7 +48,7 @@ from .workers.transport.payload import Tree
 T = TypeVar("T")
 
 
-class Pipeline(Weights):
+class Pipeline(Habits, Weights):
     """A model cut into stages on several workers, trained by a schedule.
 
     Args:
@@ -121,8 +122,7 @@ class Pipeline(Weights):
             overrides.settle(followed(plan, overrides.Settings(*said)))
         )
         job, self.num_workers = own_part(transport, num_workers)
-        numbers = {"num_workers": self.num_workers, "num_microbatches": num_microbatches, "seed": seed}
-        refuse_options(order, max_grad_norm, stall_s, **numbers)
+        refuse_options(order, max_grad_norm, stall_s, self.num_workers, num_microbatches, seed)
         training = Training(optimizer, lr_scheduler, grad_scaler, ema_decay, accumulate, deferred_batch_norm)
         refuse_training(loss_fn, training)
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)

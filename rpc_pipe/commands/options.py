@@ -90,7 +90,7 @@ def add_pipeline(parser: Parser) -> None:
     add_json(parser)
     parser.add_argument("--split", type=_layers, help="layers of each stage, such as 3,2,2,3 (even)")
     parser.add_argument(
-        "--device", help="cpu, cuda (each worker of a host uses the GPU with its number) or cuda:N (cpu)"
+        "--device", type=device, help="cpu, cuda (each worker of a host uses the GPU with its number) or cuda:N (cpu)"
     )
     parser.add_argument("--seed", type=whole(0, 2**63 - 1), help="seed of everything random (0)")
     parser.add_argument("--threads", type=whole(1, 4096), help="torch threads of a worker (1)")
@@ -151,6 +151,13 @@ def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
             raise ConfigError(f"--window {typed['window']}: --set window={options['window']} says it too")
         options["window"] = str(typed["window"])
     return options
+
+
+def device(text: str) -> str:
+    """Read the name of a device, for `add_argument`; whether there is one a process must ask torch."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text}: must be cpu, cuda or cuda:N")
+    return text
 
 
 # --- numbers

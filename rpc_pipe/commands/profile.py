@@ -25,7 +25,7 @@ from ..launching.report import Reporter
 from ..planning.profile import Profile, as_json, from_json
 from ..tracing import run_folders
 from .files import try_files, write
-from .options import Parser, add_json, whole
+from .options import Parser, add_json, device, whole
 from .topology import machines_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def add_measuring(parser: Parser) -> None:
     parser.add_argument("--estimate", action="store_true", help="count operations instead of running the model")
     parser.add_argument("--optimizer", choices=OPTIMIZERS, help="optimizer to measure (adamw)")
     parser.add_argument("--repeats", type=whole(1, 10**6), help="how many times each block is timed (5)")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N (cpu)")
+    parser.add_argument("--device", type=device, help="cpu, cuda or cuda:N (cpu)")
     parser.add_argument("--threads", type=whole(1, 4096), help="torch threads of a worker (1)")
 
 

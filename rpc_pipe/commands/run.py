@@ -234,10 +234,21 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
         raise ConfigError(f"--workers {typed['workers']}: this job has {job.num_workers} workers; leave it out")
 
 
+def _refuse_device(device: str) -> None:
+    """Refuse a device that this machine has not before workers are started, which takes seconds."""
+    if device != "cpu":
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if int(device.partition(":")[2] or 0) >= count:
+            raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices; cpu always works")
+
+
 def _train(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     options = filled(TrainOptions, typed)
     reporter = Reporter("json" in typed)
     if job is None:
+        _refuse_device(options.device)
         options.spec(options.gpt.num_layers)
         find_text(options.data, options.context)
         return launch(argv, options.workers, reporter, how(typed))
@@ -268,6 +279,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     options = schedule_options(typed)
     reporter = Reporter("json" in typed)
     if job is None:
+        _refuse_device(typed.get("device", "cpu"))
         workers = typed.get("workers", TrainOptions.workers)
         if "schedule" in typed:
             make_spec(typed["schedule"], workers, typed.get("microbatches", 1), options)

@@ -18,8 +18,11 @@ from ..workers.compute.updating import Training
 from ..workers.transport.payload import Tree, tensors_of
 
 
-def refuse_options(order: object, max_grad_norm: object, stall_s: object, **numbers: object) -> None:
+def refuse_options(
+    order: object, max_grad_norm: object, stall_s: object, num_workers: object, num_microbatches: object, seed: object
+) -> None:
     """Refuse numbers that are not whole or too small, and an unknown order."""
+    numbers = {"num_workers": num_workers, "num_microbatches": num_microbatches, "seed": seed}
     for name, value in numbers.items():
         least = 0 if name == "seed" else 1
         if not isinstance(value, int) or isinstance(value, bool) or value < least:

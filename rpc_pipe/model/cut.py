@@ -24,6 +24,8 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) ->
             )
         small, larger = divmod(num_layers, num_stages)
         split = [small + (stage < larger) for stage in range(num_stages)]
+    if not isinstance(split, Sequence) or isinstance(split, str):
+        raise ConfigError(f"split {split!r}: must be a list with the number of layers of each stage, such as [3, 2, 2]")
     if len(split) != num_stages or sum(split) != num_layers or min(split) < 1:
         raise ConfigError(
             f"split {list(split)}: needs {num_stages} positive numbers, one for each stage, "

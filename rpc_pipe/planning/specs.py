@@ -95,6 +95,8 @@ def make_spec(
             "as extra: int = 1, and what follows from it a method or a property"
         )
     known = parameter_types(cls)
+    if not isinstance(parameters, Mapping | None):
+        raise ConfigError(f"schedule_options {parameters!r}: must be a dict, such as {{'recompute': 'all'}}")
     parameters = dict(parameters or {})
     recomputed: frozenset[int] | None = frozenset()
     if "recompute" not in known:

@@ -265,6 +265,8 @@ def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
         (["run", "{tmp}/bad.py", "--epochs", "2"], {}, "not of rpc-pipe run; put the script's own options behind --"),
         (["run", "{tmp}/bad.py", "--wokers", "2"], {}, "not of rpc-pipe run; did you mean --workers? put the"),
         (["run", "--device", "cuda:7"], {}, "device 'cuda:7'"),
+        (["run", "{tmp}/bad.py", "--device", "cuda:7"], {}, "device 'cuda:7'"),  # no worker has been started
+        (["run", "--device", "gpu"], {}, "--device gpu: must be cpu, cuda or cuda:N"),
         (["simulate", "--cost", "F=1,X=2"], {}, "--cost X=2: kinds are"),
         (["simulate", "--comm", "-1"], {}, "--comm -1: must be a number from 0"),
         (["simulate", "--set", "chunks"], {}, "--set chunks: must be KEY=VALUE"),

@@ -40,6 +40,8 @@ def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message)
     "options, message",
     [
         ({"num_workers": 9}, "stages 9: the model has only 4 layers"),
+        ({"split": 2}, "split 2: must be a list with the number of layers of each stage"),
+        ({"schedule_options": "window=2"}, "schedule_options 'window=2': must be a dict, such as"),
         ({"num_workers": 0}, "num_workers 0: must be a whole number, at least 1"),
         (
             {"num_microbatches": 0},
@@ -179,3 +181,23 @@ def test_a_list_with_something_for_each_row_is_refused():
     pipe.step(microbatches=[(X[:5], (Y[:5], names[:5])), (X[5:], (Y[5:], names[5:]))])
     few = pipeline(loss=lambda output, target: nn.functional.cross_entropy(output, target[0]))
     few.step((X, (Y, names[:3], [None] * 10, {name: 1 for name in names})))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda pipe: pipe.step(X, Y), r"step: too many positional arguments: pass one batch, \(inputs, targets\)"),
+        (lambda pipe: pipe.step(X, target=Y), "step has no argument 'target': pass one batch"),
+        (lambda pipe: pipe.step((X, Y), losses=[]), "the loss is what step returns"),
+        (lambda pipe: pipe.train(), "missing a required argument: 'batches': pass the batches, and loop"),
+        (lambda pipe: pipe.predict(X, Y), "predict: too many .* pass the inputs as one value"),
+        (lambda pipe: pipeline(chunks=4), "Pipeline has no argument 'chunks': use num_microbatches="),
+        (lambda pipe: pipeline(num_microbatch=4), "did you mean num_microbatches"),
+        (lambda pipe: pipe.train_batch(iter([])), r"no attribute 'train_batch': call pipe.step\(batch\)"),
+        (lambda pipe: pipe.evalute((X, Y)), "did you mean evaluate"),
+    ],
+)
+def test_habits_of_other_frameworks_are_answered_by_what_to_write(call, message):
+    """`step(x, y)` was told `takes from 1 to 2 positional arguments but 3 were given`, which names no remedy."""
+    with pytest.raises((TypeError, AttributeError), match=message):
+        call(pipeline())

@@ -1,0 +1,102 @@
+"""What other frameworks call what `Pipeline` has, told to those who bring the habit."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+T = TypeVar("T")
+
+_BATCH = "pass one batch, (inputs, targets), or the dict or tuple that the model is called with"
+#: methods -> how they are called
+_CALLS = {
+    "step": _BATCH,
+    "train": "pass the batches, and loop: for loss in pipe.train(batches)",
+    "evaluate": _BATCH,
+    "predict": "pass the inputs as one value, a tensor, tuple or dict",
+}
+#: arguments of others -> what to write
+_ARGUMENTS = {
+    **dict.fromkeys(("n_microbatches", "chunks", "micro_batches"), "use num_microbatches="),
+    **dict.fromkeys(
+        ("world_size", "n_workers", "num_stages", "n_stages", "nprocs"), "use num_workers=, or rpc-pipe run --workers"
+    ),
+    **dict.fromkeys(
+        ("split_spec", "balance", "partitions"), "use split=, the number of layers or blocks for each stage"
+    ),
+    **dict.fromkeys(("loss", "criterion", "loss_function"), "use loss_fn="),
+    **dict.fromkeys(("lr", "optim", "optimizers"), "use optimizer=partial(torch.optim.AdamW, lr=1e-3)"),
+    **dict.fromkeys(("window", "chunks_per_worker", "waves"), "use schedule_options={'window': 2}"),
+    **dict.fromkeys(("clip", "max_norm", "gradient_clipping"), "use max_grad_norm="),
+    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "use accumulate="),
+    "dtype": "use torch.autocast around step, or a model of that dtype",
+    "checkpoint": "use schedule_options={'recompute': 'all'}",
+    **dict.fromkeys(("target", "targets", "labels"), _BATCH),
+    "losses": "the loss is what step returns",
+}
+#: attributes of others -> what to write
+_ATTRIBUTES = {
+    "train_batch": "call pipe.step(batch), or loop: for loss in pipe.train(batches)",
+    "eval_batch": "call pipe.evaluate(batch)",
+    "forward": "call pipe.predict(inputs), or pipe.step(batch) to train",
+    **dict.fromkeys(
+        ("schedule", "backward", "zero_grad"), "call pipe.step(batch), which runs forward, backward and update"
+    ),
+    "eval": "call pipe.evaluate(batch) and pipe.predict(inputs), which set the mode themselves",
+    **dict.fromkeys(("optimizer", "lr_scheduler", "scheduler"), "each stage has its own, in pipe.actors[i].shards"),
+    **dict.fromkeys(
+        ("parameters", "named_parameters", "model", "module"), "use the module you gave, or pipe.state_dict()"
+    ),
+    **dict.fromkeys(("to", "cuda", "cpu"), "use device= of Pipeline, or rpc-pipe run --device"),
+    **dict.fromkeys(("load_state_dict", "load"), "call pipe.load_pretrained(folder) or pipe.load_checkpoint(folder)"),
+    **dict.fromkeys(("rank", "local_rank"), "use pipe.worker"),
+    "world_size": "use pipe.num_workers",
+}
+
+
+class Habits:
+    """A class whose calls with other arguments, and whose missing attributes, are answered by what to write instead."""
+
+    def __init_subclass__(cls) -> None:
+        for name in ("__init__", *_CALLS):
+            if name in vars(cls):
+                setattr(cls, name, _advised(vars(cls)[name]))
+
+    if not TYPE_CHECKING:  # type checkers would take every attribute for one that there is
+
+        def __getattr__(self, name: str) -> Any:
+            known = [known for known in dir(type(self)) if known[0] != "_"]
+            raise AttributeError(
+                f"{type(self).__name__} has no attribute {name!r}{_advice(name, _ATTRIBUTES, known)}",
+                name=name,
+                obj=self,
+            )
+
+
+def _advised(method: Callable[..., T]) -> Callable[..., T]:
+    """Let calls with arguments that `method` does not take raise a TypeError that says what to write instead."""
+    signature = inspect.signature(method)
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> T:
+        try:
+            signature.bind(*args, **kwargs)
+        except TypeError as error:
+            unknown = next((keyword for keyword in kwargs if keyword not in signature.parameters), None)
+            name = "Pipeline" if method.__name__ == "__init__" else method.__name__
+            if unknown is None:
+                raise TypeError(f"{name}: {error}{_advice(name, _CALLS, [])}") from None
+            advice = _advice(unknown, _ARGUMENTS, list(signature.parameters))
+            raise TypeError(f"{name} has no argument {unknown!r}{advice}") from None
+        return method(*args, **kwargs)
+
+    return call
+
+
+def _advice(name: str, table: Mapping[str, str], known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+    advice = table.get(name, f"did you mean {near[0]}?" if near else "")
+    return f": {advice}" if advice else ""
