@@ -145,7 +145,7 @@ class _OtherKindError(Exception):
 
 def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Run one of `OPERATORS` on meta tensors; NotImplemented if that would not show what happens."""
-    how = OPERATORS[func]
+    takes_numbers = OPERATORS[func]
     known: dict[int, Absent] = {}
     others: list[Tensor] = []
 
@@ -155,7 +155,7 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
             known[id(meta)] = value
             return meta
         if isinstance(value, Tensor):
-            if not how.takes_numbers or type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
+            if not takes_numbers or type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
                 raise _OtherKindError
             others.append(value)
             return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -182,8 +182,7 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
             return NotImplemented
         if func is _CONVOLUTION and not all(tensor.is_contiguous() for tensor in args[:2]):
             return NotImplemented  # its memory format depends on the device
-        made = NotImplemented if how.formula is None else how.formula(*args, **kwargs)
-        return outer(func(*args, **kwargs) if made is NotImplemented else made)
+        return outer(func(*args, **kwargs))
     except (_OtherKindError, NotImplementedError):
         return NotImplemented
 
