@@ -24,6 +24,7 @@ from .unroll import check_acyclic, refuse_endless
 #: from so many microbatches on (and eight a stage) they are taken as many, else their multiple is
 _MANY = 256
 _WINDOW = "A window is an edge: let after(F(s, m)) name the B or W of microbatch m - window"
+_NAMES_NOTHING = ". Its `after` names nothing for any action: test a kind by `a.kind is F`, not by a text"
 _UNSURE = ", as far as can be seen (the edges reach too far for all of them to be looked at)"
 
 
@@ -232,10 +233,11 @@ def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
     lives, is_exact = memory.at_any_timing(worker, is_bounded)
     if is_bounded(lives):
         return None
-    number = memory.spec.num_microbatches
+    spec, number = memory.spec, memory.spec.num_microbatches
+    idle = type(spec).after is not Spec.after and not any(list(spec.after(a)) for a in own_actions(spec, worker))
     return (
         f"{f'with {number} microbatches ' * (number != ENDLESS)}worker {worker} may keep {lives.most[-1]} microbatches "
         f"of activations when gradients are late{_UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "
-        f"nothing in the relation bounds memory, it grows with the microbatches. {_WINDOW}",
+        f"nothing in the relation bounds memory, it grows with the microbatches. {_WINDOW}{_NAMES_NOTHING * idle}",
         draw_held(lives.run_to_most(), in_order[-1]),
     )

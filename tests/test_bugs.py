@@ -11,7 +11,7 @@ from carriers import loopback_carriers
 from processes import rpc_pipe
 from torch import nn
 
-from rpc_pipe.dependency import check_all
+from rpc_pipe.dependency import B, ConfigError, ScheduleError, Spec, check_all
 from rpc_pipe.model.frames import in_function
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
@@ -223,3 +223,21 @@ def test_a_thousand_workers_are_looked_through_once():
     counting = type("Counting", (type(spec),), {"place": lambda self, s, r: placed.append(s) or s})
     check_all(counting(num_workers=50, num_microbatches=2))
     assert len(placed) < 50 * 50
+
+
+class Lettered(Spec):
+    extra = 3
+
+    def after(self, a):
+        return [B(a.stage, a.microbatch - 2)] if a.kind == "F" else []
+
+
+def test_a_kind_that_is_compared_with_a_text_is_told():
+    """It is never equal, so the window was not there, and the error said only that there was none."""
+    with pytest.raises(ScheduleError, match=r"names nothing for any action: test a kind by `a.kind is F`"):
+        check_all(Lettered(num_workers=2, num_microbatches=4))
+
+
+def test_a_parameter_without_a_type_is_told_how_to_be_one():
+    with pytest.raises(ConfigError, match="has no such parameter; it has none; write extra: int = 3"):
+        make_spec(Lettered, 2, 4, {"extra": "2"})

@@ -33,7 +33,7 @@ class Weights:
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's tensors on worker 0, named as in the unsplit model; None elsewhere."""
-        parts = self.gather("state", own_tensors)
+        parts = self.gather("weights (save, state_dict)", own_tensors)
         return None if parts is None else merged(parts, self.partition.place_of)
 
     def save(self, path: str | Path) -> None:

@@ -105,7 +105,10 @@ def make_spec(
     values = {}
     for key, value in parameters.items():
         if key not in known:
-            raise ConfigError(f"{key}: schedule {name} has no such parameter; it has {', '.join(known) or 'none'}")
+            bare = key in vars(cls) and not key.startswith("_") and not callable(vars(cls)[key])
+            advice = f"; write {key}: {type(vars(cls)[key]).__name__} = {vars(cls)[key]!r}" if bare else ""
+            has = ", ".join(known) or "none"
+            raise ConfigError(f"{key}: schedule {name} has no such parameter; it has {has}{advice}")
         values[key] = _convert(name, key, value, known[key])
     try:
         with blaming(cls):
