@@ -6,7 +6,6 @@ import difflib
 import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from itertools import islice
 from numbers import Integral
 from types import CodeType, TracebackType
@@ -15,17 +14,28 @@ from typing import TypeVar, get_args
 from .action import Action, Kind
 from .ending import on_route
 from .errors import PipeError, ScheduleError
-from .kinds import B, F, I, U, W
+from .kinds import B, F, I, W
 from .spec import ENDLESS, Order, Spec
 
 #: what a schedule declares as a number, and what it answers when it is asked
 _NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")
-_METHODS = ("place", "route", "splits", "recomputes", "after", "slot", "program", "updates", "version")
+_METHODS = ("place", "route", "splits", "recomputes", "after", "slot", "program", "version")
 _BOUNDS = ("activation_limit", "peak_activations")
 #: what else a schedule may say of itself
 _DECLARED = ("num_stages", "num_routes", "order", "split_backward", "recompute", "synchronous", "update_every")
 #: what a schedule does not say
-_FOLLOWS = ("worker", "hosted", "origin", "successors", "data", "accumulations", "needs", "orders", "parameters")
+_FOLLOWS = (
+    "updates",
+    "worker",
+    "hosted",
+    "origin",
+    "successors",
+    "data",
+    "accumulations",
+    "needs",
+    "orders",
+    "parameters",
+)
 #: an answer of more actions is taken for endless
 _MOST_NAMED = 1_000_000
 #: how much of an endless stream is looked at
@@ -130,10 +140,6 @@ def check_answers(spec: Spec) -> None:
     if type(spec).recomputes is not Spec.recomputes:
         for stage in range(spec.num_stages):
             _check_truth(f"recomputes({stage})", spec.recomputes(stage))
-    if spec.synchronous and type(spec).updates is not Spec.updates:
-        for route in range(spec.num_routes):
-            for stage in range(spec.num_stages):
-                updates_of(spec, stage, route)
 
 
 def is_whole(value: object) -> bool:
@@ -264,7 +270,7 @@ def own_actions(spec: Spec, worker: int) -> Iterator[Action]:
                 _check_truth(f"splits({stage}, {m})", spec.splits(stage, m))
             yield from spec.actions(stage, m) if usual else _answered_actions(spec, stage, m)
         if not spec.synchronous:
-            yield from updates_of(spec, stage, route)
+            yield from looked_at(spec, spec.updates(stage, route))
 
 
 def _answered_actions(spec: Spec, stage: int, microbatch: int) -> list[Action]:
@@ -279,34 +285,3 @@ def _answered_actions(spec: Spec, stage: int, microbatch: int) -> list[Action]:
         shown = ", ".join(map(str, actions)) or "nothing"
         raise ScheduleError(f"{call} gives {shown}: each kind once, F among them, and either B or both I and W")
     return actions
-
-
-@lru_cache(maxsize=1024)
-def updates_of(spec: Spec, stage: int, route: int) -> tuple[Action, ...]:
-    """Return the updates of a replica of a stage.
-
-    Raises:
-        ScheduleError: they are not what the stage can run.
-    """
-    call = f"updates({stage}, {route})"
-    answer = spec.updates(stage, route)
-    most = 1 if spec.synchronous else max(spec.total_microbatches, spec.num_steps)
-    if isinstance(answer, Iterator):  # it may never end
-        answer = islice(answer, _ENDLESS_PREFIX if spec.num_microbatches == ENDLESS else most + 1)
-    updates = actions_in(answer, call, min(max(most + 1, _ENDLESS_PREFIX), 2**40))
-    if spec.synchronous and updates != [U(stage, route)]:
-        raise ScheduleError(f"{call} returned {updates}: a synchronous step has one update, [{U(stage, route)}]")
-    if len(updates) > most:
-        raise ScheduleError(f"{call} gives more updates than there are microbatches, {most}")
-    for update in updates:
-        if update.kind is not U or update.stage != stage or update.microbatch < 0:
-            raise ScheduleError(f"{call} gives {update}, which is no update of stage {stage}, such as {U(stage, 0)}")
-        if spec.worker(update) != spec.place(stage, route):
-            raise ScheduleError(
-                f"{call} gives {update}, which is placed on worker {spec.worker(update)}: "
-                f"the replica is on worker {spec.place(stage, route)}"
-            )
-    if len(set(updates)) < len(updates):
-        twice = next(update for update in updates if updates.count(update) > 1)
-        raise ScheduleError(f"{call} gives {twice} twice")
-    return tuple(updates)

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .action import Action
-from .answers import actions_in, blaming, bound, check_answers, looked_at, own_actions, slot_of, updates_of
+from .answers import actions_in, blaming, bound, check_answers, looked_at, own_actions, slot_of
 from .check_stream import check_steps, check_versions
 from .draw import draw_edge, draw_held, draw_listed
 from .errors import PipeError, ScheduleError
+from .kinds import U
 from .memory import Lives, Memory, peaks_in_order
 from .order import has_program, has_slot, local_order
 from .program import entries, order_limit
 from .spec import ENDLESS, Spec
 from .unroll import check_acyclic, refuse_endless
+from .versions import updates_a_step
 
 #: from so many microbatches on (and eight a stage) they are taken as many, else their multiple is
 _MANY = 256
@@ -112,21 +114,18 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
 def _check_exists(spec: Spec, action: Action, need: Action) -> None:
     """Check that `need`, which after(action) names, is run by somebody."""
     stage, kind, microbatch = need
-    if not kind.per_microbatch and spec.synchronous:
+    if not kind.per_microbatch and (spec.synchronous or kind is not U):
         raise ScheduleError(
             f"after({action}) names {need}, but {kind!r} ends the step: "
             "only what is done with a microbatch may be named"
         )
-    if not 0 <= stage < spec.num_stages or (kind.per_microbatch and microbatch >= spec.total_microbatches):
+    most = spec.total_microbatches if kind.per_microbatch else updates_a_step(spec) * spec.num_steps
+    if not 0 <= stage < spec.num_stages or microbatch >= most:
         raise ScheduleError(
             f"after({action}) names {need}, which does not exist: "
-            f"stages are 0 to {spec.last_stage}, microbatches 0 to {spec.total_microbatches - 1}"
+            f"stages are 0 to {spec.last_stage}, {'microbatches' if kind.per_microbatch else 'updates'} 0 to {most - 1}"
         )
-    if not kind.per_microbatch:
-        if all(need not in updates_of(spec, stage, route) for route in range(spec.num_routes)):
-            raise ScheduleError(f"after({action}) names {need}, which updates({stage}, ...) does not list")
-        return
-    known = spec.actions(stage, microbatch)
+    known = spec.actions(stage, microbatch) if kind.per_microbatch else (need,)
     if need not in known:
         raise ScheduleError(
             f"after({action}) names {need}, but of microbatch {microbatch} stage {stage} runs only the kinds "
@@ -152,7 +151,7 @@ def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) ->
 def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) -> str:
     """Say what is wrong with listing `action` in the program of `worker`; nothing is an empty text."""
     stage, kind, microbatch = action
-    if not kind.per_microbatch and spec.synchronous:
+    if not kind.per_microbatch:
         return f", but {kind!r} ends the step by itself: only what is done with a microbatch is listed"
     if not 0 <= stage < spec.num_stages or not 0 <= microbatch < spec.total_microbatches:
         last = spec.total_microbatches - 1
@@ -162,8 +161,6 @@ def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) 
     if action in seen:
         return " twice"
     known = spec.actions(stage, microbatch)
-    if not kind.per_microbatch:
-        known = updates_of(spec, stage, spec.route(microbatch))
     if action not in known:
         return f", but of microbatch {microbatch} stage {stage} runs only {', '.join(map(str, known))}"
     return ""

@@ -192,7 +192,7 @@ class _OrderEdges:
         self._last_forward: dict[Shard, Action] = {}
         #: update of a stream -> what adds to its gradients last
         self._last_of: dict[Action, Action] = {}
-        self._takes = not spec.synchronous and type(spec).updates is Spec.updates
+        self._takes = not spec.synchronous
 
     def of(self, action: Action) -> list[Action]:
         """Return the edges of `action`, which is the next in the order."""

@@ -147,12 +147,6 @@ class Spec(_Frozen):
         """Return the worker's actions in order, where no closed form of `slot` is short."""
         raise NotImplementedError
 
-    def updates(self, stage: int, route: int) -> Iterable[Action]:
-        """Return the updates of a replica of a stage, as `update_every` says; one for synchronous schedules."""
-        if self.update_every == "microbatch" and not self.synchronous:
-            return (U(stage, m) for m in range(self.total_microbatches))
-        return [U(stage, route + step * self.num_routes) for step in range(self.num_steps)]
-
     def version(self, stage: int, microbatch: int) -> int:
         """Return how many updates the weights have seen that the forward of a microbatch uses, and its backward.
 
@@ -199,6 +193,12 @@ class Spec(_Frozen):
             return *forward, I(stage, microbatch), W(stage, microbatch)
         return *forward, B(stage, microbatch)
 
+    def updates(self, stage: int, route: int) -> Iterable[Action]:
+        """Return the updates of a replica of a stage, as `update_every` says; one for synchronous schedules."""
+        if self.update_every == "microbatch" and not self.synchronous:
+            return (U(stage, m) for m in range(self.total_microbatches))
+        return [U(stage, route + step * self.num_routes) for step in range(self.num_steps)]
+
     def worker(self, action: Action) -> int:
         """Return the worker that runs `action`."""
         stage, kind, index = action
@@ -242,8 +242,7 @@ class Spec(_Frozen):
             if not self.synchronous and kind is F:
                 yield from before_forward(self, action)
         elif kind is U and not self.synchronous:
-            if type(self).updates is Spec.updates:
-                yield from before_update(self, action)
+            yield from before_update(self, action)
         else:
             shards, others = end_tree(self).needs(action, asked)
             for shard in shards:

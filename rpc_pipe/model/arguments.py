@@ -161,11 +161,6 @@ def refuse_untrainable(spec: Spec, training: Training) -> None:
             raise ConfigError(
                 f"{name}: schedule {type(spec).__name__} updates within a step, stage by stage; use a synchronous one"
             )
-    if not spec.synchronous and type(spec).updates is not Spec.updates:
-        raise ConfigError(
-            f"schedule {type(spec).__name__}: `updates` of its own can be simulated, but not trained; leave it out and "
-            "declare `version`"
-        )
 
 
 def refuse_shared(spec: Spec, sharing: Sequence[Sequence[int]]) -> None:

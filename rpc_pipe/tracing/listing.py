@@ -6,12 +6,11 @@ relation that it derived; together they are the whole relation again.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
-from ..dependency import Action, ConfigError, Entry, Order, Spec, U, period, reaches
+from ..dependency import Action, ConfigError, Entry, Order, Spec, period, reaches, updates_a_step
 from ..schedules import SCHEDULES
 
 _NAMES = {cls: name for name, cls in SCHEDULES.items()}
@@ -28,6 +27,7 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
     overlaps = not spec.synchronous
     stream = {
         "period": period(spec),
+        "update_every": spec.update_every,
         "slots": [spec.slot(entry.action) for entry in entries],
         "earlier": [
             [[back, str(need)] for back, need in reaches(spec, entry.action, spec.needs)] for entry in entries
@@ -61,7 +61,8 @@ def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: in
         relation = _Listings(listings, num_microbatches)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"listing: cannot be read: {error}") from error
-    own = {"relation": relation, "synchronous": relation.period is None}
+    every = listings[0].get("update_every", Spec.update_every)
+    own = {"relation": relation, "synchronous": relation.period is None, "update_every": every}
     cls: type[ListedRelation] = type(listings[0]["schedule"], (ListedRelation,), own)
     return cls(num_workers=len(listings), num_microbatches=relation.num_microbatches)
 
@@ -91,11 +92,6 @@ class _Listings:
         self.period: int | None = listings[0].get("period")
         self.num_stages: int = 1 + max(stage for stage, _ in self.place)
         self.num_routes: int = 1 + max(route for _, route in self.place)
-
-    @cached_property
-    def num_updates(self) -> Counter[int]:
-        """How many updates a stage has in a step."""
-        return Counter(action.stage for action in self.slots if action.kind is U)
 
     @cached_property
     def done(self) -> dict[tuple[int, int], tuple[Action, ...]]:
@@ -147,14 +143,6 @@ class ListedRelation(Spec):
     def version(self, stage: int, microbatch: int) -> int:
         return 0  # which update makes it is written down
 
-    def updates(self, stage: int, route: int) -> Iterable[Action]:
-        if self.synchronous:
-            return super().updates(stage, route)
-        own = [
-            a for a in self.relation.slots if a.kind is U and a.stage == stage and a.index % self.num_routes == route
-        ]
-        return [self._of(step, action) for step in range(self.num_steps) for action in own]
-
     def _within(self, action: Action) -> tuple[int, Action]:
         """Return the step of an action of a stream, and its name there."""
         step, index = divmod(action.index, self._per_step(action))
@@ -164,4 +152,4 @@ class ListedRelation(Spec):
         return action._replace(index=action.index + step * self._per_step(action))
 
     def _per_step(self, action: Action) -> int:
-        return self.num_microbatches if action.kind.per_microbatch else self.relation.num_updates[action.stage]
+        return self.num_microbatches if action.kind.per_microbatch else updates_a_step(self)

@@ -260,7 +260,7 @@ class Stream(UpdateAlways):
     """PipeDream: forwards may run ahead of updates; never flushed."""
 
     def after(self, a):
-        return [B(a.stage, a.microbatch - (self.num_stages - a.stage))] if a.kind is F else super().after(a)
+        return [B(a.stage, a.microbatch - (self.num_stages - a.stage))] if a.kind is F else []
 
     def slot(self, a):
         base = 3 * (2 * a.microbatch + (a.stage if a.kind is F else 2 * self.num_stages - 1 - a.stage))

@@ -7,7 +7,7 @@ from test_check import Listed
 from test_versions import broken as stream
 from test_versions import far
 
-from rpc_pipe.dependency import ConfigError, F, Kind, Part, ScheduleError, Spec, U, check_all, entries, files
+from rpc_pipe.dependency import ConfigError, F, Kind, Part, ScheduleError, Spec, entries, files
 from rpc_pipe.dependency.memory import Memory
 from rpc_pipe.dependency.unroll import unroll
 from rpc_pipe.planning.specs import make_spec
@@ -17,22 +17,6 @@ from rpc_pipe.schedules import PipeDream2BW
 class Nowhere(Spec):
     def after(self, a):
         return [F(0, 9)] if a == F(0, 1) else []
-
-
-class Crossed(Spec):
-    """Two routes; each stage lists the update of its first replica for both."""
-
-    num_routes = 2
-    synchronous = False
-
-    def place(self, stage, route):
-        return (stage + route) % 2
-
-    def updates(self, stage, route):
-        return [U(stage, 0)]
-
-    def slot(self, a):
-        return 2 * a.microbatch + (a.stage if a.kind is F else 2 * self.num_stages - 1 - a.stage)
 
 
 @pytest.mark.parametrize(
@@ -49,12 +33,8 @@ class Crossed(Spec):
             lambda: Part(spec := stream(PipeDream2BW, after=far), 0, entries(spec, 0)),
             "0F0 needs 1F0 of 1 steps before, which worker 0 does not run",
         ),
-        (
-            lambda: check_all(Crossed(num_workers=2, num_microbatches=4)),
-            "updates(1, 1) gives 1U0, which is placed on worker 1: the replica is on worker 0",
-        ),
     ],
-    ids=["unroll", "memory", "part", "updates"],
+    ids=["unroll", "memory", "part"],
 )
 def test_what_cannot_be_run_is_named_wherever_it_is_met(looks, says):
     with pytest.raises(ScheduleError, match=re.escape(says)):

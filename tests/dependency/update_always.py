@@ -1,13 +1,11 @@
-from rpc_pipe.dependency import B, Spec, U
+from rpc_pipe.dependency import Spec
 
 
 class UpdateAlways(Spec):
     """An update after every microbatch; a subclass says how far forwards run ahead."""
 
     synchronous = False
+    update_every = "microbatch"
 
-    def updates(self, stage, route):
-        return (U(stage, m) for m in range(self.num_microbatches))
-
-    def after(self, a):
-        return [B(a.stage, a.microbatch), U(a.stage, a.microbatch - 1)] if a.kind is U else []
+    def version(self, stage, microbatch):
+        return max(0, microbatch + 1 - (self.num_stages - stage))

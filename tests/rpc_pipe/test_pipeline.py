@@ -12,7 +12,7 @@ import torch
 from small_pipeline import SGD, X, Y, layers, num_held, pipeline
 from torch import nn
 
-from rpc_pipe.dependency import ConfigError, F, PipeError
+from rpc_pipe.dependency import F, PipeError
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.workers.compute.shard import Shard
 from rpc_pipe.workers.hooks import Listener
@@ -277,15 +277,6 @@ def test_a_users_schedule_class_runs():
 
     mine, theirs = pipeline(schedule=Mine), pipeline()
     assert mine.step((X, Y)) == theirs.step((X, Y))
-
-
-def test_updates_of_a_stream_are_not_placed_by_hand():
-    from rpc_pipe.dependency import B, U
-    from rpc_pipe.schedules import PipeDream
-
-    ahead = {"updates": lambda self, s, r: [U(s, 0)], "after": lambda self, a: [B(a.stage, a.index)] * (a.kind is U)}
-    with pytest.raises(ConfigError, match="can be simulated, but not trained"):
-        pipeline(schedule=type("Ahead", (PipeDream,), ahead))
 
 
 def test_a_stage_may_begin_with_a_layer_that_writes_its_input():
