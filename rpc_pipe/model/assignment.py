@@ -75,6 +75,8 @@ class Assignment:
         }
         #: first and last user of what is written there and kept in the model, which one stage should be
         self._kept_together = self._spans()
+        #: where the places of parameters are settled: by event, the parameters and buffers that are used where it is
+        self._used_at = [] if owners is None else self._find_uses()
         #: by event; None: on every stage
         self.stage_of: list[int | None] = self._place()
         self.owners = self._find_owners()
@@ -132,7 +134,7 @@ class Assignment:
                 end = min(end, event.index)
             # where the place of a parameter or buffer is settled, its uses stay on that side
             if self._owners is not None and event.depends is Depends.BLOCKS:
-                settled = [self._owners[name] for name in event.params | event.buffers if name in self._owners]
+                settled = [self._owners[name] for name in self._used_at[event.index] if name in self._owners]
                 if any(stages[call] in stages_of and stages[call + 1] not in stages_of for stages_of in settled):
                     first = event.index + 1
                 elif any(stages[call] not in stages_of for stages_of in settled):
@@ -146,12 +148,32 @@ class Assignment:
         whole = [i for i in places if not any(begin < i <= end for begin, end in self._kept_together)]
         return min(whole or places, key=self._bytes_crossing)
 
+    def _find_uses(self) -> list[set[str]]:
+        """Return, by event, the names that are used on its stage: what weights alone make is made where it is taken."""
+        events = self._observation.events
+        found = [event.params | event.buffers for event in events]
+        placed: set[int] = set()
+        for event in events:
+            makers = [value.made for value, _ in event.reads if event.depends is Depends.BLOCKS]
+            while makers:
+                made = makers.pop()
+                if made >= 0 and made not in placed and events[made].depends is Depends.WEIGHTS:
+                    placed.add(made)
+                    found[event.index] |= found[made]
+                    makers += [value.made for value, _ in events[made].reads]
+        return found
+
     def _spans(self) -> list[tuple[int, int]]:
         using = [event for event in self._observation.events if event.depends]  # all others run on every stage
         users = ([event.index for event in using if name in event.buffers | event.params] for name in self.written)
         spans = [(places[0], places[-1]) for places in users if places]
-        carried = ([event.index for event in each.events] for each in self._observation.carried)
-        return spans + [(min(places), max(places)) for places in carried]
+        carried = [[e.index for e in each.events if self._is_own(e)] for each in self._observation.carried]
+        return spans + [(min(places), max(places)) for places in carried if places]
+
+    def _is_own(self, event: Event) -> bool:
+        """Tell whether an event is of this forward, and not of a second one."""
+        events = self._observation.events
+        return event.index < len(events) and events[event.index] is event
 
     def _is_inside_checkpoint(self, before: int) -> bool:
         """Tell whether an event and the one before it belong to one call of `checkpoint`."""
@@ -237,7 +259,7 @@ class Assignment:
 
     def _near(self, event: Event) -> set[int]:
         """Return the stages that may run an event, which may be of another forward, as its position tells."""
-        stage = self.stage_of[event.index] if event in self._observation.events else None
+        stage = self.stage_of[event.index] if self._is_own(event) else None
         if stage is not None:
             return {stage}
         places = [event.position] if event.is_block else [event.position - 1, event.position]

@@ -64,8 +64,11 @@ def look(observer: Observer, observation: Observation, skeleton: Skeleton, befor
 
 
 def _first(observation: Observation, event: Event) -> Event:
-    """Return what an event of the second forward was in the first one, if that went the same way so far."""
-    same = observation.events[event.index] if event.index < len(observation.events) else event
+    """Return what an event of the second forward was in the first one: the same call of a block, if there was one, or
+    the same event, if the first went the same way so far."""
+    there = observation.calls if event.is_block else observation.events
+    place = event.position if event.is_block else event.index
+    same = there[place] if place < len(there) else event
     alike = (same.func, same.module, same.position) == (event.func, event.module, event.position)
     return same if alike else event
 
