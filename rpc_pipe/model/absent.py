@@ -96,6 +96,9 @@ class Absent(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.equal.default:
+            # What modules hold is compared with what they held before; what is elsewhere is changed elsewhere.
+            return all(isinstance(each, Absent) and each.shape == args[0].shape for each in args)
         return on_shapes(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Absent:

@@ -79,7 +79,12 @@ class ScriptedForward(TorchFunctionMode):
             raise _wrote_fields()
         self._refuse_odd(self._odd)
         if not script.is_last:
-            output = tuple([self._now[key] if place is None else self._payload[place] for place, key in script.hands])
+            output = tuple(
+                [
+                    _with_history(self._now[key]) if place is None else self._payload[place]
+                    for place, key in script.hands
+                ]
+            )
         if any(isinstance(tensor, Absent) for tensor in tensors(output)):
             if any(isinstance(tensor, Hollow) for tensor in tensors(output)):
                 raise NeedsField("the stage would hand on a field")
@@ -196,6 +201,14 @@ class ScriptedForward(TorchFunctionMode):
             )
             self._now[key] = at(tree, path)
         return result
+
+
+def _with_history(tensor: Tensor) -> Tensor:
+    """Return a tensor that backward can begin at, if it requires a gradient.
+
+    A view that was made without gradients requires one as its base does, and passes none on.
+    """
+    return tensor.detach() if tensor.requires_grad and tensor.grad_fn is None and tensor._is_view() else tensor
 
 
 def _wrote_fields() -> ConfigError:

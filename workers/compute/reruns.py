@@ -143,12 +143,15 @@ class _Reads(OperatorMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_grad_enabled():  # backward's own operators run without
-            self.found += _holders(self.moved, (tuple(args), kwargs or {}))
+            given = map(address, tensors_of((tuple(args), kwargs or {})))
+            self.found += [self.moved[at] for at in given if at in self.moved]
         return func(*args, **(kwargs or {}))
 
 
 class _Takes(TorchFunctionMode):
     """The same of tensors in attributes, which others may only look at: before autograd saves them, and so may end it.
+
+    It knows the very tensors: others with the same numbers may have been given to the checkpoint.
 
     Args:
         places: attributes that forwards move.
@@ -157,17 +160,13 @@ class _Takes(TorchFunctionMode):
     def __init__(self, places: Sequence[Place]) -> None:
         super().__init__()
         held = [(module, vars(module).get(name)) for module, name in places]
-        self.moved = {address(tensor): module for module, tensor in held if isinstance(tensor, Tensor)}
+        self.moved = {tensor: module for module, tensor in held if isinstance(tensor, Tensor)}
         self.found: list[nn.Module] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_grad_enabled():
-            self.found += _holders(self.moved, (tuple(args), kwargs or {}))
+            self.found += [self.moved[t] for t in tensors_of((tuple(args), kwargs or {})) if t in self.moved]
         return func(*args, **(kwargs or {}))
-
-
-def _holders(moved: dict[int, nn.Module], given: Any) -> list[nn.Module]:
-    return [moved[at] for at in map(address, tensors_of(given)) if at in moved]
 
 
 def _may_run_again(roots: Sequence[Tensor]) -> bool:
