@@ -56,7 +56,8 @@ class Alone:
             if initial is not None and not self.case.as_modules:
                 whole.load_state_dict(initial, strict=False)
             return [whole]
-        return [layer for _, layer in Partition(model, 1).build(0, self._randomness, 0)]
+        # Further replicas are copies, in which an attribute of a layer has no memory in common with its parameter.
+        return [layer for _, layer in Partition(model, 1).build(0, self._randomness, route)]
 
     def _stage(self, number: int) -> int:
         """Return the stage by whose order the gradients of a parameter are added up."""
