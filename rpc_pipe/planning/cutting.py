@@ -123,11 +123,16 @@ class CutSearch:
         assert found is not None
         return found
 
-    def climb(self, until: float, cap: float | None = None) -> CutFound:
-        """Return the best cut that moves of one boundary lead to from `start`; `until`: by `time.monotonic`."""
+    def look_first(self, cap: float | None = None) -> CutFound:
+        """Return the first cut that is priced."""
         best = self._look_at(self.start(cap), cap)
         if best.excess > 0:
             best = min(best, self._look_at(self.start(cap, roomy=True), cap), key=lambda found: found.rank)
+        return best
+
+    def climb(self, until: float, cap: float | None = None) -> CutFound:
+        """Return the best cut that moves of one boundary lead to from the first; `until`: by `time.monotonic`."""
+        best = self.look_first(cap)
         step = max(1, self.chain.num_blocks // (4 * self.spec.num_stages))
         while step:
             better: CutFound | None = best

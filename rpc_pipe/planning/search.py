@@ -12,11 +12,14 @@ from dataclasses import dataclass, field
 from ..dependency import F, U
 from .candidates import Candidate, candidates
 from .cutting import CutFound, CutSearch
-from .plan import Plan
+from .plan import Plan, tell_name
 from .profile import Chain, Machines, Profile
 
 #: (share of the work that is done, 0 to 1; the best time so far, in milliseconds)
 Tell = Callable[[float, float], None]
+
+#: share of the time that is spent on a first look at all
+_LOOKING = 0.4
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,7 @@ class _Search:
         self._until = time.monotonic() + question.seconds
         self._chains = {count: question.chain(count) for count in question.microbatches}
         self._searches = self._list()
+        self._turns = self._in_turns()
 
     def _list(self) -> list[tuple[Candidate, CutSearch]]:
         q = self._question
@@ -104,6 +108,16 @@ class _Search:
             spec = candidate.spec(q.machines.num_workers)
             searches.append((candidate, CutSearch(spec, chain, q.machines)))
         return sorted(searches, key=lambda pair: pair[1].least)
+
+    def _in_turns(self) -> list[int]:
+        """Return the places of all in turns: the most promising of each schedule, then the next of each."""
+        groups: dict[str, int] = {}
+        turns = []
+        for at, (candidate, _) in enumerate(self._searches):
+            name = tell_name(candidate.schedule, candidate.parameters)
+            groups[name] = turn = groups.get(name, 0) + 1
+            turns.append((turn, at))
+        return [at for _, at in sorted(turns)]
 
     def answer(self) -> Answer:
         answer = Answer()
@@ -131,20 +145,36 @@ class _Search:
         def report(done: float) -> None:
             self._tell(begin + (end - begin) * done / total, best[1].time if best else float("inf"))
 
-        for number, (candidate, search) in enumerate(self._searches):
-            report(number / 2)
-            if best is not None and search.least >= best[1].time:
-                continue
+        def is_late(until: float) -> bool:
             # That nothing fits must not be said because there was no time to look.
-            late = time.monotonic() > until and (best is not None or cap is not None)
-            if late or search.least == float("inf"):  # nothing fits
+            return time.monotonic() > until and (best is not None or cap is not None)
+
+        # Climbing takes twenty times as long as to look at a first cut: all are looked at before the first is climbed.
+        looked: list[tuple[tuple[float, float], int]] = []
+        soon = until if until == float("inf") else time.monotonic() + _LOOKING * (until - time.monotonic())
+        for number, at in enumerate(self._turns):
+            candidate, search = self._searches[at]
+            report(number / 3)
+            if search.least == float("inf") or (best is not None and search.least >= best[1].time):
+                continue  # nothing fits, or nothing is faster
+            rank = float("inf"), search.least
+            if not is_late(soon):
+                found = search.look_first(cap)
+                rank = found.rank
+                if found.excess <= 0 and (best is None or found.time < best[1].time):
+                    best = candidate, found
+            looked.append((rank, at))
+        for number, (_, at) in enumerate(sorted(looked)):
+            candidate, search = self._searches[at]
+            report(total / 3 + number / 3)
+            if is_late(until) or (best is not None and search.least >= best[1].time):
                 continue
-            found = search.climb(min(until, time.monotonic() + self._slice(until, total - number)), cap)
+            found = search.climb(min(until, time.monotonic() + self._slice(until)), cap)
             if found.excess <= 0 and (best is None or found.time < best[1].time):
                 best = candidate, found
         bound = best[1].time if best is not None else float("inf")
         for number, (candidate, search) in enumerate(self._searches):
-            report(total / 2 + number / 2)
+            report(2 * total / 3 + number / 3)
             better, least = search.prove(best[1] if best else None, until, cap)
             bound = min(bound, least)
             if better is not None:
@@ -152,9 +182,8 @@ class _Search:
         return best, min(bound, best[1].time if best else bound)
 
     @staticmethod
-    def _slice(until: float, left: int) -> float:
-        now = time.monotonic()
-        return until - now if until == float("inf") else max(0.05, 2 * (until - now) / max(1, left))
+    def _slice(until: float) -> float:
+        return until if until == float("inf") else max(0.05, (until - time.monotonic()) / 8)
 
     def _trace_front(self, memory: float) -> None:
         """Search below smaller and smaller limits of memory; what is found is kept by each search."""

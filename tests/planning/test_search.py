@@ -136,6 +136,28 @@ def test_something_is_found_however_short_the_time():
     assert search(question, with_front=True).plans
 
 
+def test_all_schedules_are_looked_at_before_one_is_looked_into(monkeypatch):
+    """Of a GPT of 48 blocks on 8 workers those with the lowest bounds took all the time, and ZB-V had no price."""
+    draw, order = random.Random(0), []
+    blocks = [block(draw.randint(1, 30)) for _ in range(20)]
+
+    def noting(name):
+        real = getattr(CutSearch, name)
+
+        def note(self, *args):
+            order.append((name, type(self.spec).__name__))
+            return real(self, *args)
+
+        monkeypatch.setattr(CutSearch, name, note)
+
+    noting("look_first"), noting("climb")
+    monkeypatch.setattr(CutSearch, "prove", lambda self, best, until, cap: (None, 0.0))
+    names = "interleaved", "zb-v", "hanayo"
+    search(Question(Profile({1: blocks}), Machines(4), 8, (4, 8), schedules=names, seconds=1e6))
+    before = order[: [name for name, _ in order].index("climb")]
+    assert [schedule for _, schedule in before[:5]] == ["Interleaved", "Hanayo", "ZBV", "Interleaved", "Hanayo"]
+
+
 def test_nothing_fits_and_it_says_by_how_much():
     blocks = [block(1, weights=100, activations=10) for _ in range(4)]
     machines = Machines(2, memory=(150, 150))
