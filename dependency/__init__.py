@@ -21,7 +21,7 @@ from .order import local_order
 from .part import Part
 from .program import entries, order_limit
 from .recomputing import recomputing
-from .spec import ENDLESS, Order, Spec
+from .spec import Order, Spec
 from .versions import (
     asked_of,
     copies_on,
@@ -39,7 +39,6 @@ from .versions import (
 )
 
 __all__ = [
-    "ENDLESS",
     "N",
     "NOTHING",
     "RESOURCES",

@@ -9,13 +9,13 @@ from contextlib import contextmanager
 from itertools import islice
 from numbers import Integral
 from types import CodeType, TracebackType
-from typing import TypeVar, get_args
+from typing import get_args
 
 from .action import Action, Kind
 from .ending import on_route
 from .errors import PipeError, ScheduleError
 from .kinds import B, F, I, W
-from .spec import ENDLESS, Order, Spec
+from .spec import Order, Spec
 
 #: what a schedule declares as a number, and what it answers when it is asked
 _NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")
@@ -38,15 +38,6 @@ _FOLLOWS = (
 )
 #: an answer of more actions is taken for endless
 _MOST_NAMED = 1_000_000
-#: how much of an endless stream is looked at
-_ENDLESS_PREFIX = 4096
-
-T = TypeVar("T")
-
-
-def looked_at(spec: Spec, things: Iterable[T]) -> Iterator[T]:
-    """Yield what is looked at: of an endless stream the beginning."""
-    return islice(things, _ENDLESS_PREFIX if spec.num_microbatches == ENDLESS else None)
 
 
 @contextmanager
@@ -135,7 +126,7 @@ def check_answers(spec: Spec) -> None:
         for stage in range(spec.num_stages):
             _check_place(spec, stage, route)
     if type(spec).route is not Spec.route:
-        for microbatch in looked_at(spec, range(spec.total_microbatches)):
+        for microbatch in range(spec.total_microbatches):
             _check_route(spec, microbatch)
     if type(spec).recomputes is not Spec.recomputes:
         for stage in range(spec.num_stages):
@@ -265,12 +256,12 @@ def own_actions(spec: Spec, worker: int) -> Iterator[Action]:
     """Yield what `worker` runs, by stage and microbatch, without what ends a synchronous step."""
     mixed, usual = type(spec).splits is not Spec.splits, type(spec).actions is Spec.actions
     for stage, route in spec.hosted(worker):
-        for m in on_route(spec, looked_at(spec, range(spec.total_microbatches)), route):
+        for m in on_route(spec, range(spec.total_microbatches), route):
             if mixed:
                 _check_truth(f"splits({stage}, {m})", spec.splits(stage, m))
             yield from spec.actions(stage, m) if usual else _answered_actions(spec, stage, m)
         if not spec.synchronous:
-            yield from looked_at(spec, spec.updates(stage, route))
+            yield from spec.updates(stage, route)
 
 
 def _answered_actions(spec: Spec, stage: int, microbatch: int) -> list[Action]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .action import Action
-from .answers import actions_in, blaming, bound, check_answers, looked_at, own_actions, slot_of
+from .answers import actions_in, blaming, bound, check_answers, own_actions, slot_of
 from .check_stream import check_steps, check_versions
 from .draw import draw_edge, draw_held, draw_listed
 from .errors import PipeError, ScheduleError
@@ -19,8 +19,8 @@ from .kinds import U
 from .memory import Lives, Memory, peaks_in_order
 from .order import has_program, has_slot, local_order
 from .program import entries, order_limit
-from .spec import ENDLESS, Spec
-from .unroll import check_acyclic, refuse_endless
+from .spec import Spec
+from .unroll import check_acyclic
 from .versions import updates_a_step
 
 #: from so many microbatches on (and eight a stage) they are taken as many, else their multiple is
@@ -62,10 +62,9 @@ def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
         for worker in workers:
             for action in own_actions(spec, worker):
                 slot_of(spec, action)
-            for action in looked_at(spec, local_order(spec, worker)):
+            for action in local_order(spec, worker):
                 _check_needs(spec, worker, action, slotted=True)
         return
-    refuse_endless(spec)
     for worker in range(spec.num_workers):
         for action in own_actions(spec, worker):
             _check_needs(spec, worker, action, slotted=False)
@@ -204,7 +203,7 @@ def _check_growth(memory: Memory, worker: int) -> None:
         if wrong is None:
             return
     # Twice, as the first so many may still be too few for a wide window.
-    for _ in range(2 if spec.num_microbatches != ENDLESS else 0):
+    for _ in range(2):
         try:
             with blaming(type(spec)):
                 memory = memory.of_more
@@ -233,7 +232,7 @@ def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
     spec, number = memory.spec, memory.spec.num_microbatches
     idle = type(spec).after is not Spec.after and not any(list(spec.after(a)) for a in own_actions(spec, worker))
     return (
-        f"{f'with {number} microbatches ' * (number != ENDLESS)}worker {worker} may keep {lives.most[-1]} microbatches "
+        f"with {number} microbatches worker {worker} may keep {lives.most[-1]} microbatches "
         f"of activations when gradients are late{_UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "
         f"nothing in the relation bounds memory, it grows with the microbatches. {_WINDOW}{_NAMES_NOTHING * idle}",
         draw_held(lives.run_to_most(), in_order[-1]),

@@ -11,7 +11,7 @@ from .ending import on_route
 from .errors import ScheduleError
 from .kinds import F, U
 from .order import has_slot
-from .spec import ENDLESS, Spec
+from .spec import Spec
 from .versions import STEADY, before_forward, period, steady, update_of, updates_a_step
 
 #: of so many steps at the beginning of a stream versions are looked at
@@ -24,7 +24,7 @@ def check_versions(spec: Spec, workers: Iterable[int]) -> None:
     Raises:
         ScheduleError: a step does not repeat the one before, or asks for weights that cannot be there.
     """
-    if not _is_stream(spec):
+    if spec.synchronous:
         return
     if not has_slot(spec):
         raise ScheduleError(
@@ -53,7 +53,7 @@ def check_steps(spec: Spec, workers: Iterable[int]) -> None:
     Raises:
         ScheduleError: a slot does not grow along an edge, or by the same from step to step.
     """
-    if not _is_stream(spec):
+    if spec.synchronous:
         return
     length = period(spec)
     if length < 1:
@@ -65,10 +65,6 @@ def check_steps(spec: Spec, workers: Iterable[int]) -> None:
                     _check_action(spec, worker, action, length)
             for update in replace(spec, num_steps=1).updates(stage, route):
                 _check_action(spec, worker, update, length)
-
-
-def _is_stream(spec: Spec) -> bool:
-    return not spec.synchronous and spec.num_microbatches != ENDLESS
 
 
 def _check_routes(spec: Spec) -> None:

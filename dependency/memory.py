@@ -17,7 +17,6 @@ from dataclasses import replace
 from functools import cached_property
 
 from .action import Action
-from .answers import looked_at
 from .entry import Entry
 from .errors import ScheduleError
 from .spec import Spec
@@ -148,11 +147,10 @@ class Memory:
         return Memory(replace(self.spec, num_microbatches=number), self._compile)
 
     def program(self, worker: int) -> list[Entry]:
-        """Return the program of a worker without what ends a step; of an endless stream the beginning."""
+        """Return the program of a worker without what ends a step."""
         program = self._programs.get(worker)
         if program is None:
-            compiled = looked_at(self.spec, self._compile(self.spec, worker))
-            program = [entry for entry in compiled if self.spec.orders(entry.action)]
+            program = [entry for entry in self._compile(self.spec, worker) if self.spec.orders(entry.action)]
             if not self._is_small(program):
                 self._programs.clear()
             self._programs[worker] = program

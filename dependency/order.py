@@ -1,12 +1,11 @@
 """A worker's own actions in order, found without asking any other worker.
 
-The order comes from the first of these that the spec gives: `slot` (sorted; lazily, if the stream is
-endless), `program` (as listed), or the unrolled relation (`unroll.py`, a global pass).
+The order comes from the first of these that the spec gives: `slot` (sorted), `program` (as listed), or the unrolled
+relation (`unroll.py`, a global pass).
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
@@ -16,7 +15,7 @@ from .action import Action, Kind
 from .ending import NOTHING, Asked, end_tree
 from .errors import ScheduleError
 from .kinds import G
-from .spec import ENDLESS, Spec
+from .spec import Spec
 from .unroll import unroll
 
 
@@ -38,7 +37,7 @@ def is_uniform(spec: Spec) -> bool:
 def local_order(spec: Spec, worker: int, asked: Asked = NOTHING) -> Iterator[Action]:
     """Yield the actions of `worker` in its order, those that end a synchronous step included.
 
-    Costs O(n log n) for n own actions, O(window) memory for an endless stream.
+    Costs O(n log n) for n own actions.
 
     Raises:
         ScheduleError: two actions of the worker share a slot.
@@ -72,10 +71,7 @@ _unrolled = lru_cache(maxsize=4)(unroll)
 def _by_slot(spec: Spec, worker: int) -> Iterator[Action]:
     slot, by_slot = spec.slot, itemgetter(0)
     streams = _own_streams(spec, worker)
-    if spec.num_microbatches == ENDLESS:
-        slotted: Iterable[tuple[int, Action]] = heapq.merge(*(_slotted(spec, s) for s in streams), key=by_slot)
-    else:
-        slotted = sorted([(slot(action), action) for stream in streams for action in stream], key=by_slot)
+    slotted = sorted([(slot(action), action) for stream in streams for action in stream], key=by_slot)
     last_slot, last_action = None, None
     for at, action in slotted:
         if at == last_slot:
@@ -87,14 +83,9 @@ def _by_slot(spec: Spec, worker: int) -> Iterator[Action]:
         last_slot, last_action = at, action
 
 
-def _slotted(spec: Spec, actions: Iterator[Action]) -> Iterator[tuple[int, Action]]:
-    return ((spec.slot(action), action) for action in actions)
-
-
 def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
     """Return, for each shard and kind on `worker`, its actions by ascending microbatch."""
-    uniform, replicated = is_uniform(spec), spec.num_routes > 1
-    route_of = routes(spec)
+    replicated, route_of = spec.num_routes > 1, routes(spec)
 
     def own(route: int) -> Iterable[int]:
         every = range(spec.total_microbatches)
@@ -107,7 +98,7 @@ def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
         return (action for m in own(route) for action in spec.actions(stage, m))
 
     hosted = spec.hosted(worker)
-    if uniform or spec.num_microbatches == ENDLESS:  # a merge needs each stream in the order of its slots
+    if is_uniform(spec):
         streams = [stream(a.kind, *shard) for shard in hosted for a in spec.actions(shard[0], 0)]
     else:
         streams = [mixed(*shard) for shard in hosted]
@@ -122,9 +113,6 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) ->
     An update that waits for nobody stands right behind its last gradient; so does an exchange of gradients, while the
     updates that wait for others are last.
     """
-    if spec.num_microbatches == ENDLESS:
-        yield from order
-        return
     replicated, tree = spec.num_routes > 1, end_tree(spec)
     told = asked.weight or (asked.norms and not asked.validated)
     route_of = routes(spec)

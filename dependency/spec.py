@@ -14,7 +14,6 @@ version of the weights that it is declared to use (`version`; see `versions.py`)
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -33,9 +32,6 @@ else:
     def dataclass_transform(**_):
         return lambda cls: cls
 
-
-#: `num_microbatches` of a stream that never ends
-ENDLESS = sys.maxsize
 
 Order = Literal["ready", "fixed"]
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from .action import Action
 from .draw import draw_cycle
 from .errors import ScheduleError
-from .spec import ENDLESS, Spec
+from .spec import Spec
 
 
 def unroll(spec: Spec) -> list[list[Action]]:
@@ -22,7 +22,6 @@ def unroll(spec: Spec) -> list[list[Action]]:
     Raises:
         ScheduleError: the relation has a cycle, which is drawn.
     """
-    refuse_endless(spec)
     needs = {action: spec.needs(action) for action in all_actions(spec)}
     order: list[list[Action]] = [[] for _ in range(spec.num_workers)]
     for action in _greedy(spec, needs):
@@ -36,7 +35,6 @@ def check_acyclic(spec: Spec, programs: list[list[Action]]) -> None:
     Raises:
         ScheduleError: the relation and the programs together have a cycle, which is drawn.
     """
-    refuse_endless(spec)
     needs = {action: spec.needs(action) for program in programs for action in program}
     for program in programs:
         for before, action in itertools.pairwise(program):
@@ -54,11 +52,6 @@ def all_actions(spec: Spec) -> Iterator[Action]:
         for route in range(spec.num_routes):
             for stage in range(spec.num_stages):
                 yield from spec.updates(stage, route)
-
-
-def refuse_endless(spec: Spec) -> None:
-    if spec.num_microbatches == ENDLESS:
-        raise ScheduleError(f"{type(spec).__name__}: an endless stream needs a slot formula")
 
 
 def _greedy(spec: Spec, needs: dict[Action, list[Action]]) -> Iterator[Action]:

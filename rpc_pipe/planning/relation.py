@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from ..dependency import ENDLESS, NOTHING, RESOURCES, Action, Asked, Part, PipeError, ScheduleError, Spec, entries
+from ..dependency import NOTHING, RESOURCES, Action, Asked, Part, PipeError, ScheduleError, Spec, entries
 from ..dependency.garbage import uncollected
 
 
@@ -22,8 +22,6 @@ class Relation:
     """
 
     def __init__(self, spec: Spec, steps: int = 1, asked: Asked = NOTHING) -> None:
-        if spec.num_microbatches == ENDLESS:
-            raise ScheduleError(f"{type(spec).__name__}: an endless stream cannot be looked at as a whole")
         if not spec.synchronous and steps > 1:
             spec, steps = replace(spec, num_steps=steps), 1  # one stream, in whose order steps overlap
         self.spec = spec
