@@ -210,7 +210,13 @@ def _reached(job: Job, meeting: Meeting) -> tuple[Job, str]:
         address = address_of(job.interface, os.environ["MASTER_ADDR"])
         meeting.leave("elsewhere", address)
         return job, address
-    elsewhere = meeting.take("elsewhere", job.join_timeout_s)
+    try:
+        elsewhere = meeting.take("elsewhere", job.join_timeout_s)
+    except TimeoutError as error:
+        raise TimeoutError(
+            f"no worker is on another host than MASTER_ADDR {os.environ['MASTER_ADDR']}: use an address of one host, "
+            "or set RPC_PIPE_INTERFACE on all hosts (lo, if all workers are on one machine)"
+        ) from error
     try:
         ip_address(elsewhere)
     except ValueError as error:

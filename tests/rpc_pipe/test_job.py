@@ -2,7 +2,8 @@ import pytest
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.interfaces import interface_towards
-from rpc_pipe.launching.job import current_job
+from rpc_pipe.launching.job import Job, current_job
+from rpc_pipe.launching.joining import _reached
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -35,3 +36,16 @@ def test_half_set_or_senseless_variables_are_refused(change, message):
 
 def test_the_way_to_oneself_is_the_loopback():
     assert interface_towards("127.0.0.1") == "lo"
+
+
+def test_two_torchruns_on_one_machine_are_told_what_to_set(monkeypatch):
+    """Each took 127.0.0.1 for its own host, and after two minutes said `nobody has left word of elsewhere`."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+    class Silent:
+        def take(self, name, timeout_s):
+            raise TimeoutError(name)
+
+    job = Job(0, 2, "env://", "", one_host=False)
+    with pytest.raises(TimeoutError, match=r"no worker is on another host than MASTER_ADDR 127\.0\.0\.1: .*INTERFACE"):
+        _reached(job, Silent())

@@ -92,7 +92,7 @@ def left(peer: int, call: Call) -> Disagreement:
     """Say that `peer` makes no such call any more."""
     return Disagreement(
         f"worker {call.worker} calls {call.what}, but worker {peer} has ended its script: every worker must make the "
-        "same calls; does one of them end its loop early?"
+        "same calls; does one of them end its loop early, or was it killed?"
     )
 
 

@@ -56,7 +56,7 @@ class FolderMeeting:
             with suppress(FileNotFoundError):
                 return (self._folder / name).read_text()[:_MOST_BYTES]
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nobody has left word of {name}")
+                raise TimeoutError(f"no worker has told {name}")
             time.sleep(_PAUSE_S)
 
 
@@ -74,7 +74,7 @@ class StoreMeeting:
         try:
             self.store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
         except RuntimeError as error:  # torch's own error of stores is one
-            raise TimeoutError(f"nobody has left word of {name}") from error
+            raise TimeoutError(f"no worker has told {name}") from error
         found: bytes = self.store.get(key)
         return found[:_MOST_BYTES].decode(errors="replace")
 
