@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
-#: what of a worker an action occupies: the device, the way between device and host memory, the way between workers
+#: which resource of a worker an action occupies: its device, the copies between device and host, or the network
 Resource = Literal["compute", "copy", "link"]
 RESOURCES: tuple[Resource, ...] = ("compute", "copy", "link")
 
@@ -14,17 +14,17 @@ RESOURCES: tuple[Resource, ...] = ("compute", "copy", "link")
 class Kind:
     """A kind of action: one row of the table in `kinds.py`. A kind is callable: `F(2, 0)` is the action `2F0`.
 
-    What an action needs by data flow follows from the row: of what is done with a microbatch on a stage
-    (`Spec.actions`) each action needs the one before, and one whose payload goes some way needs the action that the
-    payload comes from. A row of one's own is a kind like all others; `CONTRIBUTING.md` shows one.
+    The row determines what an action needs by data flow. Each of the actions of a microbatch on a stage
+    (`Spec.actions`) needs the one before it, and an action whose payload goes to a neighbouring stage needs the action
+    that sends it a payload in the same direction. A schedule may add rows of its own; `docs/schedules.md` shows one.
 
     Args:
-        letter: how it is written; no other kind has it.
-        word: what it does, in words.
-        index: what its actions are counted by: microbatches, or the routes of a step (see `Spec.num_routes`).
-        resource: what it occupies. Actions of one worker on different resources overlap.
-        holds: 1 if a microbatch's activations on the device begin to live with it, -1 if they end with it.
-        way: where its payload goes, from which the next such action computes: 1 to the next stage, -1 to the previous.
+        letter: how the kind is written; no other kind has this letter.
+        word: what an action of this kind does, in words.
+        index: what the index of an action counts: microbatches, or the routes of a step (see `Spec.num_routes`).
+        resource: what an action occupies. Actions of one worker on different resources overlap.
+        holds: 1 if the activations of a microbatch on the device begin their life with it, -1 if they end with it.
+        way: where the payload goes: 1 to the next stage, -1 to the previous one, 0 nowhere.
         accumulates: whether it adds to the gradients of the stage's weights.
         colour, ink: its fill in pictures, and the colour of text on it.
     """
@@ -64,7 +64,7 @@ class Kind:
 
     @classmethod
     def of(cls, letter: str) -> Kind:
-        """Return the kind that is written so.
+        """Return the kind with this letter.
 
         Raises:
             KeyError: there is none.
@@ -73,20 +73,20 @@ class Kind:
 
     @classmethod
     def all(cls) -> tuple[Kind, ...]:
-        """Return the rows of the table, those of the user's own last."""
+        """Return the rows of the table; rows that the user has added come last."""
         return tuple(cls._rows.values())
 
     @property
     def row(self) -> dict[str, Any]:
-        """The row as plain values, for processes that do not run the code which made it; `learn` reads it."""
+        """The row as plain values, for processes that do not run the code that made it; `learn` reads them."""
         return {name: value for name, value in vars(self).items() if name != "per_microbatch"}
 
     @classmethod
     def learn(cls, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Make the kinds of these rows, but for those whose letters are known.
+        """Make the kinds of these rows, except those whose letters are taken.
 
         Raises:
-            KeyError, TypeError, ValueError: one is no row of a kind.
+            KeyError, TypeError, ValueError: a row does not describe a kind.
         """
         for row in rows:
             if row["letter"] not in cls._rows:
@@ -112,8 +112,8 @@ class Action(NamedTuple):
 
     stage: int
     kind: Kind
-    #: what it counts is the kind's to say
-    index: int  # type: ignore[assignment]  # hides a method of tuples that nobody wants here
+    #: the kind determines what this counts
+    index: int  # type: ignore[assignment]  # hides a method of tuples, which is not needed here
 
     @property
     def microbatch(self) -> int:

@@ -1,13 +1,14 @@
-"""The end of a step as actions: what must be known before an update, and who is told.
+"""The end of a step as actions: what must be known before an update, and how it reaches every worker.
 
-    C, N  collect along a tree whose root is the last stage: the loss, its weight and wishes to stop; gradients' norms
-    D, T  tell, down the same tree, what follows: the step's loss and whether to go on; the norm of all gradients
-    V     validates an update that was made before the norm of all gradients was told: it stands, or is made again
+    C, N  collect along a tree whose root is the last stage: the loss, its weight and requests to stop; gradients' norms
+    D, T  distribute the results down the same tree: the step's loss and whether to continue; the norm of all gradients
+    V     validates an update that was made before the norm of all gradients was known: it stands, or is made again
 
-The tree has a place on every worker: from the last stage back along a route, until all its workers are reached, then
-along the next. So all edges are between neighbouring stages, and a worker that holds several stages is told once.
-An update waits only for what is asked for: after a mean loss without clipping it waits for nobody. The loss is known
-when the last forward has run; norms, of which there are none unless they are asked for, when all backwards have.
+The tree has a place on every worker: it leads from the last stage back along one route until it has reached all workers
+of that route, then along the next route. So all edges are between neighbouring stages, and a worker that holds several
+stages receives each result once. An update waits only for what it needs: with a mean loss and without clipping it waits
+for no other worker. The loss is known when the last forward has run. Norms exist only if an update needs them, and are
+known when all backwards have run.
 """
 
 from __future__ import annotations
@@ -19,14 +20,14 @@ from typing import NamedTuple, Protocol
 from .action import Action
 from .kinds import C, D, F, G, N, T, U, V
 
-#: what is told -> what is collected for it
+#: kind that distributes a result -> kind that collects it
 _COLLECTED = {D: C, T: N}
 #: a replica of a stage: (stage, route)
 Shard = tuple[int, int]
 
 
 class Placed(Protocol):
-    """What is known of a spec here."""
+    """What this file uses of a spec."""
 
     @property
     def total_microbatches(self) -> int: ...
@@ -53,7 +54,7 @@ class Asked(NamedTuple):
     norms: bool = False
     #: whether an update does not wait for them, and is validated when they are known (Qi et al. 2023, section 4)
     validated: bool = False
-    #: by stage, all stages that hold some of its parameters too, and itself; empty if no parameter is held twice
+    #: for each stage, all stages that hold some of its parameters, itself included; empty if no parameter is shared
     sharing: tuple[tuple[int, ...], ...] = ()
 
 
@@ -61,7 +62,7 @@ NOTHING = Asked()
 
 
 class EndTree:
-    """Where the end of a step passes."""
+    """The tree along which the results of a step are collected and distributed."""
 
     def __init__(self, spec: Placed) -> None:
         self.spec = spec
@@ -84,7 +85,7 @@ class EndTree:
         for place, parent in self.parent.items():
             if parent is not None:
                 self.children[parent].append(place)
-        #: places from which something of the loss comes, or through which it goes
+        #: places that contribute to the loss, or pass it on
         self._of_loss: set[Shard] = set()
         for route in range(spec.num_routes):
             above: Shard | None = self.own[spec.place(last, route)]
@@ -93,7 +94,7 @@ class EndTree:
                 above = self.parent[above]
 
     def actions(self, worker: int, asked: Asked) -> list[Action]:
-        """Return what `worker` collects and tells, in an order that suits the tree: to the root, and back."""
+        """Return what `worker` collects and distributes, in the order of the tree: to the root, and back."""
         places = self._places.get(worker, [])
         found = [C(*place) for place in reversed(places) if place in self._of_loss] + [D(*place) for place in places]
         if asked.norms:
@@ -123,21 +124,21 @@ class EndTree:
         if kind is C:
             below = [C(*child) for child in children if child in self._of_loss]
             return [], below + [f for shard in held if shard[0] == self.spec.last_stage for f in self._forwards(*shard)]
-        below = [N(*child) for child in children] + [D(*place)]  # gradients of sums are divided first
+        below = [N(*child) for child in children] + [D(*place)]  # gradients of summed losses are divided first
         first = [shard for shard in held if shard[1] == 0]
         if asked.validated:
-            return [], below + [U(*shard) for shard in first]  # which noted the norms before it let go of the gradients
+            return [], below + [U(*shard) for shard in first]  # U has noted the norms before it freed the gradients
         exchanged = [g for stage, _ in first for g in self.exchanged(stage, asked)]
         alone = [shard for shard in first if not self.exchanged(shard[0], asked)]
         return alone, below + list(dict.fromkeys(exchanged))
 
     def told(self, worker: int, asked: Asked) -> list[Action]:
-        """Return what tells the updates of `worker` what they must know."""
+        """Return the actions that bring the updates of `worker` what they must know."""
         own = self.own[worker]
         return [T(*own)] if asked.norms and not asked.validated else [D(*own)] if asked.weight else []
 
     def exchanged(self, stage: int, asked: Asked) -> list[Action]:
-        """Return the exchanges whose gradients are summed for `stage`, in that order; none if nobody else holds any."""
+        """Return the exchanges whose gradients are summed for `stage`, in that order; none if it shares no weights."""
         stages = (asked.sharing[stage] if asked.sharing else ()) or (stage,)
         num_routes = self.spec.num_routes
         return [G(s, route) for s in stages for route in range(num_routes)] if len(stages) * num_routes > 1 else []

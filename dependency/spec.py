@@ -1,8 +1,8 @@
 """The class a schedule subclasses: placement, relation, nominal time.
 
-A schedule adds only what makes it itself. Data flow is the same for all and follows from the kinds (`kinds.py`):
-what is done with a microbatch on a stage is done in the order of `Spec.actions`, and a payload that goes to the next
-or previous stage is what the action that goes the same way there computes from:
+A schedule adds only what distinguishes it from others. Data flow is the same for all schedules and follows from the
+kinds (`kinds.py`): the actions of a microbatch on a stage run in the order of `Spec.actions`, and a payload for the
+next or previous stage is the input of the action there that sends its own payload in the same direction:
 
     F(s,m) <- F(s-1,m)              B(s,m) <- F(s,m), B(s+1,m)     R(s,m) <- F(s,m), and B(s,m) <- R(s,m)
     W(s,m) <- I(s,m)                I(s,m) <- F(s,m), I(s+1,m)     (B may take the place of any I)
@@ -59,22 +59,22 @@ class Spec(_Frozen):
 
     num_workers: int
     num_microbatches: int
-    #: of a stream that is not synchronous: how many of its steps are looked at as one
+    #: for asynchronous schedules: how many steps of a stream are considered together
     num_steps: int = field(default=1, repr=False)
 
-    #: paper and section, or the code that the order was compared with
+    #: paper and section, or the code with which the order was compared
     source: ClassVar[str] = ""
-    #: True if backward is done as `I` (inputs) and `W` (weights) instead of `B`; see `splits`
+    #: True if the backward is split into `I` (for inputs) and `W` (for weights); see `splits`
     split_backward: ClassVar[bool] = False
-    #: True if activations are computed a second time (`R`) instead of kept; see `recomputes`
+    #: True if activations are recomputed (`R`) instead of kept; see `recomputes`
     recompute: ClassVar[bool] = False
-    #: False if forwards may overtake updates, so that steps follow each other without a flush, as in PipeDream. Then
-    #: `slot` places `U` too, and `after`, `slot` and `version` count microbatches and updates through the whole stream
+    #: False if forwards may overtake updates, so that steps follow each other without a flush, as in PipeDream. In that
+    #: case `slot` places `U` too, and `after`, `slot` and `version` count microbatches and updates through the stream
     synchronous: ClassVar[bool] = True
-    #: True if an update that waits for the norm of all gradients, to clip them, would make bubbles that there are not
-    #: otherwise: it is made before, and validated when the norm is known (Qi et al. 2023, Zero Bubble, section 4)
+    #: True if waiting for the norm of all gradients (to clip them) would open bubbles: then an update is made before
+    #: the norm is known, and validated when it is (Qi et al. 2023, Zero Bubble, section 4)
     post_validation: ClassVar[bool] = False
-    #: after what the weights of a schedule that is not synchronous are updated
+    #: for asynchronous schedules: how often weights are updated
     update_every: ClassVar[Literal["step", "microbatch"]] = "step"
 
     def __post_init__(self) -> None:
@@ -101,7 +101,7 @@ class Spec(_Frozen):
 
     @property
     def elasticity(self) -> float:
-        """How far each update pulls a route's weights to a reference that all routes have, and it to them; 0: not."""
+        """How far each update pulls the weights of a route and their common reference to each other; 0: not at all."""
         return 0.0
 
     def place(self, stage: int, route: int) -> int:
@@ -123,15 +123,14 @@ class Spec(_Frozen):
     def after(self, action: Action) -> Iterable[Action]:
         """Return what must be finished before `action`, beyond data flow: windows, a flush, a lag.
 
-        Asked about what is done with a microbatch, and about `U` if not synchronous.
-
-        Only actions of the same or a neighbouring stage, or of the same worker. Negative microbatches mean
-        "before the first" and are dropped, so a window needs no special case.
+        It is called for the actions of microbatches, and for `U` if the schedule is asynchronous. It may name only
+        actions of the same or a neighbouring stage, or of the same worker. Negative microbatches mean "before the
+        first" and are ignored, so a window needs no special case.
         """
         return ()
 
     def slot(self, action: Action) -> int:
-        """Return the nominal time of an action: of what is done with a microbatch, and of `U` if not synchronous.
+        """Return the nominal time of an action of a microbatch, and of `U` if the schedule is asynchronous.
 
         It must grow along every edge of the relation and differ between actions of one worker: then its
         order is the worker's order, and nothing can deadlock. Without it the order comes from `program`,
@@ -140,24 +139,24 @@ class Spec(_Frozen):
         raise NotImplementedError
 
     def program(self, worker: int) -> Iterable[Action]:
-        """Return the worker's actions in order, where no closed form of `slot` is short."""
+        """Return the worker's actions in order, for schedules without a short closed form of `slot`."""
         raise NotImplementedError
 
     def version(self, stage: int, microbatch: int) -> int:
-        """Return how many updates the weights have seen that the forward of a microbatch uses, and its backward.
+        """Return the version of the weights that the forward and backward of a microbatch use: the number of updates.
 
-        In a stream it must repeat from step to step, but for its beginning, where it is at least 0.
+        It must follow the same pattern in every step of a stream, except at the beginning, where it is at least 0.
 
         Args:
-            microbatch: counted through a stream of steps.
+            microbatch: counted through the stream.
         """
         return microbatch // self.num_microbatches
 
     def activation_limit(self, worker: int) -> int | None:
-        """Return how many microbatches of its stages `worker` may hold from F to B (or W); None: no limit here.
+        """Return how many microbatches of its stages `worker` may hold from F to B (or W); None: no limit.
 
-        It becomes edges: in the worker's order, the k-th F waits for the (k-limit)-th B or W. For a bound
-        that no window of one stage expresses, such as that of a V schedule.
+        The limit becomes edges: in the worker's order, the k-th F waits for the (k-limit)-th B or W. It expresses a
+        bound that a window of one stage cannot express, such as that of a V schedule.
         """
         return None
 
@@ -176,13 +175,13 @@ class Spec(_Frozen):
 
     @property
     def total_microbatches(self) -> int:
-        """How many microbatches all steps have that are looked at."""
+        """The number of microbatches in all steps that are considered together."""
         return self.num_microbatches * self.num_steps
 
     def actions(self, stage: int, microbatch: int) -> tuple[Action, ...]:
-        """Return what is done with a microbatch on a stage, in order of data flow: each needs the one before.
+        """Return the actions of a microbatch on a stage, in order of data flow: each needs the one before it.
 
-        A schedule with kinds of its own overrides this.
+        A schedule with kinds of its own overrides this method.
         """
         forward = (F(stage, microbatch), R(stage, microbatch)) if self.recomputes(stage) else (F(stage, microbatch),)
         if self.splits(stage, microbatch):
@@ -190,7 +189,7 @@ class Spec(_Frozen):
         return *forward, B(stage, microbatch)
 
     def updates(self, stage: int, route: int) -> Iterable[Action]:
-        """Return the updates of a replica of a stage, as `update_every` says; one for synchronous schedules."""
+        """Return the updates of a replica of a stage: one for synchronous schedules, else as `update_every` says."""
         if self.update_every == "microbatch" and not self.synchronous:
             return (U(stage, m) for m in range(self.total_microbatches))
         return [U(stage, route + step * self.num_routes) for step in range(self.num_steps)]
@@ -207,12 +206,12 @@ class Spec(_Frozen):
         return list(_hosts(self).get(worker, ()))
 
     def origin(self, action: Action) -> Action | None:
-        """Return the action of a neighbouring stage whose payload `action` computes from; None: there is none."""
+        """Return the action of a neighbouring stage whose payload is the input of `action`; None: there is none."""
         stage, kind, microbatch = action
         return self._going(kind.way, stage - kind.way, microbatch) if kind.way else None
 
     def successors(self, action: Action) -> list[Action]:
-        """Return the actions that the payload of `action` flows to; none if it makes none."""
+        """Return the actions that take the payload of `action`; none if it has no payload."""
         stage, kind, microbatch = action
         if not kind.per_microbatch:
             return end_tree(self).successors(action)
@@ -220,7 +219,7 @@ class Spec(_Frozen):
         return [] if follower is None else [follower]
 
     def _going(self, way: int, stage: int, microbatch: int) -> Action | None:
-        """Return what sends the payload of `microbatch` on from `stage` in the direction `way`."""
+        """Return the action that sends the payload of `microbatch` from `stage` in the direction `way`."""
         if not 0 <= stage <= self.last_stage:
             return None
         return next((a for a in self.actions(stage, microbatch) if a.kind.way == way), None)
@@ -246,7 +245,7 @@ class Spec(_Frozen):
             yield from others
 
     def accumulations(self, stage: int, route: int) -> Iterator[Action]:
-        """Yield what adds to the gradients of a replica of a stage in a step."""
+        """Yield the actions that add to the gradients of a replica of a stage in a step."""
         for m in on_route(self, range(self.total_microbatches), route):
             yield from (a for a in self.actions(stage, m) if a.kind.accumulates)
 
@@ -258,7 +257,7 @@ class Spec(_Frozen):
         return needs
 
     def orders(self, action: Action) -> bool:
-        """Tell whether `after` and `slot` are asked about `action`; the end of a synchronous step is not theirs."""
+        """Tell whether `after` and `slot` are called for `action`; they are not for the end of a synchronous step."""
         return action.kind.per_microbatch or (action.kind is U and not self.synchronous)
 
     def parameters(self) -> dict[str, Any]:
@@ -269,7 +268,7 @@ class Spec(_Frozen):
 
 @lru_cache(maxsize=16)
 def _hosts(spec: Spec) -> dict[int, list[tuple[int, int]]]:
-    """Return what each worker holds: found once, as looking through all stages for each of many workers takes long."""
+    """Return what each worker holds, found once: searching all stages for each of 10,000 workers takes minutes."""
     hosts: dict[int, list[tuple[int, int]]] = {}
     for stage in range(spec.num_stages):
         for route in range(spec.num_routes):

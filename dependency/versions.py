@@ -1,7 +1,8 @@
-"""Versions of weights in a stream whose forwards overtake updates: what follows from `Spec.version`.
+"""Versions of weights in an asynchronous stream, where forwards overtake updates: what follows from `Spec.version`.
 
-The version that a forward uses is declared, not raced for: F(s,m) needs the update that makes version(s,m), and uses
-that version though later ones may be there; so does its backward. So what is trained does not depend on timing.
+The schedule declares which version a forward uses, so timing cannot change it: F(s,m) needs the update that makes
+version(s,m), and uses that version even if later ones exist; so does its backward. What is trained does not depend on
+timing.
 
     F(s,m) <- the update of s that makes version(s,m)
     U(s,j) <- every B(s,.) or W(s,.) whose gradients it takes, U(s,j-1)
@@ -21,12 +22,12 @@ from .action import Action
 from .ending import Asked, Placed, on_route
 from .kinds import U
 
-#: a step that is so far from the beginning of a stream that nothing of the beginning is seen there
+#: a step so far from the beginning of a stream that the beginning has no effect on it
 STEADY = 1 << 20
 
 
 class Versioned(Placed, Protocol):
-    """What is known of a spec here."""
+    """What this file uses of a spec."""
 
     @property
     def num_microbatches(self) -> int: ...
