@@ -33,34 +33,3 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) ->
         )
     starts = [sum(split[:stage]) for stage in range(num_stages)]
     return [range(start, start + size) for start, size in zip(starts, split, strict=True)]
-
-
-def fastest_cut(layers: Sequence[float], slowness: Sequence[float]) -> list[int]:
-    """Return how many of the layers each stage gets so that the slowest stage is as fast as possible."""
-    low, high = 0.0, sum(layers) * max(slowness)
-    best = _fill(layers, slowness, high)
-    for _ in range(40):
-        middle = (low + high) / 2
-        found = _fill(layers, slowness, middle)
-        if found is None:
-            low = middle
-        else:
-            best, high = found, middle
-    assert best is not None
-    return best
-
-
-def _fill(layers: Sequence[float], slowness: Sequence[float], most: float) -> list[int] | None:
-    """Give each stage as many layers as take at most `most`, at least one each; None if layers are left."""
-    counts, at = [], 0
-    for stage, slow in enumerate(slowness):
-        needed = len(slowness) - stage - 1  # a layer each for the stages behind
-        count, time = 0, 0.0
-        while at < len(layers) - needed and (count == 0 or time + layers[at] * slow <= most):
-            time += layers[at] * slow
-            count += 1
-            at += 1
-        if count == 0 or time > most:
-            return None
-        counts.append(count)
-    return counts if at == len(layers) else None

@@ -19,11 +19,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from statistics import median, median_low
 
 from ..dependency import Action, B, F, Kind
-from ..model.cut import fastest_cut
+from ..planning.bottleneck import least_bottleneck
 from ..planning.simulator import Cost, Link, simulate
 from ..workers.hooks import StepRecord
 from .listing import name_of
@@ -277,12 +277,12 @@ class _Case:
             return ""
         old = [len(times) for times in layers]
         speeds = [self._slowness[self._spec.place(stage, 0)] for stage in range(len(old))]
-        new = fastest_cut([time for times in layers for time in times], speeds)
-        totals, flat, at = [sum(times) for times in layers], [t for times in layers for t in times], 0
-        ratio = []
-        for stage, count in enumerate(new):
-            ratio.append(sum(flat[at : at + count]) / totals[stage] if totals[stage] else 1.0)
-            at += count
+        up_to = [0.0, *accumulate(time for times in layers for time in times)]
+        ends = least_bottleneck(sum(old), len(old), lambda stage, a, b: speeds[stage] * (up_to[b] - up_to[a]))
+        assert ends is not None
+        new = [b - a for a, b in pairwise(ends)]
+        now = zip(pairwise(ends), map(sum, layers), strict=True)
+        ratio = [(up_to[b] - up_to[a]) / before if before else 1.0 for (a, b), before in now]
         saved = (now_ms - self._simulate(lambda a: self._actual(a) * ratio[a.stage])) / step_ms
         if saved < _WORTHWHILE:
             return ""
