@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from xml.sax.saxutils import escape
@@ -13,6 +12,7 @@ from ..dependency import G, R
 from ..planning.compare import tell_bytes
 from ..planning.plan import Plan
 from ..planning.profile import TIMED, Profile
+from .svg import nice_step
 
 #: kinds that a profile is shown of
 _SHOWN = tuple(kind for kind in TIMED if kind not in (R, G))
@@ -188,13 +188,12 @@ def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
 
 
 def _ticks(largest: float) -> list[float]:
-    """Return round numbers from 0 to at most `largest`, four to eight of them.
+    """Return round numbers from 0 to at most `largest`, at most seven of them.
 
     >>> _ticks(534.1), _ticks(7)
     ([0.0, 100.0, 200.0, 300.0, 400.0, 500.0], [0.0, 2.0, 4.0, 6.0])
     """
-    power = 10.0 ** math.floor(math.log10(largest))
-    step = next(step for step in (power * 2, power, power / 2, power / 5) if largest / step >= 3)
+    step = nice_step(largest, 6)
     return [round(step * at, 10) for at in range(int(largest / step) + 1)]
 
 
