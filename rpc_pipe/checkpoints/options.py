@@ -28,7 +28,7 @@ def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: st
     if every is None and keep is not None:
         raise ConfigError(f"--checkpoint-keep {keep}: without --checkpoint-every none is written")
     if resume not in (None, "auto") and folders.newest(Path(str(resume))) is None:
-        raise ConfigError(f"--resume {resume}: holds no complete checkpoint; auto starts anew where there is none")
+        raise ConfigError(f"--resume {resume}: holds no complete checkpoint; auto starts at step 0 if there is none")
     if not folder:
         raise ConfigError("--checkpoint-folder: must name a folder")
     if every is not None:

@@ -109,12 +109,13 @@ class Resumption:
         if _KINDS[kind] != what:
             raise ConfigError(
                 f"--resume: call {self._next} of the script is {what}, and was {_KINDS[kind]} in the run that "
-                "wrote the checkpoint; go on with the same script"
+                "wrote the checkpoint; continue with the same script"
             )
         if self._next == self._last and batch != self.batch and batch and self.batch:
             raise ConfigError(
                 f"--resume: the last step before the checkpoint was of {self.batch}, and is of {batch}: the data, "
-                "their order or the rows of a batch have changed; go on with the same, or begin anew without --resume"
+                "their order or the rows of a batch have changed; continue with the same, or start "
+                "again without --resume"
             )
         number, self._next = self._next, self._next + 1
         self._note_norm(kind, self._norms[number])

@@ -76,7 +76,7 @@ def _dispatch(argv: list[str]) -> int:
         near = parser.near(unknown, cutoff=0.75)  # --epochs is the script's, and not nearly --steps
         run.refuse_unknown(typed["script"], unknown, near)
     elif at < len(argv):
-        raise ConfigError(f"{' '.join(argv[at:])}: what stands behind -- is for a script, but none is run")
+        raise ConfigError(f"{' '.join(argv[at:])}: what follows -- is for a script, but no script is run")
     parser.refuse(unknown)
     code: int = command(typed, argv)
     return code

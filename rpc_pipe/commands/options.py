@@ -100,7 +100,7 @@ def add_pipeline(parser: Parser) -> None:
     )  # fmt: skip
     parser.add_argument("--nan", choices=NANS, help="what to do if the loss is not finite (stop)")
     parser.add_argument(
-        "--trust-network", action="store_true", help="let workers listen where whoever reaches them can run code"
+        "--trust-network", action="store_true", help="let workers listen where anybody who reaches them can run code"
     )
     parser.add_argument("--port", type=whole(1, 65535), help="meet at this TCP port instead of in a file")
 

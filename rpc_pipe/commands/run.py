@@ -117,7 +117,7 @@ def refuse_unknown(script: str, unknown: Sequence[str], near: str) -> None:
     """Say where a script's own options belong, and which of ours is `near` the first one."""
     if unknown:
         raise ConfigError(
-            f"{' '.join(unknown)}: not of rpc-pipe run; {near}put the script's own options behind --: "
+            f"{' '.join(unknown)}: not an option of rpc-pipe run; {near}put the script's own options after --: "
             f"rpc-pipe run {script} -- {' '.join(unknown)}"
         )
 
@@ -273,8 +273,8 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     for name in (*_GPT, "beat_bigram"):
         if name in typed:
             raise ConfigError(
-                f"--{name.replace('_', '-')}: is of the built-in GPT, but {script} runs; "
-                "put the script's own options behind --"
+                f"--{name.replace('_', '-')}: is an option of the built-in GPT, but {script} runs; "
+                "put the script's own options after --"
             )
     options = schedule_options(typed)
     reporter = Reporter("json" in typed)

@@ -196,7 +196,7 @@ class Loader:
         if told != self.identity:
             raise ConfigError(
                 f"data {self.source.name}: were {told} when the position was noted, and are {self.identity}: "
-                "a resumed run needs the same data, seed and window, or begins anew at position 0"
+                "a resumed run needs the same data, seed and window, or starts again at position 0"
             )
 
     def seek(self, position: int) -> None:
@@ -256,7 +256,7 @@ class Loader:
         return 0 if self._reader is None else self._reader.residency.peak_bytes
 
     def close(self) -> None:
-        """Let go of memory and threads; reading begins anew when it is asked for."""
+        """Free memory and threads; reading starts again when the next batch is requested."""
         if self._reader is not None:
             self._end_reader()  # once, or every reader would be held as long as this
             self._reader = None

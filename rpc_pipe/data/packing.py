@@ -115,8 +115,8 @@ def _begun(folder: Path, new: Packed) -> Packed:
                 _refuse_impossible(found)
                 if found.identity != new.identity:
                     raise ConfigError(
-                        f"{folder}: holds shards of another text, or made otherwise ({len(found.shards)} shards, "
-                        f"tokenizer {found.tokenizer}); name another folder"
+                        f"{folder}: holds shards of another text, or made with other options ("
+                        f"{len(found.shards)} shards, tokenizer {found.tokenizer}); name another folder"
                     )
                 return found
         others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))

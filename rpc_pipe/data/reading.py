@@ -166,7 +166,7 @@ class Reader:
         self._end()
         if thread is not None and thread.is_alive():  # what it makes would be taken for a batch of the next one
             raise Stalled(
-                f"data {self._source.name}: has been at a batch that nobody takes for {self._timeout_s:g} s; raise "
+                f"data {self._source.name}: has waited with a batch that nobody takes for {self._timeout_s:g} s; raise "
                 "timeout_s"
             )
         self._wanted, self._stop = wanted, False

@@ -230,11 +230,12 @@ def _indexed(
     for shard in () if remote else listed:
         size = size_of(shard.name)
         if size is None:
-            raise DataError(f"shard {shard.name}: is missing in {root}, but {INDEX} lists it; bring it back")
+            raise DataError(f"shard {shard.name}: is missing in {root}, but {INDEX} lists it; restore it")
         if size != shard.num_bytes:
             raise DataError(
                 f"shard {shard.name}: has {size} bytes, but {INDEX} says {shard.num_bytes}: "
-                f"it is {'truncated' if size < shard.num_bytes else 'not the one that was packed'}; bring it back whole"
+                f"it is {'truncated' if size < shard.num_bytes else 'not the one that was packed'}; "
+                "restore the whole file"
             )
     return listed, index
 

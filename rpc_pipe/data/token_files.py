@@ -200,7 +200,7 @@ def _verify(path: Path, shard: ShardFile) -> None:
     if found != shard.checksum:
         raise DataError(
             f"shard {shard.name}: its checksum is {found:08x}, the index says {shard.checksum:08x}: "
-            "the file is damaged; bring it back, or pack it again"
+            "the file is damaged; restore it, or pack it again"
         )
 
 

@@ -75,7 +75,7 @@ def _loop(options: TrainOptions, corpus: Corpus, pipe: Pipeline) -> list[float]:
     if pipe.last_batch and not pipe.last_batch.endswith(loader.identity):
         raise ConfigError(
             f"--resume: the last step before the checkpoint was of {pipe.last_batch}, and --data has "
-            f"{loader.identity}: go on with the same text and seed, or begin anew without --resume"
+            f"{loader.identity}: continue with the same text and seed, or start again without --resume"
         )
     loader.seek(pipe.steps_done * options.batch)
     steps = range(pipe.steps_done, options.steps)

@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from ..workers.transport.zeromq import Network, ZmqCarrier
 
 _RPC_MEANS = (
-    "torch RPC runs what it is sent and asks nobody who he is: whoever reaches a worker's port can run code as you, "
-    "and read and change what travels"
+    "torch RPC runs what it receives and authenticates nobody: anybody who reaches a worker's port can run code as "
+    "you, and read and change the data in transit"
 )
 _KEY_MEANS = (
-    "without a key file the job's key travels through torchrun's store: whoever reaches that while the workers meet "
-    "can take part"
+    "without a key file the job's key travels through torchrun's store: anybody who reaches it while the workers "
+    "meet can take part"
 )
 
 
@@ -63,8 +63,8 @@ def _by_rpc(job: Job) -> Carrier:
     if job.interface != LOOPBACK:
         if not job.trust_network:
             raise ConfigError(
-                f"transport rpc beyond this host: {_RPC_MEANS}; say --trust-network ({TRUST}=on) if nobody else is in "
-                "this network, or take --transport zmq"
+                f"transport rpc beyond this host: {_RPC_MEANS}; pass --trust-network ({TRUST}=on) if nobody else is "
+                "in this network, or use --transport zmq"
             )
         _warn(job, f"--trust-network: {_RPC_MEANS}")
     store: Any = None
@@ -170,7 +170,7 @@ def _secret(job: Job) -> bytes | None:
         return None
     raise ConfigError(
         f"transport zmq beyond this host: needs a key that every worker has; `rpc-pipe key FILE` makes one, copy "
-        f"it to all hosts and set {KEY}=FILE; or say --trust-network ({TRUST}=on): {_KEY_MEANS}"
+        f"it to all hosts and set {KEY}=FILE; or pass --trust-network ({TRUST}=on): {_KEY_MEANS}"
     )
 
 

@@ -251,7 +251,7 @@ def _say_how_it_went() -> None:
         else:
             print(sentence(found), *lost_lines(found), sep="\n", file=sys.stderr)
     except Exception as error:
-        logger.warning("nothing can be said of this run: %s: %s", type(error).__name__, error)
+        logger.warning("this run has no summary: %s: %s", type(error).__name__, error)
     finally:
         release()
 

@@ -241,8 +241,8 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
     for name, module in modules:
         if module._compiled_call_impl is not None:
             raise ConfigError(
-                f"model: {name or whole} was compiled with .compile(), which no copy keeps; "
-                f"let torch.compile(block) stand in the block's place instead"
+                f"model: {name or whole} was compiled with .compile(), which copies do not keep; "
+                f"replace the block by torch.compile(block) instead"
             )
         if not name and type(module).__name__ == "OptimizedModule":
             raise ConfigError(
@@ -252,7 +252,7 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
             raise ConfigError(
                 f"model: {name or whole} was made by torch.jit.script or trace, whose "
-                f"weights nobody can exchange; put the module itself there, not scripted, or torch.compile of it"
+                f"weights cannot be exchanged; use the module itself, not scripted, or torch.compile of it"
             )
         if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
             refuse_lazy(module, name or whole)

@@ -136,7 +136,7 @@ def test_what_is_made_late_is_not_taken_for_another_batch(shards, monkeypatch):
     slow = Loader(tokens(shards, CONTEXT), rows=6, shuffle=False, timeout_s=0.2)
     assert read([next(iter(slow))])[0] == 0 and begun.wait(20)
     slow.seek(0)
-    with pytest.raises(Stalled, match=r"has been at a batch that nobody takes for 0\.2 s"):
+    with pytest.raises(Stalled, match=r"has waited with a batch that nobody takes for 0\.2 s"):
         next(iter(slow))[0]
     release.set()
     slow.seek(0)

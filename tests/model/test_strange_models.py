@@ -219,7 +219,7 @@ def scripted() -> nn.Module:
     [
         (hooked_whole, "a backward hook of Listed would have to see what goes into the first of its blocks"),
         (lambda: nn.ModuleList([nn.LazyLinear(8)]), "weight of 0 .LazyLinear. has no shape before a first"),
-        (scripted, "layers.0 was made by torch.jit.script or trace, whose weights nobody can exchange"),
+        (scripted, "layers.0 was made by torch.jit.script or trace, whose weights cannot be exchanged"),
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules")

@@ -387,7 +387,7 @@ def test_an_ordinary_script_that_was_killed_goes_on_with_other_workers(tmp_path)
 @pytest.mark.parametrize(
     "typed, says",
     [
-        (["--resume", "nowhere"], "--resume nowhere: holds no complete checkpoint; auto starts anew"),
+        (["--resume", "nowhere"], "--resume nowhere: holds no complete checkpoint; auto starts at step 0"),
         (["--checkpoint-every", 0], "--checkpoint-every 0: must be at least 1"),
         (["--checkpoint-keep", 2], "--checkpoint-keep 2: without --checkpoint-every none is written"),
         (["--checkpoint-every", 2, "--checkpoint-folder", "/proc/x"], "--checkpoint-folder /proc/x: cannot be written"),

@@ -262,8 +262,16 @@ def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
         (["run", "no_such_script.py"], {}, "no_such_script.py: there is no such file"),
         (["run", "{tmp}/bat.py"], {}, "bat.py: there is no such file; did you mean {tmp}/bad.py?"),
         (["run", "{tmp}/empty"], {}, "empty: is a folder; name the script in it"),
-        (["run", "{tmp}/bad.py", "--epochs", "2"], {}, "not of rpc-pipe run; put the script's own options behind --"),
-        (["run", "{tmp}/bad.py", "--wokers", "2"], {}, "not of rpc-pipe run; did you mean --workers? put the"),
+        (
+            ["run", "{tmp}/bad.py", "--epochs", "2"],
+            {},
+            "not an option of rpc-pipe run; put the script's own options after --",
+        ),
+        (
+            ["run", "{tmp}/bad.py", "--wokers", "2"],
+            {},
+            "not an option of rpc-pipe run; did you mean --workers? put the",
+        ),
         (["run", "--device", "cuda:7"], {}, "device 'cuda:7'"),
         (["run", "{tmp}/bad.py", "--device", "cuda:7"], {}, "device 'cuda:7'"),  # no worker has been started
         (["run", "--device", "gpu"], {}, "--device gpu: must be cpu, cuda or cuda:N"),

@@ -114,11 +114,11 @@ def test_a_script_is_overridden_and_leaves_what_was_asked_for(tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--lr", "0.1"], "--lr: is of the built-in GPT, but {script} runs"),
-        (["--no-beat-bigram"], "--beat-bigram: is of the built-in GPT"),
-        (["--steps=3"], "--steps: is of the built-in GPT"),
-        (["--epochs", "3"], "behind --: rpc-pipe run {script} -- --epochs 3"),
-        (["3"], "behind --: rpc-pipe run {script} -- 3"),
+        (["--lr", "0.1"], "--lr: is an option of the built-in GPT, but {script} runs"),
+        (["--no-beat-bigram"], "--beat-bigram: is an option of the built-in GPT"),
+        (["--steps=3"], "--steps: is an option of the built-in GPT"),
+        (["--epochs", "3"], "after --: rpc-pipe run {script} -- --epochs 3"),
+        (["3"], "after --: rpc-pipe run {script} -- 3"),
         (["--schedule", "1f2b"], "did you mean '1f1b'"),
         (["--save", "{script}/w"], "--save {script}/w: {script} is a file, not a folder"),
         (["--save", "."], "--save .: is a folder"),

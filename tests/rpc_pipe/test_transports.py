@@ -214,7 +214,7 @@ BEYOND = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR"
 
 def test_rpc_beyond_this_host_must_be_asked_for():
     job = current_job({**BEYOND, "RPC_PIPE_INTERFACE": "eth0"})
-    with pytest.raises(ConfigError, match=r"whoever reaches a worker's port can run code as you.* --trust-network"):
+    with pytest.raises(ConfigError, match=r"anybody who reaches a worker's port can run code as you.* --trust-network"):
         join(job)
     with pytest.raises(ConfigError, match=r"needs a key that every worker has; `rpc-pipe key FILE` makes one"):
         _keys(job, None)

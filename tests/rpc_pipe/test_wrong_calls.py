@@ -103,7 +103,7 @@ def test_an_optimizer_of_more_than_its_stage_is_refused():
     loss_fn, model = _Weighed(), nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
     for more in (loss_fn, model):
         with pytest.raises(
-            ConfigError, match=r"optimizer SGD: has a parameter of shape .* none of those it was made for"
+            ConfigError, match=r"optimizer SGD: has a parameter of shape .* not one of those it was made for"
         ):
             pipeline(model, loss_fn, optimizer=lambda named: SGD([*{*(p for _, p in named), *more.parameters()}]))  # noqa: B023
 

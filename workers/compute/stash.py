@@ -103,7 +103,7 @@ class StashingShard(Shard):
         if spec.elasticity and before and list(map(id, before)) != list(map(id, self._trained)):
             raise ConfigError(
                 f"stage {self.stage}: requires_grad of a parameter has changed, and pipelines are pulled to a "
-                "reference of those that were trained before; use another schedule, or make the pipeline anew"
+                "reference of those that were trained before; use another schedule, or make a new pipeline"
             )
         if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in self._trained):
             raise ConfigError(

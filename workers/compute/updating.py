@@ -282,8 +282,8 @@ def _refuse_others(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter])
     for parameter in (each for group in optimizer.param_groups for each in group["params"]):
         if id(parameter) not in own:
             raise ConfigError(
-                f"optimizer {type(optimizer).__name__}: has a parameter of shape {tuple(parameter.shape)} that is none "
-                "of those it was made for: make one of the (name, parameter) pairs of a stage, which it is called "
+                f"optimizer {type(optimizer).__name__}: has a parameter of shape {tuple(parameter.shape)} that is not "
+                "one of those it was made for: make one of the (name, parameter) pairs of a stage, which it is called "
                 "with; a parameter of a loss function belongs into the last layer"
             )
 
