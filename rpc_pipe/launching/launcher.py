@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -114,7 +113,7 @@ class Launcher:
 
     def _attempt(self, restarts: int, logs: Logs) -> tuple[Cause | None, int]:
         """Run all workers once; tell why they failed, if they did."""
-        folder = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
+        folder = run_folders.new_temporary_folder()
         boards, attempt = None, None
         self._ending = False
         ending: Ending | None = None

@@ -100,6 +100,20 @@ def new_launchers_folder() -> Path:
     return path
 
 
+def new_temporary_folder() -> Path:
+    """Make a folder for what workers need to meet; remove those of launchers that were killed."""
+    for left in Path(tempfile.gettempdir()).glob("rpc-pipe-*"):
+        with suppress(OSError):  # it is no launcher's, or of somebody else
+            mine = left.lstat().st_uid == os.getuid() and not left.is_symlink()
+            if mine and not alive((left / LAUNCHER).read_text()):
+                shutil.rmtree(left, ignore_errors=True)
+    path = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
+    with suppress(OSError):  # the disk is full
+        (path / f"{LAUNCHER}.new").write_text(identity())
+        (path / f"{LAUNCHER}.new").replace(path / LAUNCHER)  # whoever reads it reads all of it
+    return path
+
+
 def sweep() -> None:
     """Remove what runs that were killed have left."""
     for path in root().iterdir():

@@ -1,6 +1,7 @@
 """Folders of runs: found, kept while they live, cleared when they do not; nothing depends on them."""
 
 import os
+import tempfile
 
 import pytest
 
@@ -78,3 +79,14 @@ def test_boards_can_be_switched_off(root):
     assert run_folders.folder({run_folders.FOLDER: "/a/b"}).as_posix() == "/a/b"
     torchrun = run_folders.folder({"RANK": "0", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "a/b"})
     assert torchrun.name.startswith("torchrun-a_b-29500-") and torchrun.is_dir()
+
+
+def test_what_a_killed_launcher_left_on_disk_is_removed(tmp_path, monkeypatch):
+    """A launcher that is killed by SIGKILL removes nothing: its folder in /tmp stayed for ever."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, running = run_folders.new_temporary_folder(), run_folders.new_temporary_folder()
+    strange = tmp_path / "rpc-pipe-of-nobody"
+    strange.mkdir()
+    (left / run_folders.LAUNCHER).write_text("999999999/1/" + run_folders.identity().split("/")[2])
+    new = run_folders.new_temporary_folder()
+    assert set(tmp_path.iterdir()) == {running, strange, new}
