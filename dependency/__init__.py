@@ -15,6 +15,7 @@ from .errors import (
     ScheduleError,
     Stalled,
     WorkerFailure,
+    refuse_below,
 )
 from .kinds import B, C, D, F, G, I, N, R, T, U, V, W
 from .order import local_order
@@ -85,6 +86,7 @@ __all__ = [
     "order_limit",
     "period",
     "reaches",
+    "refuse_below",
     "recomputing",
     "stale_on",
     "staleness",

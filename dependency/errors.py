@@ -46,6 +46,17 @@ class ConfigError(PipeError, ValueError):
     """An option has a value that cannot work; the text says what would."""
 
 
+def refuse_below(least: int, **numbers: object) -> None:
+    """Refuse numbers, by name, that are not whole or too small.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{name} {value!r}: must be a whole number, at least {least}")
+
+
 class DataError(ConfigError):
     """Data cannot be read as they should be; the text names the shard."""
 

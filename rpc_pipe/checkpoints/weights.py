@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, refuse_below
 from ..model.partition import Partition
 from ..model.whole import Whole
 from ..workers.actor import WorkerActor
@@ -63,7 +63,7 @@ class Weights:
         Raises:
             ConfigError: it cannot be written; checkpoints from before are as they were.
         """
-        _refuse_less_than_one(keep=1 if keep is None else keep)
+        refuse_below(1, keep=1 if keep is None else keep)
         return self._keeper.save(Path(folder), keep, extra, wait)
 
     def load_checkpoint(self, folder: str | Path) -> Restored:
@@ -106,7 +106,7 @@ class Weights:
         Raises:
             ConfigError: a number that is not at least 1.
         """
-        _refuse_less_than_one(steps=steps, keep=1 if keep is None else keep)
+        refuse_below(1, steps=steps, keep=1 if keep is None else keep)
         self._keeper.every = steps, Path(folder).absolute(), keep  # a script may go to another one
 
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
@@ -162,9 +162,3 @@ class Weights:
         finally:
             swap(found)
             self._keeper.averaged = False
-
-
-def _refuse_less_than_one(**numbers: object) -> None:
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(f"{name} {value!r}: must be a whole number, at least 1")

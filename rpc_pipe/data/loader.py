@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, refuse_below
 from ..model.lazy_batch import LazyBatch, Some
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
@@ -67,9 +67,7 @@ class Loader:
         readers: Literal["users", "first"] = "users",
         timeout_s: float = 300.0,
     ) -> None:
-        for name, value, least in (("rows", rows, 1), ("replicas", replicas, 1), ("epochs", epochs, 1)):
-            if value is not None and (not isinstance(value, int) or value < least):
-                raise ConfigError(f"{name} {value!r}: must be a whole number, at least {least}")
+        refuse_below(1, rows=rows, replicas=replicas, epochs=1 if epochs is None else epochs)
         if not 0 <= replica < replicas or rows < replicas:
             raise ConfigError(
                 f"replica {replica} of {replicas}: must be 0 to {replicas - 1}, each with a row of {rows}"
@@ -201,8 +199,7 @@ class Loader:
 
     def seek(self, position: int) -> None:
         """Go to a position: so many samples are behind."""
-        if not isinstance(position, int) or position < 0:
-            raise ConfigError(f"position {position!r}: must be a whole number, at least 0")
+        refuse_below(0, position=position)
         self._position, self._followed = position, False
 
     def samples(self, begin: int, end: int) -> Numbers:

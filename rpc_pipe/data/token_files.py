@@ -21,7 +21,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..dependency import ConfigError, DataError
+from ..dependency import ConfigError, DataError, refuse_below
 from .bijection import Numbers
 from .shards import Roots, ShardFile, find_shards, fingerprint, roots_of
 from .source import Busy, Cause, Chunk, Filling, Source, Wanted
@@ -72,8 +72,7 @@ def tokens(
     Raises:
         ConfigError, DataError: there is no such file, or one that holds no tokens.
     """
-    if not isinstance(context, int) or context < 1:
-        raise ConfigError(f"context {context!r}: must be a whole number of tokens, at least 1")
+    refuse_below(1, context=context)
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype {dtype!r}: must be one of {', '.join(_DTYPES)}")
     storage = storage or Storage()

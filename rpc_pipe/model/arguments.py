@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..dependency import ConfigError, Spec
+from ..dependency import ConfigError, Spec, refuse_below
 from ..workers.compute.updating import Training
 from ..workers.transport.payload import Tree, tensors_of
 
@@ -22,15 +22,13 @@ def refuse_options(
     order: object, max_grad_norm: object, stall_s: object, num_workers: object, num_microbatches: object, seed: object
 ) -> None:
     """Refuse numbers that are not whole or too small, and an unknown order."""
-    numbers = {"num_workers": num_workers, "num_microbatches": num_microbatches, "seed": seed}
-    for name, value in numbers.items():
-        least = 0 if name == "seed" else 1
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            advice = (
-                "; without a plan there is no default: the more, the smaller the bubble, such as 4 times the workers"
-            )
-            more = advice if name == "num_microbatches" and value == 0 else ""
-            raise ConfigError(f"{name} {value!r}: must be a whole number, at least {least}{more}")
+    if num_microbatches == 0:
+        raise ConfigError(
+            "num_microbatches 0: must be a whole number, at least 1; without a plan there is no default: the more, the "
+            "smaller the bubble, such as 4 times the workers"
+        )
+    refuse_below(1, num_workers=num_workers, num_microbatches=num_microbatches)
+    refuse_below(0, seed=seed)
     if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         raise ConfigError(f"max_grad_norm {max_grad_norm!r}: must be a number above 0, or None")
     if not isinstance(stall_s, (int, float)) or isinstance(stall_s, bool) or not stall_s > 0:
@@ -127,9 +125,8 @@ def refuse_training(loss_fn: object, training: Training) -> None:
         raise ConfigError(f"lr_scheduler {lr_scheduler!r}: must be callable, such as partial(StepLR, step_size=10)")
     if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: needs an optimizer to schedule; pass optimizer=, too")
-    accumulate, decay, scaler = training.accumulate, training.ema_decay, training.grad_scaler
-    if not isinstance(accumulate, int) or isinstance(accumulate, bool) or accumulate < 1:
-        raise ConfigError(f"accumulate {accumulate!r}: must be a whole number of steps, at least 1")
+    refuse_below(1, accumulate=training.accumulate)
+    decay, scaler = training.ema_decay, training.grad_scaler
     if decay is not None and not (isinstance(decay, (int, float)) and 0 <= decay < 1):
         raise ConfigError(f"ema_decay {decay!r}: must be a number from 0 to below 1, such as 0.999")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
