@@ -45,19 +45,15 @@ class Attributes:
 
     def changed(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> set[nn.Module]:
         """Return the modules that have something else now, beside hooks; `is_same(now, then)` judges an exchange."""
-        changed = self._inner.changed()
-        for module, held in self.held:
-            now = vars(module)
-            if len(now) != len(held) or not all(n in now and is_same(now[n], value) for n, value in held.items()):
-                changed.add(module)
-        return changed
+        return {module for module, _ in self.changed_places(is_same)}
 
-    def changed_places(self) -> set[tuple[nn.Module, str]]:
+    def changed_places(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> set[tuple[nn.Module, str]]:
         """Return where the modules have something else now, by module and attribute; no name: inside of one."""
         found = {(module, "") for module in self._inner.changed()}
         for module, held in self.held:
             now = vars(module)
-            exchanged = {name for name in now.keys() & held.keys() if now[name] is not held[name]}
+            both = now.keys() & held.keys()
+            exchanged = {name for name in both if not is_same(now[name], held[name])}
             found |= {(module, name) for name in exchanged | (now.keys() ^ held.keys())}
         return found
 
