@@ -19,6 +19,7 @@ from ..dependency import ConfigError
 from ..dispatch.view import View
 from ..tracing.board import Live, State
 from ..tracing.boards import Boards
+from ..tracing.rollcall import told_stacks
 from .cause import FAILED, INTERRUPTED, LAST_LINES, WRONG_INPUT, Cause, killed, memory_kills, of_death, of_stall
 from .logs import Logs
 from .report import Reporter
@@ -229,7 +230,7 @@ class Attempt:
         if self._view.stalled and not self._told_stall:
             culprit = self._view.culprit()
             stacks = "" if culprit is None else self._boards.stacks(culprit)
-            self._reporter.roll_call(self._view.roll_call(), f"worker {culprit}", stacks)
+            self._reporter.roll_call(self._view.roll_call(), told_stacks(culprit, stacks))
         self._told_stall = self._view.stalled
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..tracing.board import Live, State
-from ..tracing.rollcall import waits_for_unseen
+from ..tracing.rollcall import told_stacks, waits_for_unseen
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 #: what a C++ library prints when TensorPipe reads a length that nobody meant
@@ -82,9 +82,7 @@ def of_stall(
         text = f"worker {culprit} was stopped by a signal, as Ctrl-Z sends it, in step {live.step}"
     else:
         title, text = f"worker {culprit} hangs", f"worker {culprit} hangs: {live} for {for_s:.0f} s"
-    lines = [text, told, "what the workers do:", *(f"  {line}" for line in roll_call)]
-    if stacks:
-        lines += [f"stacks of worker {culprit}, most recent call first:", *(f"  {s}" for s in stacks.splitlines())]
+    lines = [text, told, "what the workers do:", *(f"  {line}" for line in roll_call), *told_stacks(culprit, stacks)]
     return Cause(title, "\n".join(lines))
 
 

@@ -112,15 +112,11 @@ class Reporter:
         self.close()
         _console("stderr").print(f"error: {_readable(text)}", markup=False)
 
-    def roll_call(self, lines: Sequence[str], whose: str, stacks: str) -> None:
+    def roll_call(self, lines: Sequence[str], stacks: Sequence[str]) -> None:
         """Show who does what when nothing finishes."""
         self.close()
-        for line in ["nothing has finished for a while:", *(f"  {line}" for line in lines)]:
+        for line in ["nothing has finished for a while:", *(f"  {line}" for line in lines), *stacks]:
             self.console.print(line, markup=False)
-        if stacks:
-            self.console.print(f"stacks of {whose}, most recent call first:", markup=False)
-            for line in stacks.splitlines():
-                self.console.print(f"  {line}", markup=False)
 
     def close(self) -> None:
         """End the progress line."""

@@ -38,6 +38,12 @@ def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[st
     return lines
 
 
+def told_stacks(worker: int | None, stacks: str) -> list[str]:
+    """Return lines that tell the stacks of a worker, none if there are none."""
+    lines = [f"  {line}" for line in stacks.splitlines()]
+    return [f"stacks of worker {worker}, most recent call first:", *lines] if lines else []
+
+
 def waits_for_unseen(lives: Mapping[int, Live], worker: int) -> int | None:
     """Return the worker that `worker` waits for, if that is none of those that can be seen."""
     live = lives[worker]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .boards import Boards
-from .rollcall import blame, roll_call, waits_for_unseen
+from .rollcall import blame, roll_call, told_stacks, waits_for_unseen
 
 
 def describe_stall(folder: Path) -> str:
@@ -17,6 +17,6 @@ def describe_stall(folder: Path) -> str:
     last = max(news.headers, key=lambda w: max((stage for stage, *_ in news.headers[w]["shards"]), default=0))
     lines = ["what the workers of this host do:", *(f"  {line}" for line in roll_call(news.lives, last, news.now_ns))]
     culprit = blame(news.lives, last)[-1]
-    if waits_for_unseen(news.lives, culprit) is None and (stacks := boards.stacks(culprit)):
-        lines += [f"stacks of worker {culprit}, most recent call first:", *(f"  {s}" for s in stacks.splitlines())]
+    if waits_for_unseen(news.lives, culprit) is None:
+        lines += told_stacks(culprit, boards.stacks(culprit))
     return "\n".join(lines)
