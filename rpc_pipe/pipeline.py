@@ -161,8 +161,7 @@ class Pipeline(Habits, Weights):
         self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
         self._keeper.config = self.partition.config
         self._step_end.sharing = self.partition.sharing
-        self.partition.following.begin()
-        self.partition.release()
+        maker.end([shard for actor in self._actors for shard in actor.shards.values()])
         self._maker = None
         link.attach(self)
         overrides.made(self)

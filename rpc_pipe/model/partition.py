@@ -135,6 +135,11 @@ class Partition:
             )
         return layers, children
 
+    @property
+    def given(self) -> Any:
+        """What the user has made, until it is released."""
+        return self._model
+
     def release(self) -> None:
         """Let go of the model: what no stage here is made of may be freed."""
         self._model = None

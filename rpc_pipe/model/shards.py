@@ -19,6 +19,7 @@ from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.stash import StashingShard
 from ..workers.compute.updating import Training
 from .arguments import refuse_sums
+from .elsewhere import refuse_untrained
 from .partition import Layered, Partition
 from .whole import Whole, WholeLike, is_whole
 
@@ -102,6 +103,12 @@ class ShardMaker:
         for stage, route in chain.from_iterable(map(spec.hosted, here)):
             first[stage] = min(route, first.get(stage, route))
         return {(s, r): self._make(spec, s, r, randomness, r - first[s]) for s, r in spec.hosted(worker)}
+
+    def end(self, shards: Sequence[Shard]) -> None:
+        """All shards of this process have been made: let go of the model."""
+        refuse_untrained(self._model.given, [parameter for shard in shards for parameter in shard.parameters()])
+        self._model.following.begin()
+        self._model.release()
 
     def _make(self, spec: Spec, stage: int, route: int, randomness: Randomness, replica: int) -> Shard:
         slice = self._model.slice(stage, randomness, replica)

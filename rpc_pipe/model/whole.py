@@ -132,6 +132,11 @@ class Whole:
         """Return a batch without targets."""
         return self._call.inputs(inputs), None
 
+    @property
+    def given(self) -> Any:
+        """What the user has made, until it is released."""
+        return self._source
+
     def release(self) -> None:
         """Let go of the model: what no stage here is made of may be freed."""
         self._source = self._observed = None

@@ -1,0 +1,111 @@
+"""Refuses to compute by hand, or in another pipeline, with weights that other processes train.
+
+In a job a user's model has the trained weights of this process's stages; the others are what they were before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+from ..dependency import ConfigError
+from ..workers.compute.by_hand import OfWeight
+from ..workers.compute.digest import digest
+
+
+class _Untrained:
+    """Weights of a module that other processes train, and whether they are what was trained.
+
+    Args:
+        weights: by name.
+        here: those that this process trains, of the whole model.
+    """
+
+    def __init__(self, weights: dict[str, nn.Parameter], here: Sequence[nn.Parameter]) -> None:
+        self._weights = weights
+        self._here = [ref(parameter) for parameter in here]
+        self._note()
+
+    def _note(self) -> None:
+        self._before = self._now()
+        self._trained = [_state(parameter()) for parameter in self._here]
+
+    def _now(self) -> list[Any]:
+        return [(_state(weight), digest([weight])) for weight in self._weights.values()]
+
+    def refuse(self) -> None:
+        """Refuse them, unless nothing has been trained, or what was trained has been loaded since.
+
+        Raises:
+            ConfigError: they are from before.
+        """
+        if self._trained == [_state(parameter()) for parameter in self._here]:
+            return
+        pairs = zip(self._weights, self._before, self._now(), strict=True)
+        stale = [name for name, before, now in pairs if before == now]
+        if stale:
+            raise ConfigError(
+                f"model: {stale[0]} is trained by another worker, and what this process has of it is from before; use "
+                "`pipe.predict` or `pipe.evaluate`, or load the trained weights first: `state = pipe.state_dict()` on "
+                "all workers, and on worker 0, which gets them, `model.load_state_dict(state)`"
+            )
+        self._note()
+
+
+class _Refusal:
+    """A forward pre-hook of a user's module; copies of the module, and files, have one that refuses nothing."""
+
+    def __init__(self, module: nn.Module | None = None) -> None:
+        self._module = None if module is None else ref(module)
+        #: one of each pipeline of it
+        self.untrained: list[_Untrained] = []
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if self._module is not None and module is self._module():
+            for each in self.untrained:
+                each.refuse()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Refusal, ()
+
+
+def refuse_untrained(model: nn.Module | Iterable[Any], here: Sequence[nn.Parameter]) -> None:
+    """Let modules that a user has given refuse to be called with weights that only other processes train.
+
+    Args:
+        model: as it was given, or its layers.
+        here: the parameters that this process trains.
+
+    Raises:
+        ConfigError: another worker of a pipeline before has trained some of them.
+    """
+    known, trained = set(here), [parameter for parameter in here if parameter.requires_grad]
+    for prefix, module in _modules(model):
+        refusal = next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _Refusal)), None)
+        if refusal is not None and not known.isdisjoint(module._parameters.values()):
+            refusal(module, ())
+        own = ((prefix + name, p) for name, p in module._parameters.items() if p is not None and p not in known)
+        weights = {name: parameter for name, parameter in own if parameter.requires_grad}
+        if weights and trained:
+            if refusal is None:
+                module.register_forward_pre_hook(refusal := _Refusal(module))
+            refusal.untrained.append(_Untrained(weights, trained))
+
+
+def _state(parameter: Tensor | None) -> tuple[int, ...]:
+    return () if parameter is None else OfWeight.now(parameter)[:2]
+
+
+def _modules(model: Any) -> list[tuple[str, nn.Module]]:
+    """Return all modules, each with what stands before the names of its parameters."""
+    if isinstance(model, nn.Module):
+        named = list(model.named_modules())
+    elif isinstance(model, Sequence):
+        layers = [(str(number), layer) for number, layer in enumerate(model) if isinstance(layer, nn.Module)]
+        named = [each for number, layer in layers for each in layer.named_modules(prefix=number)]
+    else:  # what makes layers
+        named = []
+    return [(f"{name}." if name else "", module) for name, module in named]
