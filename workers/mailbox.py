@@ -62,6 +62,10 @@ class Mailbox:
         self._carrier.wait_taken(run - keeps, self._stall_s)
         return run
 
+    def go_on(self, run: int) -> None:
+        """Note that the caller wants the result of `run`, the oldest that has begun; 0: that the next one rests."""
+        self._carrier.calls.go_on(run)
+
     def end(self, run: int) -> None:
         """Note that `run` is over on this worker: all its actions are finished."""
         self._carrier.end(run)

@@ -60,6 +60,8 @@ class Stream:
         No iterator: a StopIteration that a model raises would end it.
         """
         self._take_up()
+        if self._steps:
+            self._mailbox.go_on(next(iter(self._steps)))
         self._open_next()
         if not self._steps:
             return None
@@ -71,6 +73,7 @@ class Stream:
                 self._advance()
                 self._open_next()
         result = self._close(oldest)
+        self._mailbox.go_on(0)
         self._turn.begin(self._begun())
         return result
 
@@ -107,6 +110,8 @@ class Stream:
         for shard in self._worker.shards.values() if batch.train else ():
             shard.updating.refuse_thawed()
         run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch.part)
+        if not self._steps:
+            self._mailbox.go_on(run)
         self._worker.next_step += batch.train
         step = self._newest = self._steps[run] = Step(batch, state, tasks, run, number, time.perf_counter_ns())
         step.forwards_left, step.before = batch.part.num_forwards, before_it

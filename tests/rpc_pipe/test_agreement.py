@@ -24,6 +24,10 @@ for epoch in range(2):
         loss = pipe.step(batch)
     if "early" in sys.argv and pipe.worker == 1:
         break
+    if "body" in sys.argv:
+        for loss in pipe.train(loader):
+            if pipe.worker == 1:
+                pipe.evaluate(data[:])
     print(f"epoch {epoch}: {loss:.9f}, {pipe.evaluate(data[:]):.9f}\\n", end="")
 """
 
@@ -50,10 +54,14 @@ def test_a_loader_that_shuffles_gives_every_worker_what_it_gives_one_process(tmp
     [
         ("share", "were given different inputs (float32[8, 4] and float32[8, 4], with other values)"),
         ("early", "worker 0 calls evaluate, but worker 1 has ended its script"),
+        ("body", "worker 0 calls step 7 where worker 1 calls evaluate"),
     ],
 )
 def test_workers_that_are_not_asked_for_the_same_say_so_at_once(tmp_path, how, message):
-    """A sampler for each rank trained to an accuracy of 0.395, exit 0; a worker that ended early was `EPIPE`."""
+    """A sampler for each rank trained to an accuracy of 0.395, exit 0; a worker that ended early was `EPIPE`.
+
+    One that evaluated alone between two results of `train` was known after `stall_s`.
+    """
     done = run(tmp_path, how)
     assert done.returncode == 1, done.stdout + done.stderr
     assert message in done.stdout and "epoch 1" not in done.stdout

@@ -9,7 +9,7 @@ from rpc_pipe.dependency import Disagreement
 from rpc_pipe.workers.actor import WorkerActor
 from rpc_pipe.workers.compute.device import CpuCourier
 from rpc_pipe.workers.compute.digest import describe, digest
-from rpc_pipe.workers.transport.call import Call, difference
+from rpc_pipe.workers.transport.call import Call, Calls, difference
 from rpc_pipe.workers.transport.local import local_carriers
 
 STEP = Call(0, "step 3", "1f1b", describe(torch.ones(4, 2)), describe(torch.ones(4)), "0=1f 1=2e")
@@ -124,3 +124,28 @@ def test_on_a_device_only_the_form_is_compared():
         assert difference(Call(0, "step 0", "", there), 1, Call(1, "step 0", "", describe(same)).told()) is None
     assert difference(Call(0, "step 0", "", there), 1, Call(1, "step 0", "", describe(torch.ones(3, 2))).told())
     assert describe(None) == ""
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_call_between_two_results_of_a_stream_is_made_by_all_or_told_at_once(alone):
+    """The others went on with the next step, which had begun everywhere, and waited in it until `stall_s` was over."""
+    found = []
+    mine, theirs = Calls(0, found.append), Calls(1, found.append)
+    for number, calls in enumerate((mine, theirs)):
+        for step in (1, 2):
+            calls.begin(Call(number, f"step {step}"))
+            calls.go_on(1)  # the second one is begun while the first goes on
+        calls.end(1)
+    theirs.go_on(0)
+    theirs.begin(Call(1, "evaluate"))
+    mine.heard(1, 3, theirs.told(3))
+    assert not found  # the first step has not come to its end here
+    mine.go_on(0)
+    if alone:
+        mine.go_on(2)
+        assert str(found[0]).startswith("worker 0 calls step 2 where worker 1 calls evaluate")
+    else:
+        mine.begin(Call(0, "evaluate"))
+        mine.end(3)
+        mine.go_on(2)
+        assert not found

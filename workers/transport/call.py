@@ -31,6 +31,8 @@ class Call(NamedTuple):
     targets: str = ""
     #: digests of the initial weights of stages that several workers hold, such as `0=5f3a 3=77bb`
     weights: str = ""
+    #: the run that rests while this call is made: the step that `train` has begun where the body of its loop is
+    within: str = ""
 
     def told(self) -> str:
         """Return this, less the worker, as the name of a question that asks for nothing."""
@@ -58,10 +60,7 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
         return None
     worker, other = call.worker, parse(peer, told)
     if call.what != other.what:
-        return Disagreement(
-            f"worker {worker} calls {call.what} where worker {peer} calls {other.what}: every worker must make the "
-            "same calls in the same order; is one made only by some workers, as in `if pipe.worker == 0`?"
-        )
+        return _differ(call, other)
     if call.pipeline != other.pipeline:
         return Disagreement(
             f"{call.what}: worker {worker} made the pipeline as {call.pipeline}, worker {peer} as {other.pipeline}: "
@@ -88,6 +87,13 @@ def difference(call: Call, peer: int, told: str) -> Disagreement | None:
     return None
 
 
+def _differ(call: Call, other: Call) -> Disagreement:
+    return Disagreement(
+        f"worker {call.worker} calls {call.what} where worker {other.worker} calls {other.what}: every worker must "
+        "make the same calls in the same order; is one made only by some workers, as in `if pipe.worker == 0`?"
+    )
+
+
 def left(peer: int, call: Call) -> Disagreement:
     """Say that `peer` makes no such call any more."""
     return Disagreement(
@@ -112,18 +118,36 @@ class Calls:
         self._calls: dict[int, Call] = {}
         #: by run and peer, from those who are ahead
         self._told: dict[int, dict[int, str]] = {}
+        #: runs that have not ended, and the oldest one if it does not rest
+        self._open: set[int] = set()
+        self._goes_on = 0
         self._left = False
 
     def begin(self, call: Call) -> int:
         """Count another run of all workers, which is for `call`, and return its number."""
         with self._lock:
+            if self._open and not self._goes_on:
+                call = call._replace(within=str(min(self._open)))
             self.number += 1
+            self._open.add(self.number)
             self._calls[self.number] = call
             self._calls.pop(self.number - _REMEMBERED, None)
             told = self._told.pop(self.number, {})
         for peer, text in told.items():
             self._compare(call, peer, text)
         return self.number
+
+    def end(self, run: int) -> None:
+        """`run` is over."""
+        self._open.discard(run)
+
+    def go_on(self, run: int) -> None:
+        """The caller has asked for the result of `run`, the oldest that has begun; 0: it has it, the next one rests."""
+        with self._lock:
+            self._goes_on = run
+            told = [(peer, text) for pairs in self._told.values() for peer, text in pairs.items()] if run else []
+        for peer, text in told:
+            self._compare_within(peer, text)
 
     def named(self, runs: Iterable[int]) -> str:
         """Return what this worker was asked for in `runs`."""
@@ -145,10 +169,12 @@ class Calls:
         """Compare what `peer` says it was asked for with what this worker is, was or will be asked for."""
         with self._lock:
             call = self._calls.get(run)
-            if call is None and run > self.number and not self._left:
+            ahead = call is None and run > self.number and not self._left
+            if ahead:
                 self._told.setdefault(run, {})[peer] = text
-                return
-        if call is not None:
+        if ahead:
+            self._compare_within(peer, text)
+        elif call is not None:
             self._compare(call, peer, text)
         elif self._left:
             self._differs(left(self._worker, parse(peer, text)))
@@ -156,6 +182,12 @@ class Calls:
     def missed(self, peer: int, run: int) -> Disagreement:
         """Say that `peer`, which has left, takes no part in `run`."""
         return left(peer, self._calls[run])
+
+    def _compare_within(self, peer: int, text: str) -> None:
+        """See whether `peer` calls something, and waits for this worker in it, before a run that goes on here."""
+        other, run = parse(peer, text), self._goes_on
+        if run and other.within == str(run):
+            self._differs(_differ(self._calls[run], other))
 
     def _compare(self, call: Call, peer: int, text: str) -> None:
         different = difference(call, peer, text)

@@ -81,11 +81,13 @@ class Carrier(ABC):
 
     def end(self, run: int) -> None:
         """`run` is over on this worker."""
+        self.calls.end(run)
         self.outbox.end(run)
         self._told.pop(run, None)
 
     def abandon(self, run: int) -> None:
         """`run` is given up by all workers, each of which may be at another point of it."""
+        self.calls.end(run)
         self.outbox.abandon(run)
         self._told.pop(run, None)
         for asked in list(self._open):  # in one step of the interpreter: other threads take from it
