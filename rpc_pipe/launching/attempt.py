@@ -30,7 +30,7 @@ _GRACE_S = 3.0
 #: and how long who was asked for something else than a worker that may just have died
 _DISAGREED_S = 1.0
 #: after how long it is told for whom the others wait at the start
-_JOIN_TOLD_S = 20.0
+_JOIN_TOLD_S = 8.0
 #: how often the boards are looked at
 _LOOK_EVERY_S = 1.0
 
@@ -194,19 +194,25 @@ class Attempt:
         if code == INTERRUPTED or rank in self._done or rank in self._consequences or self._cause is not None:
             return
         self._look()
-        live = self._view.lives.get(rank, Live())
+        live = self._live(rank)
         # A script may end by os._exit when all is done; in the middle of a step nothing is.
-        if code != 0 or live.state in (State.RUNNING, State.WAITING):
+        if code != 0 or (live is not None and live.state in (State.RUNNING, State.WAITING)):
             memory = memory_kills() > self._memory_kills
             self._cause = of_death(rank, code, live, self._lines[rank], rpc=self._rpc, out_of_memory=memory)
+
+    def _live(self, rank: int) -> Live | None:
+        """Return what a worker did last; None: it has met the others, and nobody sees what it does."""
+        unseen = rank in self._joined and (self._boards is None or not self._boards.folder.exists())
+        return self._view.lives.get(rank, None if unseen else Live())
 
     def _without_cause(self) -> Cause | None:
         if not self._consequences:
             return None
         quiet = [rank for rank, code in self._ended.items() if code in (0, INTERRUPTED) and rank not in self._done]
         if quiet and self._vague == _NO_CAUSE:
-            live = self._view.lives.get(quiet[0], Live())
-            return of_death(quiet[0], self._ended[quiet[0]], live, [], rpc=self._rpc, out_of_memory=False)
+            return of_death(
+                quiet[0], self._ended[quiet[0]], self._live(quiet[0]), [], rpc=self._rpc, out_of_memory=False
+            )
         if self._disagreement is not None:
             return self._disagreement
         return Cause(self._vague, "\n".join(self._consequences.values()), FAILED)

@@ -15,7 +15,7 @@ from ..tracing.rollcall import told_stacks, waits_for_unseen
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 #: what a C++ library prints when TensorPipe reads a length that nobody meant
 _GARBAGE = re.compile(r"std::bad_alloc|std::length_error|tensorpipe", re.IGNORECASE)
-#: so many of the last lines of a worker that a signal killed are shown
+#: so many of the last lines of a worker that has died without a word are shown
 LAST_LINES = 5
 
 
@@ -27,19 +27,21 @@ class Cause(NamedTuple):
     code: int = FAILED
 
 
-def of_death(worker: int, code: int, live: Live, lines: Sequence[str], *, rpc: bool, out_of_memory: bool) -> Cause:
+def of_death(
+    worker: int, code: int, live: Live | None, lines: Sequence[str], *, rpc: bool, out_of_memory: bool
+) -> Cause:
     """Return what to say of a worker's process that has ended with `code`, as `Popen.returncode` has it.
 
     Args:
-        live: what it was doing.
+        live: what it was doing; None: nobody knows.
         lines: that it printed last.
         rpc: whether torch RPC carried its messages.
         out_of_memory: whether the system has killed processes for want of memory since the run began.
     """
-    if code >= 0:
-        early = "; it may call os._exit or sys.exit" if code == 0 else ""
-        return Cause(f"worker {worker} died", f"worker {worker} ended with exit code {code} while {live}{early}")
-    text = f"{killed(worker, code)} while {live}"
+    doing = "; what it was doing is not known: it has no board" if live is None else f" while {live}"
+    text = f"{killed(worker, code) if code < 0 else f'worker {worker} ended with exit code {code}'}{doing}"
+    if code == 0:
+        text += "; it may call os._exit or sys.exit"
     if code == -signal.SIGKILL and out_of_memory:
         text += "; the system has killed processes meanwhile, as it was out of memory"
     if code == -signal.SIGABRT and rpc and any(map(_GARBAGE.search, lines)):
@@ -47,7 +49,7 @@ def of_death(worker: int, code: int, live: Live, lines: Sequence[str], *, rpc: b
             "; TensorPipe aborts when what comes to a worker's port is not its protocol, such as an HTTP request: see "
             "SECURITY.md; --transport zmq refuses strangers"
         )
-    if lines:
+    if lines and code:
         text += "\nit printed last:\n" + "\n".join(f"  {line}" for line in lines)
     return Cause(f"worker {worker} died", text)
 

@@ -79,9 +79,19 @@ _concluded = _failed = False
 _instead: Callable[[dict[str, Any]], None] | None = None
 
 
+@cache
+def _told_by() -> tuple[int, int] | None:
+    """Return a descriptor of the pipe that the launcher reads, and the pipe's inode; None: there is no launcher.
+
+    Asked for before the script runs, which may clear its environment.
+    """
+    descriptor = int(os.environ.get(TELL, -1))
+    return (descriptor, os.fstat(descriptor).st_ino) if descriptor >= 0 else None
+
+
 def present() -> bool:
     """Tell whether a launcher is there."""
-    return TELL in os.environ
+    return _told_by() is not None
 
 
 def heard() -> bool:
@@ -94,9 +104,17 @@ def tell(**message: Any) -> None:
     global _concluded, _failed
     _concluded |= message["kind"] in ("summary", "result")
     _failed |= message["kind"] in ("failure", "wrong input")
-    if present():
-        with _lock, open(int(os.environ[TELL]), "w", closefd=False) as pipe:
-            pipe.write(json.dumps(message) + "\n")
+    if (found := _told_by()) is not None:
+        descriptor, inode = found
+        try:
+            if os.fstat(descriptor).st_ino == inode:  # a script may close it, and what it opens then gets its number
+                with _lock, open(descriptor, "w", closefd=False) as pipe:
+                    pipe.write(json.dumps(message) + "\n")
+                return
+        except OSError:
+            pass
+        if "text" in message:  # the launcher shows what a worker printed last
+            print(message["text"], file=sys.stderr)
         return
     if message["kind"] in ("failure", "wrong input"):
         tell_failure(message["text"], consequence=message.get("consequence", False))
@@ -114,7 +132,8 @@ def hold_leash() -> None:
     """Watch the launcher from a thread: do as it orders, and end at once when it is gone."""
     if LEASH in os.environ:
         _wake_when_orphaned()
-        threading.Thread(target=_follow, args=(int(os.environ[LEASH]),), name="leash", daemon=True).start()
+        left = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
+        threading.Thread(target=_follow, args=(int(os.environ[LEASH]), *left), name="leash", daemon=True).start()
 
 
 def lodge_children() -> None:
@@ -129,11 +148,11 @@ def lodge_children() -> None:
         vars(current_process())["_config"]["tempdir"] = folder
 
 
-def _follow(descriptor: int) -> None:
+def _follow(descriptor: int, folder: str, boards: str) -> None:
     while order := os.read(descriptor, 1):
         if order == STOP:
             _request_stop()
-    _clear_up()  # the launcher is gone, however it went
+    _clear_up(folder, boards)  # the launcher is gone, however it went
     if os.getpgid(0) == os.getpid():  # with all that this worker has started, as the launcher would end it
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
@@ -183,9 +202,8 @@ def _wake_when_orphaned() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
-def _clear_up() -> None:
+def _clear_up(folder: str, boards: str) -> None:
     """Remove what the launcher would have removed."""
-    folder, boards = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
     if Path(folder).name.startswith("rpc-pipe-"):
         shutil.rmtree(folder, ignore_errors=True)
     if boards != run_folders.OFF and Path(boards).name.startswith("run-"):
