@@ -53,8 +53,12 @@ NANS = "stop", "warn", "ignore"
 _PR_SET_PDEATHSIG = 1
 #: an order of the launcher: finish the step and stop
 STOP = b"s"
-#: signals that ask for the same where there is no launcher; Ctrl-C stays the interpreter's
-_STOPS = (signal.SIGTERM, signal.SIGHUP)
+#: signals that ask for the same where torchrun is the launcher, and what is done then to one that nobody handles
+_STOPS = {
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+    signal.SIGINT: signal.default_int_handler,
+}
 #: how often who was asked to stop looks whether it can, and what it is given to say that it cannot
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
 
@@ -172,9 +176,9 @@ def _pipelines() -> list[Attachable]:
 
 def _stop_on_signals() -> None:
     """Without a launcher, let signals finish the step and stop by which torchrun and clusters end workers."""
-    for number in _STOPS:
+    for number, usual in _STOPS.items():
         here = threading.current_thread() is threading.main_thread()
-        if here and signal.getsignal(number) is signal.SIG_DFL:  # a script's own handler stays
+        if here and signal.getsignal(number) is usual:  # a script's own handler stays
             signal.signal(number, partial(_on_stop, os.getpid()))
 
 
