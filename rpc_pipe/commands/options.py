@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
+from ..data.sizes import read_bytes
 from ..dependency import B, ConfigError, F, I, Kind, Spec, W
 from ..launching.job import TRANSPORT, TRANSPORTS, TRUST
 from ..launching.launcher_link import NAN, NANS
@@ -228,13 +229,11 @@ def parse_bytes(option: str, text: str) -> float:
     >>> parse_bytes("--memory limit=", "1.5GB")
     1500000000.0
     """
-    units = {"TB": 1e12, "GB": 1e9, "MB": 1e6, "KB": 1e3, "B": 1}
-    unit = next((unit for unit in units if text.upper().endswith(unit)), "")
-    try:
-        return parse_number(option, text[: len(text) - len(unit)].strip()) * units.get(unit, 1)
-    except ConfigError:
+    found = read_bytes(text)
+    if found is None:
         said = f"{option}{text}" if option.endswith(("=", "/")) else f"{option} {text}"
-        raise ConfigError(f"{said}: must be a number of bytes, such as 500MB or 1.5GB") from None
+        raise ConfigError(f"{said}: must be a number of bytes, such as 500MB or 1.5GB")
+    return found
 
 
 # --- several in one

@@ -7,23 +7,35 @@ import re
 from ..dependency import ConfigError
 
 _TOLD = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
-_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+#: no size is larger: sums and products of many stay finite
+_MOST = 1e100
+
+
+def read_bytes(size: int | str) -> float | None:
+    """Return how many bytes `size` says: a number, or such as `500MB`, `2GB` or `1.5GiB`; None: it is no size.
+
+    >>> read_bytes("1.5GB"), read_bytes("2 KiB"), read_bytes("much")
+    (1500000000.0, 2048.0, None)
+    """
+    found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)", str(size).strip().lower())
+    try:
+        value = float(found[1]) * _UNITS[found[2]] if found else None
+    except (KeyError, ValueError):
+        return None
+    return value if value is None or value <= _MOST else None
 
 
 def num_bytes(size: int | str, what: str = "memory") -> int:
-    """Return how many bytes `size` says: a number, or such as `500MB`, `2GB` or `1.5GiB`.
+    """Return how many bytes `size` says, as `read_bytes`.
 
     Raises:
         ConfigError: it is no size, or not above 0.
     """
-    found = re.fullmatch(r"\s*([0-9.]+)\s*([a-z]*)\s*", str(size).lower())
-    try:
-        value = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    except (KeyError, ValueError, OverflowError):
-        value = 0
-    if value < 1:
+    value = read_bytes(size)
+    if value is None or value < 1:
         raise ConfigError(f"{what} {size!r}: must be a number of bytes above 0, such as 500MB, 2GB or 1.5GiB")
-    return value
+    return int(value)
 
 
 def told(size: float) -> str:
