@@ -78,3 +78,9 @@ def test_examples_run(example, tmp_path):
     for needed in re.findall(r"^from (peft|transformers) import", example.read_text(), re.MULTILINE):
         pytest.importorskip(needed, reason=f"{example.name} needs pip install 'rpc-pipe[hf]'")
     run([example, "--steps", 3], tmp_path)
+
+
+def test_every_environment_variable_is_in_the_table():
+    code = "".join(path.read_text() for room in ("rpc_pipe", "workers") for path in (ROOT / room).rglob("*.py"))
+    said = set(re.findall(r"RPC_PIPE_[A-Z_]+", (ROOT / "docs" / "cluster.md").read_text()))
+    assert set(re.findall(r"RPC_PIPE_[A-Z_]+", code)) <= said
