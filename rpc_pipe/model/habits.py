@@ -68,6 +68,8 @@ class Habits:
     if not TYPE_CHECKING:  # type checkers would take every attribute for one that there is
 
         def __getattr__(self, name: str) -> Any:
+            if hasattr(type(self), name):  # a property has raised an AttributeError, which says what is wrong
+                return object.__getattribute__(self, name)
             known = [known for known in dir(type(self)) if known[0] != "_"]
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {name!r}{_advice(name, _ATTRIBUTES, known)}",

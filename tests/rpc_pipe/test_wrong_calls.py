@@ -8,6 +8,7 @@ from small_pipeline import SGD, X, Y, pipeline
 from torch import nn
 
 from rpc_pipe.dependency import ConfigError, WorkerFailure
+from rpc_pipe.model.habits import Habits
 
 SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
 
@@ -201,3 +202,13 @@ def test_habits_of_other_frameworks_are_answered_by_what_to_write(call, message)
     """`step(x, y)` was told `takes from 1 to 2 positional arguments but 3 were given`, which names no remedy."""
     with pytest.raises((TypeError, AttributeError), match=message):
         call(pipeline())
+
+
+def test_an_error_inside_of_a_property_is_not_taken_for_a_missing_name():
+    class Made(Habits):
+        @property
+        def loss(self):
+            return torch.inside
+
+    with pytest.raises(AttributeError, match="no attribute 'inside'"):
+        Made().loss  # noqa: B018
