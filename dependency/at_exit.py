@@ -1,4 +1,4 @@
-"""What a process does at its end, and its forks do not."""
+"""What a process does when it ends, but its forks do not."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 
 def at_exit(call: Callable[..., object], *args: Any) -> Callable[[], None]:
-    """Let this process call `call(*args)` when it ends, but no fork of it: what it would leave is not the fork's.
+    """Let this process call `call(*args)` when it ends, but none of its forks, which do not own what it releases.
 
     Returns:
-        what `atexit.unregister` takes to take that back.
+        what `atexit.unregister` takes to cancel the call.
     """
     process = os.getpid()
 

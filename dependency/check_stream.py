@@ -1,4 +1,4 @@
-"""The checks of a stream whose forwards overtake updates: what one step needs of others, and of versions of weights."""
+"""The checks of an asynchronous stream: what one step needs from others, and which versions of weights it needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .order import has_slot
 from .spec import Spec
 from .versions import STEADY, before_forward, period, steady, update_of, updates_a_step
 
-#: of so many steps at the beginning of a stream versions are looked at
+#: the number of steps at the beginning of a stream whose versions are checked
 _BEGINNING = 8
 
 

@@ -1,4 +1,4 @@
-"""The collector of garbage, kept out of work that makes many objects that stay: each time it would look at all."""
+"""Garbage collection, switched off while many objects are made that stay: each collection would examine all of them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Return a context in which cycles of objects are not looked for.
+    """Return a context in which Python does not search for cycles of objects.
 
-    A quarter of the time in which a model is cut went into that; a relation is millions of tuples without any cycle.
+    That search took a quarter of the time of cutting a model. A relation is millions of tuples without a cycle.
     """
     enabled = gc.isenabled()
     gc.disable()

@@ -1,12 +1,12 @@
 """How many microbatches a worker may have to hold: in its own order, and at the worst timing there is.
 
-A microbatch's activations are held from what begins their life (F) to what ends it (B or W). Two lives overlap at
-some timing unless the end of one must be finished before the other begins. So the most that can be held at once is the
-largest set of lives of which none must end before another begins. That is the number of beginnings less the most pairs
-of a beginning and an end that it needs, each in one pair (Dilworth 1950; Fulkerson 1956). The pairs are found one
-beginning after the other, so what is held of the first so many microbatches comes with it.
+The activations of a microbatch live from the action that begins their life (F) to the one that ends it (B or W). Two
+lives overlap at some timing unless one must end before the other may begin. So the most that can be held at once is the
+size of the largest set of lives of which none must end before another begins. By Dilworth's theorem (1950; Fulkerson
+1956) that is the number of beginnings minus the size of the largest matching between beginnings and ends that they
+need. The matching grows by one beginning at a time, so it also gives the answer for fewer microbatches.
 
-Ends form few chains, as gradients are summed in order, so what an action needs is a number of ends for each chain.
+Gradients are summed in order, so the ends form few chains, and what an action needs is a number of ends of each chain.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .entry import Entry
 from .errors import ScheduleError
 from .spec import Spec
 
-#: how many actions a relation may have to be looked at as a whole
+#: a relation with more actions is not examined as a whole
 _WHOLE = 200_000
-#: how many actions are asked what they need, to find how a beginning needs an end through other workers
+#: the most actions that are followed to find how a beginning needs an end through other workers
 _PATH = 20_000
 
 #: chain -> how many of its ends
@@ -44,8 +44,8 @@ class Lives:
     """The lives of activations on a worker: which must end before which may begin.
 
     Args:
-        relation: (whether it is the worker's own, action, what it needs), each after what it needs. Where needs are
-            left out more lives overlap: a part of the relation gives a bound, and all of it what is true.
+        relation: (whether it is the worker's own, action, what it needs), each after what it needs. If needs are left
+            out, more lives overlap: a part of the relation gives an upper bound, and the whole gives the exact number.
     """
 
     def __init__(self, relation: Iterable[tuple[bool, Action, Iterable[Action]]]) -> None:

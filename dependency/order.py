@@ -1,6 +1,6 @@
 """A worker's own actions in order, found without asking any other worker.
 
-The order comes from the first of these that the spec gives: `slot` (sorted), `program` (as listed), or the unrolled
+The order comes from the first of these that the spec defines: `slot` (sorted), `program` (as listed), or the unrolled
 relation (`unroll.py`, a global pass).
 """
 
@@ -53,18 +53,18 @@ def local_order(spec: Spec, worker: int, asked: Asked = NOTHING) -> Iterator[Act
 
 @lru_cache(maxsize=16)
 def routes(spec: Spec, forward_only: bool = False) -> Callable[[int], int]:
-    """Return what gives the route of a microbatch, remembered: every worker asks it of most of them.
+    """Return a function that gives the route of a microbatch, with a cache: a worker asks for most microbatches.
 
     Args:
-        forward_only: of an evaluation. Of pipelines that are pulled to a reference that one is evaluated, by the
-            shards of the first: each pipeline has buffers of its own.
+        forward_only: whether this is an evaluation. If pipelines are pulled to a common reference, the reference is
+            evaluated on the shards of the first pipeline, because each pipeline has buffers of its own.
     """
     if forward_only and spec.elasticity:
         return lambda microbatch: 0
     return lru_cache(maxsize=2**13)(spec.route)
 
 
-#: a global pass, of which each worker in this process wants a part
+#: a global pass; each worker in this process uses a part of its result
 _unrolled = lru_cache(maxsize=4)(unroll)
 
 
@@ -108,10 +108,10 @@ def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
 
 
 def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) -> Iterator[Action]:
-    """Put what ends a step behind what it needs: a step's end is edges, not a barrier.
+    """Insert what ends a step right after what it needs: the end of a step consists of edges, not of a barrier.
 
-    An update that waits for nobody stands right behind its last gradient; so does an exchange of gradients, while the
-    updates that wait for others are last.
+    An update that waits for no other stage follows its last gradient, and so does an exchange of gradients. Updates
+    that wait for other stages come last.
     """
     replicated, tree = spec.num_routes > 1, end_tree(spec)
     told = asked.weight or (asked.norms and not asked.validated)
@@ -138,6 +138,6 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) ->
 
 
 def _with_told(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) -> Iterator[Action]:
-    """Put behind the order of a stream what is told of it and occupies no device; updates stand where slots say."""
+    """Append what ends the steps of a stream and occupies no device; its updates stay where their slots are."""
     yield from order
     yield from end_tree(spec).actions(worker, asked)

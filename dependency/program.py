@@ -1,8 +1,8 @@
-"""A worker's part of the relation, compiled: its actions in order, each with what it waits for and whom it serves.
+"""A worker's part of the relation, compiled: its actions in order, each with what it waits for and what it serves.
 
-This is the one place where a spec becomes what is run: the checker, the worker's state machine and the simulator read
-the entries that are made here. What data flow asks for is the same for all microbatches that do the same kinds of
-actions, so it is asked of the spec once for each stage and kind.
+Only this file turns a spec into what runs: the checker, the worker's state machine and the simulator all read the
+entries that it makes. The data flow is the same for all microbatches with the same kinds of actions, so the spec is
+asked about it once for each stage and kind.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def entries(
     """Yield the program of `worker`, lazily.
 
     Args:
-        forward_only: leave out all but what goes forward: the program of an evaluation.
+        forward_only: keep only what goes forward, which is the program of an evaluation.
         asked: what updates must know of other stages.
-        chained: stages whose forwards follow each other in the worker's order, because one reads what another wrote.
+        chained: stages whose forwards must keep the worker's order, because one reads what an earlier one wrote.
 
     Raises:
         ScheduleError: two actions of the worker share a slot, or its activation limit is too small.
@@ -67,7 +67,7 @@ def entries(
 
 
 class _Pattern(NamedTuple):
-    """An entry less the microbatch."""
+    """An entry without its microbatch."""
 
     own: tuple[tuple[int, Kind], ...]
     pulled: tuple[tuple[int, Kind, int], ...]
@@ -77,7 +77,7 @@ class _Pattern(NamedTuple):
 
 
 class _Flow:
-    """What data flow asks of a worker's actions and where it takes what they make."""
+    """What a worker's actions need by data flow, and where their payloads go."""
 
     def __init__(self, spec: Spec, worker: int, asked: Asked) -> None:
         self._spec = spec
@@ -89,7 +89,7 @@ class _Flow:
         self._kinds: dict[tuple[int, int], tuple[Kind, ...]] = {}
 
     def entry(self, action: Action, own: Sequence[Action], pulled: Sequence[Pulled]) -> Entry:
-        """Return the entry of `action`, which the schedule and the order let wait for `own` and `pulled` too."""
+        """Return the entry of `action`, which must also wait for `own` and `pulled`, by the schedule or the order."""
         new = tuple.__new__  # half the time of a named tuple's own, and most of a compile is spent on them
         stage, kind, m = action
         if not kind.per_microbatch:
@@ -116,7 +116,7 @@ class _Flow:
         )
 
     def goes_forward(self, action: Action) -> bool:
-        """Tell whether an evaluation has `action`: what comes before the payload for the next stage, and the end."""
+        """Tell whether an evaluation runs `action`: all up to the payload for the next stage, and the step's end."""
         stage, kind, m = action
         if not kind.per_microbatch:
             return kind is C or kind is D
@@ -162,7 +162,7 @@ class _Flow:
 
 
 def order_limit(spec: Spec, worker: int) -> int | None:
-    """Return how many activations the worker's own order lets it hold: what is listed is also what may be held."""
+    """Return how many activations the worker's own order lets it hold; a listed program is its own limit."""
     limit = spec.activation_limit(worker)
     if limit is None and has_program(spec) and not has_slot(spec):
         limit = peaks_in_order(spec.program(worker))[-1]
@@ -172,11 +172,11 @@ def order_limit(spec: Spec, worker: int) -> int | None:
 class _OrderEdges:
     """The edges that follow from a worker's own order, in addition to the schedule's.
 
-    Gradients of a shard are summed in this order, so each B or W waits for the one before it: the sum is then
-    the same for any order of arrival, with no gradient set aside. So it is with the forwards of a stage whose buffers
-    they write. An activation limit L lets the k-th F, or whatever begins the life of activations, wait for the (k-L)-th
-    B or W of the worker, or what else ends it; that points backwards in the order, so it cannot deadlock, as a counter
-    would.
+    Gradients of a shard are summed in this order, so each B or W waits for the one before it. The sum is then the same
+    for any order of arrival, and no gradient has to be set aside. The forwards of a stage wait in the same way if they
+    write its buffers. With an activation limit L the k-th F of the worker (or whatever begins the life of activations)
+    waits for its (k-L)-th B or W (or whatever ends it). This edge points backwards in the order, so unlike a counter it
+    cannot deadlock.
     """
 
     def __init__(self, spec: Spec, worker: int, asked: Asked, chained: frozenset[int], *, forward_only: bool) -> None:
@@ -223,13 +223,13 @@ class _OrderEdges:
         return edges
 
     def _before_update(self, update: Action) -> list[Action]:
-        """Return the last that adds to what an update of a stream takes, and the update before it."""
+        """Return the last action that adds to the gradients of an update of a stream, and the update before it."""
         last = self._last_of.pop(update, None)
         before = [update._replace(index=update.index - 1)] if self._takes and update.index else []
         return before if last is None else [last, *before]
 
     def _gradients_before(self, action: Action) -> list[Action]:
-        """Return the B or W that are last of the shards whose gradients `action` needs: they stand for all."""
+        """Return the last B or W of each shard whose gradients `action` needs: it waits for all others."""
         shards, _ = end_tree(self._spec).needs(action, self._asked)
         last = (self._last_release.get(shard if self._limit is None else _WHOLE_WORKER) for shard in shards)
         return list(dict.fromkeys(release for release in last if release is not None))

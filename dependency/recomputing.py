@@ -1,7 +1,7 @@
-"""Any schedule with recomputation on stages of one's choice: `R` right before the backward that needs it.
+"""Any schedule with recomputation on chosen stages: `R` runs right before the backward that needs it.
 
-`R` waits for what the backward waits for, so a microbatch's activations live twice shortly instead of once for long:
-from `F` to its end, and from `R` to the backward.
+`R` waits for what the backward waits for. So the activations of a microbatch live twice for a short time, during `F`
+and from `R` to the backward, instead of once for a long time.
 """
 
 from __future__ import annotations

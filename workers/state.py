@@ -5,8 +5,8 @@
     arrived(1F3)         ──┼───┴──  take() -> the entry of 2F1: run this now; it says who is served
     finished(2B0)        ──┘
 
-A worker has several resources, and runs one action on each at a time: copies beside compute, and what travels between
-workers without either. The simulator evaluates the same tables for all workers at once.
+A worker has several resources and runs one action at a time on each: compute, copies beside it, and messages between
+workers, which need neither. The simulator evaluates the same tables for all workers at once.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class WorkerState:
 
     Args:
         part: what the worker has to do.
-        order: `fixed` runs what is next in the order of each resource and waits for it; `ready` runs the first
-            whose needs have all been met.
-        before: the states of the steps before that may still run, the last first: this one waits for actions there.
+        order: `fixed` waits for the next action in the order of each resource; `ready` runs the first action whose
+            needs have all been met.
+        before: the states of earlier steps that may still run, the latest first; this step waits for actions of them.
     """
 
     def __init__(self, part: Part, order: Order, before: Sequence[WorkerState] = ()) -> None:
@@ -37,14 +37,14 @@ class WorkerState:
         self.left = len(part.entries)
         self._arrived: set[Action] = set()
         self._done = bytearray(len(part.entries))
-        #: before this one all are done
+        #: all actions before this number are done
         self._first_left = 0
         #: by resource, a heap of those whose needs are met, and the place of the next one in its queue
         self._ready: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
-        #: of these, what may run beside compute, if nothing in its queue is before it
+        #: those of them that run beside compute
         self.links, self.copies = self._ready["link"], self._ready["copy"]
         self._issued: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
-        #: the states of later steps, with those of their actions that wait for own ones of this
+        #: the states of later steps, with their actions that wait for actions of this one
         self._followers: list[tuple[WorkerState, dict[Action, list[int]]]] = []
         for earlier, inherited in zip(before, part.inherited, strict=False):
             missing_there = {
@@ -95,7 +95,7 @@ class WorkerState:
 
     @property
     def next_slot(self) -> int | None:
-        """The slot of what `take` would choose to compute, or waits for; None: there is nothing."""
+        """The slot of the action that `take` would choose to compute, or waits for; None: there is none."""
         if "compute" in self.running:
             return None
         if not self._fixed:
@@ -106,16 +106,16 @@ class WorkerState:
 
     @property
     def may_be_overtaken(self) -> bool:
-        """Tell whether the step after this one may compute, as there is nothing to run here."""
+        """Tell whether the next step may compute now, because this one has nothing to run."""
         return not self._fixed or self._issued["compute"] == len(self.part.queues["compute"])
 
     def has_finished(self, action: Action) -> bool:
-        """Tell whether an own action of this step is done, or is none of it."""
+        """Tell whether an action of this worker in this step is done, or does not belong to this step."""
         number = self.part.number.get(action)
         return number is None or bool(self._done[number])
 
     def blocked(self) -> tuple[Action, list[Pulled]] | None:
-        """Return the first action that waits for other workers, and for what: the roll-call on a stall."""
+        """Return the first action that waits for other workers, and what it waits for; a stall's roll-call shows it."""
         done, entries = self._done, self.part.entries
         first = done.find(0, self._first_left)
         if first < 0:
