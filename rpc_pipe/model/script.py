@@ -98,6 +98,13 @@ class Script:
         self._changed = observation.changed
         #: whether it has been seen what a forward leaves that ends with the stage's last event
         self.is_settled = self.is_last or self._to_the_end
+        #: names of the weights and buffers that are written here, if only by what was there
+        self.writes = {
+            observation.stored[storage]
+            for event, at in zip(observation.events, assignment.stage_of, strict=True)
+            if at in (stage, None)
+            for storage in event.writes & observation.stored.keys()
+        }
         #: questions whose answers others have been told
         self._told = role.told
         #: what arrives: observed tensor, shape, where it came from

@@ -124,10 +124,14 @@ class Skeleton:
         """Return what to call a module in a sentence."""
         return self.path_of(module) or type(module).__name__
 
+    def place_of(self, name: str) -> tuple[nn.Module, str]:
+        """Return the module that has a parameter or a buffer, and what it calls it."""
+        module, _, attribute = name.rpartition(".")
+        return self.module.get_submodule(module), attribute
+
     def owned(self, name: str) -> Tensor:
         """Return a parameter or a buffer, whatever stands there now."""
-        module, _, attribute = name.rpartition(".")
-        found: Tensor = getattr(self.module.get_submodule(module), attribute)
+        found: Tensor = getattr(*self.place_of(name))
         return found
 
     def put(self, parameters: dict[str, nn.Parameter]) -> None:

@@ -146,7 +146,12 @@ class ObservedStage:
 
     def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:
         observation = observe_forward(self._skeleton, args, kwargs)
-        return Script(observation, self._skeleton, self.index, self._cut, self._owners, self._users)
+        script = Script(observation, self._skeleton, self.index, self._cut, self._owners, self._users)
+        parameters = self._skeleton.parameters
+        weights = [parameters[name] for name in script.writes & parameters.keys()]
+        buffers = [self._skeleton.place_of(name) for name in script.writes - parameters.keys()]
+        self.writes.expect(buffers, [weight for weight in weights if not isinstance(weight, Absent)])
+        return script
 
     def _modes(self) -> Any:
         device = self._skeleton.device.type

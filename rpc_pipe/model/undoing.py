@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from ..workers.compute.attributes import Attributes
 from ..workers.compute.borders import address, version_of
 from ..workers.compute.digest import few, sample
 
+_T = TypeVar("_T")
 #: where a buffer is, itself, its version and memory, and a copy
 _Buffer = tuple[nn.Module, str, Tensor, int, Tensor, Tensor]
 #: a weight, its version and memory, and a copy of it or of a part of it
@@ -20,7 +21,7 @@ _Weight = tuple[Tensor, int, Tensor, Tensor]
 
 
 class Writes:
-    """Finds out, by the first forward in each mode, which buffers and weights forwards write.
+    """Finds out which buffers and weights forwards write: by the first in each mode, and by what was observed.
 
     Args:
         modules: those that compute.
@@ -30,8 +31,17 @@ class Writes:
         self._modules = modules
         #: modes -> buffers and weights
         self._known: dict[Any, tuple[list[tuple[nn.Module, str]], list[Tensor]]] = {}
-        #: those that have been seen to be written, in any modes
+        #: buffers that have been seen to be written, in any modes
         self.buffers: set[tuple[nn.Module, str]] = set()
+        #: buffers and weights that forwards on shapes have written
+        self.observed: tuple[list[tuple[nn.Module, str]], list[Tensor]] = [], []
+
+    def expect(self, buffers: Iterable[tuple[nn.Module, str]], weights: Iterable[Tensor]) -> None:
+        """Hear what a forward on shapes has written: a real one may write what is there, which `.data` hides."""
+        self.observed = _joined(self.observed[0], buffers), _joined(self.observed[1], weights)
+        self.buffers.update(self.observed[0])
+        for modes, (places, held) in self._known.items():
+            self._known[modes] = _joined(places, self.observed[0]), _joined(held, self.observed[1])
 
     def before(self, modes: Any, weights: Iterable[Tensor], counting: Iterable[nn.Module]) -> BeforeForward:
         """Return what a forward in these modes may write.
@@ -53,7 +63,12 @@ class Writes:
         if modes not in self._known:
             buffers = [(module, name) for module, name, *_ in before.changed_buffers()]
             self.buffers.update(buffers)
-            self._known[modes] = buffers, [weight for weight, *_ in before.changed_weights()]
+            weights = [weight for weight, *_ in before.changed_weights()]
+            self._known[modes] = _joined(buffers, self.observed[0]), _joined(weights, self.observed[1])
+
+
+def _joined(some: Iterable[_T], others: Iterable[_T]) -> list[_T]:
+    return list(dict.fromkeys((*some, *others)))
 
 
 class BeforeForward:

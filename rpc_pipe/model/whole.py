@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -271,6 +271,9 @@ class ObservedSlice:
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         return list(self.stage.named_parameters())
+
+    def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
+        return self.stage.writes.observed
 
     def ranks(self) -> Mapping[str, int]:
         return self.stage.ranks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -39,6 +39,9 @@ class Slice(Protocol):
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return each parameter once, by its name in the unsplit model."""
+
+    def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
+        """Return the buffers and weights that forwards are known to write, as far as forwards on shapes have shown."""
 
     def ranks(self) -> Mapping[str, int]:
         """Return numbers that sort the parameters as the unsplit model does; those of other stages differ."""
@@ -125,6 +128,9 @@ class Layers:
             for name, parameter in module.named_parameters():
                 found.setdefault(parameter, self._names.get(f"{index}.{name}", f"{index}.{name}"))
         return [(name, parameter) for parameter, name in found.items()]
+
+    def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
+        return (), ()
 
     def ranks(self) -> Mapping[str, int]:
         named = enumerate(name for name, _ in self.named_parameters())

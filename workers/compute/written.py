@@ -87,12 +87,16 @@ class Written:
             ConfigError: it has written a parameter of which other stages hold copies.
         """
         found: dict[_Address, Tensor] = {}
+        if not self._before and self._weights_before is None:
+            return found
+        # `.data` hides that what is there was written.
+        buffers, weights = map(set, self._slice.expected_writes())
         if self._before:
             written = [
                 (module, name, buffer, at)
                 for module, name, buffer, at, before, version in self._before
                 if module._buffers.get(name) is buffer
-                and (buffer._version != version or not torch.equal(buffer, before))
+                and (buffer._version != version or (module, name) in buffers or not torch.equal(buffer, before))
             ]
             self.buffers = [(module, name) for module, name, _, _ in written]
             self._before = []
@@ -103,7 +107,7 @@ class Written:
         changed = [
             (p, at)
             for p, at, version, before in self._weights_before
-            if (p._version != version and address(p) == at) or not torch.equal(self._part(p), before)
+            if (p._version != version and address(p) == at) or p in weights or not torch.equal(self._part(p), before)
         ]
         self.weights, self._weights_before = [weight for weight, _ in changed], None
         self.nothing = not (self.weights or self._modules)
