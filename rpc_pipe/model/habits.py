@@ -85,6 +85,13 @@ def _advised(method: Callable[..., T]) -> Callable[..., T]:
     @wraps(method)
     def call(*args: Any, **kwargs: Any) -> T:
         try:
+            return method(*args, **kwargs)
+        except TypeError:
+            refuse(args, kwargs)  # only now, as it takes longer than a call
+            raise
+
+    def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
             signature.bind(*args, **kwargs)
         except TypeError as error:
             unknown = next((keyword for keyword in kwargs if keyword not in signature.parameters), None)
@@ -93,7 +100,6 @@ def _advised(method: Callable[..., T]) -> Callable[..., T]:
                 raise TypeError(f"{name}: {error}{_advice(name, _CALLS, [])}") from None
             advice = _advice(unknown, _ARGUMENTS, list(signature.parameters))
             raise TypeError(f"{name} has no argument {unknown!r}{advice}") from None
-        return method(*args, **kwargs)
 
     return call
 
