@@ -22,6 +22,7 @@ from .absent import quiet
 from .carried import look
 from .frames import is_of_model
 from .hollow import Hollow, NeedsField, observable
+from .objects import Objects
 from .observation import Observation
 from .observer import Observer
 from .skeleton import Skeleton
@@ -43,11 +44,12 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     try:
         with preserved(skeleton.device), skeleton.without_numbers() as held, _eager(), quiet(), _saving():
             python_too(partial(Randomness(0, skeleton.device).seed_forward, 0, 0))(0, 0)  # alike on all workers
-            before = python_state()
+            before, objects = python_state(), Objects(skeleton)
             # in dicts and lists of its own, which the model may take something out of
             observer = Observer(skeleton, given)
             observation = observer.run(*mapped(given, lambda tensor: tensor))
             observation.draws_in_python = python_state() != before
+            objects.refuse_changed()
             look(observer, observation, skeleton, held, (tuple(args), dict(kwargs)))
             return observation
     except Exception as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import nn
 #: what every module has, which is torch's
 OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_BOXES = frozenset((list, dict, set, deque))
 #: larger containers are taken for tables, which nobody changes
 _MOST = 1024
 
@@ -62,7 +64,7 @@ def places_in(modules: Sequence[nn.Module]) -> list[Place]:
         for module in modules
         for name, value in vars(module).items()
         if (name not in OF_TORCH or (name == "_modules" and value)) and _inside(value) is not None
-        if not (type(value) in (list, dict, set) and len(value) > _MOST)
+        if not (type(value) in _BOXES and len(value) > _MOST)
     ]
 
 
@@ -74,7 +76,7 @@ def _inside(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
-    if type(value) in (list, dict, set):
+    if type(value) in _BOXES:
         return value.copy()
     numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, numpy.random.Generator):
@@ -88,6 +90,9 @@ def _set(value: Any, state: Any) -> None:
         value.update(state)
     elif isinstance(value, list):
         value[:] = state
+    elif isinstance(value, deque):
+        value.clear()
+        value.extend(state)
     elif isinstance(value, random.Random):
         value.setstate(state)
     elif hasattr(value, "set_state"):
@@ -101,7 +106,7 @@ def _same(some: Any, other: Any) -> bool:
         return torch.equal(some, other)
     if isinstance(some, dict):
         return list(some) == list(other) and _same([*some.values()], [*other.values()])
-    if isinstance(some, list):
+    if isinstance(some, (list, deque)):
         return len(some) == len(other) and all(
             a is b or (isinstance(a, _PLAIN) and a == b) for a, b in zip(some, other, strict=True)
         )

@@ -1,0 +1,94 @@
+"""State that modules hold in other things than numbers, tensors and lists."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from test_whole import SGD, assert_same_state, made, plain
+from torch import Tensor, nn
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.pipeline import Pipeline
+
+
+class Banked(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.bank: deque[Tensor] = deque(maxlen=3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        if self.bank:
+            y = y + torch.stack(list(self.bank)).mean(0)
+        self.bank.append(y.detach().mean(0))
+        return y
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.calls = 0
+        self.last: Any = None
+
+
+class Counted(nn.Linear):
+    def __init__(self, settings: Settings) -> None:
+        super().__init__(4, 4)
+        self.settings = settings
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.settings.calls += 1
+        return super().forward(x) * (1 + self.settings.calls % 3)
+
+
+class Kept(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.Linear.forward(self, x)
+        self.settings.last = y.detach() if self.settings.last is None else self.settings.last + y.detach()
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_what_a_block_keeps_in_a_deque_is_put_back_when_it_was_observed():
+    """Tensors without numbers stayed in it, and a weight was blamed that the block was said to hide."""
+    model, loss_fn = made(lambda: Model(*[Banked() for _ in range(3)])), nn.functional.mse_loss
+    alone, x = copy.deepcopy(model), torch.randn(4, 4)
+    pipe = Pipeline(model, loss_fn, optimizer=SGD, num_microbatches=2, num_workers=2)
+    pieces = [(pair, {}) for pair in zip(x.chunk(2), x.chunk(2), strict=True)]
+
+    def loss(inputs: Tensor, target: Tensor) -> Tensor:
+        return loss_fn(alone(inputs), target)
+
+    losses = [pipe.step((x, x)) for _ in range(2)]
+    assert losses == plain(loss, [pieces] * 2, lambda loss: loss, list(alone.parameters()))
+    assert_same_state(pipe, alone)
+
+
+@pytest.mark.parametrize(("block", "name"), [(Counted, "calls"), (Kept, "last")])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_what_is_changed_in_an_object_that_is_no_module_is_refused(block, name, num_workers):
+    """Each stage counted in a copy of its own, from where the observation had left it: other numbers, in silence."""
+    settings = Settings()
+    settings.last = torch.zeros(1)
+    model, x = made(lambda: Model(block(settings), nn.Linear(4, 4), nn.Linear(4, 4))), torch.randn(4, 4)
+    pipe: Any = None
+    with pytest.raises(
+        ConfigError, match=f"changes {name} of a Settings, which is attribute settings of blocks.0 and no"
+    ):
+        pipe = Pipeline(
+            model, nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=num_workers, example=(x, x)
+        )
+    assert pipe is None and settings.calls == 0
