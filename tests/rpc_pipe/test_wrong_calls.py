@@ -95,7 +95,7 @@ def test_a_parameter_of_the_loss_function_is_not_left_untrained_silently():
     """Nor by an optimizer of the user's own: replicas had a part of its gradient each, and none clipped it."""
     loss_fn = _Weighed()
     pipe = pipeline(loss=lambda output, target: loss_fn(output, target))
-    with pytest.raises(WorkerFailure, match=r"a parameter of shape \(\) belongs to no layer, such as one of the loss"):
+    with pytest.raises(WorkerFailure, match=r"a parameter of shape \(\) has a gradient of the loss here, and no layer of this stage has it"):
         pipe.step((X, Y))
 
 

@@ -40,7 +40,9 @@ class Foreign:
         for parameter in (found() for found in self._found or ()):
             if parameter is not None and parameter.grad is not None:
                 raise ConfigError(
-                    f"a parameter of shape {tuple(parameter.shape)} belongs to no layer, such as one of the loss "
-                    "function, and no optimizer of a stage has it: put it into the last layer"
+                    f"a parameter of shape {tuple(parameter.shape)} has a gradient of the loss here, and no layer of "
+                    "this stage has it, so no optimizer would use that gradient: if the parameter is the loss "
+                    "function's own, put it into the last layer; if another stage's layer has it, as with a penalty on "
+                    "all weights, let the optimizer do that (weight_decay), or that layer"
                 )
         self._found = self._found and []
