@@ -9,6 +9,7 @@ from torch import nn
 
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.habits import Habits
+from rpc_pipe.workers.compute.foreign import Foreign
 
 SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
 
@@ -95,8 +96,21 @@ def test_a_parameter_of_the_loss_function_is_not_left_untrained_silently():
     """Nor by an optimizer of the user's own: replicas had a part of its gradient each, and none clipped it."""
     loss_fn = _Weighed()
     pipe = pipeline(loss=lambda output, target: loss_fn(output, target))
-    with pytest.raises(WorkerFailure, match=r"a parameter of shape \(\) has a gradient of the loss here, and no layer of this stage has it"):
+    with pytest.raises(WorkerFailure, match=r"a parameter of shape \(\) has a gradient of the loss here"):
         pipe.step((X, Y))
+
+
+def test_a_penalty_on_the_weights_of_all_stages_is_refused():
+    """Where stages are threads, the other stage's update may have taken the gradient already, so nobody knew."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    seen = Foreign()
+    seen.look(
+        sum(parameter.pow(2).sum() for layer in layers for parameter in layer.parameters()), layers[1].parameters()
+    )
+    with pytest.raises(
+        ConfigError, match=r"has a gradient of the loss here.* if another stage's layer has it, .*weight_decay"
+    ):
+        seen.check()
 
 
 def test_an_optimizer_of_more_than_its_stage_is_refused():

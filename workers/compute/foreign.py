@@ -38,7 +38,8 @@ class Foreign:
             ConfigError: there is one.
         """
         for parameter in (found() for found in self._found or ()):
-            if parameter is not None and parameter.grad is not None:
+            # Whether it has a gradient now says nothing: where stages are threads its own may have taken that already.
+            if parameter is not None:
                 raise ConfigError(
                     f"a parameter of shape {tuple(parameter.shape)} has a gradient of the loss here, and no layer of "
                     "this stage has it, so no optimizer would use that gradient: if the parameter is the loss "
