@@ -148,7 +148,7 @@ def test_what_a_loop_that_is_left_has_begun_counts_nowhere():
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_sparse_gradients_that_torch_cannot_clip_are_refused_by_name(schedule):
+def test_clipping_sparse_gradients_is_refused_by_name(schedule):
     """It was a bare NotImplementedError about `aten::_foreach_norm`."""
     layers = [partial(nn.Embedding, 4, 4, sparse=True), partial(nn.Linear, 4, 2)]
     sgd = partial(torch.optim.SGD, lr=0.1)
@@ -161,10 +161,6 @@ def test_sparse_gradients_that_torch_cannot_clip_are_refused_by_name(schedule):
     ):
         pipe.step((torch.arange(4), torch.arange(4) % 2))
     assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
-    embedding = nn.Embedding(4, 4, sparse=True)
-    embedding(torch.arange(4)).sum().backward()
-    with pytest.raises(NotImplementedError):  # when torch can, so shall we
-        torch.nn.utils.clip_grad_norm_(embedding.parameters(), 1.0)
     pipe.close()
 
 

@@ -297,10 +297,10 @@ def _own_rates(optimizer: Optimizer) -> None:
 
 
 def refuse_sparse(named: Iterable[tuple[str, Tensor | None]]) -> None:
-    """Refuse gradients that `clip_grad_norm_` cannot take either, before any weight is changed."""
+    """Refuse gradients that `clip_grad_norm_` of torch 2.13 cannot take either, before any weight is changed."""
     for name, grad in named:
         if grad is not None and grad.layout is not torch.strided:
             raise ConfigError(
-                f"max_grad_norm: the gradient of parameter {name} is sparse, and torch cannot clip it; make its layer "
-                "with sparse=False, or leave max_grad_norm out"
+                f"max_grad_norm: the gradient of parameter {name} is sparse, which clipping does not take; make its "
+                "layer with sparse=False, or leave max_grad_norm out"
             )
