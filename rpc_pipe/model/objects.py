@@ -17,11 +17,15 @@ from ..workers.compute.inner_state import OF_TORCH
 from .skeleton import Skeleton
 
 _NO_STATE = (nn.Module, Tensor, random.Random, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), Tensor)
+_NUMBERS = (int, float, complex, Tensor)
 
 
 class Objects:
-    """Numbers, words and tensors in the objects that modules hold in attributes, as they are now."""
+    """Numbers and tensors in the objects that modules hold in attributes, as they are now.
+
+    Words and switches are not looked at: a forward that sets one, as Hugging Face's `config.problem_type`, sets it to
+    the same each time.
+    """
 
     def __init__(self, skeleton: Skeleton) -> None:
         held: dict[int, tuple[Any, str]] = {}
@@ -50,4 +54,6 @@ class Objects:
 
 
 def _state(value: Any) -> dict[str, Any]:
-    return {name: held for name, held in vars(value).items() if isinstance(held, _PLAIN)}
+    return {
+        name: held for name, held in vars(value).items() if isinstance(held, _NUMBERS) and not isinstance(held, bool)
+    }

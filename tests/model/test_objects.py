@@ -32,6 +32,8 @@ class Settings:
     def __init__(self) -> None:
         self.calls = 0
         self.last: Any = None
+        self.kind: str | None = None
+        self.quick = True
 
 
 class Counted(nn.Linear):
@@ -92,3 +94,18 @@ def test_what_is_changed_in_an_object_that_is_no_module_is_refused(block, name, 
             model, nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=num_workers, example=(x, x)
         )
     assert pipe is None and settings.calls == 0
+
+
+class Told(Counted):
+    def forward(self, x: Tensor) -> Tensor:
+        if self.settings.kind is None:
+            self.settings.kind, self.settings.quick = "regression", False
+        return nn.Linear.forward(self, x)
+
+
+def test_a_word_that_the_first_forward_sets_in_a_configuration_is_no_state():
+    """Hugging Face's classifiers set `config.problem_type`, and were refused."""
+    settings = Settings()
+    model, x = made(lambda: Model(nn.Linear(4, 4), Told(settings))), torch.randn(4, 4)
+    pipe = Pipeline(model, nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=2)
+    assert pipe.step((x, x)) > 0
