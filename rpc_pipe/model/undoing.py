@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..dependency import ConfigError
 from ..workers.compute.attributes import Attributes
-from ..workers.compute.borders import address, version_of
+from ..workers.compute.borders import version_of
 from ..workers.compute.digest import few, sample
+from ..workers.compute.sharing import address
 
 _T = TypeVar("_T")
 #: where a buffer is, itself, its version and memory, and a copy

@@ -78,3 +78,42 @@ def test_it_is_told_that_a_layer_writes_a_large_batch_by_chance(caplog):
     layers[0].leaves_out = True
     pipe.step((x - 1, y))
     assert torch.equal(x, changed) and not caplog.text
+
+
+class Remembers(Linear):
+    """Adds what it has returned before."""
+
+    def __init__(self, keep):
+        super().__init__()
+        self.keep, self.memory = keep, None
+
+    def forward(self, x):
+        y = self.linear(x)
+        if self.memory is not None:
+            kept = self.memory if isinstance(self.memory, torch.Tensor) else self.memory[-1]
+            y = y + 0.5 * kept
+        self.memory = self.keep(y)
+        return y
+
+
+@pytest.mark.parametrize(
+    ("keep", "shares"), [(torch.detach, True), (lambda y: [y.detach()], True), (lambda y: y.detach().clone(), False)]
+)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_what_a_layer_keeps_is_not_written_behind_a_cut(keep, shares, schedule):
+    """In one process a memory has what the next layer writes in place; behind a cut it had not, in silence."""
+    for writes in (False, True):
+        layers = [
+            partial(Remembers, keep),
+            partial(nn.LeakyReLU, 0.1, inplace=writes),
+            partial(nn.Linear, WIDTH, WIDTH),
+        ]
+        views = replace(repeated(Linear), layers=layers)
+        batches = [(torch.randn(9, WIDTH), torch.randn(9, WIDTH)) for _ in range(2)]
+        torch.manual_seed(0)
+        pipe = pipeline(views, schedule, num_workers=3, num_microbatches=3, seed=1)
+        if writes and shares:
+            with pytest.raises(WorkerFailure, match="what a layer of the stage before keeps in an attribute"):
+                pipe.step(batches[0])
+        else:
+            assert differences(pipe, views, batches, 1) == []

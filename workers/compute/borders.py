@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..transport.payload import Payload, Tree, as_leaf, is_dense, pack, span, tensors_of, unpack
-from .sharing import Sharing, refuse, told
+from .sharing import Keepers, Sharing, address, refuse, told
 
 logger = logging.getLogger(__name__)
 #: what is smaller is copied sooner than it is shared
@@ -133,13 +133,15 @@ def copy_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
-def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
+def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]], keepers: Keepers) -> Payload:
     """Pack what leaves a stage; copied is what shares memory with something that stays and may be written.
 
     Args:
         staying: returns what stays; called only where a look at the tree does not tell.
+        keepers: know what layers keep of it.
     """
-    payload = told(pack(tree), tree)
+    payload = pack(tree)
+    payload = told(payload, tree, keepers.kept(payload))
     if all([_is_activation(tensor) for tensor in tensors_of(tree)]):
         return payload
     addresses = {address(tensor) for tensor in staying()}
@@ -152,14 +154,6 @@ def _is_activation(tensor: Tensor) -> bool:
     if tensor._is_view():
         return tensor._base is not None and not tensor._base.is_leaf
     return not tensor.is_leaf
-
-
-def address(tensor: Tensor) -> int:
-    """Return where the elements of a tensor begin; a number of its own, if it has none or keeps them otherwise."""
-    try:
-        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
-    except RuntimeError:  # what only stands there for a tensor of another stage
-        return -id(tensor)
 
 
 def version_of(tensor: Tensor) -> int:

@@ -19,11 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from ..transport.payload import tensors_of
 from .autocast import Casts
-from .borders import address, version_of
+from .borders import version_of
 from .inner_state import OF_TORCH, Place
 from .operators import OperatorMode
 from .randomness import computing
 from .recomputation import World, equal
+from .sharing import address
 from .split_backward import children_first, packed
 from .written import Written
 

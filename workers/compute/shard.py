@@ -23,6 +23,7 @@ from .randomness import Randomness
 from .recomputation import Noted, Recomputation
 from .reruns import Reruns
 from .result import Losses, sum_and_weight
+from .sharing import Keepers
 from .slices import Slice, Times
 from .split_backward import Saved, WeightBackward, backward_inputs
 from .unhooked import Unhooked
@@ -90,6 +91,7 @@ class Shard:
         self._under_way = self._forwarded, self._inputs, self._deferred
         self.recomputation = Recomputation(slice.own, slice.modules)
         self._written = Written(slice)
+        self._keepers = Keepers(slice.own)
         self._unhooked = Unhooked(slice.own, slice.modules)
         self._casts = Casts()
         self._reruns = Reruns(slice.own, self._under_way, self._written)
@@ -185,7 +187,7 @@ class Shard:
         self._reruns.forwarded()
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
             tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
-        return leaving(tree, lambda: self._staying(inputs)) if share is None else None
+        return leaving(tree, lambda: self._staying(inputs), self._keepers) if share is None else None
 
     def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
         with self._randomness.lock:  # modules may be those of other threads too

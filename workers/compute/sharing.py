@@ -1,30 +1,35 @@
-"""Tensors of one stage's output that share memory: with one another, or with what they are views of.
+"""Tensors of one stage's output that share memory: with one another, with what a layer keeps, or are views.
 
 Inside one model a layer that writes one of them writes the others too. Behind a cut they are apart. So the next stage
-is told which overlap, and must write none of those; and which are views, since autograd lays out the gradient of what
-is written through a view as what the view is of.
+is told which overlap or are kept, and must write none of those; and which are views, since autograd lays out the
+gradient of what is written through a view as what the view is of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..transport.payload import Payload, Tree, distinct_tensors, parts_of
 
 #: of more elements it is not found out whether they overlap or only lie among each other
 _MOST_ELEMENTS = 2**22
+#: so many forwards are looked at for layers that keep what they hand on
+_LOOKS = 2
+#: larger containers are taken for tables
+_MOST_HELD = 1024
 
 
 class Sharing(NamedTuple):
     """Stands around a tree whose tensors overlap, or are views; it travels with them."""
 
     tree: Tree
-    #: numbers of tensors of the payload that overlap
+    #: numbers of tensors of the payload that overlap; one alone is kept by a layer
     groups: tuple[tuple[int, ...], ...]
     #: and of those that owe a gradient and are views, to autograd
     views: tuple[int, ...] = ()
@@ -35,9 +40,49 @@ def alone(tree: Tree) -> Tree:
     return tree.tree if type(tree) is Sharing else tree
 
 
-def told(payload: Payload, tree: Tree) -> Payload:
-    """Return a payload of `tree` that tells which of its tensors overlap, and which are views."""
+class Keepers:
+    """Finds out, by the first forwards, whether layers keep in attributes what their stage hands on, as memories do.
+
+    Args:
+        modules: all that compute.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules = modules
+        #: how many more forwards are looked at; where layers keep something, all are
+        self._looks = _LOOKS
+
+    def kept(self, payload: Payload) -> list[int]:
+        """Return the numbers of the payload's tensors whose memory a layer keeps, too."""
+        if not self._looks:
+            return []
+        addresses = {address(tensor) for module in self._modules for tensor in _held(vars(module).values())} - {0}
+        found = [number for number, tensor in enumerate(payload.tensors) if address(tensor) in addresses]
+        self._looks = _LOOKS if found else self._looks - 1
+        return found
+
+
+def _held(values: Iterable[Any], inside: bool = True) -> Iterable[Tensor]:
+    """Yield the tensors among values, and in the lists and the like among them."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif inside and isinstance(value, (list, tuple, dict, deque)) and len(value) <= _MOST_HELD:
+            yield from _held(value.values() if isinstance(value, dict) else value, False)
+
+
+def address(tensor: Tensor) -> int:
+    """Return where the elements of a tensor begin; a number of its own, if it has none or keeps them otherwise."""
+    try:
+        return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
+    except RuntimeError:  # what only stands there for a tensor of another stage
+        return -id(tensor)
+
+
+def told(payload: Payload, tree: Tree, kept: Collection[int] = ()) -> Payload:
+    """Return a payload of `tree` that tells which of its tensors overlap, which are views, and which are kept."""
     groups = _overlapping(payload) if len(payload.tensors) > 1 else ()
+    groups += tuple([(number,) for number in kept])
     views, number = [], 0
     for tensor in distinct_tensors(tree):
         if tensor.requires_grad and tensor._is_view():
@@ -93,7 +138,7 @@ def refuse(groups: Iterable[Sequence[int]], written: Sequence[int]) -> None:
     """
     if any(number in group for group in groups for number in written):
         raise RuntimeError(
-            "a layer writes in place what its stage was handed together with a view of it: behind a cut the two no "
-            "longer share memory; hand on a copy, by .clone(), leave out the change in place, or choose a split that "
-            "keeps the layers together"
+            "a layer writes in place what its stage was handed together with a view of it, or what a layer of the "
+            "stage before keeps in an attribute: behind a cut the two no longer share memory; hand on a copy, by "
+            ".clone(), leave out the change in place, or choose a split that keeps the layers together"
         )

@@ -31,7 +31,8 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
-from .borders import address, copy_of
+from .borders import copy_of
+from .sharing import address
 
 #: nodes whose formula computes the gradient of each operand by itself, and only if it is asked for
 _SEPARABLE = frozenset((

@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ...dependency import ConfigError
 from .autocast import forget_casts
-from .borders import address
 from .digest import few, sample
+from .sharing import address
 from .slices import Slice
 from .split_backward import children_first, saved_by
 
