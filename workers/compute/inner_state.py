@@ -1,4 +1,4 @@
-"""What attributes of modules hold inside: generators of random numbers, lists, dicts and sets."""
+"""What attributes of modules hold inside: generators of random numbers, lists, dicts, sets and deques."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import nn
 #: what every module has, which is torch's
 OF_TORCH = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_BOXES = frozenset((list, dict, set, deque))
-#: larger containers are taken for tables, which nobody changes
-_MOST = 1024
+BOXES = frozenset((list, dict, set, deque))
+#: larger ones of these are taken for tables, which nobody changes
+MOST_INSIDE = 1024
 
 #: (module, attribute)
 Place = tuple[nn.Module, str]
@@ -64,7 +64,7 @@ def places_in(modules: Sequence[nn.Module]) -> list[Place]:
         for module in modules
         for name, value in vars(module).items()
         if (name not in OF_TORCH or (name == "_modules" and value)) and _inside(value) is not None
-        if not (type(value) in _BOXES and len(value) > _MOST)
+        if not (type(value) in BOXES and len(value) > MOST_INSIDE)
     ]
 
 
@@ -76,7 +76,7 @@ def _inside(value: Any) -> Any:
         return value.get_state()
     if isinstance(value, random.Random):
         return value.getstate()
-    if type(value) in _BOXES:
+    if type(value) in BOXES:
         return value.copy()
     numpy = sys.modules.get("numpy")
     if numpy and isinstance(value, numpy.random.Generator):

@@ -7,7 +7,6 @@ gradient of what is written through a view as what the view is of.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -16,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Payload, Tree, distinct_tensors, parts_of
+from .inner_state import BOXES, MOST_INSIDE
 
 #: of more elements it is not found out whether they overlap or only lie among each other
 _MOST_ELEMENTS = 2**22
 #: so many forwards are looked at for layers that keep what they hand on
 _LOOKS = 2
-#: larger containers are taken for tables
-_MOST_HELD = 1024
+_HOLDERS: tuple[type[Any], ...] = (tuple, *BOXES)
 
 
 class Sharing(NamedTuple):
@@ -49,16 +48,17 @@ class Keepers:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        #: how many more forwards are looked at; where layers keep something, all are
-        self._looks = _LOOKS
+        #: whether gradients are wanted -> how many more forwards are looked at; where layers keep something, all are
+        self._looks = {True: _LOOKS, False: _LOOKS}
 
     def kept(self, payload: Payload) -> list[int]:
         """Return the numbers of the payload's tensors whose memory a layer keeps, too."""
-        if not self._looks:
+        trains = torch.is_grad_enabled()
+        if not self._looks[trains]:
             return []
         addresses = {address(tensor) for module in self._modules for tensor in _held(vars(module).values())} - {0}
         found = [number for number, tensor in enumerate(payload.tensors) if address(tensor) in addresses]
-        self._looks = _LOOKS if found else self._looks - 1
+        self._looks[trains] = _LOOKS if found else self._looks[trains] - 1
         return found
 
 
@@ -67,7 +67,7 @@ def _held(values: Iterable[Any], inside: bool = True) -> Iterable[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             yield value
-        elif inside and isinstance(value, (list, tuple, dict, deque)) and len(value) <= _MOST_HELD:
+        elif inside and isinstance(value, _HOLDERS) and len(value) <= MOST_INSIDE:
             yield from _held(value.values() if isinstance(value, dict) else value, False)
 
 
@@ -97,7 +97,7 @@ def _overlapping(payload: Payload) -> tuple[tuple[int, ...], ...]:
     by_address: dict[int, list[int]] = {}
     for number, tensor in enumerate(payload.tensors):
         if tensor.layout is torch.strided and tensor.numel():
-            by_address.setdefault(tensor.untyped_storage().data_ptr(), []).append(number)
+            by_address.setdefault(address(tensor), []).append(number)
     if len(by_address) == len(payload.tensors):
         return ()
     alike = [[payload.tensors[number] for number in numbers] for numbers in by_address.values()]
