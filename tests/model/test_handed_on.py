@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from in_turn import floats, stages_of
-from test_whole import SGD, assert_same_state, made, plain
+from test_whole import SGD, assert_trains_alike, made, plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -216,18 +216,17 @@ def test_views_without_gradients_and_what_is_kept_on_another_stage(schedule, use
     """Backward began at the view, which has no history; what stood for the other stage's tensor was compared with what
     it had been, to see what a checkpoint changes, and has no numbers."""
     model, x = made(lambda: Looked(use)), floats(4, 4)
-    alone, loss_fn = copy.deepcopy(model), nn.functional.mse_loss
+    alone = copy.deepcopy(model)
     pipe = Pipeline(
-        model, loss_fn, optimizer=SGD, schedule=schedule, num_microbatches=2, num_workers=2, blocks="blocks"
+        model,
+        nn.functional.mse_loss,
+        optimizer=SGD,
+        schedule=schedule,
+        num_microbatches=2,
+        num_workers=2,
+        blocks="blocks",
     )
-    pieces = [(pair, {}) for pair in zip(x.chunk(2), x.chunk(2), strict=True)]
-
-    def loss(inputs: Tensor, target: Tensor) -> Tensor:
-        return loss_fn(alone(inputs), target)
-
-    found = [pipe.step((x, x)) for _ in range(2)]
-    assert found == plain(loss, [pieces] * 2, lambda loss: loss, list(alone.parameters()))
-    assert_same_state(pipe, alone)
+    assert_trains_alike(pipe, alone, x)
 
 
 def test_a_checkpoint_of_a_view_without_gradients_under_backward_in_two():

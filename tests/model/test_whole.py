@@ -79,6 +79,18 @@ def assert_same_state(pipe: Pipeline, model: nn.Module, *, exactly: bool = True)
             torch.testing.assert_close(state[name], tensor, rtol=1e-5, atol=1e-6)
 
 
+def assert_trains_alike(pipe: Pipeline, alone: nn.Module, x: torch.Tensor) -> None:
+    """Train two steps of two microbatches towards `x` itself, by both; losses and state are equal."""
+    pieces = [(pair, {}) for pair in zip(x.chunk(2), x.chunk(2), strict=True)]
+
+    def loss(inputs: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return nn.functional.mse_loss(alone(inputs), target)
+
+    found = [pipe.step((x, x)) for _ in range(2)]
+    assert found == plain(loss, [pieces] * 2, lambda loss: loss, list(alone.parameters()))  # type: ignore[arg-type]
+    assert_same_state(pipe, alone)
+
+
 OTHERS = [(schedule, case) for schedule in ("zb-h1", "gpipe-recompute", "chimera") for case in ("tied", "skips")]
 OTHERS += [("zb-h1", "experts, by a hook"), ("gpipe-recompute", "images"), ("gpipe-recompute", "repeated block")]
 
