@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..dependency import ConfigError
 from ..workers.compute.attributes import Attributes
-from ..workers.compute.randomness import Seed
+from ..workers.compute.randomness import Seed, drawn_since, python_place
 from .absent import Absent
 from .assignment import Owners
 from .forward import ScriptedForward
@@ -117,6 +117,7 @@ class ObservedStage:
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             before = self.writes.before(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
             first = None if script.is_settled else Attributes(self._modules)
+            place = python_place()
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
             except (Departed, NeedsField) as departed:
@@ -126,6 +127,10 @@ class ObservedStage:
                 if isinstance(departed.__context__, NeedsField):  # whose way out went through contexts of the model
                     raise departed.__context__ from None
                 departures.append(departed)
+                continue
+            if not script.draws_in_python and drawn_since(place, "the model"):
+                script.draws_in_python = True  # which it did not when it was observed: once more, with its own numbers
+                before.put_back()
                 continue
             if first is not None and not script.settle(first):
                 first.put_back()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Tree, tensors_of
-from .randomness import MOST_LOOKS, Seed, python_state, python_too
+from .randomness import MOST_LOOKS, Seed, drawn_since, late, python_place, python_state, python_too
 
 #: (kind of layer, ns) as in `LayerTime`
 Times = list[tuple[int, int]]
@@ -144,8 +144,10 @@ class Layers:
         looks = 0 if self._draws_in_python else self._looks[torch.is_grad_enabled()]
         if looks:
             self._looks[torch.is_grad_enabled()] -= 1
-        if looks or self._draws_in_python:
+        seeded = looks or self._draws_in_python
+        if seeded:
             seed = python_too(seed)
+        place = None if seeded else python_place()
         for index, module in self.layers:
             seed(index, 0)
             before = python_state() if looks else None
@@ -156,7 +158,14 @@ class Layers:
                 raise
             if looks and python_state() != before:
                 self._draws_in_python = True
+        if place is not None and place != python_place():
+            self._refuse_drawn(place)
         return tree
+
+    def _refuse_drawn(self, before: tuple[int, int]) -> None:
+        who = f"one of the layers {self.first} to {self.layers[-1][0]}"
+        if drawn_since(before, who):
+            raise late(f"model: {who}")
 
     def _timed(self, index: int, module: nn.Module, tree: Tree, times: Times) -> Tree:
         """Call a layer and note how long it took."""
