@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +12,6 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 from ..dependency import Spec, local_order
-from ..launching import launcher_link as link
 from ..model.partition import Partition
 from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor
@@ -23,6 +20,7 @@ from ..workers.transport.payload import split_rows
 from .gpt import gpt_layers, next_byte_loss
 from .replay import Replay
 from .settings import GPTConfig, VerifyOptions
+from .verdict import Compared, tell
 
 Layers = Sequence[Callable[[], nn.Module]]
 Batch = tuple[Tensor, Tensor]
@@ -177,57 +175,13 @@ def prove(options: VerifyOptions) -> None:
             state |= {f"{name} on route {route}": tensor for name, tensor in tensors.items()}
             if not overlaps:
                 expected |= {f"{name} on route {route}": expected[name] for name in tensors}
-        _tell_verdict(options, losses, expected_losses, state, expected)
+        compared = Compared()
+        compared.losses(losses, expected_losses)
+        compared.tensors(state, expected)
+        tell(compared, options, options.batch_rows, losses, exactly=True)
     pipe.barrier()
 
 
 def replicas(actor: WorkerActor) -> list[tuple[int, dict[str, Tensor]]]:
     """Return what the state of the model leaves out: the shards of the other routes, which must be equal."""
     return [(route, shard.state_dict()) for (_, route), shard in actor.shards.items() if route > 0]
-
-
-def _tell_verdict(
-    options: VerifyOptions,
-    losses: Sequence[float],
-    expected_losses: Sequence[float],
-    state: dict[str, Tensor],
-    expected: dict[str, Tensor],
-) -> None:
-    errors = {name: _error(state[name], tensor) for name, tensor in expected.items()}
-    errors["loss"] = _error(torch.tensor(losses).double(), torch.tensor(expected_losses).double())
-    worst = max(errors, key=lambda name: errors[name])
-    same = [name for name, tensor in expected.items() if torch.equal(state[name], tensor)]
-    identical = len(same) == len(expected) and list(losses) == list(expected_losses)
-    relative, absolute = errors[worst]
-    verdict = "identical" if identical else "DIFFERENT"
-    report: dict[str, Any] = {
-        "identical": identical,
-        "max_rel_error": relative,
-        "max_abs_error": max(error for _, error in errors.values()),
-        "worst": worst,
-        "parameters": len(expected),
-        "steps": options.steps,
-        "workers": options.workers,
-        "microbatches": options.microbatches,
-        "rows": options.batch_rows,
-        "schedule": options.schedule,
-        "order": options.order,
-        "transport": options.transport,
-        "model": options.model,
-        "loss": losses[-1],
-    }
-    text = (
-        f"{options.schedule} on {options.workers} workers, {options.microbatches} microbatches of "
-        f"{options.batch_rows} rows, {options.steps} steps: {verdict} to one process "
-        f"({len(same)} of {len(expected)} tensors bit for bit; worst {worst}: "
-        f"relative {relative:.1e}, absolute {absolute:.1e})"
-    )
-    link.tell(kind="result", text=text, json=report, exit_code=0 if identical else 1)
-
-
-def _error(found: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Return the largest difference, relative to the largest expected value, and absolute."""
-    if found.shape != expected.shape:
-        return math.inf, math.inf
-    absolute = float((found.double() - expected.double()).abs().max()) if found.numel() else 0.0
-    return absolute / max(float(expected.double().abs().max()), 1e-30), absolute

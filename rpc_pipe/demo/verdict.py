@@ -79,13 +79,18 @@ def tell(
     rows: int,
     losses: Sequence[float],
     *,
+    exactly: bool = False,
     summed_otherwise: Sequence[str] = (),
     more: Mapping[str, Any] = {},
 ) -> None:
-    """Tell the user the verdict, and the exit code: 0 also for what differs by the order of sums alone."""
+    """Tell the user the verdict, and the exit code: 0 also for what differs by the order of sums alone.
+
+    Args:
+        exactly: whether such a difference is none that can be, as the order of sums is the same.
+    """
     relative = compared.relative()
     worst = max(relative, key=lambda name: relative[name])
-    verdict = "identical" if compared.identical else "rounding" if compared.rounding else "different"
+    verdict = "identical" if compared.identical else "rounding" if compared.rounding and not exactly else "different"
     because = ""
     if verdict == "rounding":
         named = ", ".join(summed_otherwise[:2]) + (
@@ -119,11 +124,13 @@ def tell(
         "rounding": f"within the rounding of floats of one process, because the order of sums differs: {because}",
         "different": "DIFFERENT from one process",
     }
+    largest = f"; worst {worst}: relative {relative[worst]:.1e}, absolute {compared.max_abs_error:.1e}"
+    if compared.identical:
+        largest = ""
     text = (
         f"{options.schedule} on {options.workers} workers, {options.microbatches} microbatches of "
         f"{rows} rows, {options.steps} steps: {said[verdict]} "
-        f"({compared.num_same} of {compared.num_tensors} tensors bit for bit; worst {worst}: "
-        f"relative {relative[worst]:.1e}, absolute {compared.max_abs_error:.1e})"
+        f"({compared.num_same} of {compared.num_tensors} tensors bit for bit{largest})"
     )
     link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))
 
