@@ -37,7 +37,7 @@ class Chimera(Spec):
         P, pairs = self.num_workers, self.pairs
         if pairs < 1 or (pairs > 1 and P % (2 * pairs)):
             fits = [n for n in range(1, P // 2 + 1) if P % (2 * n) == 0] or [1]
-            raise ScheduleError(f"pairs {pairs}: must be one of {', '.join(map(str, fits))} for {P} workers")
+            raise ScheduleError(f"pairs {pairs}: must be {' or '.join(map(str, fits))} for {P} workers")
 
     @property
     def order(self) -> Order:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..demo.settings import TrainOptions
-from ..dependency import ConfigError
+from ..dependency import ConfigError, check_all
 from ..drawing.comparison import table
 from ..launching.report import Reporter
 from ..planning.compare import ModelCosts, Row, compare, verdict
@@ -23,6 +23,8 @@ from .options import (
     parse_bytes,
     parse_costs,
     parse_number,
+    schedule_options,
+    typed_spec,
     whole,
 )
 
@@ -33,6 +35,10 @@ _SIZES = ("width", "depth", "heads", "context", "batch")
 def add(commands: Any) -> None:
     """Add `compare` to the command line."""
     parser: Parser = commands.add_parser("compare", help="all schedules side by side: time, memory, messages")
+    parser.add_argument(
+        "--schedule", help="add one of your own, path/to/file.py:ClassName, or a built-in one with other parameters"
+    )
+    parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a parameter of --schedule")
     parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
     parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step (8)")
     add_order(parser)
@@ -56,6 +62,8 @@ def add(commands: Any) -> None:
 
 
 def _compare(typed: dict[str, Any], argv: list[str]) -> int:
+    if "schedule" not in typed and "set" in typed:
+        raise ConfigError(f"--set {typed['set'][0]}: is of the schedule that --schedule adds; name it")
     measured = "measure" in typed
     for name in _SIZES:
         if name in typed and not measured:
@@ -93,7 +101,7 @@ def _compare_own(typed: dict[str, Any]) -> int:
 
 
 def _show(typed: Mapping[str, Any], model: ModelCosts, options: TrainOptions, comm: float, limit: float | None) -> int:
-    rows = compare(model, options.microbatches, comm=comm, limit=limit, order=options.order)
+    rows = compare(model, options.microbatches, comm=comm, limit=limit, order=options.order, also=_also(typed))
     if "json" in typed:
         print(json.dumps([_as_json(row) for row in rows]))
         return 0
@@ -101,6 +109,16 @@ def _show(typed: Mapping[str, Any], model: ModelCosts, options: TrainOptions, co
     console.print(table(rows, options.workers, options.microbatches))
     console.print(verdict(rows, limit), markup=False)
     return 0
+
+
+def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """Return the schedule that `--schedule` adds, and the parameters it was given."""
+    if "schedule" not in typed:
+        return None
+    spec = typed_spec(typed)
+    check_all(spec)
+    values = spec.parameters()
+    return typed["schedule"], {key: values.get(key, text) for key, text in schedule_options(typed).items()}
 
 
 def _as_json(row: Row) -> dict[str, Any]:

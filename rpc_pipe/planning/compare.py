@@ -113,11 +113,22 @@ class Row:
 
 
 def compare(
-    model: ModelCosts, num_microbatches: int, *, comm: float = 0, limit: float | None = None, order: Order | None = None
+    model: ModelCosts,
+    num_microbatches: int,
+    *,
+    comm: float = 0,
+    limit: float | None = None,
+    order: Order | None = None,
+    also: tuple[str, Mapping[str, Any]] | None = None,
 ) -> list[Row]:
     """Return a row for every schedule, the fastest first; then those that are not synchronous, as they train something
-    else; what cannot be used, or not within `limit` bytes, last."""
-    rows = [_row(name, parameters, model, num_microbatches, comm, limit, order) for name, parameters in VARIANTS]
+    else; what cannot be used, or not within `limit` bytes, last.
+
+    Args:
+        also: another schedule, by name or file, and its parameters.
+    """
+    variants = [*VARIANTS, also] if also and also not in VARIANTS else VARIANTS
+    rows = [_row(name, parameters, model, num_microbatches, comm, limit, order) for name, parameters in variants]
     return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
 

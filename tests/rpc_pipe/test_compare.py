@@ -13,6 +13,7 @@ from torch import nn
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, F, I, R, W
 from rpc_pipe.drawing.comparison import table
+from rpc_pipe.planning.candidates import VARIANTS
 from rpc_pipe.planning.compare import ModelCosts, compare, complete, verdict
 from rpc_pipe.planning.footprint import Size, num_messages, peak_bytes
 from rpc_pipe.planning.measure import measure
@@ -229,3 +230,18 @@ def test_arrows_of_several_steps_stay_within_their_steps(capsys, tmp_path):
     step = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") / 3
     assert all(0 <= ends[each] - at < step for each, at in starts.items())
     assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {0, 1, 2}
+
+
+def test_a_schedule_of_ones_own_is_compared(tmp_path, capsys):
+    """A researcher could simulate and train her schedule, but not see it beside the others."""
+    path = tmp_path / "mine.py"
+    path.write_text("from rpc_pipe.schedules import OneFOneB\nclass Mine(OneFOneB):\n    extra: int = 1\n")
+    asked = ["compare", "--workers", "4", "--json", "--schedule", f"{path}:Mine", "--set", "extra=2"]
+    assert main(asked) == 0
+    rows = json.loads(capsys.readouterr().out)
+    [mine] = [row for row in rows if row["schedule"] == f"{path}:Mine"]
+    [theirs] = [row for row in rows if row["schedule"] == "1f1b"]
+    assert mine["parameters"] == {"extra": 2} and mine["makespan"] == theirs["makespan"]
+    assert len(rows) == len(VARIANTS) + 1
+    assert main(["compare", "--set", "extra=2"]) == 2
+    assert "name it" in capsys.readouterr().err

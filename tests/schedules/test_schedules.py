@@ -169,7 +169,7 @@ def test_dualpipe_says_which_numbers_of_workers_it_takes():
 
 
 def test_chimera_says_which_pairs_it_takes():
-    with pytest.raises(ScheduleError, match=r"pairs 4: must be one of 1, 3 for 6 workers"):
+    with pytest.raises(ScheduleError, match=r"pairs 4: must be 1 or 3 for 6 workers"):
         SCHEDULES["chimera"](num_workers=6, num_microbatches=6, pairs=4)
 
 
