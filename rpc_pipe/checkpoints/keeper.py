@@ -207,18 +207,17 @@ class Keeper:
         """
         self.settle()
 
-        def save(actor: WorkerActor) -> list[Any]:
+        def save(actor: WorkerActor) -> None:
             place = Path(_agreed(actor, "export", lambda: str(begin_export(where)), of=0))
-            failed = _failure(None)
-            try:
+
+            def write() -> None:
                 Snapshot(actor.worker, self._num_workers, _first_route(actor), None).write(place)
                 if actor.worker == 0:
                     export(place, self._num_workers, self.config, self._deadline_s)
-            except (ConfigError, Stalled) as error:
-                failed = _failure(error)
-            return actor.exchange("exported", failed)
 
-        _raise_first(self._each(save)[0])
+            _together(actor, "exported", write)
+
+        self._each(save)
 
     def load_pretrained(self, where: str | Path, strict: bool) -> Loaded:
         """Let all workers read their weights from a folder of safetensors.
@@ -232,28 +231,22 @@ class Keeper:
             own = {shard: {**dict(shard.named_parameters()), **model_tensors(shard)} for shard in actor.shards.values()}
             told = actor.exchange("names", sorted(name for tensors in own.values() for name in tensors))
             names = {name for each in told for name in each}
-            found: dict[Shard, dict[str, str]] = {}
-            failed, lacking = "", set()
-            try:
+
+            def find() -> tuple[Pretrained, dict[Shard, tuple[dict[str, str], set[str]]]]:
                 pretrained = Pretrained(where)
                 change = pretrained.prefix(names)
-                for shard, tensors in own.items():
-                    found[shard], lacks = pretrained.find(tensors, change)
-                    lacking |= lacks
-            except ConfigError as error:
-                failed = str(error)
-            used = {other for each in found.values() for other in each.values()}
-            told = actor.exchange("pretrained read", [failed, sorted(lacking), sorted(used)])
-            for cause, *_ in told:
-                if cause:
-                    raise ConfigError(cause)
+                return pretrained, {shard: pretrained.find(tensors, change) for shard, tensors in own.items()}
+
+            (pretrained, found), told = _together(
+                actor, "pretrained read", find, lambda read: _names_of(*read[1].values())
+            )
             loaded = Loaded(
-                sorted({name for _, each, _ in told for name in each}),
-                sorted(pretrained.names - {name for *_, each in told for name in each}),
+                sorted({name for lacking, _ in told for name in lacking}),
+                sorted(pretrained.names - {name for _, used in told for name in used}),
             )
             if strict and (loaded.missing or loaded.unexpected):
                 raise ConfigError(_unmet(where, loaded))
-            for shard, here in found.items():
+            for shard, (here, _) in found.items():
                 pretrained.fill(own[shard], here)
             return loaded
 
@@ -292,6 +285,15 @@ def _own_routes(actor: WorkerActor) -> list[list[Shard]]:
     return [[shard for (_, route), shard in actor.shards.items() if route == each] for each in routes]
 
 
+def _names_of(*found: tuple[dict[str, str], set[str]]) -> list[list[str]]:
+    """Return the names that shards lack, and those in the folder that they use, of what `Pretrained.find` gave."""
+    lacking, used = (
+        {name for _, lacks in found for name in lacks},
+        {other for here, _ in found for other in here.values()},
+    )
+    return [sorted(lacking), sorted(used)]
+
+
 def _unmet(where: str | Path, loaded: Loaded) -> str:
     def few(names: list[str]) -> str:
         return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
@@ -307,6 +309,7 @@ def _prepared(actor: WorkerActor, where: str | Path, elastic: bool) -> tuple[Che
     names: set[str] = set()
     references: list[tuple[Shard, dict[str, torch.Tensor]]] = []
 
+    @_understood(where)
     def prepare() -> Checkpoint:
         checkpoint = Checkpoint(where)
         # Another number of routes goes on from their reference, with the state of the first one's optimizer.
@@ -326,22 +329,12 @@ def _prepared(actor: WorkerActor, where: str | Path, elastic: bool) -> tuple[Che
         steps.extend(partial(_refer, *each) for each in references)
         return checkpoint
 
-    failed, checkpoint = "", None
-    try:
-        with _understood(where):
-            checkpoint = prepare()
-    except ConfigError as error:
-        failed = str(error)
-    told = actor.exchange(
-        "checkpoint read", [failed, "" if checkpoint is None else checkpoint.path.name, sorted(names)]
+    checkpoint, told = _together(
+        actor, "checkpoint read", prepare, lambda checkpoint: [checkpoint.path.name, sorted(names)]
     )
-    for cause, *_ in told:
-        if cause:
-            raise ConfigError(cause)
-    assert checkpoint is not None
-    if len({path for _, path, _ in told}) > 1:
-        raise ConfigError(f"checkpoint {where}: workers see different ones, {', '.join(path for _, path, _ in told)}")
-    left = checkpoint.names - {name for *_, own in told for name in own}
+    if len({path for path, _ in told}) > 1:
+        raise ConfigError(f"checkpoint {where}: workers see different ones, {', '.join(path for path, _ in told)}")
+    left = checkpoint.names - {name for _, own in told for name in own}
     if left:
         raise ConfigError(f"checkpoint {checkpoint.path}: has {min(left)}, which this model does not have")
     return checkpoint, steps
@@ -373,14 +366,31 @@ def _refer(shard: Shard, weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def _agreed(actor: WorkerActor, name: str, value: Callable[[], str], of: int) -> str:
-    """Return on every worker what `value` gives on worker `of`, or raise its error on all."""
-    told: list[Any] = ["", ""]
-    if actor.worker == of:
-        try:
-            told = [value(), ""]
-        except ConfigError as error:
-            told = ["", str(error)]
-    found, failed = actor.exchange(name, told)[of]
-    if failed:
-        raise ConfigError(failed)
-    return str(found)
+    """Return on every worker what `value` gives on worker `of`.
+
+    Raises:
+        ConfigError: what it raised there, on every worker.
+    """
+    _, told = _together(actor, name, lambda: value() if actor.worker == of else "", str)
+    return str(told[of])
+
+
+def _together(
+    actor: WorkerActor, name: str, do: Callable[[], T], tell: Callable[[T], Any] = lambda done: None
+) -> tuple[T, list[Any]]:
+    """Do something on every worker; return what it gave here, and what each worker tells of its own, in order.
+
+    Raises:
+        ConfigError: it failed on one, on every worker; of several the first that did not only wait for another.
+    """
+    done: list[T] = []
+    own: Any = None
+    failed = _failure(None)
+    try:
+        done.append(do())
+        own = tell(done[0])
+    except (ConfigError, Stalled) as error:
+        failed = _failure(error)
+    told = actor.exchange(name, [own, failed])
+    _raise_first([failure for _, failure in told])
+    return done[0], [each for each, _ in told]
