@@ -17,6 +17,7 @@ from .absent import Absent
 from .hollow import Hollow, NeedsField, copy_of, said
 from .observation import Output
 from .observer import name_of
+from .promise import check_left
 from .script import Cue, Departed, Script, agrees
 from .skeleton import Skeleton, is_mark
 from .trees import Path, at, leaves, mapped, replaced, tensors
@@ -157,7 +158,7 @@ class ScriptedForward(TorchFunctionMode):
         return [
             Output(
                 replaced(output.tree, {path: now.get(path, tensor) for path, tensor in leaves(output.tree)}),
-                output.module, output.arguments, output.name,
+                output.module, output.arguments, output.name, output.inside,
             )
             for output, now in zip(cue.outputs, real, strict=True)
         ]  # fmt: skip
@@ -196,9 +197,12 @@ class ScriptedForward(TorchFunctionMode):
             cue.promise.check(result, (args, kwargs), self._skeleton.owned)
         for number, path, key in cue.noted:
             output = cue.outputs[number]
-            tree = (
-                result if not number else getattr(output.module, output.name) if output.name else returned[number - 1]
-            )
+            if output.name:
+                tree = getattr(output.module, output.name)
+                if output.tree is not None:
+                    check_left(self._skeleton.name_of(cue.func), output.name, tree, output.tree)
+            else:
+                tree = returned[number - 1] if number else result
             self._now[key] = at(tree, path)
         return result
 
@@ -234,7 +238,11 @@ def _leave(output: Output, needed: bool) -> None:
     module = output.module
     assert module is not None
     if output.name:
-        if needed:
+        held: Any = getattr(module, output.name, None)
+        if output.inside and type(held) is type(output.tree):
+            held.clear()
+            held.update(output.tree) if isinstance(held, dict) else held.extend(output.tree)
+        elif needed:
             setattr(module, output.name, output.tree)
         return
     assert output.arguments is not None

@@ -40,12 +40,14 @@ class Value:
 @dataclass(eq=False, slots=True)
 class Output:
     """A tree that an event left somewhere: what it returned; and of blocks what a module inside returned under the
-    eyes of a hook (`arguments` are then the call's), or what it left in an attribute (`name`)."""
+    eyes of a hook (`arguments` are then the call's), or what it left in an attribute (`name`): in the very list or dict
+    that was there before, if `inside`, which others may hold too."""
 
     tree: Any
     module: nn.Module | None = None
     arguments: tuple[Any, Any] | None = None
     name: str = ""
+    inside: bool = False
 
 
 #: a value as it is after the event that made or last wrote it

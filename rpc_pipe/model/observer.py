@@ -175,6 +175,9 @@ class Observer(TorchFunctionMode):
         hooked = [inner for inner in module.modules() if inner._forward_hooks and inner is not module]
         handles = [inner.register_forward_hook(note, prepend=True, with_kwargs=True) for inner in hooked]
         given = {id(tensor) for tensor in tensors((args, kwargs))}
+        boxes = [
+            value for inner in module.modules() for value in vars(inner).values() if isinstance(value, (list, dict))
+        ]
         self.current = event
         try:
             try:
@@ -195,7 +198,8 @@ class Observer(TorchFunctionMode):
             for handle in handles:
                 handle.remove()
         event.promise = Promise(event.where, result, (args, kwargs), self._owned)
-        outputs += [Output(tree, inner, None, name) for inner, name, tree in self._left_by(event)]
+        there = set(map(id, boxes))
+        outputs += [Output(tree, inner, None, name, id(tree) in there) for inner, name, tree in self._left_by(event)]
         event.outputs = [Output(result), *outputs]
         for output in event.outputs:
             real = {path: t for path, t in leaves(output.tree) if not isinstance(t, Absent) and self._is_of(event, t)}
@@ -292,11 +296,12 @@ class Observer(TorchFunctionMode):
         if maker is not None and maker.is_block:
             return ConfigError(
                 f"model: {what} was made in block {maker.where} and left it otherwise than by its return value; "
-                f"return it from the block's forward"
+                f"return it from the block's forward, or leave it in an attribute of the block"
             )
         return ConfigError(
             f"model: {what} was made by an operation that Python does not see, such as a scripted or transformed "
-            f"function; put it inside a block, or name a module that contains it with blocks="
+            f"function, or before, and kept by an object that is no module; put it inside a block, keep it in a "
+            f"module, or name a module that contains it with blocks="
         )
 
     def ran(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:

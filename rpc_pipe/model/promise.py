@@ -69,6 +69,20 @@ class Promise:
                 )
 
 
+def check_left(where: str, name: str, tree: Any, observed: Any) -> None:
+    """Check what a block has left in an attribute, of which other stages take tensors.
+
+    Raises:
+        ConfigError: beside its tensors it is not what it was when it was observed.
+    """
+    if (found := form_of(tree)) != observed:
+        raise ConfigError(
+            f"model: block {where} left {_told(found)} in its attribute {name}, and {_told(observed)} when it was "
+            f"observed: tensors travel to the other stages, but not what is beside them; leave tensors alone there, as "
+            f"many in each forward"
+        )
+
+
 def its_own(result: Any, known: _Tells, left: _Tells, hollow: _Tells) -> Any:
     """Return what a block returns, with aliases where that is what it was given: another time it may not be.
 

@@ -15,7 +15,7 @@ from .absent import Absent
 from .assignment import Assignment, Owners, Role
 from .hollow import Hollow, NeedsField
 from .observation import Event, Observation, Output, is_hollow
-from .promise import Promise
+from .promise import Promise, form_of
 from .skeleton import Skeleton
 from .trees import Path, leaves, replaced
 from .users import Users
@@ -47,7 +47,8 @@ class Cue:
         runs: whether to run it; otherwise `outputs` says what to return in its place.
         swapped: what of that has a real counterpart on this stage.
         noted: what of the result others need later.
-        promise: what of it others have been told already; None: there are none.
+        promise: what of it others have been told already; None: there are none. For what a block leaves in attributes
+            the form of it stands in `outputs` in place of a tree.
         said: what it must be called with beside tensors, where nothing computes what it returns; None: anything.
         number: of the random operation at its position; 0 if it draws nothing.
     """
@@ -159,7 +160,8 @@ class Script:
                     cue.swapped += [place for place in found if place[2] in given]
                 made = {id(value.tensor) for value in event.made}
                 cue.noted += [place for place in found if place[2] in (made & wanted) - given]
-                cue.outputs.append(Output(None, output.module, None, output.name))
+                form = form_of(output.tree) if output.name and not self.is_last else None
+                cue.outputs.append(Output(form, output.module, None, output.name, output.inside))
         return cue
 
     def _stand_in(self, output: Output) -> Output:
@@ -168,7 +170,7 @@ class Script:
         def plain(tree: Any) -> Any:
             return replaced(tree, {path: self._plain(tensor) for path, tensor in leaves(tree)})
 
-        return Output(plain(output.tree), output.module, plain(output.arguments), output.name)
+        return Output(plain(output.tree), output.module, plain(output.arguments), output.name, output.inside)
 
     def _plain(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._stand_ins:
