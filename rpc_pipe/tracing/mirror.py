@@ -16,6 +16,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -35,14 +36,6 @@ _COMPARE_EVERY_S = 60.0
 EVERYTHING, NO_MORE = -1, -2
 #: a message has so many steps at most: the latest
 _MOST_STEPS = 16
-_ASK_PAUSE_S = 0.002
-
-
-class _Future(Protocol):
-    """A future, as of RPC."""
-
-    def done(self) -> bool: ...
-    def value(self) -> Any: ...
 
 
 @runtime_checkable
@@ -54,7 +47,7 @@ class RemoteBoards(Protocol):
     #: answers who looks at this worker: (version seen last, EVERYTHING or NO_MORE) -> bytes
     exhibit: Callable[[int], bytes] | None
 
-    def look(self, peer: int, seen: int) -> _Future:
+    def look(self, peer: int, seen: int) -> futures.Future[bytes]:
         """Ask `peer` for what `exhibit` says there."""
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
@@ -136,17 +129,14 @@ def tell_no_more(carrier: RemoteBoards, peers: Iterable[int], timeout_s: float) 
 
 
 def _ask(carrier: RemoteBoards, peers: Iterable[int], seen: int, timeout_s: float) -> dict[int, bytes]:
-    asked: dict[int, _Future] = {}
+    asked: dict[int, futures.Future[bytes]] = {}
     for peer in peers:
         with contextlib.suppress(RuntimeError):
             asked[peer] = carrier.look(peer, seen)
     answers, deadline = {}, time.monotonic() + timeout_s
     for peer, future in asked.items():
-        while not future.done() and time.monotonic() < deadline:
-            time.sleep(_ASK_PAUSE_S)
-        with contextlib.suppress(RuntimeError):
-            if future.done():
-                answers[peer] = future.value()
+        with contextlib.suppress(RuntimeError, futures.TimeoutError):
+            answers[peer] = future.result(max(0.0, deadline - time.monotonic()))
     return answers
 
 
@@ -184,7 +174,7 @@ class _Image:
         self._carrier = carrier
         self._folder = folder
         self.peer = peer
-        self._asked: _Future | None = None
+        self._asked: futures.Future[bytes] | None = None
         self._seen = EVERYTHING
         self._clock_ns = -1
         self._listed: list[int] = []
@@ -200,7 +190,7 @@ class _Image:
                 return
             asked, self._asked = self._asked, None
             with contextlib.suppress(RuntimeError):  # the peer has left, or does not show itself yet
-                self._take(asked.value())
+                self._take(asked.result())
         with contextlib.suppress(RuntimeError):
             if time.monotonic() > self._compared + _COMPARE_EVERY_S or not self._compared:
                 offset, self._error_ns = self._carrier.clock_offset(self.peer)

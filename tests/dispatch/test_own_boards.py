@@ -1,6 +1,7 @@
 """What a real pipeline of this process writes for those who watch."""
 
 import threading
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
@@ -73,7 +74,7 @@ class Network:
     worker, num_workers, exhibit = 0, 2, None
 
     def look(self, peer, seen):
-        future = torch.futures.Future()
+        future = Future()
         future.set_result(own_boards._boards[peer].answer(seen))
         return future
 

@@ -16,6 +16,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -140,20 +141,21 @@ class RpcCarrier(RemoteCarrier):
         else:
             future.add_done_callback(replied)
 
-    def clock_offset(self, peer: int) -> tuple[int, int]:
-        """Of eight pings the fastest counts, as its asymmetry can be the least (Cristian 1989)."""
-        best = (0, 2**62)
-        for _ in range(8):
-            sent = time.perf_counter_ns()
-            there: int = rpc.rpc_sync(_name(peer), _clock, timeout=_PING_S)
-            error = (time.perf_counter_ns() - sent) // 2
-            if error < best[1]:
-                best = there - (sent + error), error
-        return best
+    def _clock_of(self, peer: int) -> int:
+        now: int = rpc.rpc_sync(_name(peer), _clock, timeout=_PING_S)
+        return now
 
-    def look(self, peer: int, seen: int) -> Future[bytes]:
+    def look(self, peer: int, seen: int) -> futures.Future[bytes]:
         """Ask for what `peer` exhibits."""
-        answer: Future[bytes] = rpc.rpc_async(_name(peer), _look, args=(seen,), timeout=_PING_S)
+        answer: futures.Future[bytes] = futures.Future()
+
+        def came(found: Future[bytes]) -> None:
+            try:
+                answer.set_result(found.value())
+            except RuntimeError as error:
+                answer.set_exception(error)
+
+        rpc.rpc_async(_name(peer), _look, args=(seen,), timeout=_PING_S).add_done_callback(came)
         return answer
 
     def close(self) -> None:

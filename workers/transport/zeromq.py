@@ -14,6 +14,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -61,33 +62,6 @@ class Network(NamedTuple):
     #: how long a connection may be broken before the worker counts as lost; a silent one is broken after 5/8 of that
     lost_after_s: float = 20.0
     congestion: str = CONGESTION
-
-
-class Awaited:
-    """An answer that comes later, with the methods of torch's futures that watchers use."""
-
-    def __init__(self) -> None:
-        self._there = threading.Event()
-        self._value: Any = None
-
-    def set(self, value: Any) -> None:
-        """Let it be there."""
-        self._value = value
-        self._there.set()
-
-    def done(self) -> bool:
-        """Whether it is there."""
-        return self._there.is_set()
-
-    def value(self, timeout_s: float = 0) -> Any:
-        """Return it.
-
-        Raises:
-            RuntimeError: it is not there.
-        """
-        if not self._there.wait(timeout_s) or isinstance(self._value, RuntimeError):
-            raise RuntimeError("no answer")
-        return self._value
 
 
 class ZmqCarrier(RemoteCarrier):
@@ -352,27 +326,30 @@ class ZmqCarrier(RemoteCarrier):
 
     # --- for those who watch from other machines
 
-    def look(self, peer: int, seen: int) -> Awaited:
+    def look(self, peer: int, seen: int) -> futures.Future[bytes]:
         """Ask for what `peer` exhibits."""
-        return self._await(peer, "look", encode_value(seen))
+        return self._ask_for(peer, "look", encode_value(seen))
 
-    def clock_offset(self, peer: int) -> tuple[int, int]:
-        """Of eight pings the fastest counts, as its asymmetry can be the least (Cristian 1989)."""
-        best = (0, 2**62)
-        for _ in range(8):
-            sent = time.perf_counter_ns()
-            there: int = self._await(peer, "clock", b"").value(_PING_S)
-            error = (time.perf_counter_ns() - sent) // 2
-            if error < best[1]:
-                best = there - (sent + error), error
-        return best
+    def _clock_of(self, peer: int) -> int:
+        try:
+            now: int = self._ask_for(peer, "clock", b"").result(_PING_S)
+        except futures.TimeoutError as error:
+            raise RuntimeError("no answer") from error
+        return now
 
-    def _await(self, peer: int, what: str, body: bytes) -> Awaited:
+    def _ask_for(self, peer: int, what: str, body: bytes) -> futures.Future[Any]:
         if peer in self._lost or self.exchange(peer).closed or self._ending:
             raise RuntimeError(f"worker {peer} cannot be reached")
-        awaited = Awaited()
-        self._request(peer, what, (body,), awaited.set)
-        return awaited
+        answer: futures.Future[Any] = futures.Future()
+
+        def came(value: Any) -> None:
+            if isinstance(value, RuntimeError):
+                answer.set_exception(value)
+            else:
+                answer.set_result(value)
+
+        self._request(peer, what, (body,), came)
+        return answer
 
     def close(self) -> None:
         super().close()
