@@ -140,7 +140,8 @@ class Pipeline(Habits, Weights):
         self.worker = workers[0]
         self._stopped = self._closed = False
         self._num_cut = 0
-        self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, self.spec.elasticity > 0)
+        elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
+        self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
         self._devices = {actor.courier.device for actor in self._actors}
         #: None when the shards are made
         self._maker: ShardMaker | None = ShardMaker(self.partition, seed, training)
@@ -381,7 +382,7 @@ class Pipeline(Habits, Weights):
         if self._closed:
             raise PipeError("this pipeline is closed; `close` comes last, also at the end of a `with` block")
         if self._maker is not None and call is not WorkerActor.barrier:
-            raise ConfigError("the model is cut by the first batch: train or evaluate first, or pass example=, a batch")
+            raise ConfigError("the model is cut by the first batch: to call this before it, pass example=batch to Pipeline")
         # Around all workers of this process at once: they share its generators, and the modules given.
         with self.partition.following.around(), preserved(*self._devices):
             return [call(self._actors[0])] if self._threads is None else self._threads.each(call)

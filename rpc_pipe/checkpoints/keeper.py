@@ -58,9 +58,10 @@ class Keeper:
         about: Mapping[str, Any],
         deadline_s: float,
         elastic: bool = False,
+        num_routes: int = 1,
     ) -> None:
         self._each, self._num_workers, self.about, self._deadline_s = each, num_workers, dict(about), deadline_s
-        self._elastic = elastic
+        self._elastic, self._num_routes = elastic, num_routes
         self._writing: Writing | None = None
         self.results = Resumption()
         #: after how many steps a checkpoint is written, where, and how many are kept
@@ -177,7 +178,7 @@ class Keeper:
 
     def _put(self, where: str | Path) -> Restored:
         def put_all(actor: WorkerActor) -> Restored:
-            checkpoint, steps = _prepared(actor, where, self._elastic)
+            checkpoint, steps = _prepared(actor, where, self._elastic, self._num_routes)
             with _understood(checkpoint.path):
                 for step in steps:
                     step()
@@ -303,7 +304,9 @@ def _unmet(where: str | Path, loaded: Loaded) -> str:
     return f"{where}: {'; '.join(filter(None, (lacks, more)))}; strict=False leaves out what does not meet"
 
 
-def _prepared(actor: WorkerActor, where: str | Path, elastic: bool) -> tuple[Checkpoint, list[Callable[[], None]]]:
+def _prepared(
+    actor: WorkerActor, where: str | Path, elastic: bool, num_routes: int
+) -> tuple[Checkpoint, list[Callable[[], None]]]:
     """Read all that `actor` needs, see with the others that everything fits, and return what puts it in place."""
     steps: list[Callable[[], None]] = []
     names: set[str] = set()
@@ -323,7 +326,7 @@ def _prepared(actor: WorkerActor, where: str | Path, elastic: bool) -> tuple[Che
                 weights, stages = checkpoint.of_route(route, own), checkpoint.routes[route]
                 rest = partial(checkpoint.of_route, route)
             steps.append(_putting(shard, weights))
-            steps.append(stages.prepare(shard, rest(stages.wanted(shard, route))))
+            steps.append(stages.prepare(shard, rest(stages.wanted(shard, route, num_routes))))
         updates = checkpoint.stages.updates
         steps.append(lambda: actor.go_on_at(checkpoint.step, updates))
         steps.extend(partial(_refer, *each) for each in references)

@@ -151,15 +151,25 @@ class Stages:
         for key in (*set(tensors) - self._beside, *plain):
             self._keys.setdefault(key.removeprefix("state.").rpartition(".")[0], []).append(key)
 
-    def wanted(self, shard: Shard, route: int) -> list[str]:
-        """Return the names of the tensors that the optimizer of `shard` needs."""
+    def wanted(self, shard: Shard, route: int, num_routes: int = 1) -> list[str]:
+        """Return the names of the tensors that the optimizer of `shard` needs, which is one of `num_routes`."""
         on_this = [] if shard.optimizer is None else shard.named_parameters()
         found = [key for name, _ in on_this for key in self._keys.get(name, []) if self._plain(name, key) is None]
         found += [key for key in _sums(shard) if key in self._beside]
         found += [_AVERAGE + name for name, _ in on_this if _AVERAGE + name in self._beside]
-        shared = shard.slice.shared
-        first = {name for name, _ in on_this if route == 0 and shard.stage == min(shared.get(name, (shard.stage,)))}
-        return found + [key for key, name in self._held.items() if name in first]
+        own = {name for name, _ in on_this}
+        held = [key for key, name in self._held.items() if name in own]
+        return found + [key for key in held if self._takes(key, shard, num_routes) == (shard.stage, route)]
+
+    def _takes(self, key: str, shard: Shard, num_routes: int) -> tuple[int, int]:
+        """Return the stage and route that take up a gradient kept for later: its own, so that sums have the same order
+        as if training had not stopped, or the first if that does not hold the parameter here."""
+        stages = shard.slice.shared.get(self._held[key], (shard.stage,))
+        if key.startswith(_PART):
+            stage, route = map(int, key.removeprefix(_PART).partition(".")[0].split("/"))
+            if stage in stages and route < num_routes:
+                return stage, route
+        return min(stages), 0
 
     def _plain(self, name: str, key: str) -> dict[str, Any] | None:
         stage, _ = self._groups.get(name, (None, 0))
@@ -266,11 +276,7 @@ class Stages:
         for parameter, each_state in state.items():
             shard.optimizer.state[parameter] = each_state
         if shard.lr_scheduler is not None:
-            own_state = shard.lr_scheduler.state_dict()
-            for key, each in scheduler.items():
-                if isinstance(each, dict) and isinstance(own_state.get(key), dict):
-                    scheduler[key] = type(own_state[key])(each)  # a Counter of milestones
-            shard.lr_scheduler.load_state_dict(scheduler)
+            shard.lr_scheduler.load_state_dict(_as_in(shard.lr_scheduler.state_dict(), scheduler))
 
     def _apply_beside(self, updating: Updating, tensors: Mapping[str, Tensor]) -> None:
         """Set the average of the weights, and the gradients of steps since the last update."""
@@ -306,6 +312,20 @@ class Stages:
     def updates(self) -> int:
         """How often the weights had been updated."""
         return max(int(each["updates"]) for each in self._stages.values())
+
+
+def _as_in(own: Any, stored: Any) -> Any:
+    """Return `stored` with dicts of the same types as in `own`: a MultiStepLR, in a SequentialLR too, has a Counter.
+
+    >>> from collections import Counter
+    >>> _as_in([{"milestones": Counter([3])}], [{"milestones": {3: 1}}])
+    [{'milestones': Counter({3: 1})}]
+    """
+    if isinstance(own, dict) and isinstance(stored, dict):
+        return type(own)({key: _as_in(own.get(key), each) for key, each in stored.items()})
+    if isinstance(own, list) and isinstance(stored, list) and len(own) == len(stored):
+        return [_as_in(*pair) for pair in zip(own, stored, strict=True)]
+    return stored
 
 
 def _by_group(states: list[tuple[Any, int, int]]) -> Any:

@@ -1,5 +1,6 @@
 """Checkpoints: gone on from with any number of workers, cut and schedule; damaged ones are told, and change nothing."""
 
+import copy
 import json
 import math
 import os
@@ -92,6 +93,46 @@ def test_schedules_that_sum_in_another_order_begin_with_the_same_bits(written, s
     same.load_checkpoint(written[0])
     assert bits(pipe) == bits(same)
     assert pipe.evaluate(BATCHES[0]) == same.evaluate(BATCHES[0])
+
+
+def test_a_scheduler_in_a_scheduler_has_its_milestones_again(tmp_path):
+    """They were given back as a dict, and the step that passed from warm-up to MultiStepLR had no `elements`."""
+    undisturbed, resumed = pipeline(1), pipeline(1)
+    undisturbed.step(BATCHES[0])
+    undisturbed.save_checkpoint(tmp_path)
+    resumed.load_checkpoint(tmp_path)
+    assert [resumed.step(b) for b in BATCHES[1:]] == [undisturbed.step(b) for b in BATCHES[1:]]
+
+
+def tied():
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)]
+    layers[2].weight = layers[0].weight
+    return layers
+
+
+@pytest.mark.parametrize("num_workers, schedule, layers", [(2, "1f1b", tied), (2, "chimera", lambda: LAYERS[:4])])
+def test_gradients_kept_for_the_next_step_are_summed_as_without_a_stop(tmp_path, num_workers, schedule, layers):
+    """The parts of a gradient that two stages or replicas had were added up when they were read, and what came next
+    added to the sum: after a Ctrl-C between two steps of `accumulate=2`, a GPT-2 went on with other last bits."""
+    wide = partial(pipeline, num_workers, schedule, lr_scheduler=None, accumulate=2, max_grad_norm=None)
+    torch.manual_seed(1)
+    made = layers()
+    batches = [(x, torch.randn(8, 16) if schedule == "chimera" else y) for x, y in BATCHES]
+    undisturbed, stopped, resumed = (wide(copy.deepcopy(made)) for _ in range(3))
+    for batch in batches:
+        undisturbed.step(batch)
+    stopped.step(batches[0])
+    stopped.save_checkpoint(tmp_path)
+    resumed.load_checkpoint(tmp_path)
+    for batch in batches[1:]:
+        resumed.step(batch)
+    assert bits(resumed) == bits(undisturbed)
+    fewer = pipeline(1, layers=copy.deepcopy(made), accumulate=2, max_grad_norm=None, lr_scheduler=None)
+    fewer.load_checkpoint(tmp_path)
+    for batch in batches[1:]:
+        fewer.step(batch)
+    for name, tensor in fewer.state_dict().items():
+        torch.testing.assert_close(tensor, undisturbed.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
 def test_a_script_that_knows_nothing_of_checkpoints_is_told_what_it_was_told(tmp_path):
