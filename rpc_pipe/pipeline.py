@@ -382,7 +382,7 @@ class Pipeline(Habits, Weights):
         if self._closed:
             raise PipeError("this pipeline is closed; `close` comes last, also at the end of a `with` block")
         if self._maker is not None and call is not WorkerActor.barrier:
-            raise ConfigError("the model is cut by the first batch: to call this before it, pass example=batch to Pipeline")
+            raise ConfigError("the model is cut by the first batch: to call this before, pass example= to Pipeline")
         # Around all workers of this process at once: they share its generators, and the modules given.
         with self.partition.following.around(), preserved(*self._devices):
             return [call(self._actors[0])] if self._threads is None else self._threads.each(call)
