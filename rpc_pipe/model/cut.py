@@ -28,8 +28,8 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) ->
         raise ConfigError(f"split {split!r}: must be a list with the number of layers of each stage, such as [3, 2, 2]")
     if len(split) != num_stages or sum(split) != num_layers or min(split) < 1:
         raise ConfigError(
-            f"split {list(split)}: needs {num_stages} positive numbers, one for each stage, "
-            f"that add up to the model's {num_layers} layers"
+            f"split {list(split)}: must have a positive number for each stage (here {num_stages}), and they must "
+            f"add up to the model's {num_layers} layers"
         )
     starts = [sum(split[:stage]) for stage in range(num_stages)]
     return [range(start, start + size) for start, size in zip(starts, split, strict=True)]

@@ -13,6 +13,7 @@ T = TypeVar("T")
 _BATCH = "pass one batch, (inputs, targets), or the dict or tuple that the model is called with"
 #: methods -> how they are called
 _CALLS = {
+    "Pipeline": "the model and the loss function come first, everything else by name, as optimizer=",
     "step": _BATCH,
     "train": "pass the batches, and loop: for loss in pipe.train(batches)",
     "evaluate": _BATCH,
@@ -25,15 +26,19 @@ _ARGUMENTS = {
         ("world_size", "n_workers", "num_stages", "n_stages", "nprocs"), "use num_workers=, or rpc-pipe run --workers"
     ),
     **dict.fromkeys(
-        ("split_spec", "balance", "partitions"), "use split=, the number of layers or blocks for each stage"
+        ("split_spec", "balance", "partitions", "partition_method"),
+        "use split=, the number of layers or blocks for each stage",
     ),
     **dict.fromkeys(("loss", "criterion", "loss_function"), "use loss_fn="),
     **dict.fromkeys(("lr", "optim", "optimizers"), "use optimizer=partial(torch.optim.AdamW, lr=1e-3)"),
     **dict.fromkeys(("window", "chunks_per_worker", "waves"), "use schedule_options={'window': 2}"),
     **dict.fromkeys(("clip", "max_norm", "gradient_clipping"), "use max_grad_norm="),
-    **dict.fromkeys(("gradient_accumulation_steps", "grad_accum"), "use accumulate="),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "grad_accum"),
+        "use num_microbatches= for the parts of a batch, as in DeepSpeed, or accumulate= for batches between updates",
+    ),
     "dtype": "use torch.autocast around step, or a model of that dtype",
-    "checkpoint": "use schedule_options={'recompute': 'all'}",
+    **dict.fromkeys(("checkpoint", "activation_checkpoint_interval"), "use schedule_options={'recompute': 'all'}"),
     **dict.fromkeys(("target", "targets", "labels"), _BATCH),
     "losses": "the loss is what step returns",
 }
@@ -46,6 +51,9 @@ _ATTRIBUTES = {
         ("schedule", "backward", "zero_grad"), "call pipe.step(batch), which runs forward, backward and update"
     ),
     "eval": "call pipe.evaluate(batch) and pipe.predict(inputs), which set the mode themselves",
+    **dict.fromkeys(
+        ("instantiate_optimizer", "instantiate_lr_scheduler"), "pass Pipeline optimizer= and lr_scheduler="
+    ),
     **dict.fromkeys(("optimizer", "lr_scheduler", "scheduler"), "each stage has its own, in pipe.actors[i].shards"),
     **dict.fromkeys(
         ("parameters", "named_parameters", "model", "module"), "use the module you gave, or pipe.state_dict()"
@@ -54,6 +62,8 @@ _ATTRIBUTES = {
     **dict.fromkeys(("load_state_dict", "load"), "call pipe.load_pretrained(folder) or pipe.load_checkpoint(folder)"),
     **dict.fromkeys(("rank", "local_rank"), "use pipe.worker"),
     "world_size": "use pipe.num_workers",
+    "global_steps": "use pipe.steps_done",
+    **dict.fromkeys(("is_first_stage", "is_last_stage"), "use pipe.worker and pipe.num_workers"),
 }
 
 

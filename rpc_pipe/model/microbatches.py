@@ -83,7 +83,9 @@ class Microbatches:
         rows = [count_piece(targets if inputs is None else inputs) for inputs, targets in pieces]
         if 0 in rows:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
-            raise ConfigError(f"{which} has no rows: needs at least 1")
+            lacks = pair is not None and not list(tensors_of(pieces[rows.index(0)][0]))
+            why = "; every worker runs the forward of a whole model, so all need its inputs" if lacks else ""
+            raise ConfigError(f"{which} has no rows: needs at least 1{why}")
         all_rows = sum(rows)
         return cls(
             [inputs for inputs, _ in pieces],

@@ -20,6 +20,13 @@ from .torch_csv import import_csv
 
 #: a schedule as `Pipeline` and the command line take it
 ScheduleLike = str | type[Spec]
+#: what torch.distributed.pipelining calls schedules, where the nearest name is another's or none
+_OF_TORCH = {
+    "loopedbfs": "bfs",
+    "interleaved1f1b": "interleaved",
+    "interleavedzerobubble": "zb-h1",
+    "zbvzerobubble": "zb-v",
+}
 #: forwards of a step: its actions are listed, by workers each its own, by the simulator all
 MOST_FORWARDS = 20_000_000
 
@@ -44,7 +51,8 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
     if schedule.endswith(".py"):
         here = ", ".join(_own_classes(_load(schedule, Path(schedule)))) or "none"
         raise ConfigError(f"schedule {schedule!r}: name a class, {schedule}:ClassName; subclasses of Spec: {here}")
-    near = difflib.get_close_matches(schedule.lower(), SCHEDULES, n=1)
+    typed = schedule.lower().removeprefix("schedule")
+    near = [_OF_TORCH[typed]] if typed in _OF_TORCH else difflib.get_close_matches(typed, SCHEDULES, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(
         f"schedule {schedule!r}: {hint}known are {', '.join(SCHEDULES)}; "

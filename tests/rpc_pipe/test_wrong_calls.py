@@ -7,6 +7,7 @@ import torch
 from small_pipeline import SGD, X, Y, pipeline
 from torch import nn
 
+from rpc_pipe import Pipeline
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.habits import Habits
 from rpc_pipe.workers.compute.foreign import Foreign
@@ -38,6 +39,14 @@ def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message)
         call(pipeline())
 
 
+def test_a_worker_without_the_inputs_of_a_whole_model_is_told_that_it_needs_them():
+    """As in torch.distributed.pipelining, one gave the inputs to the first worker alone: "microbatch 0 has no rows"."""
+    whole = nn.Sequential(nn.Linear(4, 4))
+    pipe = Pipeline(lambda: whole, nn.functional.cross_entropy, num_microbatches=2)
+    with pytest.raises(ConfigError, match="every worker runs the forward of a whole model"):
+        pipe.evaluate((None, Y))
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -66,6 +75,8 @@ def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message)
         ({"device": "gpu"}, "device 'gpu': must be cpu, cuda"),
         ({"schedule": "1f2b"}, "did you mean '1f1b'"),
         ({"schedule": "1F1B"}, "did you mean '1f1b'"),
+        ({"schedule": "Schedule1F1B"}, "did you mean '1f1b'"),
+        ({"schedule": "ZBVZeroBubble"}, "did you mean 'zb-v'"),
         ({"split": [1, 1]}, "add up to the model's 4 layers"),
         ({"device": "tpu"}, "device 'tpu': must be cpu, cuda or cuda:N"),
         ({"schedule_options": {"windows": 3}}, "schedule 1f1b has no such parameter; it has window"),
@@ -207,6 +218,8 @@ def test_a_list_with_something_for_each_row_is_refused():
         (lambda pipe: pipe.train(), "missing a required argument: 'batches': pass the batches, and loop"),
         (lambda pipe: pipe.predict(X, Y), "predict: too many .* pass the inputs as one value"),
         (lambda pipe: pipeline(chunks=4), "Pipeline has no argument 'chunks': use num_microbatches="),
+        (lambda pipe: pipeline(gradient_accumulation_steps=4), "use num_microbatches= .*, or accumulate="),
+        (lambda pipe: Pipeline([], None, SGD), "Pipeline: too many .* everything else by name"),
         (lambda pipe: pipeline(num_microbatch=4), "did you mean num_microbatches"),
         (lambda pipe: pipe.train_batch(iter([])), r"no attribute 'train_batch': call pipe.step\(batch\)"),
         (lambda pipe: pipe.evalute((X, Y)), "did you mean evaluate"),
