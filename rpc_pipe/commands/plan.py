@@ -292,7 +292,8 @@ def _show(
     sure = "proven: no cut of any schedule here is faster" if answer.gap <= 1e-9 else f"gap {answer.gap:.1%}"
     more = best / answer.lower_bound - 1 if answer.lower_bound else 0
     console.print(
-        f"{sure}; any schedule at all takes at least {answer.lower_bound:.4g} ms ({more:.0%} above it)", markup=False
+        f"{sure}; none at all can take less than {answer.lower_bound:.4g} ms (the best here takes {more:.0%} more)",
+        markup=False,
     )
     console.print("time against memory:")
     console.print(front_text(answer.front), markup=False)
