@@ -235,7 +235,7 @@ class Assignment:
                     raise ConfigError(
                         f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages "
                         f"too, each of which has a copy of its own; write and use it in one block, which one stage "
-                        f"calls (split=)"
+                        f"calls (split=), or name the module that does among blocks="
                     )
 
     def _refuse_decisions(self) -> None:

@@ -186,10 +186,12 @@ class Script:
         """Tell whether the script's first forward, after `before`, has left the attributes that a whole one leaves.
 
         If not, forwards run to the model's end from now on: what a model sets for some blocks (`block.eval()`) it may
-        put back behind others only.
+        put back behind others only, and what it counts for them it may write behind the last.
         """
         self.is_settled = True
-        if before.changed_places() <= self._changed:
+        own = {module for cue in self.cues if cue.is_block and cue.runs for module in cue.func.modules()}
+        changed = before.changed_places()
+        if changed <= self._changed and {place for place in self._changed if place[0] in own} <= changed:
             return True
         self._to_the_end = True
         for cue in self.cues:

@@ -118,7 +118,26 @@ class CallsInEvaluation(Model):
         return self.head(self.blocks[3](self.blocks[2](x)))
 
 
-COUNTING = CountsInBuffer, CountsInAttribute, CountsInList, RemembersForOthers, AveragesBetween
+class AnnealsItsBlocks(Model):
+    """Behind all blocks it sets by what their backward goes, so that stages that end before did not."""
+
+    class Block(nn.Linear):
+        temperature = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            soft = super().forward(x) / self.temperature
+            return x + soft - soft.detach()
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(4, 4) for _ in range(4)])
+
+    def behind(self, x: Tensor) -> None:
+        for block in self.blocks:
+            block.temperature *= 0.95  # type: ignore[operator]
+
+
+COUNTING = CountsInBuffer, CountsInAttribute, CountsInList, RemembersForOthers, AveragesBetween, AnnealsItsBlocks
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4])
