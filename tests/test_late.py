@@ -83,3 +83,58 @@ def test_a_block_that_begins_late_to_draw_in_python_draws_the_same_in_any_cut(ki
 
     assert trained(2, "1f1b") == trained(3, "zb-h1") == trained(1, "1f1b")
     assert trained(3, "gpipe-recompute") == trained(1, "gpipe")
+
+
+class Scales(Late):
+    """By a buffer that it moves through `.data`, which autograd does not see."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(begin=7)
+        self.register_buffer("scale", torch.ones(4))
+
+    def more(self, x: Tensor) -> Tensor:
+        y = x * self.scale
+        self.scale.data.mul_(0.9)
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class Bounds(Late):
+    """The same of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__(begin=7)
+
+    def more(self, x: Tensor) -> Tensor:
+        y = x @ self.linear.weight
+        self.linear.weight.data.mul_(0.99)
+        return y
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kind, told", [(Scales, "buffer scale of a Scales"), (Bounds, r"parameter of shape \(4, 4\)")])
+def test_a_layer_that_begins_late_to_write_through_data_is_refused_where_others_are_under_way(kind, told, whole):
+    """Backward read what later forwards had written, silently."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return Whole(kind) if whole else nn.Sequential(nn.Linear(4, 4), kind(), nn.Linear(4, 4))
+
+    alone = model()
+    optimizer, expected = SGD(alone.parameters()), []
+    for _ in range(6):
+        parts: list[Tensor] = []
+        for x in X.chunk(4):
+            parts.append(nn.functional.mse_loss(alone(x), x * 0) / 4)
+            parts[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(sum(part.item() for part in parts))
+    assert losses(model(), 1) == expected
+    for schedule in ("gpipe", "zb-h1"):
+        with pytest.raises(WorkerFailure, match=f"a layer writes its {told} by .data in its forward"):
+            losses(model(), 2, schedule)

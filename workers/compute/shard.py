@@ -28,7 +28,7 @@ from .slices import Slice, Times
 from .split_backward import Saved, WeightBackward, backward_inputs
 from .unhooked import Unhooked
 from .updating import BeforeUpdate, Training, Updating, refuse_sparse
-from .written import Written, keep_saved
+from .written import Written
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
@@ -230,7 +230,8 @@ class Shard:
             given = pack(target)
             theirs = self._loss_writes[backward] if self.loss_fn is self._own_loss_fn else None
             wanted = enter(given, copied=spared or copies_batch(given, theirs))
-        known = self._written.begin() if backward and not self._written.nothing else {}
+        looks = backward and self._written.has_to_look()
+        known = self._written.begin() if looks else {}
         seen = not (split and self._unhooked.known)
         saved = Saved({} if again else known, seen) if backward and (split or (known and not again)) else None
         compute = partial(self._compute, step, microbatch, entered, fields, wanted, share)
@@ -240,7 +241,7 @@ class Shard:
         else:
             with self._randomness.lock, saved.hooks(unseen=self.slice.takes_fields):
                 tree = compute()
-        hidden = self._written.end(again) if backward and not self._written.nothing else {}
+        hidden = self._written.end(again) if looks else {}
         written = entered.written()
         if self.stage == 0:
             if written and not copied:
@@ -254,10 +255,8 @@ class Shard:
                 self._owed.watch(owing)
             roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
             self._casts.look(roots)
-            if saved is not None and saved.seen:
-                saved.keep(hidden)
-            elif moved := {**known, **hidden} if split and not again else hidden:
-                keep_saved(roots, moved.values())
+            if looks:
+                self._written.keep(roots, saved, hidden, known if split and not again else {}, self._under_way)
             self._forwarded[microbatch] = _Forwarded(step, owing, roots, saved)
         return tree
 

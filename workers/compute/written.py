@@ -7,7 +7,7 @@ from autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,18 @@ from torch.nn.modules.batchnorm import _NormBase
 from ...dependency import ConfigError
 from .autocast import forget_casts
 from .digest import few, sample
+from .inner_state import may_count
+from .looks import Looks
 from .sharing import address
 from .slices import Slice
-from .split_backward import children_first, saved_by
+from .split_backward import Saved, children_first, saved_by
 
 #: where the elements of a tensor lie
 _Address = int
 
 
 class Written:
-    """Finds out, by the first forward in training, which tensors of a shard these are.
+    """Finds out, by the first forward in training, which tensors of a shard these are; later ones are looked at rarely.
 
     Args:
         slice: what computes. Of torch's own norms backward reads no running statistics.
@@ -44,10 +46,20 @@ class Written:
         self.nothing = False
         self._weights_before: list[tuple[nn.Parameter, _Address, int, Tensor]] | None = None
         self._in_full = True
+        #: forwards to look at again, as `.data` hides what is written from autograd; torch's own modules do not use it
+        self._looks = Looks() if any(map(may_count, slice.own)) else None
+        self._again = False
+        #: where what lies that a forward wrote and the first ones did not, and what to call it
+        self._late: dict[_Address, str] = {}
+
+    def has_to_look(self) -> bool:
+        """Tell whether anything has to be done for the next forward."""
+        self._again = self._looks is not None and self._looks.due() and self.weights is not None
+        return self._again or not self.nothing
 
     def begin(self) -> dict[_Address, Tensor]:
         """Return what a forward that begins will write, as far as it is known, by where it lies."""
-        if self.weights is None:
+        if self.weights is None or self._again:
             parameters = [p for _, p in self._slice.named_parameters() if p.layout is torch.strided]
             self._in_full = few(parameters)
             self._weights_before = [(p, address(p), p._version, self._part(p).clone()) for p in parameters]
@@ -57,12 +69,14 @@ class Written:
         if not self._modules:
             return found
         modes = [module.training for module in self._modules]
-        if modes != self._modes:
+        if modes != self._modes or self._again:
+            self._again &= modes == self._modes
             self._modes = modes
             held = [(m, name, b) for m in self._modules for name, b in m._buffers.items() if b is not None]
             dense = [each for each in held if each[2].layout is torch.strided]
             self._before = [(m, name, b, address(b), b.clone(), b._version) for m, name, b in dense]
-            return found
+            if not self._again:
+                return found
         buffers = [module._buffers[name] for module, name in self.buffers]
         return found | {address(buffer): buffer for buffer in buffers if buffer is not None}
 
@@ -98,7 +112,13 @@ class Written:
                 if module._buffers.get(name) is buffer
                 and (buffer._version != version or (module, name) in buffers or not torch.equal(buffer, before))
             ]
-            self.buffers = [(module, name) for module, name, _, _ in written]
+            if self._again:
+                same = {at for _, _, buffer, at, _, version in self._before if buffer._version == version}
+                new = [each for each in written if each[:2] not in self.buffers and each[3] in same]
+                self._late = {at: f"buffer {name} of a {type(module).__name__}" for module, name, _, at in new}
+            else:
+                self.buffers = []
+            self.buffers = list(dict.fromkeys((*self.buffers, *((module, name) for module, name, _, _ in written))))
             self._before = []
             found = {at: buffer for _, _, buffer, at in written}
         if self._weights_before is None:
@@ -109,7 +129,12 @@ class Written:
             for p, at, version, before in self._weights_before
             if (p._version != version and address(p) == at) or p in weights or not torch.equal(self._part(p), before)
         ]
-        self.weights, self._weights_before = [weight for weight, _ in changed], None
+        if self.weights is not None:
+            versions = {p: version for p, _, version, _ in self._weights_before}
+            new_weights = [(p, at) for p, at in changed if p not in set(self.weights) and p._version == versions[p]]
+            self._late |= {at: f"parameter of shape {tuple(p.shape)}" for p, at in new_weights}
+        self.weights = list(dict.fromkeys((*(self.weights or ()), *(weight for weight, _ in changed))))
+        self._weights_before = None
         self.nothing = not (self.weights or self._modules)
         self._refuse_copied()
         if again and self.weights:
@@ -119,6 +144,37 @@ class Written:
                 "a buffer, or use a schedule that does not recompute"
             )
         return found | {at: weight for weight, at in changed}
+
+    def keep(
+        self,
+        roots: Sequence[Tensor],
+        saved: Saved | None,
+        hidden: Mapping[_Address, Tensor],
+        known: Mapping[_Address, Tensor],
+        others: Iterable[Sized],
+    ) -> None:
+        """Let backward from `roots` read copies of what the forward has saved of what is written.
+
+        Args:
+            saved: where it was saved, if autograd does not hold it.
+            hidden: what nobody knew of before the forward, `known`: and what was known.
+            others: what holds the microbatches whose forward has run, but not all of their backward.
+
+        Raises:
+            RuntimeError: their backward would read what this forward, or another one, wrote.
+        """
+        late, self._late = self._late, {}
+        if saved is not None and saved.seen:
+            found = {at for at in late if saved.num_bytes_at([at])}
+            saved.keep(hidden)
+        else:
+            found = keep_saved(roots, {**known, **hidden}.values()) if known or hidden else set()
+        for at in found & late.keys() if any(map(len, others)) else ():
+            raise RuntimeError(
+                f"a layer writes its {late[at]} by .data in its forward, and did not in its first ones: autograd does "
+                f"not see it, and backward reads what later forwards wrote; write it from the first one on, in a list "
+                f"of layers something else than what is there, or let forward use a copy, by .clone()"
+            )
 
     def _refuse_copied(self) -> None:
         written, shared = set(self.weights or ()), self._slice.shared
@@ -132,14 +188,16 @@ class Written:
         return parameter.detach() if self._in_full else sample(parameter)
 
 
-def keep_saved(roots: Sequence[Tensor], written: Iterable[Tensor]) -> None:
-    """Let backward from `roots` read copies of what autograd has saved of these tensors."""
-    addresses = {address(tensor) for tensor in written}
+def keep_saved(roots: Sequence[Tensor], written: Iterable[Tensor]) -> set[_Address]:
+    """Let backward from `roots` read copies of what autograd has saved of these tensors; return where they lie."""
+    addresses, found = {address(tensor) for tensor in written}, set()
     for node in children_first(root.grad_fn for root in roots if root.grad_fn is not None):
         for saved in saved_by(node):
             tensor = saved.data  # not unpacked: a checkpoint would compute again
             if isinstance(tensor, Tensor) and address(tensor) in addresses:
                 saved.register_hooks(_copy, _same)
+                found.add(address(tensor))
+    return found
 
 
 def _copy(tensor: Tensor) -> Tensor:
