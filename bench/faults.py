@@ -183,7 +183,7 @@ class Trial:
                 self._workers[self._rank].send_signal(signal.SIGSTOP)
             launcher.send_signal(TO_LAUNCHER[self._what])
             if "twice" in self._what:
-                time.sleep(self._draw.random() / 20)
+                time.sleep(0.01 + self._draw.random() / 20)  # two at once are one: signals do not count
                 with suppress(ProcessLookupError):
                     launcher.send_signal(TO_LAUNCHER[self._what])
 

@@ -64,6 +64,8 @@ class Attempt:
         self._joined: set[int] = set()
         self._done: set[int] = set()
         self._ended: dict[int, int] = {}
+        #: those that tell nothing more: their end is near, or their script has closed what they tell by
+        self._mute: set[int] = set()
         self._lines: dict[int, deque[str]] = {rank: deque(maxlen=LAST_LINES) for rank in range(num_processes)}
         self._cause: Cause | None = None
         #: that workers were asked for different things, unless one of them has died
@@ -110,7 +112,8 @@ class Attempt:
                 self._look()
             if self._cause is not None:
                 return self._cause
-            grace_s = _GRACE_S if self._disagreement is None else _DISAGREED_S
+            ends = self._disagreement is not None and self._mute <= self._ended.keys()
+            grace_s = _DISAGREED_S if ends else _GRACE_S
             if self._consequences and time.monotonic() > self._failed_at + grace_s:
                 break
         return self._cause or self._without_cause()
@@ -138,6 +141,8 @@ class Attempt:
             self._reporter.line(event.worker, event.detail)
         elif event.what == "told":
             self._told(event.worker, event.detail)
+        elif event.what == "no more":
+            self._mute.add(event.worker)
         else:
             self._ended[event.worker] = event.detail
             self._blame_death(event.worker, event.detail)
@@ -215,6 +220,10 @@ class Attempt:
             )
         if self._disagreement is not None:
             return self._disagreement
+        for rank, worker in enumerate(self.workers):
+            if worker.replaced:
+                text = f"worker {rank} runs another program by now, in its own place: it may call os.exec"
+                return Cause(f"worker {rank} died", text)
         return Cause(self._vague, "\n".join(self._consequences.values()), FAILED)
 
     def _follow_up(self, rank: int, text: str, vague: str = "") -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import launcher_link as link
@@ -24,7 +25,7 @@ _LAST_WORDS_S = 1.0
 
 
 class WorkerEvent(NamedTuple):
-    """What a worker did: `told` a message, `printed` a line, or `ended` with an exit code."""
+    """What a worker did: `told` a message, `printed` a line, tells `no more`, or `ended` with an exit code."""
 
     what: str
     worker: int
@@ -82,6 +83,7 @@ class WorkerProcess:
             for end in ends:
                 os.close(end)
             raise
+        self._program = _program(self.process.pid)
         self._leash = open(leash, "wb", buffering=0)
         os.close(leash_end)
         os.close(tell_end)
@@ -106,6 +108,11 @@ class WorkerProcess:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    @property
+    def replaced(self) -> bool:
+        """Whether the process lives and has put another program in the place of the worker."""
+        return _program(self.process.pid) not in (b"", self._program)
+
     def _put(self, what: str, detail: Any) -> None:
         self._events.put(WorkerEvent(what, self._rank, detail))
 
@@ -114,6 +121,7 @@ class WorkerProcess:
             for text in lines:
                 with contextlib.suppress(ValueError):  # it was killed in the middle of a word
                     self._put("told", json.loads(text))
+        self._put("no more", None)
 
     def _read_output(self) -> None:
         assert self.process.stdout is not None
@@ -137,6 +145,13 @@ class WorkerProcess:
             reader.join(max(0.0, deadline - time.monotonic()))
         self._leash.close()
         self._put("ended", code)
+
+
+def _program(process: int) -> bytes:
+    """Return what the system gave to the program that a process runs; a program may change its own command line."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/auxv").read_bytes()
+    return b""
 
 
 def _shown(line: bytes) -> str:

@@ -2,6 +2,8 @@
 
 import io
 import signal
+from threading import Timer
+from types import SimpleNamespace
 
 import pytest
 
@@ -71,6 +73,26 @@ def test_who_ends_as_if_stopped_though_nobody_asked_is_the_cause():
     found._take(WorkerEvent("told", 0, LOST))
     found._take(WorkerEvent("ended", 1, 130))
     assert found._without_cause().text == "worker 1 ended with exit code 130 while starting up"
+
+
+def test_who_runs_another_program_is_named():
+    found = of(2)
+    found.workers = [SimpleNamespace(replaced=False), SimpleNamespace(replaced=True)]
+    found._take(WorkerEvent("told", 0, LOST))
+    cause = found._without_cause()
+    assert cause.title == "worker 1 died" and "worker 1 runs another program" in cause.text
+
+
+def test_who_cannot_tell_its_error_has_time_to_end(monkeypatch):
+    """A script closed the launcher's pipe and raised: as it took more than a second to end, another was blamed."""
+    monkeypatch.setattr(attempt, "_DISAGREED_S", 0.0)
+    found = of(2)
+    found._take(WorkerEvent("no more", 1, None))
+    found._take(
+        WorkerEvent("told", 0, {"kind": "failure", "consequence": False, "disagreement": True, "text": "early"})
+    )
+    Timer(0.3, found._events.put, [WorkerEvent("ended", 1, 1)]).start()
+    assert found.watch(lambda: None).title == "worker 1 died"
 
 
 @pytest.mark.parametrize("done", [True, False])
