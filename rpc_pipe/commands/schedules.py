@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from typing import Any
 
 from ..launching.report import Reporter
@@ -33,6 +34,18 @@ def schedules(typed: dict[str, Any], argv: list[str]) -> int:
     console = Reporter().console
     for row in rows:
         console.print(f"[bold]{row['name']}[/]  {row['summary']}")
-        settings = ", ".join(f"{key}={value}" for key, value in row["parameters"].items())
+        types = parameter_types(SCHEDULES[row["name"]])
+        settings = ", ".join(f"{key}={_values(value, types[key])}" for key, value in row["parameters"].items())
         console.print(f"    {row['source']}" + (f"; --set {settings}" if settings else ""), markup=False)
+    console.print(
+        "--set shows the default, and behind | what else there is; every synchronous schedule that does not recompute "
+        "by itself also takes recompute=all, or stages such as recompute=0+1",
+        markup=False,
+    )
     return 0
+
+
+def _values(default: Any, wanted: Any) -> str:
+    """Write the default of a parameter and, if there are a few words to choose from, the others."""
+    others = typing.get_args(wanted) if typing.get_origin(wanted) is typing.Literal else ()
+    return "|".join(str(value) for value in (default, *(other for other in others if other != default)))
