@@ -1,7 +1,7 @@
-"""The face: a model that is trained by a pipeline of workers.
+"""The public class: a model that is trained by a pipeline of workers.
 
-The same program works in three ways: alone, with all workers as threads of the process; as one of the
-workers that `rpc-pipe run` or torchrun started, over RPC. All workers make the same calls in the same order.
+The same program runs alone, with all workers as threads of one process, or as one of the worker processes that
+`rpc-pipe run` or torchrun has started. All workers make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -52,42 +52,42 @@ class Pipeline(Habits, Weights):
     """A model cut into stages on several workers, trained by a schedule.
 
     Args:
-        model: any module as it is, or a function without arguments that makes it, cut where its forward calls its
-            blocks (docs/models.md). Or an `nn.Sequential`, a list of modules or of callables that build them, or a
-            picklable builder (see `partition.Builder`). Callables make weights independent of workers and cut.
-        loss_fn: (output, target) -> mean over the microbatch, counted by its rows, or (sum, weight): the step's loss is
-            the sum of sums divided by that of weights. None: the model returns its loss (alone, first, or as `loss`).
-        optimizer: called with (name, parameter) pairs of a stage, by the unsplit model's names; such as
-            `partial(torch.optim.AdamW, lr=3e-4)`, or a function that makes groups by name.
+        model: any module, or a function without arguments that makes one; it is cut where its forward calls its blocks
+            (docs/models.md). Or an `nn.Sequential`, a list of modules or of callables that build them, or a picklable
+            builder (see `partition.Builder`). With callables, weights depend on the seed, not on workers or cut.
+        loss_fn: (output, target) -> mean over the microbatch, weighted by its rows, or (sum, weight): a step's loss is
+            the sum of the sums divided by the sum of the weights. None: the model itself returns its loss.
+        optimizer: called on each stage with (name, parameter) pairs, named as in the unsplit model, such as
+            `partial(torch.optim.AdamW, lr=3e-4)` or a function that makes groups by name.
         lr_scheduler: optimizer -> learning-rate scheduler; stepped after every update.
         schedule, schedule_options: a name (`rpc-pipe schedules`), `file.py:Class` or a Spec class; its parameters.
-        num_microbatches: into how many a batch is split; fewer if it has fewer rows. Needed, where there is no plan.
+        num_microbatches: into how many parts a batch is split, at most its rows. Required unless there is a plan.
         plan: what `rpc-pipe plan` wrote (a file, its contents or a `Plan`), instead of schedule, microbatches and cut.
-        num_workers: how many workers; inside a job the job decides, and else it is one. More are threads.
-        split: number of layers, or of calls of blocks, of each stage; evenly by default.
-        blocks: names of the model's lists of blocks, or of blocks, if they are not to be found by themselves.
-        example: a batch to cut the model with; by default the first one does.
-        order: `ready` or `fixed`; the schedule's own preference by default. The result is the same.
-        device: `cpu`, `cuda:N`, or `cuda`: of each worker of a host another GPU.
-        seed: of everything random: initial weights of layers given as callables, dropout.
-        max_grad_norm: norm to which the gradients of the whole model are clipped before an update, with the bits of
+        num_workers: 1 by default, more run as threads; in a job the number of its processes.
+        split: number of layers, or of calls of blocks, for each stage; even by default.
+        blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
+        example: a batch with which the model is cut at once; by default the first batch cuts it.
+        order: `ready` or `fixed`; by default what the schedule prefers. The result is the same.
+        device: `cpu`, `cuda:N`, or `cuda`: each worker of a host uses another GPU.
+        seed: for everything random: initial weights of layers given as callables, and dropout.
+        max_grad_norm: clip the gradients of the whole model to this norm before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
-        post_validation: whether steps of `train` update before that norm is known, and again if it asks for clipping,
-            with the same bits; by default where the schedule gains by it. It holds weights and optimizer state twice.
-        accumulate: after how many steps the weights are updated, by the mean of their losses' gradients.
-        grad_scaler: for float16: what the loss is scaled with at first and how the scale changes, as one decision of
-            all stages; where a gradient overflows, neither weights nor learning rates change. See `loss_scale`.
-        ema_decay: of a moving average of the weights, see `averaged`.
-        deferred_batch_norm: let running statistics be those of whole batches, not of each microbatch in turn.
-        transport: between the processes of a job: `rpc` (by default) or `zmq`; `local`: one process has all workers.
-        stall_s: how long nothing may arrive while a worker waits, before the run fails.
+        post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
+            must be clipped, with the same bits; by default if the schedule gains by it. See docs/training.md.
+        accumulate: update the weights after so many steps, by the mean of the gradients of their losses.
+        grad_scaler: for float16: the initial scale of the loss and how it changes, decided by all stages together; if a
+            gradient overflows, neither weights nor learning rates change. See `loss_scale`.
+        ema_decay: decay of a moving average of the weights; see `averaged`.
+        deferred_batch_norm: take running statistics from whole batches instead of from each microbatch in turn.
+        transport: between the processes of a job: `rpc` (default) or `zmq`; `local`: all workers in one process.
+        stall_s: fail if a worker waits and nothing arrives for so many seconds.
 
     Attributes:
-        worker: this process's; 0 if all workers are in it.
+        worker: the number of this process's worker; 0 if all workers are in this process.
 
     Raises:
-        ConfigError: an option that cannot work.
-        ScheduleError: a schedule that cannot run; drawn.
+        ConfigError: an option cannot work.
+        ScheduleError: the schedule cannot run; the message has a drawing.
     """
 
     def __init__(
@@ -173,16 +173,15 @@ class Pipeline(Habits, Weights):
         """Train on one batch and return its loss, on every worker.
 
         Args:
-            batch: (inputs, targets), trees of tensors that share dimension 0, which is split into
-                microbatches that differ by at most one row. Read where the first and last stage are, and one of
-                `rpc_pipe.data.Loader` only there.
-            microbatches: instead of a batch, a list of (inputs, targets) already split; shapes may differ.
+            batch: (inputs, targets), trees of tensors that share dimension 0, which is split into microbatches that
+                differ by at most one row; for a whole model, what it is called with (docs/models.md).
+            microbatches: instead of a batch, a list of batches that are split already; shapes may differ.
 
         Raises:
-            KeyboardInterrupt: the user asked to stop (Ctrl-C), and `stopped` has been True since the step before.
+            KeyboardInterrupt: the user asked to stop (Ctrl-C), and `stopped` has been True since the previous step.
             Disagreement: the workers were given different batches, or make different calls.
-            WorkerFailure: a worker raised, which this names. Where all workers are in this process, the step is
-                undone, and the pipeline may be used as before it.
+            WorkerFailure: a worker, which the message names, raised an exception. If all workers are in this process,
+                the step is undone, and the pipeline can still be used.
         """
         if self._stopped:
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
@@ -195,12 +194,12 @@ class Pipeline(Habits, Weights):
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
         """Train on one batch after the other and yield the loss of each, on every worker.
 
-        A step begins while the one before drains: the pipeline stays full. When a loss is yielded, the weights are
-        those of its update on every worker, so the loop's body may evaluate and save; when the loop is left, what has
-        been begun of the next batch is undone.
+        The next step begins while the previous one drains, so the pipeline stays full. When a loss is yielded, every
+        worker has the weights after that step's update, so the body of the loop may evaluate and save. When the loop
+        is left, the part of the next step that has run already is undone.
 
         Args:
-            batches: each as for `step`; read one ahead, or as far as steps overlap if the schedule is not synchronous.
+            batches: each as for `step`; one is read ahead, or as many as steps overlap if the schedule is asynchronous.
         """
         batches = iter(batches)
         if self._maker is not None:  # the model is cut with the first batch, and resumed then
@@ -226,16 +225,16 @@ class Pipeline(Habits, Weights):
                 self._each(lambda actor: streams[actor].close())
 
     def flush(self) -> None:
-        """Complete what `train` has begun by a schedule that is not synchronous; the losses are yielded next."""
+        """Complete the steps that `train` has begun by an asynchronous schedule; their losses are yielded next."""
         self._each(WorkerActor.flush)
 
     def evaluate(
         self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None, metric: LossFn | None = None
     ) -> float:
-        """Return the loss of a batch without training on it, on every worker; or what `metric` gives instead.
+        """Return the loss of a batch, or its `metric`, on every worker, without training on it.
 
         Args:
-            metric: as a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
+            metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
         """
         cut = self._cut(batch, microbatches, None if metric is None else self.partition.measured)
         if self._keeper.results.behind:
@@ -250,7 +249,7 @@ class Pipeline(Habits, Weights):
         """Return the model's output for `inputs`, microbatches joined along dimension 0.
 
         Args:
-            to: the worker, or workers, that it is handed to; in other processes this returns None. None: to all.
+            to: the worker or workers that get the output; others get None. None: all workers.
         """
         self._keeper.results.predicts(self.worker)
         outputs, cut = Outputs(self.spec, to), self._cut(inputs, pair=self.partition.only_inputs)
@@ -272,7 +271,7 @@ class Pipeline(Habits, Weights):
         self._each(WorkerActor.barrier)
 
     def close(self) -> None:
-        """End the threads and let go of the model. A process of a job stays with the others until it ends."""
+        """End the threads and release the model. A process of a job stays connected until it ends."""
         if not self._closed:
             self._keeper.settle()
         if self._threads is not None:
@@ -296,12 +295,12 @@ class Pipeline(Habits, Weights):
 
     @property
     def steps_done(self) -> int:
-        """Training steps that the weights have behind them; of a script that is resumed, those that it has made."""
+        """How many training steps the weights have had; in a script that is resumed, how many it has called."""
         return self._keeper.results.steps_done(self._actors[0].step)
 
     @property
     def grad_norm(self) -> float | None:
-        """Norm of the last step's gradients before they were clipped; None: they were not, as without an update."""
+        """Norm of the last step's gradients before clipping; None without `max_grad_norm` or without an update."""
         return self._keeper.results.norm
 
     @property

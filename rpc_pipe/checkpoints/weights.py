@@ -50,15 +50,15 @@ class Weights:
     def save_checkpoint(
         self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True
     ) -> Path | None:
-        """Write all that training needs to go on, as `folder/step-NNNNNNNN`; return its path where worker 0 is.
+        """Write all that training needs to continue to `folder/step-NNNNNNNN`; return its path on worker 0.
 
-        Each worker writes its own part, so the folder must be one that all workers see.
+        Each worker writes its own part, so all workers must see the folder.
 
         Args:
-            keep: remove all but so many of the newest checkpoints in `folder`.
-            extra: plain values to be kept with it.
-            wait: whether to return when it is complete. Otherwise it is written beside training, and an error is
-                raised by the next checkpoint or `close`.
+            keep: keep only so many of the newest checkpoints in `folder`.
+            extra: plain values to be saved with it.
+            wait: whether to return only when it is complete. Otherwise it is written while training goes on, and an
+                error is raised by the next checkpoint or `close`.
 
         Raises:
             ConfigError: it cannot be written; checkpoints from before are as they were.
@@ -67,10 +67,10 @@ class Weights:
         return self._keeper.save(Path(folder), keep, extra, wait)
 
     def load_checkpoint(self, folder: str | Path) -> Restored:
-        """Go on from a checkpoint, or the newest complete one in `folder`, with all that it keeps.
+        """Continue from a checkpoint, or from the newest complete one in `folder`.
 
         It may have been written by another number of workers, with another cut and schedule. The process's own random
-        generators are put back too.
+        generators are restored, too.
 
         Raises:
             ConfigError: it is damaged, or of another model or optimizer; nothing has changed.
@@ -78,10 +78,10 @@ class Weights:
         return self._keeper.load(folder)
 
     def resume(self, folder: str | Path) -> Restored:
-        """As `load_checkpoint`, for a script that makes all its calls anew, from the first one on.
+        """Like `load_checkpoint`, for a script that makes all its calls again, from the first one on.
 
-        Its `step`, `evaluate` and `train` return what they did, without computing, until the script is where the
-        checkpoint was made; batches are read and skipped.
+        `step`, `evaluate` and `train` return what they returned the first time, without computing, until the script
+        reaches the point where the checkpoint was made; batches are read and skipped.
         """
         return self._keeper.load(folder, anew=True)
 
@@ -112,14 +112,14 @@ class Weights:
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
         """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
 
-        Each worker reads its own tensors alone. They take the types of the model's. Where the folder is of a body and
+        Each worker reads only its own tensors, and converts them to the model's types. If the folder has a body and
         the model has a head, or the other way round, the name of the body is added or left out.
 
         Args:
-            strict: refuse if either has a tensor that the other has not; otherwise these stay as they are.
+            strict: refuse if one of the two lacks a tensor that the other has; otherwise these stay as they are.
 
         Returns:
-            The names that did not meet.
+            The names that only one of the two has.
 
         Raises:
             ConfigError: it does not fit, or is damaged; nothing has changed.
@@ -127,9 +127,9 @@ class Weights:
         return self._keeper.load_pretrained(folder, strict)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write the weights as `from_pretrained` of Hugging Face takes them, and the model's config if it has one.
+        """Write the weights as Hugging Face's `from_pretrained` reads them, and the model's config if it has one.
 
-        Each worker writes its own part, so the folder must be one that all workers see.
+        Each worker writes its own part, so all workers must see the folder.
 
         Raises:
             ConfigError: it cannot be written, or has a file that would be read in its place.
@@ -145,7 +145,7 @@ class Weights:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Return a context in which the weights are their moving average: to evaluate, or to save them.
+        """Return a context in which the weights are their moving average, to evaluate or save them.
 
         Raises:
             ConfigError: there is none.

@@ -31,25 +31,25 @@ _WINDOW = re.compile(r", window (\d+)(, letting go)?$")
 
 
 class Loader:
-    """Iterates over batches, (inputs, targets), from where it is.
+    """Iterates over batches, (inputs, targets), from its position.
 
     Args:
         source: what is read, such as `tokens(...)`.
-        rows: of a batch, of all replicas together.
-        seed: of the order; every epoch has another.
-        window: how many chunks are in memory at a time, of which samples are mixed; as many as fit by default. Where
-            chunks let go of what is behind, so many chunks' worth of samples, of nearly twice as many chunks.
-        memory: limit of chunks, of those that come next and of batches made ahead; in bytes, or such as `2GB`.
-        epochs: after so many the iteration ends, with a smaller batch if need be; None: never.
-        shuffle: otherwise samples come as they are stored.
-        readers: `users`: every worker reads what it uses. `first`: only the worker of the first stage does, and others
-            pull from it; the source may then be what makes it, which only that worker calls.
-        replica, replicas: which of several pipelines that train on the same data this one is: each has its share of
-            every batch.
-        timeout_s: how long a batch may take to be there.
+        rows: rows of a batch, of all replicas together.
+        seed: seed of the order; every epoch has an order of its own.
+        window: how many chunks are in memory at a time, from which samples are mixed; by default as many as fit. Of
+            chunks that release used samples, nearly twice as many are mixed in the same memory.
+        memory: limit for chunks, chunks that come next, and batches made ahead; in bytes, or a text such as `2GB`.
+        epochs: the iteration ends after so many, with a smaller last batch if necessary; None: it never ends.
+        shuffle: if False, samples come in the order in which they are stored.
+        readers: `users`: every worker reads what it uses. `first`: only the worker of the first stage reads, and others
+            pull from it; then the source may be a function that makes it, which only that worker calls.
+        replica, replicas: if several pipelines train on the same data, the number of this one, and how many there are:
+            each gets its share of every batch.
+        timeout_s: how many seconds a batch may take.
 
     Raises:
-        ConfigError: an option that cannot work.
+        ConfigError: an option cannot work.
     """
 
     def __init__(
