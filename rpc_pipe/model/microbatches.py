@@ -14,7 +14,7 @@ from ..dependency import Action, ConfigError, Spec, takes_steps, update_of
 from ..workers.compute.digest import describe, shapes_of
 from ..workers.transport.call import pack_description
 from ..workers.transport.lending import Lending
-from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, split_rows, tensors_of
+from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, shapes_in, split_rows, tensors_of
 from .arguments import refuse_batch, refuse_lists
 from .lazy_batch import LazyBatch, label_of
 from .rewritten import BatchMemory, refuse_rewritten
@@ -161,10 +161,9 @@ def _num_rows(tree: Tree) -> int:
     if len(sizes) > 1:
         sizes.discard(1)
     if len(sizes) != 1:
-        found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree)) or "no tensor"
         raise ConfigError(
-            f"batch: needs tensors that agree in dimension 0, or have 1 there; found {found}; pass microbatches=, a "
-            f"list of batches that are split already, if the rows lie elsewhere"
+            f"batch: needs tensors that agree in dimension 0, or have 1 there; found {shapes_in(tree)}; pass "
+            f"microbatches=, a list of batches that are split already, if the rows lie elsewhere"
         )
     return sizes.pop()
 

@@ -20,6 +20,7 @@ SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
     [
         (lambda pipe: pipe.step(X), r"batch is a Tensor: must be \(inputs, targets\)"),
         (lambda pipe: pipe.step((X, Y, X)), "batch is a tuple of 3: must be"),
+        (lambda pipe: pipe.step((X.numpy(), Y.numpy())), "found no tensor .*torch.as_tensor makes one"),
         (lambda pipe: pipe.step((X[:0], Y[:0])), "the batch has no rows: needs at least 1"),
         (lambda pipe: pipe.checkpoint_every(0, "x"), "steps 0: must be a whole number, at least 1"),
         (lambda pipe: pipe.save_checkpoint("x", keep=-1), "keep -1: must be a whole number, at least 1"),

@@ -249,9 +249,14 @@ def num_rows(tree: Tree) -> int:
         return tree.shape[0]
     sizes = {tensor.shape[0] if tensor.dim() else None for tensor in tensors_of(tree)}
     if len(sizes) != 1 or None in sizes:
-        found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree)) or "no tensor"
-        raise ConfigError(f"a batch needs tensors that agree in dimension 0; found {found}")
+        raise ConfigError(f"a batch needs tensors that agree in dimension 0; found {shapes_in(tree)}")
     return int(sizes.pop() or 0)
+
+
+def shapes_in(tree: Tree) -> str:
+    """Write the shapes of all tensors, or that there is none."""
+    found = ", ".join(str(tuple(tensor.shape)) for tensor in tensors_of(tree))
+    return found or "no tensor (numpy's arrays and lists of numbers are none; torch.as_tensor makes one)"
 
 
 def num_tokens(inputs: Tree) -> int:
