@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..transport.payload import tensors_of
 from .autocast import Casts
 from .borders import version_of
+from .hook_counts import HookCounts
 from .inner_state import OF_TORCH, Place
 from .operators import OperatorMode
 from .randomness import computing
@@ -48,6 +49,7 @@ class Reruns:
         self._held: Mapping[Place, tuple[Tensor | None, float]] = {}
         self._moved: list[Place] = []
         self._num_forwards = 0
+        self._hook_counts = HookCounts(modules, others)
 
     def forwarded(self) -> None:
         """Note the numbers and tensors that attributes hold when a forward has run."""
@@ -79,7 +81,9 @@ class Reruns:
             self._may_be = _may_run_again(roots)
             if not self._may_be:
                 self._held = {}
-        return self._watched(casts, of_inputs) if self._may_be else casts.backward()
+        if self._may_be:
+            return self._watched(casts, of_inputs)
+        return self._hook_counts.watched(casts.backward()) if self._hook_counts.due() else casts.backward()
 
     @contextmanager
     def _watched(self, casts: Casts, of_inputs: bool) -> Iterator[None]:

@@ -1,0 +1,91 @@
+"""What backward writes and forwards read, as hooks of gradients may count.
+
+In one process a microbatch's backward comes before the next one's forward; in a pipeline others come between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Sized
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .digest import sample
+from .inner_state import BOXES, OF_TORCH, may_count
+from .looks import Looks
+from .read_names import read_by
+
+_NUMBERS = (int, float, complex, Tensor, *BOXES)
+
+
+class HookCounts:
+    """Looks at some backwards.
+
+    Args:
+        modules: all that compute.
+        others: what holds the other microbatches whose forwards have run, but not all of their backward.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], others: Sequence[Sized]) -> None:
+        self._modules, self._others = modules, others
+        self._looks = Looks() if any(map(may_count, modules)) else None
+
+    def due(self) -> bool:
+        """Tell whether the backward that comes next is to be looked at."""
+        return self._looks is not None and self._looks.due()
+
+    @contextmanager
+    def watched(self, backward: AbstractContextManager[Any]) -> Iterator[None]:
+        """Return a context in which a backward runs.
+
+        Raises:
+            RuntimeError: on leaving it; other forwards should have met what was written now.
+        """
+        before = held(self._modules) if any(map(len, self._others)) else {}
+        with backward:
+            yield
+        places = changed(before)
+        read = read_by(self._modules) if places else ()
+        for module, name in [place for place in places if place[1] in read]:
+            raise RuntimeError(
+                f"backward, as by a hook of a gradient, changed {name} of a {type(module).__name__}, which a forward "
+                f"reads: in one process the next microbatch's forward comes behind it, in a pipeline before; count in "
+                f"forward, or by optimizer steps"
+            )
+
+
+#: a module and the name of what it holds
+_Place = tuple[nn.Module, str]
+
+
+def held(modules: Sequence[nn.Module]) -> dict[_Place, tuple[Any, Any]]:
+    """Return the numbers, tensors and lists that attributes and buffers hold, and what tells whether they change."""
+    return {
+        (module, name): (value, _inside(value))
+        for module in modules
+        for name, value in (*vars(module).items(), *module._buffers.items())
+        if name not in OF_TORCH and isinstance(value, _NUMBERS)
+    }
+
+
+def changed(before: dict[_Place, tuple[Any, Any]]) -> list[_Place]:
+    """Return where something else is held now."""
+    found = []
+    for (module, name), (value, inside) in before.items():
+        now = module._buffers[name] if name in module._buffers else vars(module).get(name)
+        if type(now) is not type(value):
+            found.append((module, name))
+        elif isinstance(value, Tensor):
+            if now is not value or not torch.equal(_inside(now).nan_to_num(), inside.nan_to_num()):
+                found.append((module, name))
+        elif _inside(now) != inside:
+            found.append((module, name))
+    return found
+
+
+def _inside(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return sample(value).clone()
+    return len(value) if type(value) in BOXES else value
