@@ -31,7 +31,7 @@ class Objects:
         held: dict[int, tuple[Any, str]] = {}
         for module in skeleton.module.modules():
             for name, value in vars(module).items():
-                if name not in OF_TORCH and hasattr(value, "__dict__") and not isinstance(value, _NO_STATE):
+                if name not in OF_TORCH and is_object(value):
                     held.setdefault(id(value), (value, f"attribute {name} of {skeleton.name_of(module)}"))
         self._held = [(value, where, _state(value)) for value, where in held.values()]
 
@@ -51,6 +51,11 @@ class Objects:
                     f"model: its forward changes {changed[0]} of a {type(value).__name__}, which is {where} and no "
                     f"module: stages have copies of it, and nobody can put it back; let the module itself hold it"
                 )
+
+
+def is_object(value: Any) -> bool:
+    """Tell whether a value is an object of somebody's that may hold numbers."""
+    return hasattr(value, "__dict__") and not isinstance(value, _NO_STATE)
 
 
 def _state(value: Any) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ..dependency import ConfigError
 from ..dependency.errors import first_sentence
+from ..workers.compute.common import Common
+from ..workers.compute.inner_state import BOXES, OF_TORCH
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Layers, Slice
@@ -20,6 +22,7 @@ from ..workers.transport.payload import Tree
 from .attached import attach
 from .cut import cut
 from .following import Following
+from .objects import is_object
 from .skeleton import refuse_lazy
 from .ties import Ties, groups
 
@@ -85,6 +88,9 @@ class Partition:
         #: parameters that several stages hold -> those stages
         self.shared = self._ties.shared
         self.sharing = groups(self.shared, num_stages)
+        #: ids of modules that are in several stages, and of what several may write in attributes
+        listed = list(model) if isinstance(model, (nn.Sequential, Sequence)) else None
+        self._held_by_several = frozenset[int]() if listed is None else _held_by_several(listed, self.ranges)
         self.block_names = [str(layer) for layer in range(self.num_layers)]
 
     def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
@@ -92,7 +98,25 @@ class Partition:
         layers = self.build(stage, randomness, route)
         for _, module in layers:
             module.to(randomness.device)
-        return Layers(layers, self._ties.names, {name: held for name, held in self.shared.items() if stage in held})
+        shared = {name: held for name, held in self.shared.items() if stage in held}
+        return Layers(layers, self._ties.names, shared, self._common(layers))
+
+    def _common(self, layers: Sequence[tuple[int, nn.Module]]) -> Common | None:
+        """Return what the layers of a stage have in common with those of others."""
+        if not self._held_by_several or not isinstance(self._model, (nn.Sequential, Sequence)):
+            return None
+        modules: dict[nn.Module, None] = {}
+        objects: dict[int, Any] = {}
+        for i, layer in layers:
+            given = self._model[i]
+            pairs = zip(layer.modules(), given.modules(), strict=True) if isinstance(given, nn.Module) else ()
+            for mine, module in pairs:
+                if id(module) in self._held_by_several:
+                    modules[mine] = None
+                for name, value in vars(module).items():
+                    if id(value) in self._held_by_several:
+                        objects[id(value)] = vars(mine)[name]
+        return Common(list(modules), list(objects.values())) if modules or objects else None
 
     def build(self, stage: int, randomness: Randomness, route: int = 0) -> list[tuple[int, nn.Module]]:
         """Build the layers of `stage`, and only those; return them with their index in the whole model.
@@ -170,6 +194,17 @@ class Partition:
     def output(self, tree: Tree) -> Tree:
         """Return an output that has travelled as the model gives it."""
         return tree
+
+
+def _held_by_several(layers: Sequence[object], ranges: Sequence[range]) -> frozenset[int]:
+    stages: dict[int, set[int]] = {}
+    for stage, layer in ((stage, layers[i]) for stage, own in enumerate(ranges) for i in own):
+        for module in layer.modules() if isinstance(layer, nn.Module) else ():
+            stages.setdefault(id(module), set()).add(stage)
+            for name, value in vars(module).items():
+                if name not in OF_TORCH and (type(value) in BOXES or is_object(value)):
+                    stages.setdefault(id(value), set()).add(stage)
+    return frozenset(key for key, found in stages.items() if len(found) > 1)
 
 
 def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = None) -> list[nn.Module]:

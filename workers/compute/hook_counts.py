@@ -9,15 +9,12 @@ from collections.abc import Iterator, Sequence, Sized
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from .digest import sample
-from .inner_state import BOXES, OF_TORCH, may_count
+from .counts import changed, held
+from .inner_state import may_count
 from .looks import Looks
 from .read_names import read_by
-
-_NUMBERS = (int, float, complex, Tensor, *BOXES)
 
 
 class HookCounts:
@@ -54,38 +51,3 @@ class HookCounts:
                 f"reads: in one process the next microbatch's forward comes behind it, in a pipeline before; count in "
                 f"forward, or by optimizer steps"
             )
-
-
-#: a module and the name of what it holds
-_Place = tuple[nn.Module, str]
-
-
-def held(modules: Sequence[nn.Module]) -> dict[_Place, tuple[Any, Any]]:
-    """Return the numbers, tensors and lists that attributes and buffers hold, and what tells whether they change."""
-    return {
-        (module, name): (value, _inside(value))
-        for module in modules
-        for name, value in (*vars(module).items(), *module._buffers.items())
-        if name not in OF_TORCH and isinstance(value, _NUMBERS)
-    }
-
-
-def changed(before: dict[_Place, tuple[Any, Any]]) -> list[_Place]:
-    """Return where something else is held now."""
-    found = []
-    for (module, name), (value, inside) in before.items():
-        now = module._buffers[name] if name in module._buffers else vars(module).get(name)
-        if type(now) is not type(value):
-            found.append((module, name))
-        elif isinstance(value, Tensor):
-            if now is not value or not torch.equal(_inside(now).nan_to_num(), inside.nan_to_num()):
-                found.append((module, name))
-        elif _inside(now) != inside:
-            found.append((module, name))
-    return found
-
-
-def _inside(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return sample(value).clone()
-    return len(value) if type(value) in BOXES else value

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Tree, tensors_of
+from .common import Common
 from .randomness import MOST_LOOKS, Seed, drawn_since, late, python_place, python_state, python_too
 
 #: (kind of layer, ns) as in `LayerTime`
@@ -102,6 +103,7 @@ class Layers:
         layers: (index in the whole model, module), in order.
         names: of parameters that the unsplit model calls by another layer, which has them too.
         shared: as in `Slice`.
+        common: what layers of other stages hold, too; None: nothing that could count.
     """
 
     takes_fields = False
@@ -111,7 +113,9 @@ class Layers:
         layers: Sequence[tuple[int, nn.Module]],
         names: Mapping[str, str] = {},
         shared: Mapping[str, Sequence[int]] = {},
+        common: Common | None = None,
     ) -> None:
+        self._common = common
         self.layers = list(layers)
         self._names, self.shared = names, shared
         self.first = self.layers[0][0]
@@ -148,6 +152,7 @@ class Layers:
         if seeded:
             seed = python_too(seed)
         place = None if seeded else python_place()
+        held = None if self._common is None else self._common.before()
         for index, module in self.layers:
             seed(index, 0)
             before = python_state() if looks else None
@@ -158,6 +163,8 @@ class Layers:
                 raise
             if looks and python_state() != before:
                 self._draws_in_python = True
+        if self._common is not None and held is not None:
+            self._common.refuse_changed(held)
         if place is not None and place != python_place():
             self._refuse_drawn(place)
         return tree
