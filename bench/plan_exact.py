@@ -61,7 +61,9 @@ def instance(seed: int) -> Question:
     machines = Machines(num_workers, slowness, memory, link, links)
     microbatches = tuple(sorted(draw.sample((1, 2, 3, 4, 5, 6, 8), draw.choice((1, 1, 2)))))
     profile = Profile({8 // count or 1: blocks for count in microbatches} | {1: blocks, 8: blocks})
-    return Question(profile, machines, 8, microbatches, recompute=draw.random() < 0.3)
+    recompute = draw.random() < 0.3
+    profile = replace(profile, per_mib=2.0**20 * draw.choice((0, 0, 0.125, 0.25, 1)))
+    return Question(profile, machines, 8, microbatches, recompute=recompute)
 
 
 def brute_force(question: Question) -> float | None:
@@ -84,7 +86,8 @@ def _all_cuts(question: Question, candidate: Candidate, num_blocks: int) -> Iter
     spec = candidate.spec(machines.num_workers)
     relation = Relation(spec)
     workers = range(machines.num_workers)
-    links = {(a, b): machines.between(a, b) for a in workers for b in workers if a != b}
+    copying = question.profile.per_mib / 2**20
+    links = {(a, b): _without(machines.between(a, b), copying) for a in workers for b in workers if a != b}
     for inner in combinations(range(1, num_blocks), spec.num_stages - 1):
         stages = [blocks[a:b] for a, b in pairwise((0, *inner, num_blocks))]
         sizes = [_sum([block.size for block in stage]) for stage in stages]
@@ -98,7 +101,15 @@ def _all_cuts(question: Question, candidate: Candidate, num_blocks: int) -> Iter
             once = sum(block.times.get(kind, 0) for block in stages[action.stage])
             once *= action.stage > 0 or action.kind is not I
             others = spec.num_routes - 1 if action.kind is G else 1
-            return once * machines.slow(spec.worker(action)) * others
+            return once * machines.slow(spec.worker(action)) * others + copying * moved(action)
+
+        def moved(action: Action, sizes: list[Size] = sizes) -> float:
+            if action.kind not in (F, B, I):
+                return 0
+            size, route = sizes[action.stage], spec.route(action.index)
+            sides = [(action.stage - 1, size.inputs), (action.stage + 1, size.outputs)]
+            here = spec.worker(action)
+            return sum(n for s, n in sides if 0 <= s < spec.num_stages and spec.place(s, route) != here)
 
         def payload(action: Action, sizes: list[Size] = sizes) -> float:
             return payload_bytes(action, sizes[action.stage])
@@ -108,6 +119,12 @@ def _all_cuts(question: Question, candidate: Candidate, num_blocks: int) -> Iter
         held = peak_bytes(run, sizes) if any(limit is not None for limit in limits) else ()
         if all(limit is None or used <= limit for used, limit in zip(held, limits, strict=False)):
             yield run.span
+
+
+def _without(link: Link, copying: float) -> Link:
+    """Return a link without the time of its payloads that counts as computing of those at its ends."""
+    left = 1 / link.bandwidth - 2 * copying
+    return Link(link.latency, 1 / left if left > 0 else float("inf"))
 
 
 def _sum(sizes: list[Size]) -> Size:

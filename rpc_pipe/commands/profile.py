@@ -90,6 +90,7 @@ def _show(profile: Profile, path: Path, reporter: Reporter) -> None:
                 where = f"{way.get('latency_ms', 0):g} ms and {way.get('bandwidth', 'any number of bytes')}/s"
                 console.print(f"between {name.replace('-', ' and ')}: {where}", markup=False)
         console.print(f"a step takes {profile.per_step:.2g} ms besides its actions", markup=False)
+        console.print(f"to send or receive a MiB takes {profile.per_mib:.2g} ms of computing", markup=False)
     console.print(f"kept in {path}, which may be edited", markup=False)
 
 

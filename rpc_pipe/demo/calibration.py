@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import combinations, pairwise
 from statistics import median
@@ -37,8 +37,10 @@ _MEASURED = (F, B, I, W, G, U)
 _SMALL, _LARGE, _ROUNDS = 4_096, 4_194_304, 15
 #: up to so many workers every pair is measured, else neighbours only
 _ALL_PAIRS = 8
-#: a payload as large as gradients, bytes; how often it moves; products that are computed without it, and their rows
-_GRADIENTS, _MOVES, _PRODUCTS, _ROWS = 8_388_608, 5, 50, 192
+#: payloads that move at once, bytes and how many: as large as gradients, and as what stages hand on
+_GRADIENTS, _HANDED_ON = (8_388_608, 1), (1_048_576, 8)
+#: how often they move; products that are computed without them, and their rows
+_MOVES, _PRODUCTS, _ROWS = 5, 50, 192
 
 
 class Calibration(NamedTuple):
@@ -52,6 +54,8 @@ class Calibration(NamedTuple):
     links: dict[tuple[int, int], Link]
     #: what a worker's computing loses to a byte of gradients that goes out while one comes in
     per_byte: float
+    #: and to a MiB of what stages hand on, that goes out or comes in
+    per_mib: float
 
 
 def calibrate(num_workers: int) -> tuple[WorkerActor, Calibration]:
@@ -63,13 +67,16 @@ def calibrate(num_workers: int) -> tuple[WorkerActor, Calibration]:
         for kind, took in found.items():
             runtime[kind] += took
         between += steps
-    own = {kind.letter: median(took) for kind, took in runtime.items()}, median(between), _ping(actor), _lost(actor)
+    ways = _ping(actor)
+    lost = _lost(actor, *_GRADIENTS), _lost(actor, *_HANDED_ON)  # `_ping` has made channels
+    own = {kind.letter: median(took) for kind, took in runtime.items()}, median(between), ways, *lost
     told: list[Any] = actor.exchange("calibration", own)
     kinds = {kind: [each[0][kind.letter] for each in told if kind.letter in each[0]] for kind in _MEASURED}
     per_action = {kind: max(0.0, median(found)) for kind, found in kinds.items() if found}
     per_action[R] = per_action.get(F, 0.0)
     links = {tuple(pair): Link(*link) for each in told for pair, link in each[2]}
-    return actor, Calibration(per_action, told[0][1], links, median(each[3] for each in told))
+    per_byte, per_mib = (median(each[at] for each in told) for at in (3, 4))
+    return actor, Calibration(per_action, told[0][1], links, per_byte, per_mib * 2**20 / 2)
 
 
 class _Sleep(torch.autograd.Function):
@@ -182,35 +189,54 @@ def _to_and_fro(actor: WorkerActor, run: int, other: int, size: int, first: bool
     return 1e3 * sorted(took[3:])[_ROUNDS // 5]
 
 
-def _lost(actor: WorkerActor) -> float:
+def _lost(actor: WorkerActor, size: int, count: int) -> float:
     """Return the milliseconds that computing loses to a byte that goes to the next worker while one comes.
 
-    What is too large for a channel is copied by threads of the transport: beside computing where cores are to spare,
-    else instead of it. No more counts than processors did for it: others may use them too.
+    What goes through a channel is copied by the threads that compute. What is too large for one is copied by threads of
+    the transport: beside computing where cores are to spare, else instead of it. No more counts than processors did for
+    it: others may use them too.
+
+    Args:
+        size: of a payload, of which so many move at once.
     """
     me, num_workers = actor.worker, actor.carrier.num_workers
     if num_workers == 1:
         return 0.0
     before, after = (me - 1) % num_workers, (me + 1) % num_workers
-    payload, lost = pack(torch.zeros(_GRADIENTS // 4)), []
+    payload, lost = pack(torch.zeros(size // 4)), []
     for _ in range(_MOVES):
         actor.exchange("all compute", None)
-        alone = _compute(lambda done: done == _PRODUCTS)
-        run = actor.mailbox.begin(Call(me, "gradients move"))
-        actor.mailbox.pull(run, before, [(str(before), True)])
-        actor.mailbox.publish(run, str(me), payload, [after])
-        took = _compute(lambda done, run=run: bool(actor.mailbox.arrivals((run,))))  # type: ignore[misc]
+        run = actor.mailbox.begin(Call(me, "payloads move"))
+        alone = _Computing()
+        for _ in range(_PRODUCTS):
+            alone.go_on(actor, run)
+        usual = alone.took()
+        actor.mailbox.pull(run, before, [(f"{before} {number}", True) for number in range(count)])
+        moving, left = _Computing(), count
+        for number in range(count):
+            actor.mailbox.publish(run, f"{me} {number}", payload, [after])
+        while left:
+            left -= moving.go_on(actor, run)
         actor.mailbox.end(run)
-        more = [took[clock] - took[2] * alone[clock] / alone[2] for clock in (0, 1)]
-        lost.append(max(0.0, min(more)))
-    return median(lost) / _GRADIENTS
+        took = moving.took()
+        lost.append(max(0.0, min(took[clock] - moving.done * usual[clock] / alone.done for clock in (0, 1))))
+    return median(lost) / (size * count)
 
 
-def _compute(over: Callable[[int], bool]) -> tuple[float, float, int]:
-    """Multiply matrices until it is over; return the milliseconds, those of processors, and how many products."""
-    x, done = torch.ones(_ROWS, _ROWS), 0
-    begin, used = time.perf_counter(), time.process_time()
-    while not over(done):
-        x @ x
-        done += 1
-    return 1e3 * (time.perf_counter() - begin), 1e3 * (time.process_time() - used), done
+class _Computing:
+    """Multiplies matrices, and looks between products at what has come, as a worker does between actions."""
+
+    def __init__(self) -> None:
+        self._matrix = torch.ones(_ROWS, _ROWS)
+        self._begin = time.perf_counter(), time.process_time()
+        self.done = 0
+
+    def go_on(self, actor: WorkerActor, run: int) -> int:
+        """Compute a product; return how many payloads have come."""
+        self._matrix @ self._matrix
+        self.done += 1
+        return len(actor.mailbox.arrivals((run,)))
+
+    def took(self) -> tuple[float, float]:
+        """Return the milliseconds that have passed, and those of processors."""
+        return 1e3 * (time.perf_counter() - self._begin[0]), 1e3 * (time.process_time() - self._begin[1])

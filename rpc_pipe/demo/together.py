@@ -47,7 +47,8 @@ def profile_together(
     on_host = own.device == "cpu"  # a GPU runs behind its worker, which hides what the worker takes
     profile = with_moves(profile, found.per_byte if on_host else 0.0)
     per_stage = around(profile.per_stage, found.per_action if on_host else {})
-    return replace(profile, per_stage=per_stage, per_step=max(0.0, found.per_step) if on_host else 0.0), actor.worker
+    per_step, per_mib = (max(0.0, found.per_step), found.per_mib) if on_host else (0.0, 0.0)
+    return replace(profile, per_stage=per_stage, per_step=per_step, per_mib=per_mib), actor.worker
 
 
 def with_moves(profile: Profile, per_byte: float) -> Profile:

@@ -14,7 +14,7 @@ from .candidates import Candidate
 from .joblist import RULES, Order, Shop, improve, list_schedule
 from .listed import listed_schedule
 from .plan import Plan
-from .pricing import Priced
+from .pricing import Priced, copying, way
 from .profile import Chain, Machines
 from .search import Answer, Question
 
@@ -152,11 +152,13 @@ def shop_of(spec: Spec, chain: Chain, machines: Machines, ends: Ends, budget: Se
         known = table.get((stage, kind, worker))
         if known is None:
             known = chain.time(kind, ends[stage], ends[stage + 1]) * machines.slow(worker)
+            before, behind = copying(spec, chain, stage, kind, worker)
+            known += before * sizes[stage].inputs + behind * sizes[stage].outputs
             table[stage, kind, worker] = known
         return known
 
     def lag(action: Action, source: int, target: int) -> float:
-        link = machines.between(source, target)
+        link = way(machines, chain, source, target)
         size = sizes[action.stage]
         return link.latency + (size.outputs if action.kind is F else size.inputs) / link.bandwidth
 

@@ -29,6 +29,8 @@ class Priced:
         known: dict[tuple[int, Kind, int], int] = {}
         pairs = zip(self._relation.actions, self._relation.worker, strict=True)
         self._ids = [known.setdefault((a.stage, a.kind, worker), len(known)) for a, worker in pairs]
+        #: of each kind of action: its stage, and what `copying` says
+        self._copying = [(stage, *copying(spec, chain, stage, kind, worker)) for stage, kind, worker in known]
         others = spec.num_routes - 1
         self._distinct = [
             (stage, kind, machines.slow(worker) * (others if kind is G else 1)) for stage, kind, worker in known
@@ -36,7 +38,7 @@ class Priced:
         self._links: dict[tuple[int, int], Link] | None = None
         if not machines.links_are_plain:
             workers = range(spec.num_workers)
-            self._links = {(a, b): machines.between(a, b) for a in workers for b in workers if a != b}
+            self._links = {(a, b): way(machines, chain, a, b) for a in workers for b in workers if a != b}
 
     def simulate(self, ends: Ends) -> Simulation:
         """Run a step of the cut model under a virtual clock."""
@@ -45,6 +47,9 @@ class Priced:
             chain.time(kind, ends[stage], ends[stage + 1]) * slow if kind in TIMED else 0
             for stage, kind, slow in self._distinct
         ]
+        if chain.per_byte:
+            for at, (stage, before, behind) in enumerate(self._copying):
+                costs[at] += before * chain.inputs(ends[stage]) + behind * chain.outputs(ends[stage + 1])
         listed = [costs[i] for i in self._ids]
         links = self._links
         if links is None:
@@ -118,3 +123,23 @@ class Priced:
             if limits:
                 over.append(used - min(limits))
         return max(over)
+
+
+def copying(spec: Spec, chain: Chain, stage: int, kind: Kind, worker: int) -> tuple[float, float]:
+    """Return what a worker's computing loses to a byte that a stage exchanges with the one before, and the one behind.
+
+    Nothing, where the same worker has that one.
+    """
+    if not kind.way:
+        return 0.0, 0.0
+    route = next(r for r in range(spec.num_routes) if spec.place(stage, r) == worker)
+    before = stage > 0 and spec.place(stage - 1, route) != worker
+    behind = stage + 1 < spec.num_stages and spec.place(stage + 1, route) != worker
+    return before * chain.per_byte, behind * chain.per_byte
+
+
+def way(machines: Machines, chain: Chain, source: int, target: int) -> Link:
+    """Return the way between two workers without what their computing loses to it, which counts as that."""
+    link = machines.between(source, target)
+    left = 1 / link.bandwidth - 2 * chain.per_byte
+    return Link(link.latency, 1 / left if left > 0 else float("inf"))

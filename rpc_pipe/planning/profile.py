@@ -69,6 +69,8 @@ class Profile:
     topology: Mapping[str, Any] = field(default_factory=dict)
     #: what a step takes besides its actions
     per_step: float = 0
+    #: what a worker's computing loses to a MiB that it sends to another worker, or receives; of a GPU nothing
+    per_mib: float = 0
 
     @property
     def num_blocks(self) -> int:
@@ -153,6 +155,7 @@ class Chain:
     Args:
         per_stage: what each stage takes besides its blocks, by kind.
         per_step: what a step takes besides its actions.
+        per_mib: what computing loses to a MiB that goes to another worker, or comes from one.
     """
 
     def __init__(
@@ -161,12 +164,14 @@ class Chain:
         per_stage: Mapping[Kind, float] | None = None,
         ties: Sequence[Tie] = (),
         per_step: float = 0,
+        per_mib: float = 0,
     ) -> None:
         inside = {i for tie in ties if tie.together for i in range(tie.first + 1, tie.last + 1)}
         #: where stages may begin, and the end
         self._places = [i for i in range(len(blocks) + 1) if i not in inside]
         self.num_blocks = len(self._places) - 1
         self.per_step = per_step
+        self.per_byte = per_mib / 2**20
         self.ties = tuple(tie for tie in ties if tie.weights or tie.gradients or tie.optimizer)
         self.per_stage = {kind: (per_stage or {}).get(kind, 0) for kind in TIMED}
         self._times = {kind: self._sums(block.times.get(kind, 0) for block in blocks) for kind in TIMED}
@@ -284,6 +289,7 @@ def as_json(profile: Profile) -> dict[str, Any]:
         "batch_rows": profile.batch_rows,
         "per_stage_ms": {kind.letter: time for kind, time in profile.per_stage.items()},
         "per_step_ms": profile.per_step,
+        "per_mib_ms": profile.per_mib,
         "workers": profile.workers,
         "topology": dict(profile.topology),
         "ties": [{f.name: getattr(tie, f.name) for f in fields(Tie)} for tie in profile.ties],
@@ -330,6 +336,7 @@ def from_json(told: Any, where: str) -> Profile:
             int(told.get("workers", 0)),
             dict(told.get("topology", {})),
             float(told.get("per_step_ms", 0)),
+            float(told.get("per_mib_ms", 0)),
         )
     except DAMAGED as error:
         raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None
@@ -346,7 +353,7 @@ def _refuse(profile: Profile, where: str) -> None:
     measured = profile.measured
     if not measured or len({len(blocks) for blocks in measured.values()}) != 1 or not profile.num_blocks:
         raise ConfigError(f"{where}: every number of rows must list the same blocks, at least one")
-    around = [*profile.per_stage.values(), profile.per_step, profile.workers, profile.batch_rows]
+    around = [*profile.per_stage.values(), profile.per_step, profile.per_mib, profile.workers, profile.batch_rows]
     if not all(0 <= value < _MOST for value in around):
         raise ConfigError(f"{where}: times and numbers must be at least 0, and finite")
     for rows, blocks in measured.items():

@@ -40,7 +40,8 @@ class Question:
     def chain(self, num_microbatches: int) -> Chain:
         """Return the blocks with what they cost for one of so many microbatches."""
         profile = self.profile
-        return Chain(profile.at(self.batch / num_microbatches), profile.per_stage, profile.ties, profile.per_step)
+        blocks = profile.at(self.batch / num_microbatches)
+        return Chain(blocks, profile.per_stage, profile.ties, profile.per_step, profile.per_mib)
 
 
 @dataclass
