@@ -29,7 +29,7 @@ from .model.programs import Programs
 from .model.reads import Reads
 from .model.shards import Model, ShardMaker, cuttable, measuring
 from .model.step_end import StepEnd
-from .planning.follow import PlanLike, followed
+from .planning.follow import PlanLike, followed, warn_of_another
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor, chained
 from .workers.compute.device import courier_for
@@ -117,8 +117,8 @@ class Pipeline(Habits, Weights):
         transport: str | None = None,
         stall_s: float = 300.0,
     ) -> None:
-        said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport
-        schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport = (
+        said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
+        schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, self._plan = (
             overrides.settle(followed(plan, overrides.Settings(*said)))
         )
         job, self.num_workers = own_part(transport, num_workers)
@@ -162,6 +162,7 @@ class Pipeline(Habits, Weights):
         self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
         self._keeper.config = self.partition.config
         self._step_end.sharing = self.partition.sharing
+        warn_of_another(self._plan, self.partition.given, [actor.shards for actor in self._actors])
         maker.end([shard for actor in self._actors for shard in actor.shards.values()])
         self._maker = None
         link.attach(self)

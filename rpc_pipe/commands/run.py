@@ -201,7 +201,7 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
     """
     if "plan" not in typed:
         return typed
-    path, rest = typed["plan"], {name: value for name, value in typed.items() if name != "plan"}
+    path = typed["plan"]
     plan = read_plan(path)
     let_note(path)
     said: dict[str, Any] = {
@@ -217,7 +217,7 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"--workers {typed['workers']}: the plan in {path} is for {plan.num_workers} workers")
     if plan.num_workers:
         said["workers"] = plan.num_workers
-    return {**rest, **said}
+    return {**typed, **said, "plan": str(Path(path).resolve())}  # read again when the script has made its model
 
 
 def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:

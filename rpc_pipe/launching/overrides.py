@@ -20,6 +20,8 @@ class Settings(NamedTuple):
     device: str
     seed: int
     transport: str | None = None
+    #: that has said the others
+    plan: Any = None
 
 
 #: how an argument is typed, where the option has another name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,11 @@ from ..dependency import ConfigError
 from .listed import program_of
 from .plan import Plan, read_plan
 from .specs import ScheduleLike
+
+logger = logging.getLogger(__name__)
+
+#: a model whose stage has, relatively, so much more weights than the plan's, or less, is another
+_ALIKE = 0.01
 
 #: a plan, or what was written of it: the file or its contents
 PlanLike = Plan | Mapping[str, Any] | str | Path
@@ -40,4 +46,29 @@ def followed(plan: PlanLike | None, said: Any) -> Any:
         num_microbatches=found.num_microbatches,
         num_workers=said.num_workers or found.num_workers or None,
         split=list(found.cut),
+        plan=found,
     )
+
+
+def warn_of_another(plan: PlanLike | None, model: Any, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:
+    """Warn if a plan was made for another model; who has the stage with most weights does.
+
+    Args:
+        model: as it was given.
+        workers: their shards by (stage, route), of those of this process.
+    """
+    found = Plan("", {}, (), 0) if plan is None else read_plan(plan)
+    planned = found.weights_by_stage
+    heaviest = max(range(len(planned)), key=planned.__getitem__, default=-1)
+    for shard in [shards[heaviest, 0] for shards in workers if (heaviest, 0) in shards]:
+        held, wanted = (
+            [sum(t.nbytes for t in each) for each in (shard.parameters(), shard.buffers())],
+            planned[heaviest],
+        )
+        if all(abs(each - wanted) > _ALIKE * wanted for each in (held[0], sum(held))):
+            name = getattr(model, "__qualname__", type(model).__name__)
+            logger.warning(
+                "the plan was made for another model, %s, whose stage %d has %.4g MB of weights; that of this one, %s, "
+                "has %.4g MB: rpc-pipe plan makes one for it",
+                found.model, heaviest, wanted / 1e6, name, held[0] / 1e6,
+            )  # fmt: skip

@@ -36,6 +36,9 @@ class Plan:
     busy_by_worker: tuple[float, ...] = ()
     #: payloads between workers in a step
     messages: int = 0
+    #: the name of the model that was measured, and the bytes of each stage's weights: they tell another model apart
+    model: str = ""
+    weights_by_stage: tuple[float, ...] = ()
     #: of a searched program: each worker's actions in order; by route and stage the worker; each microbatch's route
     program: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     placement: tuple[tuple[int, ...], ...] = ()
@@ -66,6 +69,8 @@ class Plan:
             "memory_by_worker_mb": [used / 1e6 for used in self.memory_by_worker],
             "busy_by_worker_ms": list(self.busy_by_worker),
             "messages": self.messages,
+            "model": self.model,
+            "weights_by_stage_mb": [weights / 1e6 for weights in self.weights_by_stage],
         }
         if self.program:
             told |= {
@@ -139,6 +144,8 @@ def _from_plain(told: Mapping[str, Any]) -> Plan:
         memory_by_worker=tuple(1e6 * float(used) for used in told.get("memory_by_worker_mb", ())),
         busy_by_worker=tuple(float(t) for t in told.get("busy_by_worker_ms", ())),
         messages=int(told.get("messages", 0)),
+        model=str(told.get("model", "")),
+        weights_by_stage=tuple(1e6 * float(weights) for weights in told.get("weights_by_stage_mb", ())),
         program=tuple(tuple(str(row).split()) for row in told.get("program", ())),
         placement=tuple(whole("placement", places) for places in told.get("placement", ())),
         routes=numbers("routes"),

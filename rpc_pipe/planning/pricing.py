@@ -88,6 +88,8 @@ class Priced:
             memory_by_worker=memory,
             busy_by_worker=simulation.busy,
             messages=num_messages(simulation),
+            model=self.chain.model,
+            weights_by_stage=tuple(size.weights for size in self.sizes(ends)),
             **listed,
         )
 

@@ -156,6 +156,7 @@ class Chain:
         per_stage: what each stage takes besides its blocks, by kind.
         per_step: what a step takes besides its actions.
         per_mib: what computing loses to a MiB that goes to another worker, or comes from one.
+        model: the name of the model.
     """
 
     def __init__(
@@ -165,12 +166,13 @@ class Chain:
         ties: Sequence[Tie] = (),
         per_step: float = 0,
         per_mib: float = 0,
+        model: str = "",
     ) -> None:
         inside = {i for tie in ties if tie.together for i in range(tie.first + 1, tie.last + 1)}
         #: where stages may begin, and the end
         self._places = [i for i in range(len(blocks) + 1) if i not in inside]
         self.num_blocks = len(self._places) - 1
-        self.per_step = per_step
+        self.per_step, self.model = per_step, model
         self.per_byte = per_mib / 2**20
         self.ties = tuple(tie for tie in ties if tie.weights or tie.gradients or tie.optimizer)
         self.per_stage = {kind: (per_stage or {}).get(kind, 0) for kind in TIMED}

@@ -41,7 +41,7 @@ class Question:
         """Return the blocks with what they cost for one of so many microbatches."""
         profile = self.profile
         blocks = profile.at(self.batch / num_microbatches)
-        return Chain(blocks, profile.per_stage, profile.ties, profile.per_step, profile.per_mib)
+        return Chain(blocks, profile.per_stage, profile.ties, profile.per_step, profile.per_mib, profile.model)
 
 
 @dataclass

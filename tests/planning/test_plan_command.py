@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -119,6 +120,38 @@ def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
         Pipeline(made.model, made.loss_fn, plan=plan, num_microbatches=2)
     with pytest.raises(ConfigError, match="plan is for 2 workers"):
         Pipeline(made.model, made.loss_fn, plan=plan, num_workers=3)
+
+
+def test_a_plan_of_another_model_is_said_to_be_one(model, caplog, tmp_path):
+    """It said nothing of the model, so that one of another with as many blocks ran without a word."""
+    out = tmp_path / "plan.json"
+    main(["plan", f"{model}:make", "--alone", "--workers", "2", "--output", str(out)])
+    made = load(f"{model}:make")
+    with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
+        pipe.step(made.batch)
+    assert not caplog.messages, "the model that was planned, though a Sequential has buffers nowhere"
+    old = read_plan(out)
+    layers = [nn.Linear(8, 16), *(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 8)]
+    with Pipeline(layers, made.loss_fn, plan=replace(old, model="", weights_by_stage=())) as pipe:
+        pipe.step(made.batch)
+    assert not caplog.messages, "an old file"
+    with Pipeline(layers, made.loss_fn, plan=out) as pipe:
+        pipe.step(made.batch)
+    assert re.fullmatch(
+        r"the plan was made for another model, Sequential, whose stage \d has 0.00\d+ MB of weights; that of this one, "
+        r"list, has 0.00\d+ MB: rpc-pipe plan makes one for it", *caplog.messages
+    )  # fmt: skip
+
+
+def test_run_says_that_a_plan_is_of_another_model(model, capfd, tmp_path):
+    out = tmp_path / "plan.json"
+    main(["plan", f"{model}:make", "--alone", "--workers", "2", "--no-searched", "--output", str(out)])
+    other = tmp_path / "other.py"
+    other.write_text(
+        MODEL.replace("nn.Linear(8, 8) for _ in range(6)", "nn.Linear(8, 8, bias=False) for _ in range(6)")
+    )
+    assert main(["run", "--model", f"{other}:make", "--plan", str(out), "--steps", "1"]) == 0
+    assert capfd.readouterr().out.count("the plan was made for another model") == 1
 
 
 def test_recomputed_stages_train_the_same_numbers():
