@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
 from .profile import LayerCost
-from .updates import Finish, Meet, Resident, with_shards
+from .updates import Finish, Meet, Resident, walks, with_shards
 from .weighing import Forward, begin_gradients, weigh
 
 
@@ -100,8 +100,15 @@ class TimedBlock:
         self.parameters = parameters
         self._finish = finish
         self._took: dict[Kind, list[float]] = {kind: [] for kind in (F, B, I, W)}
+        #: for the next block
+        self._output: Tree = None
         #: what it keeps, as last seen
         self.kept = KeptBytes(0, 0, 0, 0)
+
+    @property
+    def num_bytes(self) -> float:
+        """Of what it keeps for backward, and of gradients, while it runs with others."""
+        return self.kept.activations + sum(parameter.nbytes for parameter in self.parameters)
 
     @property
     def times(self) -> dict[Kind, float]:
@@ -114,31 +121,41 @@ class TimedBlock:
 
         Gradients of weights are there already and are added to, as in all microbatches but the first.
         """
+        for _ in self.phases():
+            pass
+        return self._output
+
+    def phases(self) -> Iterator[None]:
+        """Do the same in parts: forward, backward, forward, backward in two, and what is left to be forgotten."""
         trained = begin_gradients(self.parameters)
         found: list[tuple[list[Tensor], Tree, list[Tensor]]] = []
         self._time(F, lambda: found.append(self.forward()))
+        yield
         roots = found.pop()[2]
         if roots:
             self._time(B, lambda: torch.autograd.backward(roots, [torch.ones_like(root) for root in roots]))
         else:
             self._took[B].append(0)
-
+        del roots
+        yield
         saved = Saved()
         with saved.hooks():
             owing, output, roots = self.forward()
+        yield
         weights = {parameter.untyped_storage().data_ptr() for parameter in self.parameters}
         held = saved.num_bytes(weights)
         own = {leaf.untyped_storage().data_ptr() for leaf in owing} - weights
         made = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(output)} - weights
         kept = saved.num_bytes_at(own), saved.num_bytes_at(made)
         deferred: list[WeightBackward] = []
-        output = unpack(pack(output))
+        self._output = unpack(pack(output))
+        del output
         self._time(I, lambda: deferred.append(backward_inputs(roots, [None] * len(roots), owing, saved)[1]))
         self.kept = KeptBytes(held, saved.num_bytes(weights) + deferred[0].num_bytes(), *kept)
         self._time(W, deferred[0].run)
+        yield
         for parameter in trained:
             parameter.grad = None
-        return output
 
     def gradients(self) -> list[Tensor]:
         """Return those of the parameters that are trained, of one microbatch."""
@@ -162,13 +179,16 @@ class TimedBlock:
 def time_blocks(blocks: Sequence[TimedBlock], repeats: int, tell: Callable[[int], None] = lambda done: None) -> None:
     """Run blocks, which have run once, so many times more; `tell` how often one of them has.
 
-    One after the other, as in a stage: what one leaves in a processor's caches is gone when it runs again. And what
-    disturbs the machine for a moment disturbs few runs of each.
+    All forwards of a row of blocks, then all backwards, as in a stage: what a block has left in a processor's caches is
+    gone when its backward reads it. And what disturbs the machine for a moment disturbs few runs of each.
     """
     for round_ in range(repeats):
-        for number, block in enumerate(blocks, 1):
-            block.run()
-            tell(round_ * len(blocks) + number)
+        for first, last in walks([block.num_bytes for block in blocks]):
+            parts = [block.phases() for block in blocks[first:last]]
+            for way in (1, -1, 1, -1, 1):
+                for part in parts[::way]:
+                    next(part, None)
+            tell(round_ * len(blocks) + last)
 
 
 def with_working(costs: Sequence[LayerCost], blocks: Sequence[TimedBlock]) -> list[LayerCost]:

@@ -26,8 +26,8 @@ Finish = Callable[[], None]
 #: told whether this worker goes on, lasts until all workers have told; returns whether all go on
 Meet = Callable[[bool], bool]
 
-#: bytes of parameters whose updates are measured in one walk, if a block alone has no more: with gradients and state
-#: they are more than caches hold, and copies of them find room beside a model
+#: bytes of blocks that are measured in one walk, if a block alone has no more: with gradients and state they are more
+#: than caches hold, and copies of them find room beside a model
 _WALK = 2**27
 
 
@@ -69,7 +69,7 @@ def with_shards(
         GaveUpError: another worker did.
     """
     found: list[LayerCost] = []
-    for first, last in _walks([shard.num_bytes for shard in shards]):
+    for first, last in walks([shard.num_bytes for shard in shards]):
         updates = [_Update(shard, optimizer, finish) for shard in shards[first:last]]
         for _ in range(repeats):
             if not meet(True):
@@ -83,7 +83,7 @@ def with_shards(
     return found
 
 
-def _walks(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+def walks(sizes: Sequence[float]) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) of blocks in a row that have as many bytes as a walk may have, or are one block."""
     sums, first = [0, *accumulate(sizes)], 0
     for last in range(1, len(sizes) + 1):
