@@ -81,7 +81,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
         worker, action = span.worker, span.action
         size = sizes[action.stage]
         if action.kind.per_microbatch:
-            working = _working(spec, action.stage, size)
+            working = _working(spec, action, size)
             add(worker, span.start, working)
             add(worker, span.end, -working)
         if action.kind is F:
@@ -112,14 +112,12 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     return tuple(peaks)
 
 
-def _working(spec: Spec, stage: int, size: Size) -> float:
-    """Return what a stage's actions need while they run.
+def _working(spec: Spec, action: Action, size: Size) -> float:
+    """Return what an action needs while it runs.
 
     W of the first stage runs the whole backward at once: all gradients are there before they are added to others.
     """
-    if not stage and any(spec.splits(stage, m) for m in range(spec.num_microbatches)):
-        return max(size.working, size.gradients)
-    return size.working
+    return max(size.working, size.gradients) if action.kind is W and not action.stage else size.working
 
 
 def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
