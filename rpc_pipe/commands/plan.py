@@ -282,14 +282,17 @@ def _show(
         return
     limits = [machines.limit(worker) for worker in range(machines.num_workers)]
     console.print(plans_table(answer.plans))
-    others = "; vs best: time, memory" if len(answer.plans) > 1 else ""
-    console.print(f"best: {why(answer.plans[0], limits)}{others}", markup=False)
+    if len(answer.plans) > 1:
+        console.print("vs best: how much longer it takes, and how much more or less memory it needs", markup=False)
+    console.print(f"best: {why(answer.plans[0], limits)}", markup=False)
     if answer.left_out:
         console.print(f"not priced: {left_out_text(answer.left_out)}", markup=False)
     if answer.unfit:
         console.print(f"no cut that fits was found of: {', '.join(answer.unfit)}", markup=False)
     best = answer.plans[0].predicted_ms
-    sure = "proven: no cut of any schedule here is faster" if answer.gap <= 1e-9 else f"gap {answer.gap:.1%}"
+    sure = f"not proven within {question.seconds:g} s: there may be a plan that is up to {answer.gap:.1%} faster"
+    if answer.gap <= 1e-9:
+        sure = "proven: no cut of any schedule here is faster"
     more = best / answer.lower_bound - 1 if answer.lower_bound else 0
     console.print(
         f"{sure}; none at all can take less than {answer.lower_bound:.4g} ms (the best here takes {more:.0%} more)",

@@ -222,15 +222,17 @@ class _Search:
                 answer.front.append(_plan(candidate, search, found))
 
     def _say_nearest(self, answer: Answer) -> None:
+        # All are looked at, however long that takes, before the nearest are climbed: what is said is the least of all.
+        looked = [(search.look_first(), candidate, search) for candidate, search in self._searches]
+        looked.sort(key=lambda each: each[0].rank)
         until = time.monotonic() + min(3.0, self._question.seconds / 4)
-        nearest: tuple[Candidate, CutSearch, CutFound] | None = None
-        for candidate, search in self._searches:
-            if nearest is None or time.monotonic() < until:
-                found = search.climb(min(until, time.monotonic() + 0.3))
-                if nearest is None or found.rank < nearest[2].rank:
-                    nearest = candidate, search, found
-        assert nearest is not None
-        answer.nearest, answer.excess = _plan(*nearest), nearest[2].excess
+        nearest = looked[0]
+        for _, candidate, search in looked:
+            if time.monotonic() > until:
+                break
+            found = search.climb(min(until, time.monotonic() + 0.3))
+            nearest = min(nearest, (found, candidate, search), key=lambda each: each[0].rank)
+        answer.nearest, answer.excess = _plan(nearest[1], nearest[2], nearest[0]), nearest[0].excess
 
 
 def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
