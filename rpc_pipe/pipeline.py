@@ -160,9 +160,8 @@ class Pipeline(Habits, Weights):
         # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
         self._described = describe(self.spec, self.partition.ranges, maker.seed)
         self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
-        self._keeper.config = self.partition.config
-        self._step_end.sharing = self.partition.sharing
-        warn_of_another(self._plan, self.partition.given, [actor.shards for actor in self._actors])
+        self._keeper.config, self._step_end.sharing = self.partition.config, self.partition.sharing
+        warn_of_another(self._plan, self.partition.name, [actor.shards for actor in self._actors])
         maker.end([shard for actor in self._actors for shard in actor.shards.values()])
         self._maker = None
         link.attach(self)

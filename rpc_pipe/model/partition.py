@@ -164,6 +164,11 @@ class Partition:
         """What the user has made, until it is released."""
         return self._model
 
+    @property
+    def name(self) -> str:
+        """Of the model, until it is released."""
+        return getattr(self._model, "__qualname__", type(self._model).__name__)
+
     def release(self) -> None:
         """Let go of the model: what no stage here is made of may be freed."""
         self._model = None

@@ -137,6 +137,11 @@ class Whole:
         """What the user has made, until it is released."""
         return self._source
 
+    @property
+    def name(self) -> str:
+        """Of the model, while it is whole."""
+        return type(self._whole()).__name__
+
     def release(self) -> None:
         """Let go of the model: what no stage here is made of may be freed."""
         self._source = self._observed = None

@@ -50,23 +50,20 @@ def followed(plan: PlanLike | None, said: Any) -> Any:
     )
 
 
-def warn_of_another(plan: PlanLike | None, model: Any, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:
+def warn_of_another(plan: PlanLike | None, name: str, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:
     """Warn if a plan was made for another model; who has the stage with most weights does.
 
     Args:
-        model: as it was given.
+        name: of the model that is trained.
         workers: their shards by (stage, route), of those of this process.
     """
     found = Plan("", {}, (), 0) if plan is None else read_plan(plan)
     planned = found.weights_by_stage
     heaviest = max(range(len(planned)), key=planned.__getitem__, default=-1)
     for shard in [shards[heaviest, 0] for shards in workers if (heaviest, 0) in shards]:
-        held, wanted = (
-            [sum(t.nbytes for t in each) for each in (shard.parameters(), shard.buffers())],
-            planned[heaviest],
-        )
+        held = [sum(tensor.nbytes for tensor in each) for each in (shard.parameters(), shard.buffers())]
+        wanted = planned[heaviest]
         if all(abs(each - wanted) > _ALIKE * wanted for each in (held[0], sum(held))):
-            name = getattr(model, "__qualname__", type(model).__name__)
             logger.warning(
                 "the plan was made for another model, %s, whose stage %d has %.4g MB of weights; that of this one, %s, "
                 "has %.4g MB: rpc-pipe plan makes one for it",
