@@ -37,7 +37,7 @@ from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn
 from .workers.compute.updating import OptimizerFactory, SchedulerFactory, Training
-from .workers.handlers import Batch
+from .workers.handlers import StepInput
 from .workers.hooks import Listener
 from .workers.threads import WorkerThreads
 from .workers.transport.call import Call
@@ -350,7 +350,7 @@ class Pipeline(Habits, Weights):
 
     def _batch(
         self, actor: WorkerActor, batch: Microbatches, train: bool, what: str = "", *, streamed: bool = False
-    ) -> Batch:
+    ) -> StepInput:
         """Return what `actor` is asked to do with `batch`; `streamed`: the next may begin before it has ended."""
         asked = self._step_end.asked(actor.next_step, streamed=streamed) if train else NOTHING
         part = self._programs.part(len(batch.inputs), actor.worker, train, asked, lambda: chained(actor))
@@ -365,7 +365,7 @@ class Pipeline(Habits, Weights):
         shape = batch.shares, train, asked, batch.rows, batch.tokens, batch.waited
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
         more = scales, batch.lending, self._step_end.updates(actor.next_step), self._keeper.due(actor.next_step + 1)
-        return Batch(part, self.order, call, batch.inputs, targets, *shape, *more)
+        return StepInput(part, self.order, call, batch.inputs, targets, *shape, *more)
 
     def _told(self, result: Result, batch: str) -> float:
         """Take note of what a training step came to; return its loss."""

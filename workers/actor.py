@@ -26,7 +26,7 @@ from .compute.inner_state import may_count
 from .compute.result import Result
 from .compute.shard import Shard
 from .context import Context
-from .handlers import Batch, Task
+from .handlers import StepInput, Task
 from .mailbox import Mailbox
 from .overlap import OverlappingStream
 from .run import Stream
@@ -65,7 +65,7 @@ class WorkerActor(Context):
         #: those that have not ended
         self._streams: list[Stream] = []
 
-    def run(self, batch: Batch) -> Result:
+    def run(self, batch: StepInput) -> Result:
         """Do this worker's part of `batch` and return what all workers know after it: a stream of length one.
 
         Raises:
@@ -79,7 +79,7 @@ class WorkerActor(Context):
                             "cannot call the pipeline that runs them")  # fmt: skip
         return next(self.stream(iter([batch])))
 
-    def stream(self, batches: Iterator[Batch]) -> Generator[Result, None, None]:
+    def stream(self, batches: Iterator[StepInput]) -> Generator[Result, None, None]:
         """Do this worker's part of one batch after the other; as `run`, but the next may begin before one has ended."""
         first = next(batches, None)
         if first is None:

@@ -52,34 +52,34 @@ from .transport.payload import Payload, Tree, pack, unpack
 
 
 @dataclass(frozen=True)
-class Batch:
-    """What a worker is asked to do: a training step, an evaluation or a prediction."""
+class StepInput:
+    """The input of one training step, evaluation or prediction on a worker."""
 
     part: Part
     order: Order
-    #: what others are told of it
+    #: describes the call; other workers compare it with their own
     call: Call
-    #: inputs of the model by microbatch; read where stage 0 is, of models that take fields everywhere
+    #: model inputs, one tree per microbatch; read by the worker of stage 0, and by all workers if stages take fields
     inputs: list[Tree]
-    #: targets by microbatch; read where the last stage is. None: outputs are wanted, not the loss
+    #: targets, one tree per microbatch; read by the worker of the last stage. None: return outputs, not the loss
     targets: list[Tree] | None
-    #: each microbatch's share of the rows
+    #: fraction of the batch's rows in each microbatch
     shares: list[float]
     train: bool = True
-    #: what updates must know of other stages, as `part` was compiled for
+    #: results of other stages that an update waits for; `part` was compiled for them
     asked: Asked = NOTHING
-    #: of the whole batch; tokens are counted if the inputs are whole numbers
+    #: rows and tokens of the whole batch; 0 tokens if the inputs are not integers
     rows: int = 0
     tokens: int = 0
-    #: how many ns reading it was waited for, and what for
+    #: time (ns) spent waiting for the batch to be read, and the cause: disk, network or decode
     waited: tuple[int, str] = (0, "")
-    #: each microbatch's share of the rows of the update that takes its gradients, if steps overlap
+    #: if steps overlap: each microbatch's fraction of the rows of the update that takes its gradients
     scales: list[float] | None = None
-    #: who reads the batch, where it is not everybody who uses it
+    #: which worker reads the batch for others; None: every worker reads what it uses
     lending: Lending | None = None
-    #: whether its gradients, with those held from steps before, make an update
+    #: whether the step ends with an update; False while gradients accumulate over several steps
     updates: bool = True
-    #: whether no later step begins before it is complete, though steps overlap: a checkpoint is written behind it
+    #: whether the pipeline drains after this step although steps overlap, because a checkpoint follows
     last: bool = False
 
     @property
@@ -88,71 +88,71 @@ class Batch:
 
 
 class Task(NamedTuple):
-    """What an action means on a worker: the same in every step."""
+    """An action bound to its shard and handler; reused in every step."""
 
     entry: Entry
     name: str
     shard: Shard
     does: Handler
-    #: of a forward: whether what it saves is touched before backward, and whether it is computed again
+    #: of a forward: whether its saved tensors are managed here (split backward, offload), and whether it is recomputed
     saves: bool
     recomputes: bool
 
 
 @dataclass(eq=False)
 class Step:
-    """A batch on its way through a worker."""
+    """The state of one step on a worker, from its first action to its last."""
 
-    batch: Batch
+    batch: StepInput
     state: WorkerState
-    #: what its actions mean here
+    #: its actions on this worker
     tasks: dict[Action, Task]
-    #: under which what is exchanged for it is known between workers
+    #: number under which workers exchange its payloads
     run: int
-    #: of all training steps
+    #: index of the training step
     number: int
     start_ns: int
-    #: payloads by the action that made them: from other workers, or handed over on this one
+    #: received payloads by the action that produced them, on another worker or on this one
     payloads: dict[Action, Payload] = field(default_factory=dict)
     forwards_left: int = 0
-    #: what of the batch has not come yet from who reads it
+    #: parts of the batch that have not arrived from the worker that reads it
     borrowed: set[str] = field(default_factory=set)
     losses: Losses = field(default_factory=Losses)
     outputs: dict[int, Tree] = field(default_factory=dict)
-    #: known from `D` on
+    #: set when `D` has run
     result: Result | None = None
-    #: shards whose gradients are those of the whole batch
+    #: shards whose gradients are complete: summed over replicas and divided by the step's weight
     completed: set[Shard] = field(default_factory=set)
-    #: of those, whether no gradient has overflowed, if the loss was scaled
+    #: by such shard, with a scaled loss: whether all gradients are finite
     finite: dict[Shard, Tensor] = field(default_factory=dict)
-    #: of shards that were updated before the norm of all gradients was told: norms of their own, and what was before
+    #: of shards updated before the global gradient norm was known: their own norms, and the state before the update
     own_norms: dict[int, Tensor] = field(default_factory=dict)
     early: dict[Shard, BeforeUpdate] = field(default_factory=dict)
-    #: whether such updates were taken back, so that what has been begun of the next step is wrong
+    #: whether such an update was undone, which invalidates what has run of the next step
     taken_back: bool = False
-    #: what was raised, and by which action, in a step that may be wrong
+    #: error raised by a step whose weights may still be undone, and the action that raised it
     failure: Exception | None = None
     failed: str = ""
     marks: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
     arrived: list[Arrived] = field(default_factory=list)
     layer_times: list[LayerTime] = field(default_factory=list)
-    #: of a stream whose steps overlap: its first microbatch and update there, and how much later its slots are
+    #: if steps overlap: offsets of its microbatches, updates and slots within the stream
     first: int = 0
     first_update: int = 0
     before_slots: int = 0
-    #: what modules held before it, where it may have to be undone
+    #: state of the modules before the step, where the step may have to be undone
     before: list[tuple[Shard, World]] = field(default_factory=list)
 
 
 class Doing(NamedTuple):
-    """An action that is carried out."""
+    """An action that is running."""
 
     worker: Context
     step: Step
     task: Task
 
     def source(self) -> Payload | None:
-        """Take the payload that the action computes from; None: there is none, as for the loss's gradient."""
+        """Take the input payload of the action; None if it has none, as the backward of the loss."""
         sources = self.task.entry.sources
         if not sources:
             return None
@@ -161,17 +161,17 @@ class Doing(NamedTuple):
 
     @property
     def microbatch(self) -> int:
-        """The microbatch of the action, as the shard knows it: counted through a stream whose steps overlap."""
+        """The microbatch index as shards count it: through the whole stream if steps overlap."""
         return self.step.first + self.task.entry.action.index
 
 
-#: carries out an action and returns its payload; on the resource `copy` in a thread of its own
+#: runs an action and returns its payload; actions on the resource `copy` run in a thread of their own
 Handler = Callable[[Doing], "Payload | None"]
 _handlers: dict[Kind, Handler] = {}
 
 
 def carries_out(kind: Kind) -> Callable[[Handler], Handler]:
-    """Make a function what workers do for `kind`."""
+    """Register a function as the handler of `kind`."""
 
     def register(handler: Handler) -> Handler:
         _handlers[kind] = handler
@@ -181,7 +181,7 @@ def carries_out(kind: Kind) -> Callable[[Handler], Handler]:
 
 
 def handler_of(kind: Kind) -> Handler:
-    """Return what workers do for `kind`."""
+    """Return the handler of `kind`."""
     return _handlers[kind]
 
 
@@ -245,7 +245,7 @@ def _gradients_of(shard: Shard, spec: Spec) -> Payload:
 
 @carries_out(C)
 def _collect_loss(doing: Doing) -> Payload:
-    """Put what this worker's last stages have to tell behind what comes from further away."""
+    """Append this worker's losses and stop request to those from workers further from the root of the tree."""
     worker, step = doing.worker, doing.step
     parts = [part for payload in _taken(doing, C) for part in unpack(payload)]
     if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_place(doing):
@@ -269,9 +269,9 @@ def _tell_loss(doing: Doing) -> Payload:
 
 @carries_out(N)
 def _collect_norms(doing: Doing) -> Payload:
-    """Put the norms of this worker's gradients to those from further away, by the parameters' ranks.
+    """Merge the norms of this worker's gradients, keyed by parameter rank, with those from workers further away.
 
-    With them goes, if the loss was scaled, whether the gradients have overflowed.
+    With a scaled loss the flags that say whether gradients are finite travel along.
     """
     norms = dict(doing.step.own_norms) if _is_first_place(doing) else {}
     finite: list[Tensor] = []
@@ -293,7 +293,7 @@ def _collect_norms(doing: Doing) -> Payload:
 
 @carries_out(T)
 def _tell_norm(doing: Doing) -> Payload:
-    """Make the norm of all gradients as `clip_grad_norm_` does of the whole model's, in the order of parameters."""
+    """Compute the global gradient norm in parameter order, with the bits of `clip_grad_norm_` on the whole model."""
     (payload,) = _taken(doing, T, N)
     norm, finite = unpack(payload)
     if isinstance(norm, dict):
@@ -323,13 +323,13 @@ def _update(doing: Doing) -> None:
         return
     if result is not None and result.norm_tensor is not None and worker.max_grad_norm is not None:
         shard.clip(worker.max_grad_norm, worker.courier.load(result.norm_tensor))
-    # The one place where a worker waits for its device, and only if the loss is scaled.
+    # The only synchronisation of host and device, and only with a scaled loss.
     shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
 
 
 @carries_out(V)
 def _validate(doing: Doing) -> None:
-    """Make an early update again where gradients are to be clipped. Waits for the device: the norm is looked at."""
+    """Redo an early update if the gradients have to be clipped. Synchronises with the device to read the norm."""
     step, shard, max_norm = doing.step, doing.task.shard, doing.worker.max_grad_norm
     before = step.early.pop(shard)
     assert step.result is not None and step.result.norm_tensor is not None and max_norm is not None
@@ -339,7 +339,7 @@ def _validate(doing: Doing) -> None:
 
 
 def _update_version(doing: Doing, shard: StashingShard) -> None:
-    """Make the next version of a shard's weights, from the gradients that belong to it alone."""
+    """Update a shard to its next weight version, with only the gradients that this update takes."""
     worker, step, index = doing.worker, doing.step, doing.task.entry.action.index
     shard.take_gradients(step.first_update + index)
     if step.batch.asked.weight and shard not in step.completed and step.result is not None:
@@ -355,8 +355,8 @@ def _update_version(doing: Doing, shard: StashingShard) -> None:
 
 
 def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
-    """Sum the gradients of all who hold the parameters, in the order of stages and routes, and divide those of sums by
-    the weight; once a step."""
+    """All-reduce gradients over the holders of each parameter, in order of stages and routes, and divide them by the
+    step's weight if the loss is a sum; once per step."""
     step, spec = doing.step, doing.step.batch.spec
     if shard in step.completed:
         return
@@ -374,11 +374,11 @@ def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
 
 
 def _is_first_place(doing: Doing) -> bool:
-    """Tell whether the worker has its say here; elsewhere in the tree it only passes on."""
+    """Return whether the worker contributes its own values here; at its other places in the tree it only forwards."""
     stage, _, route = doing.task.entry.action
     return end_tree(doing.step.batch.spec).own[doing.worker.worker] == (stage, route)
 
 
 def _taken(doing: Doing, *kinds: Kind) -> list[Payload]:
-    """Take the payloads that come from actions of these kinds."""
+    """Take the input payloads that actions of these kinds produced."""
     return [doing.step.payloads.pop(source) for source in doing.task.entry.sources if source.kind in kinds]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..dependency import Action, PeerLost, PipeError, Stalled, WorkerFailure
 from .compute.device import Courier
 from .transport.call import Call
-from .transport.carrier import LEFT, Arrived, Carrier
+from .transport.carrier import LEFT, Carrier, Delivered
 from .transport.outbox import Key, Outbox
 from .transport.payload import Payload
 
@@ -173,7 +173,7 @@ class Mailbox:
                 missing.remove(arrival.peer)
         return found
 
-    def _read(self, arrived: Arrived) -> Arrival:
+    def _read(self, arrived: Delivered) -> Arrival:
         peer, key, answer, at_ns = arrived
         what = self._actions.pop(key, key[1])
         if answer is None or isinstance(answer, Payload):

@@ -19,7 +19,7 @@ from .compute.recomputation import World
 from .compute.result import Result
 from .compute.shard import Shard
 from .compute.stash import StashingShard
-from .handlers import Batch, Step
+from .handlers import Step, StepInput
 from .run import Stream
 
 
@@ -36,7 +36,7 @@ class OverlappingStream(Stream):
         self._most_open, self._period = 1, 0
         #: of the schedule's stream, how many steps it has had
         self._num_begun = 0
-        self._next_batch: Batch | None = None
+        self._next_batch: StepInput | None = None
         #: whether no more steps are opened until the open ones are complete: at all, and behind the newest
         self._holds = self._drains = False
         self._flushed: deque[Result] = deque()
@@ -82,7 +82,7 @@ class OverlappingStream(Stream):
             step.before_slots = self._num_begun * self._period
             self._num_begun += 1
 
-    def _worlds(self, batch: Batch) -> list[tuple[Shard, World]]:
+    def _worlds(self, batch: StepInput) -> list[tuple[Shard, World]]:
         return [] if self._steps else super()._worlds(batch)
 
     def _begin(self, spec: Spec) -> None:

@@ -21,7 +21,7 @@ from .compute.recomputation import World
 from .compute.result import Result
 from .compute.shard import Shard
 from .context import Context
-from .handlers import Batch, Doing, Step, Task
+from .handlers import Doing, Step, StepInput, Task
 from .hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 from .mailbox import Arrival
 from .state import WorkerState
@@ -41,7 +41,7 @@ class Stream:
     """
 
     def __init__(
-        self, worker: Context, batches: Iterator[Batch], tasks_of: Callable[[Part], dict[Action, Task]]
+        self, worker: Context, batches: Iterator[StepInput], tasks_of: Callable[[Part], dict[Action, Task]]
     ) -> None:
         self._worker = worker
         self._mailbox = worker.mailbox
@@ -101,7 +101,7 @@ class Stream:
         self._collect_layer_times(newest, batch.train)
         self._open(batch, [] if newest is None else [newest.state])
 
-    def _open(self, batch: Batch, before: Sequence[WorkerState], most_open: int = _MOST_OPEN) -> Step:
+    def _open(self, batch: StepInput, before: Sequence[WorkerState], most_open: int = _MOST_OPEN) -> Step:
         """Begin a step, and ask other workers for what it needs of them."""
         state = WorkerState(batch.part, batch.order, before)
         # In the middle of a stream, too, numbers drawn in an evaluation are those of the step that would come next.
@@ -136,7 +136,7 @@ class Stream:
                 # It has been read into memory: no device is waited for.
                 self._mailbox.outbox.offer((step.run, what), pack(lending.lists[what]), takers)
 
-    def _worlds(self, batch: Batch) -> list[tuple[Shard, World]]:
+    def _worlds(self, batch: StepInput) -> list[tuple[Shard, World]]:
         """Return what modules hold before a step that may have to be undone, as all forwards before it have run."""
         if not self._worker.goes_on and not (self._steps and batch.train):
             return []

@@ -1,4 +1,4 @@
-"""What the actions of a worker's part mean on its shards."""
+"""Bind the actions of a worker's part to its shards and handlers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .transport.payload import Payload
 
 
 def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
-    """Return what the actions of `part` mean on a worker with these shards."""
+    """Return a task for every action of `part`, on a worker with these shards."""
     spec, found = part.spec, {}
     watched = {place: _Watched(handler_of(F)) for place in _disordered(part)}
     for entry in part.entries:
@@ -27,7 +27,7 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
 
 
 def _disordered(part: Part) -> set[tuple[int, int]]:
-    """Return (stage, route) of shards whose forwards do not come in the order of microbatches."""
+    """Return (stage, route) of shards that run forwards out of microbatch order."""
     last: dict[tuple[int, int], int] = {}
     found = set()
     for action in (entry.action for entry in part.entries):
@@ -40,13 +40,15 @@ def _disordered(part: Part) -> set[tuple[int, int]]:
 
 
 class _Watched:
-    """Forwards of a shard in another order than that of microbatches, which one process keeps: none may meet what a
-    later one has left."""
+    """Forward handler of a shard whose forwards run out of microbatch order.
+
+    One process runs microbatches in order, so no forward may read module state that a later microbatch has written.
+    """
 
     def __init__(self, does: Handler) -> None:
         self._does = does
         self._run = -1
-        #: microbatch -> the modules that its forward has changed
+        #: microbatch -> modules whose state its forward has changed
         self._changed: dict[int, list[nn.Module]] = {}
 
     def __call__(self, doing: Doing) -> Payload | None:

@@ -31,14 +31,14 @@ LEFT = "has left"
 _FIRST_LOOK_S, _LAST_LOOK_S = 0.01, 1.0
 
 
-class Arrived(NamedTuple):
-    """The answer to a pull."""
+class Delivered(NamedTuple):
+    """The answer to a pull, as the compute thread gets it."""
 
     peer: int
     key: Key
-    #: what is there; or why the peer failed; or, as text, why it cannot be reached (`LEFT`)
+    #: the payload; or the peer's error; or, as text, why the peer cannot be reached (`LEFT`)
     answer: Answer | PipeError | str
-    #: when the carrier had it, which may be long before it is read, by `perf_counter_ns`
+    #: time of arrival in ns (`perf_counter_ns`); it may be read much later
     at_ns: int
 
 
@@ -53,9 +53,9 @@ class Carrier(ABC):
         self.calls = Calls(worker, self._disagree)
         self._told: dict[int, set[int]] = {}
         self._open: dict[tuple[int, Key], Enter | None] = {}
-        self._arrived: deque[Arrived] = deque()
+        self._arrived: deque[Delivered] = deque()
         #: of runs that nobody has polled for yet
-        self._set_aside: list[Arrived] = []
+        self._set_aside: list[Delivered] = []
         #: peers that answer nothing more, and why; those of them whose open questions are still to be given up
         self._lost: dict[int, PipeError | str] = {}
         self._breaking: deque[int] = deque()
@@ -106,7 +106,7 @@ class Carrier(ABC):
         if peer in self._lost:
             self._breaking.append(peer)
 
-    def poll(self, runs: Container[int]) -> list[Arrived]:
+    def poll(self, runs: Container[int]) -> list[Delivered]:
         """Return what has arrived for `runs`, without waiting; see to it that what has been said here is sent.
 
         Raises:
@@ -203,7 +203,7 @@ class Carrier(ABC):
 
     def deliver(self, key: Key, answer: Answer) -> None:
         """Let something of this worker's own arrive."""
-        self._queue(Arrived(self.worker, key, answer, time.perf_counter_ns()))
+        self._queue(Delivered(self.worker, key, answer, time.perf_counter_ns()))
 
     def fault(self, error: BaseException) -> None:
         """A thread that works for this worker has ended by `error`, so the worker fails with it when it polls."""
@@ -258,10 +258,10 @@ class Carrier(ABC):
                 answer = enter(answer)
             except Exception as error:  # this may be another worker's thread
                 self.fault(error)
-        self._queue(Arrived(peer, key, answer, at_ns))
+        self._queue(Delivered(peer, key, answer, at_ns))
         return enter is None
 
-    def _queue(self, arrived: Arrived) -> None:
+    def _queue(self, arrived: Delivered) -> None:
         self._arrived.append(arrived)
         if self._sleeps:
             self._wakeup.notify()

@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ...dependency import PipeError
-from .carrier import LEFT, Arrived, Carrier
+from .carrier import LEFT, Carrier, Delivered
 from .exchange import Exchange
 from .message import NOTHING, Message, decode, encode
 from .outbox import Answer, Key
@@ -94,7 +94,7 @@ class RemoteCarrier(Carrier):
         self.exchange(peer).ask(keys)
         self._gathered.append(peer)  # until the thread polls or waits: more may follow
 
-    def poll(self, runs: Container[int]) -> list[Arrived]:
+    def poll(self, runs: Container[int]) -> list[Delivered]:
         self._compute_thread = threading.get_ident()
         self._has_time -= 1
         if self._gathered:
