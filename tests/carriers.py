@@ -34,6 +34,9 @@ class Loopback(RemoteCarrier):
                 self.group[peer].serve, what, self.worker, partial(self.answer, then), args
             )
 
+    def _clock_of(self, peer):
+        return time.perf_counter_ns()
+
     def serve(self, what, peer, reply, args):
         with self.answering_for_errors():
             self.handle(what, peer, reply, *args)
