@@ -128,9 +128,10 @@ def _from_plain(told: Mapping[str, Any]) -> Plan:
     cut = numbers("cut")
     if not cut or min(cut) < 1:
         raise ValueError("cut must list how many blocks each stage has")
-    count = told["num_microbatches"]
-    if not isinstance(count, int) or not 1 <= count < _MOST:
-        raise ValueError("num_microbatches must be a whole number of at least 1")
+    count, workers = told["num_microbatches"], told.get("num_workers", 0)
+    for name, value, least in (("num_microbatches", count, 1), ("num_workers", workers, 0)):
+        if not isinstance(value, int) or not least <= value < _MOST:
+            raise ValueError(f"{name} must be a whole number of at least {least}")
     return Plan(
         str(told["schedule"]),
         dict(told.get("parameters", {})),
@@ -140,7 +141,7 @@ def _from_plain(told: Mapping[str, Any]) -> Plan:
         float(told.get("predicted_ms", 0)),
         1e6 * float(told.get("predicted_memory_mb", 0)),
         float(told.get("bubble", 0)),
-        num_workers=whole("num_workers", [told.get("num_workers", 0)])[0],
+        num_workers=workers,
         memory_by_worker=tuple(1e6 * float(used) for used in told.get("memory_by_worker_mb", ())),
         busy_by_worker=tuple(float(t) for t in told.get("busy_by_worker_ms", ())),
         messages=int(told.get("messages", 0)),

@@ -153,7 +153,7 @@ def folder(tmp_path_factory):
         ("watch infinite.jsonl --once", "line 1 is not of a recording: OverflowError"),
         ("watch long.jsonl --once", "line 1 is not of a recording: JSONDecodeError"),
         ("run models.py --plan plans.json", "is no plan (KeyError: 0)"),
-        ("run models.py --plan infinite.json", "num_workers must be a list of whole numbers"),
+        ("run models.py --plan infinite.json", "num_workers must be a whole number of at least 0"),
         ("run models.py --plan large.json", "is no plan (OverflowError"),
         ("run models.py --plan list.json", "recompute=[[]]: must be all, none or stages"),
         ("simulate --schedule program.json --workers 1", "num_microbatches 1073741824: the program lists 2 actions"),
