@@ -112,6 +112,11 @@ class Script:
         self.takes = [
             (id(value.tensor), value.tensor.shape, observation.events[value.made].where) for value, _ in role.takes
         ]
+        #: where what is handed on, and what arrives, was made, in words
+        self.handed = ", ".join([observation.events[value.made].where for value, _ in role.hands])
+        self.taken = ", ".join([where for _, _, where in self.takes])
+        #: whether the next stage has been told
+        self.is_told = self.is_last
         #: (observed tensor, place in what arrives, whether to copy it)
         self.given = [(id(value.tensor), place, value in role.copied) for value, place in role.given.items()]
         arrives = {version: place for place, version in enumerate(role.takes)}
@@ -209,6 +214,15 @@ class Script:
                 f"model: stage {self.stage - 1} handed on {len(payload)} tensors where stage {self.stage} takes "
                 f"{len(self.takes)}: the forward goes another way there on the same inputs; it must depend on its "
                 f"inputs alone"
+            )
+
+    def check_handed(self, handed: str) -> None:
+        """Raise ConfigError if what the stage before says it hands on is not what this one takes."""
+        if handed != self.taken:
+            raise ConfigError(
+                f"model: stage {self.stage - 1} hands on what was made at {handed}, and stage {self.stage} takes it "
+                f"for what was made at {self.taken}: the forward goes another way there; it must depend on its inputs "
+                f"alone"
             )
 
     def refuse_untold(self, event: int, answer: Any) -> None:

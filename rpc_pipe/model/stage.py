@@ -63,6 +63,8 @@ class ObservedStage:
         self._own = self.own_modules()
         self.writes = Writes(self._own)
         self._users = Users()
+        #: what the last forward went by
+        self.script: Script | None = None
 
     @property
     def ranks(self) -> dict[str, int]:
@@ -87,8 +89,7 @@ class ObservedStage:
             payload: what the stage before returned, as leaves of this stage's graph; empty on the first stage.
             args: the model's own positional arguments, which every stage has.
             kwargs: its keyword arguments.
-            seed: called before numbers are drawn; the place in the model that it is told is the same for any cut.
-                The caller keeps the global generators.
+            seed: called before numbers are drawn, with a place in the model; the caller keeps the global generators.
 
         Returns:
             The tensors for the next stage, as a tuple; on the last stage what the model returns.
@@ -137,6 +138,7 @@ class ObservedStage:
                 before.put_back()
                 continue
             self.writes.note(modes, before)
+            self.script = script
             return output
 
     def goes_without(self, tree: Any, unread: Unread) -> bool:

@@ -311,7 +311,18 @@ class ObservedSlice:
 
     def _run(self, tree: Tree, fields: Tree, seed: Seed) -> Tree:
         args, kwargs = fields
-        return self.stage.forward(tree, args, kwargs, seed)
+        handed = None
+        if tree and type(tree[-1]) is str:
+            *tree, handed = tree
+        output = self.stage.forward(tree, args, kwargs, seed)
+        script = self.stage.script
+        assert script is not None
+        if handed is not None:
+            script.check_handed(handed)
+        if script.is_told:
+            return output
+        script.is_told = True
+        return *output, script.handed  # once: each stage has observed the forward for itself
 
     def _refused(self, fields: Partly, needed: NeedsField) -> ConfigError:
         names = ", ".join("".join(f"[{key!r}]" for _, key in path[1:]) for path in fields.unread)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any
 
 import pytest
@@ -236,3 +237,27 @@ def test_a_checkpoint_of_a_view_without_gradients_under_backward_in_two():
     Pipeline(copy.deepcopy(model), nn.functional.mse_loss, **settings).step((x, x))
     with pytest.raises(PipeError, match="a checkpoint computes again something else than its forward did"):
         Pipeline(model, nn.functional.mse_loss, schedule="zb-h1", **settings).step((x, x))
+
+
+class GoesByWhereItRuns(nn.Module):
+    """As a model does that asks for its rank: stages observe it for themselves, each on its own thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        some = self.blocks[0](x)
+        others = self.blocks[1](some)
+        on_first = threading.current_thread().name == "worker_0"
+        return self.blocks[3](self.blocks[2](some if on_first else others))
+
+
+def test_stages_that_observed_other_forwards_are_told_apart():
+    """What one stage handed on had the form of what the next took, and nothing compared what it was."""
+    x = floats(4, 4)
+    pipe = Pipeline(made(GoesByWhereItRuns), nn.functional.mse_loss, optimizer=SGD, num_workers=2, num_microbatches=2)
+    with pytest.raises(
+        PipeError, match=r"stage 0 hands on what was made at blocks\.0, and stage 1 takes it for what was"
+    ):
+        pipe.step((x, x))
