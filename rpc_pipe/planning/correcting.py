@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import median
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from ..dependency import B, F, I, Kind, R, Spec, U, W
 from .candidates import Candidate
 from .listed import program_of
+from .plain import plain, read, said
 from .plan import Plan, read_plan
 from .pricing import Priced
 from .profile import Chain, LayerCost, Machines, Profile
@@ -30,20 +31,19 @@ class Ran:
     plan: Plan
     step_ms: float
     #: by stage, of each kind
-    stages: tuple[Mapping[Kind, float], ...]
+    stages: tuple[Mapping[Kind, float], ...] = field(metadata=said("stages_ms"))
     #: what the lost-time summary says is worst
     sentence: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
-        stages = [{kind.letter: round(ms, 6) for kind, ms in times.items()} for times in self.stages]
-        return {"plan": self.plan.as_json(), "step_ms": self.step_ms, "stages_ms": stages, "sentence": self.sentence}
+        return {**plain(self), "plan": self.plan.as_json()}
 
 
 def read_ran(told: Mapping[str, Any]) -> Ran:
     """Read what `as_json` returned."""
-    stages = tuple({Kind.of(letter): float(ms) for letter, ms in times.items()} for times in told["stages_ms"])
-    return Ran(read_plan(told["plan"]), float(told["step_ms"]), stages, str(told.get("sentence", "")))
+    found: Ran = read(Ran, {**told, "plan": read_plan(told["plan"])})
+    return found
 
 
 def ran_with(plan: Plan, spec: Spec, cost: Cost, step_ms: float, sentence: str) -> Ran:

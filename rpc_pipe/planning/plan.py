@@ -9,9 +9,7 @@ from typing import Any
 
 from ..dependency import ConfigError
 from ..dependency.files import DAMAGED, read_json
-
-#: no plan has more microbatches, blocks or workers
-_MOST = 2**31
+from .plain import plain, read, said
 
 
 @dataclass(frozen=True)
@@ -27,18 +25,18 @@ class Plan:
     recompute: tuple[int, ...] = ()
     predicted_ms: float = 0
     #: bytes of the worker that holds most
-    predicted_memory: float = 0
+    predicted_memory: float = field(default=0, metadata=said("predicted_memory_mb", 1e6))
     #: share of the workers' time that is not spent computing
     bubble: float = 0
     num_workers: int = 0
     #: bytes, and milliseconds of compute
-    memory_by_worker: tuple[float, ...] = ()
-    busy_by_worker: tuple[float, ...] = ()
+    memory_by_worker: tuple[float, ...] = field(default=(), metadata=said("memory_by_worker_mb", 1e6))
+    busy_by_worker: tuple[float, ...] = field(default=(), metadata=said("busy_by_worker_ms"))
     #: payloads between workers in a step
     messages: int = 0
     #: the name of the model that was measured, and the bytes of each stage's weights: they tell another model apart
     model: str = ""
-    weights_by_stage: tuple[float, ...] = ()
+    weights_by_stage: tuple[float, ...] = field(default=(), metadata=said("weights_by_stage_mb", 1e6))
     #: of a searched program: each worker's actions in order; by route and stage the worker; each microbatch's route
     program: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     placement: tuple[tuple[int, ...], ...] = ()
@@ -56,29 +54,9 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values; memory in megabytes."""
-        told = {
-            "schedule": self.schedule,
-            "parameters": dict(self.parameters),
-            "cut": list(self.cut),
-            "num_microbatches": self.num_microbatches,
-            "recompute": list(self.recompute),
-            "predicted_ms": self.predicted_ms,
-            "predicted_memory_mb": self.predicted_memory / 1e6,
-            "bubble": self.bubble,
-            "num_workers": self.num_workers,
-            "memory_by_worker_mb": [used / 1e6 for used in self.memory_by_worker],
-            "busy_by_worker_ms": list(self.busy_by_worker),
-            "messages": self.messages,
-            "model": self.model,
-            "weights_by_stage_mb": [weights / 1e6 for weights in self.weights_by_stage],
-        }
-        if self.program:
-            told |= {
-                "placement": [list(places) for places in self.placement],
-                "routes": list(self.routes),
-                "program": [" ".join(row) for row in self.program],
-            }
-        return told
+        told: dict[str, Any] = plain(self)
+        lists = {name: told.pop(name) for name in ("placement", "routes", "program")}
+        return told | ({**lists, "program": [" ".join(row) for row in self.program]} if self.program else {})
 
 
 def with_recompute(parameters: Mapping[str, Any], stages: Sequence[int]) -> dict[str, Any]:
@@ -117,37 +95,10 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
 
 
 def _from_plain(told: Mapping[str, Any]) -> Plan:
-    def numbers(name: str) -> tuple[int, ...]:
-        return whole(name, told.get(name, ()))
-
-    def whole(name: str, values: Any) -> tuple[int, ...]:
-        if not isinstance(values, Sequence) or not all(isinstance(v, int) and 0 <= v < _MOST for v in values):
-            raise ValueError(f"{name} must be a list of whole numbers")
-        return tuple(values)
-
-    cut = numbers("cut")
-    if not cut or min(cut) < 1:
+    rows = [str(row).split() for row in told.get("program", ())]
+    plan: Plan = read(Plan, {"parameters": {}, **told, "program": rows})
+    if min(plan.cut, default=0) < 1:
         raise ValueError("cut must list how many blocks each stage has")
-    count, workers = told["num_microbatches"], told.get("num_workers", 0)
-    for name, value, least in (("num_microbatches", count, 1), ("num_workers", workers, 0)):
-        if not isinstance(value, int) or not least <= value < _MOST:
-            raise ValueError(f"{name} must be a whole number of at least {least}")
-    return Plan(
-        str(told["schedule"]),
-        dict(told.get("parameters", {})),
-        cut,
-        count,
-        numbers("recompute"),
-        float(told.get("predicted_ms", 0)),
-        1e6 * float(told.get("predicted_memory_mb", 0)),
-        float(told.get("bubble", 0)),
-        num_workers=workers,
-        memory_by_worker=tuple(1e6 * float(used) for used in told.get("memory_by_worker_mb", ())),
-        busy_by_worker=tuple(float(t) for t in told.get("busy_by_worker_ms", ())),
-        messages=int(told.get("messages", 0)),
-        model=str(told.get("model", "")),
-        weights_by_stage=tuple(1e6 * float(weights) for weights in told.get("weights_by_stage_mb", ())),
-        program=tuple(tuple(str(row).split()) for row in told.get("program", ())),
-        placement=tuple(whole("placement", places) for places in told.get("placement", ())),
-        routes=numbers("routes"),
-    )
+    if plan.num_microbatches < 1:
+        raise ValueError("num_microbatches must be a whole number of at least 1")
+    return plan

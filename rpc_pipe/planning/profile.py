@@ -11,6 +11,7 @@ from typing import Any
 from ..dependency import B, ConfigError, F, G, I, Kind, R, U, W
 from ..dependency.files import DAMAGED
 from .footprint import Size
+from .plain import plain, read, said
 from .simulator import Link
 
 #: what costs nothing
@@ -26,8 +27,8 @@ class LayerCost:
     """What one layer, or block, costs for one microbatch; of a step U, and G for each replica besides its own."""
 
     #: milliseconds by kind
-    times: Mapping[Kind, float]
-    size: Size
+    times: Mapping[Kind, float] = field(metadata=said("ms"))
+    size: Size = field(metadata=said("bytes"))
     name: str = ""
 
 
@@ -53,9 +54,9 @@ class Profile:
     """
 
     #: rows of a microbatch -> what each block costs; ascending
-    measured: Mapping[int, Sequence[LayerCost]]
+    measured: Mapping[int, Sequence[LayerCost]] = field(metadata=said("rows"))
     #: what each stage takes besides its blocks, for each action: what is around the blocks, and the runtime
-    per_stage: Mapping[Kind, float] = field(default_factory=dict)
+    per_stage: Mapping[Kind, float] = field(default_factory=dict, metadata=said("per_stage_ms"))
     ties: tuple[Tie, ...] = ()
     model: str = ""
     #: of the model that was measured: changes with its blocks and shapes
@@ -68,9 +69,9 @@ class Profile:
     #: what they found of each other, as in a file for --topology; empty: not measured
     topology: Mapping[str, Any] = field(default_factory=dict)
     #: what a step takes besides its actions
-    per_step: float = 0
+    per_step: float = field(default=0, metadata=said("per_step_ms"))
     #: what a worker's computing loses to a MiB that it sends to another worker, or receives; of a GPU nothing
-    per_mib: float = 0
+    per_mib: float = field(default=0, metadata=said("per_mib_ms"))
 
     @property
     def num_blocks(self) -> int:
@@ -282,31 +283,10 @@ class Chain:
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
-    """Return a profile as plain values; times in milliseconds, sizes in bytes."""
-    return {
-        "model": profile.model,
-        "signature": profile.signature,
-        "device": profile.device,
-        "num_blocks": profile.num_blocks,
-        "batch_rows": profile.batch_rows,
-        "per_stage_ms": {kind.letter: time for kind, time in profile.per_stage.items()},
-        "per_step_ms": profile.per_step,
-        "per_mib_ms": profile.per_mib,
-        "workers": profile.workers,
-        "topology": dict(profile.topology),
-        "ties": [{f.name: getattr(tie, f.name) for f in fields(Tie)} for tie in profile.ties],
-        "rows": {
-            str(rows): [
-                {
-                    "name": block.name,
-                    "ms": {kind.letter: round(time, 6) for kind, time in block.times.items()},
-                    "bytes": {f.name: getattr(block.size, f.name) for f in fields(Size)},
-                }
-                for block in blocks
-            ]
-            for rows, blocks in sorted(profile.measured.items())
-        },
-    }
+    """Return a profile as plain values; times in milliseconds, sizes in bytes; the blocks come last."""
+    told: dict[str, Any] = plain(profile)
+    rows = told.pop("rows")
+    return {**told, "num_blocks": profile.num_blocks, "rows": {count: rows[count] for count in sorted(rows, key=int)}}
 
 
 def from_json(told: Any, where: str) -> Profile:
@@ -316,30 +296,7 @@ def from_json(told: Any, where: str) -> Profile:
         ConfigError: it is no profile; the text says where.
     """
     try:
-        measured = {
-            int(rows): [
-                LayerCost(
-                    {Kind.of(letter): float(time) for letter, time in block["ms"].items()},
-                    Size(**{name: float(amount) for name, amount in block["bytes"].items()}),
-                    str(block.get("name", "")),
-                )
-                for block in blocks
-            ]
-            for rows, blocks in told["rows"].items()
-        }
-        profile = Profile(
-            measured,
-            {Kind.of(letter): float(time) for letter, time in told.get("per_stage_ms", {}).items()},
-            tuple(Tie(**tie) for tie in told.get("ties", ())),
-            str(told.get("model", "")),
-            str(told.get("signature", "")),
-            str(told.get("device", "cpu")),
-            int(told.get("batch_rows", 0)),
-            int(told.get("workers", 0)),
-            dict(told.get("topology", {})),
-            float(told.get("per_step_ms", 0)),
-            float(told.get("per_mib_ms", 0)),
-        )
+        profile: Profile = read(Profile, told)
     except DAMAGED as error:
         raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None
     _refuse(profile, where)
@@ -367,7 +324,7 @@ def _refuse(profile: Profile, where: str) -> None:
                 raise ConfigError(f"{where}: rows {rows}, block {block.name!r}: has no time of {lacking[0]}")
     for tie in profile.ties:
         ends, sizes = (tie.first, tie.last), (tie.weights, tie.gradients, tie.optimizer)
-        if not all(isinstance(end, int) for end in ends) or not 0 <= tie.first < tie.last < profile.num_blocks:
+        if not 0 <= tie.first < tie.last < profile.num_blocks:
             raise ConfigError(f"{where}: ties {list(ends)}: must be two of the {profile.num_blocks} blocks")
-        if not all(isinstance(size, (int, float)) and 0 <= size < _MOST for size in sizes):
+        if not all(0 <= size < _MOST for size in sizes):
             raise ConfigError(f"{where}: ties {list(ends)}: bytes must be at least 0")

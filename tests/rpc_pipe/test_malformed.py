@@ -158,7 +158,7 @@ def folder(tmp_path_factory):
         ("run models.py --plan list.json", "recompute=[[]]: must be all, none or stages"),
         ("simulate --schedule program.json --workers 1", "num_microbatches 1073741824: the program lists 2 actions"),
         ("simulate --set recompute=-1", "recompute=-1: must be all, none or stages"),
-        ("profile --profile ties.json", "must be two of the 1 blocks"),
+        ("profile --profile ties.json", "first must be a whole number"),
         ("profile --profile topology.json", 'topology: must have "workers"'),
         ("profile --profile nan.json", "must be at least 0, and finite"),
         ("profile --profile uneven.json", "rows 2, block '': has no time of F"),
