@@ -37,7 +37,7 @@ from ..dependency import (
     takes_steps,
 )
 from .compute.device import Mark
-from .compute.recomputation import World
+from .compute.module_state import ModuleState
 from .compute.result import Losses, Result, clips, total_norm
 from .compute.shard import Shard
 from .compute.slices import loaded
@@ -141,7 +141,7 @@ class Step:
     first_update: int = 0
     before_slots: int = 0
     #: state of the modules before the step, where the step may have to be undone
-    before: list[tuple[Shard, World]] = field(default_factory=list)
+    before: list[tuple[Shard, ModuleState]] = field(default_factory=list)
 
 
 class Doing(NamedTuple):

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import deque
 
 from ..dependency import Entry, Spec, most_open, period, updates_a_step
-from .compute.recomputation import World
+from .compute.module_state import ModuleState
 from .compute.result import Result
 from .compute.shard import Shard
 from .compute.stash import StashingShard
@@ -82,8 +82,8 @@ class OverlappingStream(Stream):
             step.before_slots = self._num_begun * self._period
             self._num_begun += 1
 
-    def _worlds(self, batch: StepInput) -> list[tuple[Shard, World]]:
-        return [] if self._steps else super()._worlds(batch)
+    def _module_states(self, batch: StepInput) -> list[tuple[Shard, ModuleState]]:
+        return [] if self._steps else super()._module_states(batch)
 
     def _begin(self, spec: Spec) -> None:
         """Begin a stream of `spec`: what the parameters hold is version 0."""

@@ -17,7 +17,7 @@ import torch
 
 from ..dependency import Action, Entry, NotFinite, Part
 from .compute.autocast import forget_casts
-from .compute.recomputation import World
+from .compute.module_state import ModuleState
 from .compute.result import Result
 from .compute.shard import Shard
 from .context import Context
@@ -87,7 +87,7 @@ class Stream:
         begun = self._begun()
         if self._steps and begun is None and self._turn.has_evaluated:
             oldest = next(iter(self._steps.values()))
-            oldest.before = self._worlds(oldest.batch)
+            oldest.before = self._module_states(oldest.batch)
         self._turn.end(begun)
 
     def _open_next(self) -> None:
@@ -106,7 +106,7 @@ class Stream:
         state = WorkerState(batch.part, batch.order, before)
         # In the middle of a stream, too, numbers drawn in an evaluation are those of the step that would come next.
         number = self._worker.next_step if batch.train else self._worker.step
-        before_it = self._worlds(batch)
+        before_it = self._module_states(batch)
         for shard in self._worker.shards.values() if batch.train else ():
             shard.updating.refuse_thawed()
         run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch.part)
@@ -136,7 +136,7 @@ class Stream:
                 # It has been read into memory: no device is waited for.
                 self._mailbox.outbox.offer((step.run, what), pack(lending.lists[what]), takers)
 
-    def _worlds(self, batch: StepInput) -> list[tuple[Shard, World]]:
+    def _module_states(self, batch: StepInput) -> list[tuple[Shard, ModuleState]]:
         """Return what modules hold before a step that may have to be undone, as all forwards before it have run."""
         if not self._worker.goes_on and not (self._steps and batch.train):
             return []
@@ -237,7 +237,9 @@ class Stream:
             for arrival in self._mailbox.next_arrivals(self._steps, lambda: f"{missing} of step {step.number}"):  # noqa: B023
                 self._take_in(arrival)
         if step.before and action.kind.way == 1:
-            next(world for shard, world in step.before if shard is task.shard).note_weights(task.shard.written_weights)
+            next(module_state for shard, module_state in step.before if shard is task.shard).note_weights(
+                task.shard.written_weights
+            )
         worker.running, worker.running_step, worker.given = task.name, step.number, None
         worker.listeners.action_started(step.number, action)
         begin = worker.courier.mark()
@@ -301,8 +303,8 @@ class Stream:
             self._collect_layer_times(step, False)
         self._mailbox.end(step.run)
         if step.batch.train:
-            for shard, world in step.before:
-                shard.recomputation.after_step(world)
+            for shard, module_state in step.before:
+                shard.recomputation.after_step(module_state)
             self._report(step)
             worker.step += 1
         else:
@@ -326,8 +328,8 @@ class Stream:
             return  # nobody goes on
         for other in list(self._steps.values()):
             if step.taken_back:
-                for _, world in other.before:
-                    world.forget_weights()
+                for _, module_state in other.before:
+                    module_state.forget_weights()
                 self.abandon()
                 self._collect_layer_times(None, True)
                 # What others have not taken of the step before, and of the run that was abandoned, is kept for them.

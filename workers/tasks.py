@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from ..dependency import Action, B, ConfigError, F, Part, R
-from .compute.recomputation import World
+from .compute.module_state import ModuleState
 from .compute.shard import Shard
 from .handlers import Doing, Handler, Task, handler_of
 from .transport.payload import Payload
@@ -56,7 +56,7 @@ class _Watched:
         if doing.step.run != self._run:
             self._run, self._changed = doing.step.run, {}
         own = shard.slice.own
-        before = World(own)
+        before = ModuleState(own)
         payload = self._does(doing)
         written = set(shard.written_weights)
         holders = [module for module in own if not written.isdisjoint(module._parameters.values())] if written else []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..dependency import ConfigError
 from .compute.by_hand import ByHand
-from .compute.recomputation import World
+from .compute.module_state import ModuleState
 from .compute.shard import Shard
 from .context import Context
 from .handlers import Step
@@ -16,7 +16,7 @@ class Turn:
     def __init__(self, worker: Context) -> None:
         self._worker = worker
         #: what forwards of the step under way have left in modules
-        self._under_way: list[World] = []
+        self._under_way: list[ModuleState] = []
         self._notes: list[tuple[Shard, ByHand]] = []
         #: evaluations before the turn
         self._num_evaluated = 0
@@ -56,12 +56,12 @@ class Turn:
                         f"stage {shard.stage}: an evaluation changed {changed}, which forwards of the next step under "
                         "way have read: call `step` for each batch instead of `train`, or evaluate behind it"
                     )
-        for world in self._under_way:
-            world.put_back()
+        for module_state in self._under_way:
+            module_state.put_back()
         self._under_way = []
 
     def abandon(self, step: Step) -> None:
         """Let modules hold what they held before `step`, which nobody goes on with."""
-        for _, world in [] if self._under_way else step.before:
-            world.put_back()
+        for _, module_state in [] if self._under_way else step.before:
+            module_state.put_back()
         self._under_way, self._notes = [], []

@@ -12,10 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.workers.compute import engine
-from rpc_pipe.workers.compute.borders import Owed
+from rpc_pipe.workers.compute.borders import InputGradients
 from rpc_pipe.workers.compute.randomness import Randomness, computing
 from rpc_pipe.workers.compute.shard import Shard
-from rpc_pipe.workers.compute.sharing import alone
+from rpc_pipe.workers.compute.sharing import without_aliases
 from rpc_pipe.workers.compute.slices import Layers
 from rpc_pipe.workers.compute.stash import Holding
 from rpc_pipe.workers.compute.updating import Training
@@ -134,7 +134,7 @@ def test_what_is_handed_on_and_lives_on_is_a_copy():
 
     counting = Counting()
     first, second = (shard(counting).forward(0, m, pack(torch.ones(2, requires_grad=True) * 2)) for m in (0, 1))
-    first, second = (alone(unpack(payload)) for payload in (first, second))
+    first, second = (without_aliases(unpack(payload)) for payload in (first, second))
     assert [float(made[1]) for made in (first, second)] == [1, 2]
     with torch.no_grad():
         counting.weight.zero_()
@@ -204,7 +204,7 @@ def test_a_large_buffer_is_copied_only_if_it_is_written():
         table = layer.table
         for m in range(3):
             stage.forward(0, m, pack(torch.randn(2, 4).requires_grad_()), recompute=True)
-            copied.append(table in stage._inputs[m][1].world._copies)
+            copied.append(table in stage._inputs[m][1].module_state._copies)
         assert sum(copied) == copies
     recomputed(written)
 
@@ -304,7 +304,7 @@ def test_backward_refuses_what_torch_refuses():
 
 def test_a_backward_gives_no_gradient_of_one_that_has_failed_before():
     """In threads mode a pipeline goes on after a failure; what the failed backward had brought must not count."""
-    owed, first, second = Owed(), torch.zeros(2, 3).requires_grad_(), torch.zeros(2, 3).requires_grad_()
+    owed, first, second = InputGradients(), torch.zeros(2, 3).requires_grad_(), torch.zeros(2, 3).requires_grad_()
     owed.watch([first])
     owed.expect([first])
     first.T.backward(torch.ones(3, 2))  # a gradient that is laid out otherwise than its leaf; nobody comes to take it

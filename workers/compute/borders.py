@@ -1,8 +1,8 @@
-"""What enters and leaves a stage: tensors that its layers may write in place, as they could inside one model.
+"""Inputs and outputs of a stage, prepared so that its layers may write them in place, as inside one model.
 
-Inside one model a layer's input is what another layer has returned. At a stage's border it is a leaf, which autograd
-lets nobody write, and its memory is somebody else's: of the stage before, if that is in this process, or of the user's
-batch. Only where layers write the batch it is copied.
+Inside one model the input of a layer is the output of another. At the border of a stage it is a leaf, which autograd
+forbids to write in place, and its memory may belong to somebody else: to the previous stage, if that runs in this
+process, or to the user's batch. The batch is copied only if layers write it.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..transport.payload import Payload, Tree, as_leaf, is_dense, pack, span, tensors_of, unpack
-from .sharing import Keepers, Sharing, address, refuse, told
+from .sharing import Aliased, KeptOutputs, address, refuse_writes, with_aliases
 
 logger = logging.getLogger(__name__)
-#: what is smaller is copied sooner than it is shared
+#: cloning a tensor of at most so many bytes is cheaper than making a view of it
 _SMALL_BYTES = 2**12
-#: and what of a batch sooner than it is found out whether it is written
+#: a batch of at most so many bytes is always copied
 _SMALL_BATCH_BYTES = 2**16
 
 
-class Entered(NamedTuple):
-    """A payload as the layers of a stage get it."""
+class StageInputs(NamedTuple):
+    """A payload unpacked for the layers of a stage."""
 
     tree: Tree
-    #: leaves whose gradients are owed
+    #: leaves whose gradients the previous stage waits for
     owing: list[Tensor]
-    #: (tensor of the payload, what the layers get, version of that; -1: it has none)
+    #: (tensor of the payload, what the layers get, its autograd version; -1: an inference tensor, which has none)
     given: list[tuple[Tensor, Tensor, int]]
-    #: numbers of those that overlapped in the stage before
+    #: indices of tensors that share memory in the previous stage, by group
     groups: tuple[tuple[int, ...], ...] = ()
 
     def written(self) -> bool:
-        """Tell whether layers have written what they got.
+        """Return whether layers have written any of the inputs in place.
 
-        It is told to the payload's tensors too, so that a backward that needs what was there says so, as it does
-        inside one model.
+        The versions of the payload's tensors are raised too, so that a backward which needs the old values raises
+        autograd's own error, as inside one model.
 
         Raises:
-            RuntimeError: it overlapped with something else, which it does no longer.
+            RuntimeError: a written input shared memory with another one in the previous stage.
         """
         found = [n for n, (_, given, version) in enumerate(self.given) if version >= 0 and given._version != version]
         if not found:
@@ -53,133 +53,134 @@ class Entered(NamedTuple):
             tensor, given, _ = self.given[number]
             if given.requires_grad and given.data_ptr() == tensor.data_ptr():
                 increment_version(tensor)  # without a gradient, the two have one version
-        refuse(self.groups, found)
+        refuse_writes(self.groups, found)
         return True
 
 
-class Owed:
-    """Gradients that leaves owe, as backward brings them: autograd would lay them out as the leaves are.
+class InputGradients:
+    """Collects the gradients of a stage's inputs with the strides that backward gives them.
 
-    The hooks serve all microbatches, and are set as `Tensor.register_hook` does: to make one for each leaf takes longer
-    than all else that is done with it.
+    `leaf.grad` would have the strides of the leaf, and kernels that read it would sum in another order. The hooks are
+    shared by all microbatches and set as `Tensor.register_hook` does: making one for each leaf costs more than
+    everything else that is done with the leaf.
     """
 
     def __init__(self) -> None:
         self._hooks: list[dict[int, Callable[[Tensor], Tensor | None]]] = []
-        #: of the leaves that backward runs for, and gradients that have others
+        #: strides of the leaves of the backward that runs, and gradients whose strides differ
         self._strides: list[tuple[int, ...]] = []
         self._came: dict[int, Tensor] = {}
 
     def watch(self, leaves: Sequence[Tensor]) -> None:
-        """Look at the gradients of the leaves of a microbatch."""
+        """Hook the leaves of a microbatch."""
         for number, leaf in enumerate(leaves):
             if number == len(self._hooks):
                 self._hooks.append({0: partial(self._look, number)})
             leaf._backward_hooks = self._hooks[number]
 
     def expect(self, leaves: Sequence[Tensor]) -> None:
-        """Backward begins, for these leaves; one before may have failed on its way."""
+        """Prepare for the backward of these leaves; an earlier backward may have failed halfway."""
         self._strides = [leaf.stride() if leaf.layout is torch.strided else () for leaf in leaves]
         self._came = {}
 
     def taken(self, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Backward is over: return the gradients, with the strides that they have inside one model."""
+        """Return the gradients after backward, with the strides that they have inside one model."""
         found = tuple([self._came.get(number, leaf.grad) for number, leaf in enumerate(leaves)])
         self._strides, self._came = [], {}
         return found
 
     def _look(self, number: int, grad: Tensor) -> Tensor | None:
-        # Held is only what will be needed: of a gradient that somebody holds autograd makes a copy.
+        # Only gradients with other strides are held: autograd copies a gradient that anybody holds.
         if grad.layout is torch.strided and number < len(self._strides) and grad.stride() != self._strides[number]:
             self._came[number] = grad
         return None
 
 
-def enter(payload: Payload, *, copied: bool = False) -> Entered:
-    """Make a payload's tensors ones that layers may write.
+def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
+    """Unpack a payload into tensors that layers may write in place.
 
     Args:
-        copied: whether the layers get copies.
+        copied: give the layers copies instead of the payload's memory.
     """
     owing: list[Tensor] = []
     given: list[tuple[Tensor, Tensor, int]] = []
-    views = payload.skeleton.views if type(payload.skeleton) is Sharing else ()
+    views = payload.skeleton.views if type(payload.skeleton) is Aliased else ()
 
     def take(tensor: Tensor, owes_grad: bool) -> Tensor:
-        own = copy_of(tensor) if copied else tensor
+        own = strided_copy(tensor) if copied else tensor
         free = leaf = own if copied and not owes_grad else as_leaf(own, owes_grad)
         if owes_grad:
             owing.append(leaf)
-            # No leaf, and a view if it was one: to autograd it is what a layer has returned. The same memory, if large.
-            # A copy would not have the strides of what repeats elements or leaves some out, and so sums other orders.
+            # Not a leaf, so that autograd allows writes as to a layer's output; on the same memory if it is large.
+            # A clone would lose the strides of expanded or sliced tensors, and kernels would sum in another order.
             alike = leaf.layout is not torch.strided or (leaf.nbytes <= _SMALL_BYTES and is_dense(leaf))
             free = leaf.clone() if alike else torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
-            if len(given) in views:  # to whoever writes it, too
+            if len(given) in views:  # a view to autograd, as it was in the previous stage
                 free = torch.ops.aten.alias.default(free)
         given.append((tensor, free, -1 if free.is_inference() else free._version))
         return free
 
     tree = unpack(payload, take)
-    if type(tree) is not Sharing:
-        return Entered(tree, owing, given)
-    return Entered(tree.tree, owing, given, tree.groups)
+    if type(tree) is not Aliased:
+        return StageInputs(tree, owing, given)
+    return StageInputs(tree.tree, owing, given, tree.groups)
 
 
-def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides: a copy without would be summed in another order."""
+def strided_copy(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides; with other strides, kernels would sum in another order."""
     if tensor.layout is not torch.strided or is_dense(tensor) or not tensor.numel():
         return tensor.clone()
     reach = span(tensor.shape, tensor.stride())
     return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
-def leaving(tree: Tree, staying: Callable[[], Iterable[Tensor]], keepers: Keepers) -> Payload:
-    """Pack what leaves a stage; copied is what shares memory with something that stays and may be written.
+def stage_output(tree: Tree, staying: Callable[[], Iterable[Tensor]], keepers: KeptOutputs) -> Payload:
+    """Pack the output of a stage; copy tensors that share memory with what outlives the forward and may be written.
 
     Args:
-        staying: returns what stays; called only where a look at the tree does not tell.
-        keepers: know what layers keep of it.
+        staying: returns the tensors that outlive the forward; called only for outputs that are no activations.
+        keepers: finds outputs that layers keep in attributes.
     """
     payload = pack(tree)
-    payload = told(payload, tree, keepers.kept(payload))
+    payload = with_aliases(payload, tree, keepers.kept(payload))
     if all([_is_activation(tensor) for tensor in tensors_of(tree)]):
         return payload
     addresses = {address(tensor) for tensor in staying()}
-    tensors = [copy_of(tensor) if address(tensor) in addresses else tensor for tensor in payload.tensors]
+    tensors = [strided_copy(tensor) if address(tensor) in addresses else tensor for tensor in payload.tensors]
     return Payload(tensors, payload.skeleton)
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Tell whether autograd has seen the tensor, or what it is a view of, being made: its memory is its own."""
+    """Return whether an operator made the tensor, or the base that it is a view of: then its memory is its own."""
     if tensor._is_view():
         return tensor._base is not None and not tensor._base.is_leaf
     return not tensor.is_leaf
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often autograd has seen a tensor being written; 0 where it does not count."""
+    """Return autograd's version counter of a tensor; 0 for inference tensors, which have none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def copies_batch(batch: Payload, written: bool | None) -> bool:
-    """Tell whether layers get copies of a batch: of a small one always, since a layer may write it by chance.
+def must_copy_batch(batch: Payload, written: bool | None) -> bool:
+    """Return whether layers must get a copy of a batch; a small batch is always copied.
 
     Args:
-        written: whether they have been seen to write one; None: it has not been looked at.
+        written: whether they have been seen to write one in place; None: not observed yet.
     """
     return written is not False or batch.num_bytes <= _SMALL_BATCH_BYTES
 
 
-def tell_written(layer: int, microbatch: int) -> None:
-    """Tell that a batch has been written that was not copied, as nobody had written one before."""
+def warn_written(layer: int, microbatch: int) -> None:
+    """Warn that layers wrote the user's batch, which had not been copied because none had written one before."""
     logger.warning(
         "layer %d or one behind it has written its input in place, which it had not done before: of microbatch %d that "
         "was the batch itself, which is changed now; it is copied from here on", layer, microbatch,
     )  # fmt: skip
 
 
-def starts(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:
-    """Return what backward starts from, and the gradients there."""
+def backward_starts(roots: list[Tensor], grads: Payload | None) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Return the outputs that backward starts from and their gradients, without outputs that got none."""
     if grads is None:
         return roots, [None] * len(roots)
     pairs = [(root, grad) for root, grad in zip(roots, unpack(grads), strict=True) if grad is not None]

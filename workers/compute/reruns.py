@@ -22,9 +22,9 @@ from .autocast import Casts
 from .borders import version_of
 from .hook_counts import HookCounts
 from .inner_state import OF_TORCH, Place
+from .module_state import ModuleState, equal
 from .operators import OperatorMode
 from .randomness import computing
-from .recomputation import World, equal
 from .sharing import address
 from .split_backward import children_first, packed
 from .written import Written
@@ -106,7 +106,7 @@ class Reruns:
             if torch.is_grad_enabled() and module in own:  # hooks of gradients run without
                 called.add(module)
 
-        world = World(self._modules)
+        module_state = ModuleState(self._modules)
         reads, takes = _Reads(self._modules, self._written), _Takes(self._moved)
         handle = register_module_forward_pre_hook(note)
         try:
@@ -118,7 +118,7 @@ class Reruns:
         # parts of, and their parts.
         again = {part for module in called for part in module.modules()}
         again |= {module for module in self._modules if not called.isdisjoint(module.modules())}
-        changed = [module for module in world.changed(equal) if module in again]
+        changed = [module for module in module_state.changed(equal) if module in again]
         # A checkpoint ends as soon as all is saved that backward needs: what is moved last is read and not moved, and
         # what is saved last no operator has taken.
         moved = set(self._written.weights or ())

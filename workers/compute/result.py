@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ..transport.payload import Tree
-from .sharing import alone
+from .sharing import without_aliases
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Result:
         self._parts = list(parts)
         #: True if a host was asked to stop: all workers stop after the same step
         self.stop = any(part["stop"] for part in self._parts)
-        self.outputs = {microbatch: alone(tree) for microbatch, tree in outputs.items()}
+        self.outputs = {microbatch: without_aliases(tree) for microbatch, tree in outputs.items()}
         #: norm of all gradients, once it is told, if they are clipped
         self.norm_tensor: Tensor | None = None
         #: whether no gradient has overflowed, once it is told, if the loss was scaled

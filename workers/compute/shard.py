@@ -14,16 +14,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..transport.payload import Payload, Tree, distinct_tensors, pack
+from . import borders
 from .autocast import Casts
 from .batch_norm import Statistics
-from .borders import Entered, Owed, copies_batch, enter, leaving, starts, tell_written
+from .borders import InputGradients
 from .engine import run_backward
 from .loss_draws import LossDraws
 from .randomness import Randomness
-from .recomputation import Noted, Recomputation
+from .recomputation import FirstRun, Recomputation
 from .reruns import Reruns
 from .result import Losses, sum_and_weight
-from .sharing import Keepers
+from .sharing import KeptOutputs
 from .slices import Slice, Times
 from .split_backward import Saved, WeightBackward, backward_inputs
 from .unhooked import Unhooked
@@ -37,12 +38,12 @@ _UNTRAINED = Training()
 
 
 class _Forwarded(NamedTuple):
-    """What backward needs of a microbatch's forward."""
+    """What the backward of a microbatch needs from its forward."""
 
     step: int
-    #: leaves that owe a gradient upstream
+    #: leaves whose gradients the previous stage waits for
     owing: list[Tensor]
-    #: outputs that backward starts from
+    #: outputs (or the loss) that backward starts from
     roots: list[Tensor]
     saved: Saved | None
 
@@ -52,9 +53,9 @@ class Shard:
 
     Args:
         stage: its position in the model.
-        slice: what it computes.
+        slice: the modules that it computes with.
         loss_fn: on the last stage: (output, target) -> mean over the microbatch, or (sum, weight).
-        training: what trains the parameters.
+        training: optimizer, learning-rate schedule, loss scale and moving average of the parameters.
     """
 
     def __init__(
@@ -71,50 +72,50 @@ class Shard:
         self.loss_fn = self._own_loss_fn = loss_fn
         self.num_updates = 0
         self.losses = Losses()
-        #: (kind of layer, ns) as in `LayerTime`; filled by the next forward if empty; None: not wanted
+        #: (kind of layer, ns) as in `LayerTime`: an empty list is filled by the next forward; None: do not time layers
         self.layer_times: Times | None = None
         self._randomness = randomness
-        #: modules' own modes while all are in evaluation mode
+        #: while all modules are in evaluation mode: their training modes before that
         self._modes: dict[nn.Module, bool] = {}
-        #: whether layers, and the loss function, write the batch, by whether gradients are wanted; None: not known
+        #: grad mode -> whether layers (the loss function) write the batch in place; None: not observed yet
         self._layers_write: dict[bool, bool | None] = {True: None, False: None}
         self._loss_writes = self._layers_write.copy()
         self._drawn = LossDraws(randomness, loss_fn)
         self.statistics = Statistics(slice.own)
         self._forwarded: dict[int, _Forwarded] = {}
-        self._owed = Owed()
-        #: microbatch -> the forward to run again, and in which world
-        self._inputs: dict[int, tuple[Callable[[], Tree], Noted]] = {}
-        #: microbatch -> step, and what is left of its backward
+        self._owed = InputGradients()
+        #: microbatch -> the forward to recompute, and the state of the modules that it began with
+        self._inputs: dict[int, tuple[Callable[[], Tree], FirstRun]] = {}
+        #: microbatch -> step, and the part of its backward that is left for the weights
         self._deferred: dict[int, tuple[int, WeightBackward]] = {}
-        #: by microbatch: forwards that have run, while not all of their backward has
+        #: the three above: microbatches whose forward has run, but not all of their backward
         self._under_way = self._forwarded, self._inputs, self._deferred
         self.recomputation = Recomputation(slice.own, slice.modules)
         self._written = Written(slice)
-        self._keepers = Keepers(slice.own)
+        self._keepers = KeptOutputs(slice.own)
         self._unhooked = Unhooked(slice.own, slice.modules)
         self._casts = Casts()
         self._reruns = Reruns(slice.own, self._under_way, self._written)
-        # By the names of the beginning: a forward may exchange modules.
+        # Names are taken now: a forward may replace modules.
         self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
         self._ranks = slice.ranks()
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """Of the shard's parameters, if they are trained."""
+        """The optimizer of the shard's parameters; None: they are not trained."""
         return self.updating.optimizer
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """Of the optimizer."""
+        """The learning-rate schedule of the optimizer, if there is one."""
         return self.updating.lr_scheduler
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return each parameter once, also if several layers share it."""
+        """Return each parameter once, even if several layers share it."""
         return [parameter for _, parameter in self.slice.named_parameters()]
 
     def buffers(self) -> list[Tensor]:
-        """Return what forwards may write."""
+        """Return the buffers of all modules of this shard; forwards may write them."""
         return [buffer for module in self.slice.own for buffer in module._buffers.values() if buffer is not None]
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
@@ -122,35 +123,34 @@ class Shard:
         return self.slice.named_parameters()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the shard's tensors under the names that they have in the unsplit model."""
+        """Return parameters and buffers by their names in the unsplit model."""
         return self.slice.state_dict()
 
     def evaluated_state_dict(self) -> dict[str, Tensor]:
-        """Return the tensors by which the shard evaluates, as `state_dict`: those of the model that is trained."""
+        """Return the tensors that evaluation uses, as `state_dict` does; a stashing shard has other ones."""
         return self.state_dict()
 
     @property
     def written_weights(self) -> list[nn.Parameter]:
-        """Those that forwards write, as far as it is known."""
+        """Parameters that forwards have been seen to write in place."""
         return self._written.weights or []
 
     @property
     def stateful(self) -> bool:
-        """Whether forwards may write what later ones read, such as running means: then their order matters."""
+        """Whether a forward may write what later forwards read, such as running means, so that their order matters."""
         held = (b for m in self.slice.own if self._modes.get(m, m.training) for b in m._buffers.values())
         return bool(self._written.weights) or any(buffer is not None for buffer in held)
 
     def train(self, mode: bool) -> None:
-        """Set all layers to evaluation mode, or back to the modes that they had before, which are their owner's."""
+        """Set all modules to evaluation mode, or back to the modes that the user had given them."""
         if not mode and not self._modes:
             self._modes = {module: module.training for module in self.slice.modules}
         for module, own in self._modes.items():
             module.training = mode and own
-        if mode:
-            self._modes = {}
+        self._modes = {} if mode else self._modes
 
     def go_on_at(self, step: int, updates: int) -> None:
-        """Count from here as after so many steps and updates, from which optimizers' random numbers follow too."""
+        """Set the counters of steps and updates, which also key the optimizer's random numbers."""
         self.num_updates = step
         self.updating.count = updates
 
@@ -169,12 +169,13 @@ class Shard:
         """Run the slice; return the payload for the next stage, or None if the loss was computed.
 
         Args:
-            fields: the microbatch's own, if the slice takes them.
-            target: what the loss function compares with.
-            share: on the last stage, this microbatch's share of the step's rows, the weight of a mean loss;
+            inputs: the payload of the previous stage; on the first stage, the microbatch.
+            fields: the microbatch's fields, if the slice takes them.
+            target: second argument of the loss function.
+            share: on the last stage, this microbatch's fraction of the step's rows, which weighs a mean loss;
                 None on other stages, and to get the output instead of the loss.
             split: whether `backward_inputs` and `backward_weights` will follow instead of `backward`.
-            recompute: keep the inputs instead of the activations; `recompute` comes before backward.
+            recompute: keep the inputs instead of the activations; `recompute` will be called before backward.
         """
         given = step, microbatch, inputs, fields, target, share, split
         if not ((split or recompute) and torch.is_grad_enabled()):
@@ -187,7 +188,7 @@ class Shard:
         self._reruns.forwarded()
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
             tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
-        return leaving(tree, lambda: self._staying(inputs), self._keepers) if share is None else None
+        return borders.stage_output(tree, lambda: self._staying(inputs), self._keepers) if share is None else None
 
     def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
         with self._randomness.lock:  # modules may be those of other threads too
@@ -198,7 +199,7 @@ class Shard:
         return tree
 
     def recompute(self, step: int, microbatch: int) -> None:
-        """Compute the activations of a microbatch again, with the same random numbers and no other effect."""
+        """Recompute the activations of a microbatch, with the same random numbers and no other side effect."""
         forward, noted = self._inputs.pop(microbatch)
         with self._randomness.lock:
             self.recomputation.again(noted, forward)
@@ -219,22 +220,22 @@ class Shard:
         """Run the slice, and the loss function if a share is given; return what comes out.
 
         Args:
-            again: whether the same will be run once more, from the same inputs; `spared`: whether it may have to be.
+            again: whether the same forward will run once more, from the same inputs; `spared`: whether it may have to.
         """
         backward, spared = torch.is_grad_enabled(), spared or again
         mine = self._layers_write[backward]
-        copied = spared or (self.stage == 0 and copies_batch(inputs, mine))
-        entered = enter(inputs, copied=copied)
+        copied = spared or (self.stage == 0 and borders.must_copy_batch(inputs, mine))
+        entered = borders.stage_inputs(inputs, copied=copied)
         wanted = None
         if target is not None:
             given = pack(target)
             theirs = self._loss_writes[backward] if self.loss_fn is self._own_loss_fn else None
-            wanted = enter(given, copied=spared or copies_batch(given, theirs))
+            wanted = borders.stage_inputs(given, copied=spared or borders.must_copy_batch(given, theirs))
         looks = backward and self._written.has_to_look()
         known = self._written.begin() if looks else {}
         seen = not (split and self._unhooked.known)
         saved = Saved({} if again else known, seen) if backward and (split or (known and not again)) else None
-        compute = partial(self._compute, step, microbatch, entered, fields, wanted, share)
+        compute = partial(self._compute, step, microbatch, entered.tree, fields, wanted and wanted.tree, share)
         if saved is None:
             with self._randomness.lock:
                 tree = compute()
@@ -245,7 +246,7 @@ class Shard:
         written = entered.written()
         if self.stage == 0:
             if written and not copied:
-                tell_written(self.slice.first, microbatch)
+                borders.warn_written(self.slice.first, microbatch)
             self._layers_write[backward] = written or bool(mine)
         if wanted is not None and self.loss_fn is self._own_loss_fn:  # of a metric it is never known
             self._loss_writes[backward] = wanted.written() or bool(theirs)
@@ -261,28 +262,27 @@ class Shard:
         return tree
 
     def _compute(
-        self, step: int, microbatch: int, entered: Entered, fields: Tree, wanted: Entered | None, share: float | None
+        self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None
     ) -> Tree:
         times = None if self.layer_times else self.layer_times
         seed = partial(self._randomness.seed_forward, step, microbatch)
-        tree = self.slice.forward(entered.tree, fields, seed, times)
+        tree = self.slice.forward(inputs, fields, seed, times)
         if share is None:
             return tree
-        given = tree, None if wanted is None else wanted.tree
-        return self._weigh(microbatch, self._drawn(self.loss_fn, step, microbatch, *given), share)
+        return self._weigh(microbatch, self._drawn(self.loss_fn, step, microbatch, tree, target), share)
 
     def _staying(self, inputs: Payload) -> Iterable[Tensor]:
-        """Yield what lives on when an output has left: the shard's tensors, and the user's batch."""
+        """Yield the tensors that outlive this forward: parameters, buffers, and the user's batch on the first stage."""
         yield from self.parameters()
         yield from self.buffers()
         if self.stage == 0:
             yield from inputs.tensors
 
     def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
-        """Note the microbatch's loss; return the tensor that backward starts from.
+        """Record the microbatch's loss; return the scalar that backward starts from.
 
-        A mean counts by its share of the rows, before backward, as plain accumulation does it. A sum starts
-        backward as it is: the step's weight is known only when all its microbatches have been forward.
+        A mean is multiplied by its share of the rows before backward, as in plain gradient accumulation. A sum starts
+        backward unscaled: the weight of the step is known only after the forwards of all its microbatches.
         """
         self.losses.summed = isinstance(loss, tuple)
         total, weight = sum_and_weight(loss, share)
@@ -296,13 +296,13 @@ class Shard:
         return self.updating.root(root, self.losses.summed)
 
     def backward(self, microbatch: int, grads: Payload | None) -> Payload:
-        """Run backward from what the next stage sent; add to the weights' gradients; return the inputs'.
+        """Run backward, accumulate the gradients of the weights, return those of the stage's inputs.
 
         Args:
-            grads: one gradient or None for each tensor that this stage's output owed; None after the loss.
+            grads: from the next stage: for each output that requires one, its gradient or None; None after the loss.
         """
         step, owing, roots, _ = self._forwarded.pop(microbatch)
-        roots, begun = starts(roots, grads)
+        roots, begun = borders.backward_starts(roots, grads)
         self._owed.expect(owing)
         if roots:
             with self._reruns.backward(self._casts, roots):
@@ -311,9 +311,9 @@ class Shard:
         return pack(self._owed.taken(owing))
 
     def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
-        """Return the inputs' gradients; leave the weights' to `backward_weights`. Arguments as of `backward`."""
+        """Return the gradients of the inputs; `backward_weights` makes the weights'. Arguments as of `backward`."""
         step, owing, roots, saved = self._forwarded.pop(microbatch)
-        roots, begun = starts(roots, grads)
+        roots, begun = borders.backward_starts(roots, grads)
         assert saved is not None
         with self._reruns.backward(self._casts, roots, of_inputs=True):
             self._randomness.seed_backward(step, microbatch, self.slice.first)
@@ -322,28 +322,28 @@ class Shard:
         return pack(tuple(found))
 
     def backward_weights(self, microbatch: int) -> None:
-        """Add to the weights' gradients what `backward_inputs` left."""
+        """Accumulate the gradients of the weights that `backward_inputs` has left out."""
         step, deferred = self._deferred.pop(microbatch)
         with self._reruns.backward(self._casts, ()):
             self._randomness.seed_backward(step, microbatch, self.slice.first, weights=True)
             deferred.run()
 
     def gradients(self, *, shared: bool = False) -> Payload:
-        """Return the summed gradients by name, None where there is none, for those who hold the same parameters.
+        """Return the accumulated gradients by parameter name (None: no gradient), for those who hold them too.
 
         Args:
-            shared: only those of parameters that other stages hold too.
+            shared: only of parameters that other stages hold too.
         """
         return pack({n: p.grad for n, p in self.updating.parameters.items() if not shared or n in self.slice.shared})
 
     def saved(self, microbatch: int) -> Saved:
-        """Return what the forward of a microbatch has saved, where actions between it and backward may touch that."""
+        """Return what the forward of a microbatch saved for backward; only after a forward with `split`."""
         saved = self._forwarded[microbatch].saved
         assert saved is not None
         return saved
 
     def abandon(self) -> None:
-        """Forget what has been done since the last update."""
+        """Drop everything done since the last update."""
         for held in self._under_way:
             held.clear()
         self.recomputation.forget()
@@ -351,9 +351,9 @@ class Shard:
         self.updating.restore()
 
     def gradient_norms(self) -> Mapping[int, Tensor]:
-        """Return the norm of each gradient by the parameter's rank, on the device.
+        """Return the norm of each gradient by the parameter's rank, as tensors on the device.
 
-        Of what several stages hold, the first of them tells.
+        The norm of a parameter that several stages hold is returned by the first of them alone.
         """
         first = {name for name, stages in self.slice.shared.items() if min(stages) < self.stage}
         parameters = self.updating.parameters.items()
@@ -364,14 +364,14 @@ class Shard:
         return {ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the gradients of a model whose gradients have this norm as `clip_grad_norm_` does."""
+        """Clip the gradients as `clip_grad_norm_` does; `norm`: of the gradients of the whole model."""
         torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
 
     def update(self, *, finite: bool = True) -> None:
-        """Apply one optimizer step to the gradients, and forget them.
+        """Apply one optimizer step and drop the gradients.
 
         Args:
-            finite: whether no gradient of any stage has overflowed; else the weights stay as they are.
+            finite: whether the gradients of all stages are finite; if not, the weights are left unchanged.
         """
         self.recomputation.check()
         self.statistics.commit()
@@ -379,19 +379,19 @@ class Shard:
         self.num_updates += 1
 
     def update_early(self) -> BeforeUpdate:
-        """Apply one optimizer step to gradients that may have to be clipped yet; return what was before."""
+        """Apply one optimizer step before the global norm is known; return the state to roll back to."""
         before = self.updating.before()
         self.update()
         return before
 
     def update_again(self, before: BeforeUpdate, max_norm: float, norm: Tensor) -> None:
-        """Take back an early update and make it with clipped gradients."""
+        """Roll back an early update and apply it with clipped gradients."""
         before.put_back()
         self.clip(max_norm, norm)
         self.updating.update(finite=True)
 
     def hold(self, weight: float) -> None:
-        """Keep the gradients for a later update; `weight`: of the loss, where it is known only now."""
+        """Keep the gradients for a later update; `weight`: of a loss that is a sum, known only now."""
         self.recomputation.check()
         self.statistics.hold()
         self.updating.hold(weight)

@@ -1,8 +1,8 @@
-"""Tensors of one stage's output that share memory: with one another, with what a layer keeps, or are views.
+"""Outputs of a stage that share memory with one another, or with what a layer keeps, or that are views.
 
-Inside one model a layer that writes one of them writes the others too. Behind a cut they are apart. So the next stage
-is told which overlap or are kept, and must write none of those; and which are views, since autograd lays out the
-gradient of what is written through a view as what the view is of.
+Inside one model, writing one of them in place also writes the others; behind a cut they no longer share memory. So the
+next stage is told which of its inputs overlap or are kept, and must write none of those. It is also told which are
+views, because autograd lays out the gradient of a tensor written through a view as that of the view's base.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from torch import Tensor, nn
 from ..transport.payload import Payload, Tree, distinct_tensors, parts_of
 from .inner_state import BOXES, MOST_INSIDE
 
-#: of more elements it is not found out whether they overlap or only lie among each other
+#: tensors with more elements in one storage count as overlapping without a look at each element
 _MOST_ELEMENTS = 2**22
-#: so many forwards are looked at for layers that keep what they hand on
+#: so many forwards are searched for layers that keep their output
 _LOOKS = 2
 _HOLDERS: tuple[type[Any], ...] = (tuple, *BOXES)
 
 
-class Sharing(NamedTuple):
-    """Stands around a tree whose tensors overlap, or are views; it travels with them."""
+class Aliased(NamedTuple):
+    """A tree whose tensors overlap or are views; it travels between stages in place of the tree."""
 
     tree: Tree
-    #: numbers of tensors of the payload that overlap; one alone is kept by a layer
+    #: indices of the payload's tensors that overlap, by group; a group of one is kept by a layer
     groups: tuple[tuple[int, ...], ...]
-    #: and of those that owe a gradient and are views, to autograd
+    #: indices of those that require a gradient and are views
     views: tuple[int, ...] = ()
 
 
-def alone(tree: Tree) -> Tree:
-    """Return a tree without what stands around it."""
-    return tree.tree if type(tree) is Sharing else tree
+def without_aliases(tree: Tree) -> Tree:
+    """Return the tree itself."""
+    return tree.tree if type(tree) is Aliased else tree
 
 
-class Keepers:
-    """Finds out, by the first forwards, whether layers keep in attributes what their stage hands on, as memories do.
+class KeptOutputs:
+    """Observes in the first forwards whether layers keep outputs of their stage in attributes, as memories do.
 
     Args:
-        modules: all that compute.
+        modules: all modules of the stage.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
-        #: whether gradients are wanted -> how many more forwards are looked at; where layers keep something, all are
+        #: grad mode -> how many more forwards to search; never less while layers keep something
         self._looks = {True: _LOOKS, False: _LOOKS}
 
     def kept(self, payload: Payload) -> list[int]:
-        """Return the numbers of the payload's tensors whose memory a layer keeps, too."""
+        """Return the indices of the payload's tensors whose memory a layer keeps."""
         trains = torch.is_grad_enabled()
         if not self._looks[trains]:
             return []
@@ -63,7 +63,7 @@ class Keepers:
 
 
 def _held(values: Iterable[Any], inside: bool = True) -> Iterable[Tensor]:
-    """Yield the tensors among values, and in the lists and the like among them."""
+    """Yield the tensors among `values`, and inside of the containers among them, one level deep."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -72,15 +72,15 @@ def _held(values: Iterable[Any], inside: bool = True) -> Iterable[Tensor]:
 
 
 def address(tensor: Tensor) -> int:
-    """Return where the elements of a tensor begin; a number of its own, if it has none or keeps them otherwise."""
+    """Return the address of a tensor's storage; a unique negative number if it has none or is not strided."""
     try:
         return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else -id(tensor)
-    except RuntimeError:  # what only stands there for a tensor of another stage
+    except RuntimeError:  # a stand-in for a tensor of another stage
         return -id(tensor)
 
 
-def told(payload: Payload, tree: Tree, kept: Collection[int] = ()) -> Payload:
-    """Return a payload of `tree` that tells which of its tensors overlap, which are views, and which are kept."""
+def with_aliases(payload: Payload, tree: Tree, kept: Collection[int] = ()) -> Payload:
+    """Return the payload of `tree`, marked with which tensors overlap, are views or are `kept` (indices)."""
     groups = _overlapping(payload) if len(payload.tensors) > 1 else ()
     groups += tuple([(number,) for number in kept])
     views, number = [], 0
@@ -90,7 +90,7 @@ def told(payload: Payload, tree: Tree, kept: Collection[int] = ()) -> Payload:
         number += len(parts_of(tensor)) if tensor.layout is torch.sparse_coo else 1
     if not (groups or views):
         return payload
-    return Payload(payload.tensors, Sharing(payload.skeleton, groups, tuple(views)))
+    return Payload(payload.tensors, Aliased(payload.skeleton, groups, tuple(views)))
 
 
 def _overlapping(payload: Payload) -> tuple[tuple[int, ...], ...]:
@@ -119,7 +119,7 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 def _meet(
     shape: tuple[int, ...], strides: tuple[int, ...], other: tuple[int, ...], others: tuple[int, ...], apart: int
 ) -> bool:
-    """Tell whether two tensors have an element in common; the second begins so many elements behind the first."""
+    """Return whether two tensors share an element; the second begins `apart` elements behind the first."""
     return bool(torch.isin(_places(shape, strides), _places(other, others) + apart).any())
 
 
@@ -130,11 +130,11 @@ def _places(shape: Sequence[int], strides: Sequence[int]) -> Tensor:
     return places
 
 
-def refuse(groups: Iterable[Sequence[int]], written: Sequence[int]) -> None:
-    """Refuse that tensors are written, by their numbers, that overlapped with others.
+def refuse_writes(groups: Iterable[Sequence[int]], written: Sequence[int]) -> None:
+    """Raise if one of the inputs `written` (indices) is in one of `groups`.
 
     Raises:
-        RuntimeError: one has been.
+        RuntimeError: one is.
     """
     if any(number in group for group in groups for number in written):
         raise RuntimeError(

@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
-from .borders import copy_of
+from .borders import strided_copy
 from .sharing import address
 
 #: nodes whose formula computes the gradient of each operand by itself, and only if it is asked for
@@ -245,7 +245,7 @@ def _there(edges: Iterable[_Edge], at: Mapping[_Edge, Tensor | None]) -> _Starts
 def _unshared(grads: Sequence[Tensor | None], count: int) -> list[Tensor | None]:
     """Return the first `count` gradients, copied where they share memory: whoever gets one may write to it."""
     users = Counter(address(grad) for grad in grads if grad is not None)
-    return [copy_of(grad) if grad is not None and users[address(grad)] > 1 else grad for grad in grads[:count]]
+    return [strided_copy(grad) if grad is not None and users[address(grad)] > 1 else grad for grad in grads[:count]]
 
 
 def _run(starts: _Starts, wanted: Iterable[_Edge], retain_graph: bool = False) -> Sequence[Tensor | None]:

@@ -12,7 +12,7 @@ from torch import nn
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree
-from .recomputation import World
+from .module_state import ModuleState
 
 _TORCH_SAYS = "saved tensor hooks"
 
@@ -44,13 +44,13 @@ class Unhooked:
         if self.known:
             return forward(again=again)
         first = self.known is None
-        world = World(self._modules, self._called) if first else None
+        module_state = ModuleState(self._modules, self._called) if first else None
         try:
             tree = forward(again=again, spared=first)
         except (RuntimeError, ConfigError) as error:
             if _TORCH_SAYS not in str(error):
                 raise
-            if world is None:
+            if module_state is None:
                 raise ConfigError(
                     "a layer calls torch.func (grad, vjp, jacrev, hessian) in its forward, and did not in its "
                     "first: torch does not allow that where backward is split; use a schedule that does not split it"
@@ -59,6 +59,6 @@ class Unhooked:
             self.known = False if first else self.known
             return tree
         ended()
-        world.put_back()
+        module_state.put_back()
         self.known = True
         return forward(again=again, spared=True)
