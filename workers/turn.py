@@ -1,4 +1,4 @@
-"""Between two steps of a stream it is the caller's turn: it sees a complete step, though the next may have begun."""
+"""What a caller may do between two steps of `train`, although forwards of the next step may already have run."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from .handlers import Step
 
 
 class Turn:
-    """What is kept while the caller may evaluate, save, and change this or that by hand."""
+    """The caller's turn between two steps: it may evaluate, save, or change modules by hand."""
 
     def __init__(self, worker: Context) -> None:
         self._worker = worker
-        #: what forwards of the step under way have left in modules
+        #: the state in which forwards of the step under way have left modules
         self._under_way: list[ModuleState] = []
         self._notes: list[tuple[Shard, ByHand]] = []
         #: evaluations before the turn
         self._num_evaluated = 0
 
     def begin(self, step: Step | None) -> None:
-        """Let modules hold what they held before `step`, of which forwards have run; None: there is none."""
+        """Show the caller the modules as they were before `step`, whose forwards have begun; None: none has."""
         self._num_evaluated = self._worker.num_evaluated
         for shard, before in [] if step is None else step.before:
             self._under_way.append(shard.recomputation.now(before))
             before.put_back()
-        # All shards, not only those whose forwards have run: so more is told alike, however fast workers are.
+        # All shards, not only those whose forwards have run: whether a change is refused must not depend on timing.
         self._notes = [] if step is None else [(s, ByHand(s)) for s in self._worker.shards.values()]
 
     @property
     def has_evaluated(self) -> bool:
-        """Whether the caller has."""
+        """Whether the caller has evaluated in this turn."""
         return self._num_evaluated != self._worker.num_evaluated
 
     def end(self, step: Step | None) -> None:
-        """Let modules hold what forwards of `step` have left.
+        """Give modules back the state that forwards of `step` have left.
 
         Raises:
-            ConfigError: these have read what the caller, or an evaluation, has changed since.
+            ConfigError: the caller, or an evaluation, has changed what these forwards had read.
         """
         notes, self._notes = self._notes, []
         for shard, note in notes:
@@ -61,7 +61,7 @@ class Turn:
         self._under_way = []
 
     def abandon(self, step: Step) -> None:
-        """Let modules hold what they held before `step`, which nobody goes on with."""
+        """Restore modules as they were before `step`, which is given up."""
         for _, module_state in [] if self._under_way else step.before:
             module_state.put_back()
         self._under_way, self._notes = [], []

@@ -1,4 +1,4 @@
-"""What a stage's modules hold besides weights, as it was at one moment: to compare with later, and to put back."""
+"""A snapshot of what a stage's modules hold besides trained weights, to compare with later and to restore."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LARGE_BYTES = 2**20
 
 
 class ModuleState:
-    """What modules hold besides parameters: buffers such as running means, counters and modes, as they are now.
+    """What modules hold besides trained parameters at this moment: buffers such as running means, counters, modes.
 
-    Tensors are copied: which of them a forward writes cannot be seen from their versions (batch normalisation does
-    not raise them), and to write values back afterwards would change in place what backward needs.
+    Tensors are copied, because their versions do not tell which of them a forward writes (batch normalisation does not
+    raise them). Restoring replaces tensors; writing the old values in place would change what backward needs.
 
     Args:
-        called: modules whose hooks count: those that only stand there for other stages' are called as well.
-        constant: tensors that need no copy, with their versions.
-        places: attributes that are looked into; by default all that can be.
+        called: modules whose hooks are kept; also stand-ins for modules of other stages are called.
+        constant: tensor -> version of tensors that need no copy.
+        places: attributes whose inside is kept too; by default all whose type is known.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ModuleState:
         places: Sequence[Place] | None = None,
     ) -> None:
         self.called = modules if called is None else called
-        # Scripts change nothing of themselves.
+        # The attributes of a ScriptModule cannot be replaced, and its forward does not change them.
         self.modules = modules = [module for module in modules if not isinstance(module, torch.jit.ScriptModule)]
         self._attributes = Attributes(modules, self.called, places)
         self._buffers = [dict(module._buffers) for module in modules]
@@ -52,33 +52,33 @@ class ModuleState:
         self._shared |= {parameter: parameter._version for parameter in frozen}
         self._copies = {tensor: tensor.clone() for tensor in tensors if tensor not in self._shared}
         self._versions = {tensor: tensor._version for tensor in self._copies}
-        #: weights that forwards write, as they were before the first of them
+        #: (weight, copy) of weights that forwards write, from before the first of these forwards
         self._weights: list[tuple[nn.Parameter, Tensor]] = []
-        #: buffers that updates write, too, and as the update of the step before has left them
+        #: buffers that updates write too, and copies from behind the update of the previous step
         self._of_updates: list[Tensor] = []
         self._updated: list[tuple[Tensor, Tensor]] = []
 
     def leave(self, buffers: Iterable[Tensor]) -> None:
-        """Leave these buffers as they are when all else is put back, until `note_weights` has held them."""
+        """Do not restore these buffers until `note_weights` has copied them."""
         self._of_updates = list(buffers)
 
     def note_weights(self, weights: Iterable[nn.Parameter]) -> None:
-        """Hold what weights are now, once: the update of the step before has been made."""
+        """Copy these weights, and the buffers given to `leave`, once: the update of the previous step is done."""
         self._weights = self._weights or [(weight, weight.detach().clone()) for weight in weights]
         self._updated = self._updated or [(buffer, buffer.clone()) for buffer in self._of_updates]
 
     def forget_weights(self) -> None:
-        """Leave weights as they are when all else is put back: another update has written them."""
+        """Do not restore weights: another update has written them."""
         self._weights = []
 
     def constant(self) -> dict[Tensor, int]:
-        """Return the large tensors that still are what they were, with their versions."""
+        """Return the large tensors that are unchanged, with their versions."""
         dense = [(tensor, copy) for tensor, copy in self._copies.items() if tensor.layout is torch.strided]
         large = [(tensor, copy) for tensor, copy in dense if tensor.nbytes > _LARGE_BYTES]
         return {tensor: tensor._version for tensor, copy in large if torch.equal(tensor, copy)}
 
     def changed(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> list[nn.Module]:
-        """Return the modules that hold something else now; `is_same(now, then)` judges what has been exchanged."""
+        """Return the modules that hold something else now; `is_same(now, then)` compares replaced objects."""
         found, changed = [], self._attributes.changed(is_same)
         for (module, attributes), buffers in zip(self._attributes.held, self._buffers, strict=True):
             same = module not in changed and len(module._buffers) == len(buffers)
@@ -89,15 +89,15 @@ class ModuleState:
         return found
 
     def written(self) -> list[nn.Module]:
-        """Return the modules that have changed, and those whose buffers were written with what was there before."""
+        """Return the modules that have changed, and those whose buffers were written, even with equal values."""
         changed = dict.fromkeys(self.changed())
         raised = {tensor for tensor, version in self._versions.items() if tensor._version != version}
         return [m for m in self.modules if m in changed or not raised.isdisjoint(m._buffers.values())]
 
     def counted_in(self, under_way: ModuleState) -> str:
-        """Say what holds something else than then that the forwards under way have read; nothing is an empty text.
+        """Name what has changed since then although forwards under way have read it; "" if nothing has.
 
-        Of attributes those that only count: others may be notes that nobody reads, such as the last shape.
+        Of plain attributes only growing integers count: others may be notes that nobody reads, such as the last shape.
         """
         if any(not torch.equal(weight, before) for weight, before in self._weights):
             return "a parameter"
@@ -115,10 +115,10 @@ class ModuleState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Return a context in which the modules hold what they held then, and after which they hold what they do now.
+        """Return a context in which the modules have this state; on leaving it they get back the present one.
 
         Raises:
-            RuntimeError: a frozen parameter, or a large tensor that was constant so far, has been written.
+            RuntimeError: a frozen parameter, or a large tensor that had not changed before, has been written.
         """
         for tensor, version in self._shared.items():
             if tensor._version != version:
@@ -137,12 +137,12 @@ class ModuleState:
             now.put_back()
 
     def put_back(self) -> None:
-        """Make the modules hold what they held then."""
+        """Restore this state."""
         for weight, before in self._weights:
-            weight.data.copy_(before)  # by `data`: graphs of microbatches under way have noted the version
+            weight.data.copy_(before)  # by `data`: autograd graphs of other microbatches have recorded the version
         left, updated = dict.fromkeys(self._of_updates), dict(self._updated)
         for tensor, copy in [(t, copy) for t, copy in self._copies.items() if t not in left] + [*updated.items()]:
-            tensor.data = copy.clone()  # not written in place: other microbatches may have saved it
+            tensor.data = copy.clone()  # not in place: graphs of other microbatches may have saved the old memory
         self._attributes.put_back()
         for module, buffers in zip(self.modules, self._buffers, strict=True):
             module._buffers.update(buffers)
@@ -152,7 +152,7 @@ class ModuleState:
 
 
 def equal(some: Any, other: Any) -> bool:
-    """Tell whether what an attribute holds is the same, or has the same numbers."""
+    """Return whether two values of an attribute are the same object or have equal numbers."""
     if some is other:
         return True
     if type(some) is not type(other):

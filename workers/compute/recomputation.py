@@ -1,4 +1,4 @@
-"""Computing a stage's activations again, in the module_state that its forward met."""
+"""Recomputation of a stage's activations, with its modules in the state that the first forward began with."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from .digest import sample
 from .inner_state import Place, places_in
 from .module_state import ModuleState
 
-#: by how much they may differ, relative to the largest: some devices add up in any order
+#: how much recomputed outputs may differ, relative to the largest element: some devices sum in any order
 _TOLERANCE = 1e-3
 
 
 class FirstRun(NamedTuple):
-    """What a forward leaves for the same forward to be run again."""
+    """What the first run of a forward leaves for its recomputation."""
 
     module_state: ModuleState
+    #: samples of its outputs, to compare with
     outputs: list[Tensor]
 
 
 class Recomputation:
-    """Runs forwards that will be run again.
+    """Runs forwards that will be recomputed, and recomputes them.
 
     Args:
-        modules: all that run in them.
-        called: those, and others that are called in them.
+        modules: the modules of the stage.
+        called: these, and stand-ins for modules of other stages that are called in its forwards.
     """
 
     def __init__(self, modules: Sequence[nn.Module], called: Sequence[nn.Module]) -> None:
         self._modules, self._called = modules, called
-        #: large tensors that forwards do not write, with their versions; None until it has been seen
+        #: tensor -> version of large tensors that forwards do not write; None: not observed yet
         self._constant: dict[Tensor, int] | None = None
-        #: modes -> modules that a step in training has changed, or written: averages may have come to rest
+        #: training modes -> modules that a training step has changed
         self._changing: dict[tuple[bool, ...], list[nn.Module]] = {}
-        #: attributes that can be looked into; None until somebody has
+        #: attributes whose inside can be kept; None: not searched yet
         self._places: list[Place] | None = None
-        #: whether forward can do without what autograd saves in it
+        #: whether first runs drop what autograd saves; some forwards need it themselves
         self._drops = True
-        #: whether an output was another one when it was made again
+        #: one flag on the device for each output that was recomputed: whether it differs
         self._differ: list[Tensor] = []
 
     def before_step(self) -> ModuleState:
-        """Return what the modules hold now that forwards change: all, until that has been seen."""
+        """Return the state of the modules that training steps change: of all, until that has been observed."""
         changing = self._changing.get(self._modes())
         modules = (self._modules, self._called) if changing is None else (changing, changing)
         module_state = ModuleState(*modules, self._constant or {}, self._inner())
@@ -58,13 +59,13 @@ class Recomputation:
         return module_state
 
     def after_step(self, before: ModuleState) -> None:
-        """Take note of what a step in training has changed."""
+        """Observe what a training step has changed."""
         self._note_constant(before)
         if (modes := self._modes()) not in self._changing:
             self._changing[modes] = before.written()
 
     def now(self, before: ModuleState) -> ModuleState:
-        """Return what the modules of another module_state hold now."""
+        """Return the present state of the modules of `before`."""
         module_state = ModuleState(before.modules, before.called, self._constant or {}, self._inner())
         module_state.note_weights([weight for weight, _ in before._weights])
         return module_state
@@ -82,7 +83,7 @@ class Recomputation:
         return tuple([module.training for module in self._modules])
 
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, FirstRun]:
-        """Run `forward`; return its output, which has a graph, but nothing in it to go backward with."""
+        """Run `forward` without keeping its activations; the graph of the output tells only what requires gradients."""
         module_state = ModuleState(self._modules, self._called, self._constant or {}, self._inner())
         try:
             with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
@@ -97,20 +98,20 @@ class Recomputation:
         return tree, FirstRun(module_state, _sample(tree))
 
     def again(self, noted: FirstRun, forward: Callable[[], Tree]) -> None:
-        """Run `forward` in the module_state that it met, with no effect on today's."""
+        """Run `forward` with the modules in the state of its first run; restore their present state after it."""
         with noted.module_state.restored():
             tree = forward()
         self._differ += _differences(noted.outputs, _sample(tree))
 
     def forget(self) -> None:
-        """Let what was run again of an abandoned step be as if it had not: weights may have changed in between."""
+        """Forget the comparisons of an abandoned step, in which weights may have changed in between."""
         self._differ = []
 
     def check(self) -> None:
-        """Complain if what was run again has not given the same; waits for the device.
+        """Raise if a recomputed output differed from the first one; waits for the device.
 
         Raises:
-            RuntimeError: it has not.
+            RuntimeError: one did.
         """
         differ, self._differ = self._differ, []
         if differ and torch.stack([each.to(differ[0].device) for each in differ]).any():
@@ -122,7 +123,7 @@ class Recomputation:
 
 
 class _NeededError(Exception):
-    """Forward itself asks for a gradient, and what autograd had saved for that was dropped."""
+    """The forward itself runs backward, which needs what autograd saved, and that was dropped."""
 
 
 def _needed(_: None) -> NoReturn:
@@ -130,7 +131,7 @@ def _needed(_: None) -> NoReturn:
 
 
 def _sample(tree: Tree) -> list[Tensor]:
-    """Return a part of each tensor of an output."""
+    """Return some elements of each floating-point tensor of an output."""
     return [sample(t).clone() for t in tensors_of(tree) if t.is_floating_point() and t.numel()]
 
 

@@ -1,8 +1,8 @@
-"""Layers that backward runs again, as `torch.utils.checkpoint` does, and what they write when they do.
+"""Layers that backward runs again (`torch.utils.checkpoint`) and that have state, which a pipeline must refuse.
 
-In one process a microbatch's backward comes before the next one's forward; in a pipeline others come between. A layer
-that counts, or moves an average, when it is run again does so too late for them; one that reads an average then reads
-theirs.
+In one process the backward of a microbatch comes before the next forward; in a pipeline other forwards come between.
+A layer that counts or moves an average when it is run again does so too late for those forwards, and one that reads an
+average then reads what those forwards have made of it.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from .written import Written
 
 
 class Reruns:
-    """Finds out, by the first backward, whether there are such layers.
+    """Observes in the first backwards whether there are such layers, and refuses them.
 
     Args:
-        modules: all that compute.
-        others: what holds the other microbatches whose forwards have run, but not all of their backward.
-        written: what forwards write.
+        modules: the modules of the stage.
+        others: containers of the microbatches whose forward has run, but not all of their backward.
+        written: what forwards write in place.
     """
 
     def __init__(self, modules: Sequence[nn.Module], others: Sequence[Sized], written: Written) -> None:
         self._modules, self._others, self._written = modules, others, written
-        #: whether there may be some; None until a forward has been seen
+        #: whether backward may run layers again; None: no graph has been seen yet
         self._may_be: bool | None = None
-        #: those that write something in backward, or read there what forwards write; None until one has been seen
+        #: modules that write state in backward, or read there what forwards write; None: not observed yet
         self._writers: list[nn.Module] | None = None
-        #: until then: what attributes held after the last forward, and which of them it had moved
+        #: until observed: values of attributes after the last forward, and the attributes that it changed
         self._held: Mapping[Place, tuple[Tensor | None, float]] = {}
         self._moved: list[Place] = []
         self._num_forwards = 0
         self._hook_counts = HookCounts(modules, others)
 
     def forwarded(self) -> None:
-        """Note the numbers and tensors that attributes hold when a forward has run."""
+        """Record the numbers and tensors in attributes after a forward."""
         if self._may_be is False or self._writers is not None or not torch.is_grad_enabled():
             return
         now = {
@@ -75,7 +75,7 @@ class Reruns:
             of_inputs: whether that of the weights comes later.
 
         Raises:
-            RuntimeError: on leaving it; other forwards should have met what was written now.
+            RuntimeError: on leaving it: this backward wrote state that other forwards should have read before.
         """
         if self._may_be is None:
             self._may_be = _may_run_again(roots)
@@ -114,13 +114,13 @@ class Reruns:
                 yield
         finally:
             handle.remove()
-        # Hooks of gradients may count as they like. What runs again are the modules that are called, what they are
-        # parts of, and their parts.
+        # State that only gradient hooks write is allowed. Modules that ran again are those called, the modules that
+        # contain them, and their submodules.
         again = {part for module in called for part in module.modules()}
         again |= {module for module in self._modules if not called.isdisjoint(module.modules())}
         changed = [module for module in module_state.changed(equal) if module in again]
-        # A checkpoint ends as soon as all is saved that backward needs: what is moved last is read and not moved, and
-        # what is saved last no operator has taken.
+        # A checkpoint stops as soon as everything that backward needs is saved: what the layer moves after that is read
+        # but not moved again, and the tensor that is saved last is read by no operator.
         moved = set(self._written.weights or ())
         changed += [module for module in again if not moved.isdisjoint(module._parameters.values())]
         changed += [module for module, _ in self._written.buffers if module in called]
@@ -133,10 +133,10 @@ class Reruns:
 
 
 class _Reads(OperatorMode):
-    """Sees which modules what runs again takes something of that forwards write: later ones may have by then.
+    """Finds modules whose state, written by forwards, is read by operators that backward runs again.
 
     Attributes:
-        moved: where that lies -> a module that holds it.
+        moved: address of a tensor that forwards write -> the module that holds it.
     """
 
     def __init__(self, modules: Sequence[nn.Module], written: Written) -> None:
@@ -154,12 +154,12 @@ class _Reads(OperatorMode):
 
 
 class _Takes(TorchFunctionMode):
-    """The same of tensors in attributes, which others may only look at: before autograd saves them, and so may end it.
+    """The same for tensors in plain attributes, seen before autograd saves them, which may end the checkpoint.
 
-    It knows the very tensors: others with the same numbers may have been given to the checkpoint.
+    Tensors are known by identity: others with equal values may be inputs of the checkpoint.
 
     Args:
-        places: attributes that forwards move.
+        places: attributes that forwards replace.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
@@ -175,7 +175,7 @@ class _Takes(TorchFunctionMode):
 
 
 def _may_run_again(roots: Sequence[Tensor]) -> bool:
-    """Tell whether backward calls functions written in Python, or what somebody has saved in a way of his own."""
+    """Return whether backward calls Python functions, or unpacks what saved-tensor hooks of the user have packed."""
     nodes = children_first(root.grad_fn for root in roots if root.grad_fn is not None)
     return any(isinstance(node, BackwardCFunction) or any(map(_is_foreign, packed(node))) for node in nodes)
 
