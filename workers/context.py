@@ -1,4 +1,4 @@
-"""What the parts of a worker share while it computes."""
+"""The state that the parts of a worker share."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from .transport.payload import Payload
 
 @dataclass(eq=False)
 class Context:
-    """A worker's own things."""
+    """A worker's shards, connections and settings, and what it is running."""
 
     worker: int
     courier: Courier
     mailbox: Mailbox
     #: by (stage, route)
     shards: dict[tuple[int, int], Shard]
-    #: norm to which the gradients of the whole model are clipped; None: they are not
+    #: the gradients of the whole model are clipped to this norm; None: no clipping
     max_grad_norm: float | None = None
-    #: what is done about a loss that is not finite: stop, warn or ignore
+    #: what to do about a loss that is not finite: "stop", "warn" or "ignore"
     nan: str = "stop"
     listeners: Listeners = field(default_factory=Listeners)
-    #: whether it goes on after a failure, as where all workers are in one process
+    #: whether training can go on after a failed step: if all workers are threads of one process
     goes_on: bool = False
-    #: training steps done, and begun
+    #: training steps that are complete, and that have begun
     step: int = 0
     next_step: int = 0
-    #: evaluations and predictions done
+    #: evaluations and predictions that are complete
     num_evaluated: int = 0
-    #: what runs now, such as `2B3`, and in which step, for reports
+    #: the action that runs now, such as `2B3`, and its step, for error messages
     running: str = ""
     running_step: int = 0
-    #: what that computes from
+    #: the payload that it computes from
     given: Payload | None = None
-    #: set from anywhere; all workers then stop after the same step (see Result.stop)
+    #: set by signal handlers or the caller; all workers then stop after the same step (see Result.stop)
     stop_requested: bool = False

@@ -1,4 +1,4 @@
-"""What a worker tells about itself while it runs: no-op hooks. No worker depends on a listener."""
+"""What a worker reports about itself while it runs, and the hooks that receive it. No worker depends on a listener."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Record(NamedTuple):
 
 
 class Arrived(NamedTuple):
-    """A payload that another worker had made for an action of this one."""
+    """A payload that arrived from another worker."""
 
     action: Action
-    #: who made it
+    #: the worker that made it
     peer: int
     num_bytes: int
     at_ns: int
@@ -33,15 +33,15 @@ class Arrived(NamedTuple):
 class LayerTime(NamedTuple):
     """How long one layer's forward of one microbatch took."""
 
-    #: equal for layers that say the same of themselves and get inputs of the same shapes: they should take as long
+    #: a number that is equal for layers of equal `repr` and equal input shapes, which should take equally long
     kind: int
     ns: int
 
 
 class Blocked(NamedTuple):
-    """What a worker cannot run yet, and what that waits for."""
+    """The next action of a worker that waits, and what it waits for."""
 
-    #: None: all has run, and the step's result is missing
+    #: None: all actions have run, and the result of the step is missing
     action: Action | None
     missing: list[Pulled]
 
@@ -53,7 +53,7 @@ class Blocked(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """One step of one worker as it ran."""
+    """One step of one worker, as measured."""
 
     worker: int
     step: int
@@ -62,19 +62,19 @@ class StepRecord:
     actions: list[Record] = field(default_factory=list)
     #: by time
     arrivals: list[Arrived] = field(default_factory=list)
-    #: by layer of the worker's shards in order; empty where the device runs behind the host
+    #: in the order of the worker's layers; empty on devices that run asynchronously
     layers: list[LayerTime] = field(default_factory=list)
     loss: float = float("nan")
     #: rows of the batch, and tokens if its inputs are whole numbers
     rows: int = 0
     tokens: int = 0
-    #: most memory ever held: of the process, or of the GPU
+    #: peak memory so far, of the process or of the GPU
     peak_bytes: int = 0
-    #: payloads that others have not taken yet
+    #: payloads that other workers have not pulled yet
     outbox: int = 0
-    #: of the step, on all workers
+    #: microbatches of the step
     num_microbatches: int = 0
-    #: how long reading the batch held the worker up, and what it was busy with: disk, network or decode
+    #: how long the worker waited for the data loader, and what that was busy with: disk, network or decode
     data_wait_ns: int = 0
     data_cause: str = ""
 

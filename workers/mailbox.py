@@ -1,6 +1,6 @@
-"""A worker's end of its carrier: pulls that become arrivals, payloads that become pullable.
+"""A worker's end of its carrier: it pulls from other workers and publishes payloads that they pull.
 
-Everything is named by the run it belongs to, so that what two runs exchange is never mixed up; runs may overlap.
+Every message is named by the run (call of the pipeline) that it belongs to, because runs may overlap.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .transport.payload import Payload
 
 logger = logging.getLogger(__name__)
 
-#: added to the name of an action of which only that it is finished is wanted
+#: suffix of the name of an action whose completion is pulled, without a payload
 _DONE = " done"
 _name = lru_cache(maxsize=2**14)(str)
 
 
 class Arrival(NamedTuple):
-    """Something pulled is here; without payload, only its being finished counts."""
+    """An answer to a pull; without a payload it says that the action is finished."""
 
     run: int
     what: Action | str
     peer: int
     payload: Payload | None
-    #: when the carrier had it, which may be long before it is read here
+    #: when the carrier received it, which may be long before it is read here
     at_ns: int
 
 
@@ -47,23 +47,24 @@ class Mailbox:
         self._carrier = carrier
         self._courier = courier
         self._stall_s = stall_s
-        #: what keys stand for that are pulled or this worker's own
+        #: the actions of keys that are pulled, or finish on this worker
         self._actions: dict[Key, Action] = {}
 
     def begin(self, call: Call, keeps: int = 1) -> int:
-        """Start another run, which is for `call`, and return its number; all workers do so in the same order.
+        """Start a run for `call` and return its number; all workers start the same runs in the same order.
 
-        Waits until all of the runs before the last `keeps` has been taken, so that what is kept for others is bounded.
+        Waits until other workers have pulled everything of the runs before the last `keeps`, so that the outbox is
+        bounded.
 
         Raises:
-            Disagreement: others have begun something else under this number.
+            Disagreement: another worker has started something else under this number.
         """
         run = self._carrier.begin(call)
         self._carrier.wait_taken(run - keeps, self._stall_s)
         return run
 
     def go_on(self, run: int) -> None:
-        """Note that the caller wants the result of `run`, the oldest that has begun; 0: that the next one rests."""
+        """Note that the caller waits for `run`, the oldest that has begun; 0: it waits for none."""
         self._carrier.calls.go_on(run)
 
     def end(self, run: int) -> None:
@@ -71,23 +72,23 @@ class Mailbox:
         self._carrier.end(run)
 
     def abandon(self, run: int) -> None:
-        """Drop what is kept for others, and what comes, of `run`, which no worker goes on with."""
+        """Drop what is kept for others, and what still arrives, of `run`, which all workers give up."""
         self._carrier.abandon(run)
-        for key in list(self._actions):  # in one step of the interpreter: a thread that copies may add to it
+        for key in list(self._actions):  # list() is atomic: the copy thread may add keys
             if key[0] == run:
                 self._actions.pop(key, None)
 
     @property
     def outbox(self) -> Outbox:
-        """What others have not taken yet."""
+        """Payloads that other workers have not pulled yet."""
         return self._carrier.outbox
 
     def drain(self) -> None:
-        """Wait until the others have taken everything."""
+        """Wait until other workers have pulled everything."""
         self._carrier.wait_taken(None, self._stall_s)
 
     def pull(self, run: int, peer: int, wanted: Iterable[tuple[Action | str, bool]]) -> None:
-        """Ask `peer` for all of `wanted`, ahead of need: (what, whether its payload or just that it is finished)."""
+        """Ask `peer` for all of `wanted`, ahead of need: (what, whether with its payload)."""
         for_compute: list[str] = []
         others: list[str] = []
         for what, carries in wanted:
@@ -98,20 +99,20 @@ class Mailbox:
             else:
                 others.append(what)
         if for_compute:
-            # The way to a GPU has copies in it that its compute thread, which should run ahead, must not wait for.
+            # Copies to a GPU are started by the receiving thread: the compute thread must not wait for them.
             self._carrier.pull(peer, run, for_compute, None if self._courier.in_step else self._courier.enter)
         if others:
-            self._carrier.pull(peer, run, others)  # read on the CPU
+            self._carrier.pull(peer, run, others)  # these are read on the CPU
 
     def publish(self, run: int, what: str, payload: Payload, others: Sequence[int]) -> None:
-        """Make `payload` pullable by `others` once it has left the device."""
+        """Let the workers `others` pull `payload` as soon as it has left the device."""
         outbox, key = self._carrier.outbox, (run, what)
         if not self._courier.in_step:
             outbox.promise(key, others)
         self._courier.leave(payload, lambda left: outbox.offer(key, left, others), self._carrier.fault)
 
     def deliver_own(self, run: int, what: Action, outcome: Payload | BaseException | None) -> None:
-        """Let something of this worker's own arrive, or fail the worker with it. May be called from any thread."""
+        """Let an action of the copy thread arrive as finished, or fail the worker. May be called from any thread."""
         if isinstance(outcome, BaseException):
             self._carrier.fault(outcome)
             return
@@ -120,7 +121,7 @@ class Mailbox:
         self._carrier.deliver(key, outcome)
 
     def finished(self, run: int, what: str) -> None:
-        """Make it known that `what` is finished."""
+        """Answer those who pulled the completion of `what`."""
         self._carrier.outbox.finish((run, what + _DONE))
 
     def arrivals(self, runs: Container[int]) -> list[Arrival]:
@@ -137,12 +138,12 @@ class Mailbox:
         """Wait until something has arrived for `runs`, and return it.
 
         Args:
-            looked: whether `arrivals` has just found nothing.
+            looked: whether `arrivals` has just returned nothing.
 
         Raises:
             PeerLost: a peer failed or is gone.
-            Disagreement: a peer was asked for something else, or for nothing more.
-            Stalled: nothing came in time; `describe` says what was waited for.
+            Disagreement: a peer has made another call, or has ended its script.
+            Stalled: nothing arrived in time; `describe` names what was awaited.
         """
         me, begin, told = self._carrier.worker, time.monotonic(), False
         while looked or not (found := self.arrivals(runs)):
