@@ -37,6 +37,9 @@ def test_a_worker_does_not_leave_before_its_last_words_are_read(monkeypatch):
         def _request(self, peer, what, args, then):
             sent.append((what, args, then))
 
+        def _clock_of(self, peer):
+            raise AssertionError("nobody asks for a clock here")
+
     def read(seconds):
         what, _, then = sent[-1]
         assert what == "leave", "left before its last words were sent"
