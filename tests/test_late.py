@@ -12,9 +12,20 @@ from torch import Tensor, nn
 
 from rpc_pipe import Pipeline
 from rpc_pipe.dependency.errors import WorkerFailure
+from rpc_pipe.workers.compute import randomness
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(8, 4)
 SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+_other_threads = randomness.other_threads
+
+
+@pytest.fixture(autouse=True)
+def without_idle_threads(monkeypatch):
+    """Threads that earlier tests have left count as ones that may draw, beside which a late draw is only warned of."""
+    idle = set(_other_threads())
+    monkeypatch.setattr(randomness, "other_threads", lambda: [name for name in _other_threads() if name not in idle])
 
 
 class Late(nn.Module):

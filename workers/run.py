@@ -381,4 +381,4 @@ class Stream:
 
 @cache
 def _copier(worker: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, f"copies of worker {worker}")
+    return ThreadPoolExecutor(1, f"copies_of_worker_{worker}")

@@ -30,6 +30,11 @@ computing = threading.RLock()
 Seed = Callable[[int, int], None]
 #: forwards after which layers that have drawn nothing from the generators of Python and numpy may not begin to
 MOST_LOOKS = 4
+#: names of this library's threads, up to the first "_"; none of them draws numbers that are not seeded for it
+_OUR_THREADS = frozenset((
+    "MainThread", "batches", "chunks", "copies", "courier", "ending", "hearer", "leash", "sender", "warm", "watcher",
+    "within", "worker",
+))  # fmt: skip
 #: what a key is for
 _INITIAL, _FORWARD, _BACKWARD, _BACKWARD_WEIGHTS, _UPDATE, _LOSS = range(6)
 _packers = [struct.Struct(f"<{length}q").pack for length in range(8)]
@@ -174,15 +179,18 @@ def drawn_since(before: tuple[int, int], who: str) -> bool:
     """Tell whether `who` has drawn from the generators that are not torch's; warn where a thread may have done it."""
     if python_place() == before:
         return False
-    ours = {"MainThread", "batches", "courier", "ending", "hearer", "leash", "sender", "watcher", "within", "worker"}
-    others = [each.name for each in threading.enumerate() if each.name.partition("_")[0] not in ours]
-    if others:
+    if others := other_threads():
         logger.warning(
             "thread %s or %s drew random numbers of Python or numpy: if %s did, they are others on other numbers of "
             "workers",
             *(others[0], who, who),
         )
     return not others
+
+
+def other_threads() -> list[str]:
+    """Return the names of threads that are not this library's and may draw random numbers at any time."""
+    return [thread.name for thread in threading.enumerate() if thread.name.partition("_")[0] not in _OUR_THREADS]
 
 
 def late(who: str) -> ConfigError:
