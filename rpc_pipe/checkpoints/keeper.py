@@ -118,7 +118,7 @@ class Keeper:
 
     def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
         self.settle()
-        about = {**self.about, "extra": encoded(extra, "extra"), "batch": self.results.batch, "asked": asked}
+        about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, **self.results.about}
         also = {**random_state(), _RESULTS: self.results.tensor()}
 
         def snapshot(actor: WorkerActor) -> tuple[Snapshot, Path]:
@@ -166,7 +166,7 @@ class Keeper:
         checkpoint = Checkpoint(restored.path)
         rest = checkpoint.rest([*NAMES, _RESULTS])
         with _understood(checkpoint.path):
-            self.results = Resumption(rest[_RESULTS], str(checkpoint.about.get("batch", "")))
+            self.results = Resumption(rest[_RESULTS], checkpoint.about)
             if anew:
                 self.results.replay()
                 self._put_from = restored.path, self._each(by_hand)

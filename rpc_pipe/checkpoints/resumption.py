@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import warnings
 from array import array
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,22 +26,23 @@ class Resumption:
 
     Args:
         past: of the run that the checkpoint was made in, as `tensor` gives it.
-        batch: what the batch of its last training step is called, if it has a name.
+        about: of the same run, as `about` gives it.
 
     Attributes:
+        batch: what the batch of the last training step is called, if it has a name.
         norm: of the gradients of the last training step, if it was asked for.
 
     Raises:
         ValueError: no run can have had such a past.
     """
 
-    def __init__(self, past: Tensor | None = None, batch: str = "") -> None:
+    def __init__(self, past: Tensor | None = None, about: Mapping[str, Any] = {}) -> None:
         #: of each call: which it was, the loss, the norm of the gradients or nan; a run may make millions
         self._kinds, self._losses, self._norms = bytearray(), array("d"), array("d")
-        self.batch = batch
+        self.batch = str(about.get("batch", ""))
         self.norm: float | None = None
         if past is not None:
-            self._remember(past)
+            self._remember(past[: about.get("calls")])
         #: calls that are answered from the past: the next one, and the first that is not
         self._next = self._until = 0
         #: of these, the last training step
@@ -62,15 +65,26 @@ class Resumption:
             self._note_norm(0, self._norms[last])
 
     def tensor(self) -> Tensor:
-        """Return all results, (calls, columns): which call it was, the loss, the norm of the gradients or nan.
+        """Return all results, (calls or more, columns): which call it was, the loss, the norm of the gradients or nan.
 
-        The first column is left out where all calls were steps, and then the last where none has a norm.
+        The first column is left out where all calls were steps, and then the last where none has a norm. Rows of zeros
+        follow, so that a long run has few sizes: safetensors keeps some 6 KB for ever for each size of a tensor that it
+        has written.
         """
         kinds, losses, norms = (_column(each) for each in (self._kinds, self._losses, self._norms))
         columns = [kinds, losses, norms]
         if not kinds.any():
             columns = [losses] if norms.isnan().all() else [losses, norms]
-        return torch.stack(columns, dim=1)
+        unit = 1 << max(4, self.count.bit_length() - 4)
+        found = torch.zeros(-(-self.count // unit) * unit, len(columns), dtype=torch.float64)
+        for number, column in enumerate(columns):
+            found[: self.count, number] = column
+        return found
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What is kept beside `tensor`: how many calls it holds, and what the last step's batch is called."""
+        return {"batch": self.batch, "calls": self.count}
 
     @property
     def count(self) -> int:
