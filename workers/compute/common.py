@@ -30,9 +30,11 @@ class Common:
 
     def before(self) -> dict[Place, tuple[Any, Any]] | None:
         """Return what is held before a forward; None: it is not looked at."""
+        if not self._looks.due():
+            return None
         boxes = [_Box(each) for each in self._objects if type(each) in BOXES]
         others = [each for each in self._objects if type(each) not in BOXES]
-        return held((*self._modules, *others, *boxes)) if self._looks.due() else None
+        return held((*self._modules, *others, *boxes))
 
     def refuse_changed(self, before: dict[Place, tuple[Any, Any]]) -> None:
         """Refuse that forwards change it.

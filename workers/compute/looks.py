@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-#: from here on every so manieth time
+#: after the powers of two below this, every multiple of it
 _EVERY = 256
 
 
