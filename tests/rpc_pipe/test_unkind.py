@@ -9,11 +9,13 @@ from functools import partial
 
 import pytest
 import torch
+from carriers import loopback_carriers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unkind import MODELS, batches_for, differences, mse, pipeline, repeated
 from unkind_layers import EMA, WIDTH, Bounded, Linear, OwnHooks, Product
 
+from rpc_pipe import pipeline as module
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import Partition
 from rpc_pipe.pipeline import Pipeline
@@ -33,6 +35,15 @@ def test_identical_to_one_process(name, schedule):
     options = {"num_workers": workers, "num_microbatches": microbatches, "order": order, "seed": 1}
     pipe = pipeline(MODELS[name], schedule, **options)
     assert differences(pipe, MODELS[name], batches_for(name, microbatches), 1) == [], options
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_identical_when_stages_are_joined_by_messages(name, monkeypatch):
+    """Over RPC and ZeroMQ an expanded tensor arrived as a contiguous copy: its sum, and all behind it, differed."""
+    monkeypatch.setattr(module, "local_carriers", loopback_carriers)
+    torch.manual_seed(0)
+    pipe = pipeline(MODELS[name], "zb-v", num_workers=3, num_microbatches=3, seed=1)
+    assert differences(pipe, MODELS[name], batches_for(name, 3), 1) == []
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "chimera", "gpipe-recompute", "pipedream"])

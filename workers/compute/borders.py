@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..transport.payload import Payload, Tree, as_leaf, is_dense, pack, span, tensors_of, unpack
+from ..transport.payload import Payload, Tree, as_leaf, pack, tensors_of, unpack
+from ..transport.strides import is_dense, span
 from .sharing import Aliased, KeptOutputs, address, refuse_writes, with_aliases
 
 logger = logging.getLogger(__name__)

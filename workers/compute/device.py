@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ...dependency import ConfigError, PipeError
-from ..transport.payload import Payload, Tree, is_dense, map_tensors, parts_of
+from ..transport.payload import Payload, Tree, map_tensors, parts_of
+from ..transport.strides import is_dense
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The form of a payload: its skeleton and what its tensors look like, apart from what is in them.
 
 Payloads differ in their numbers from microbatch to microbatch, seldom in form. So a form is bytes, written and read
-once, and remembered by both ends. What is in the tensors is a run of memory for each, dense; of a sparse tensor, the
-runs of those that it is made of.
+once, and remembered by both ends. What is in the tensors is a run of memory for each, with each element once, however
+often the tensor repeats it; of a sparse tensor, the runs of those that it is made of.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .payload import Payload, Place, is_dense, parts_of, span
+from .payload import Payload, Place, parts_of
+from .strides import fold, folded, is_dense, is_sparing, spread
 from .values import Malformed, decode_value, encode_value
 
 #: so many forms are remembered, of up to so many bytes each
@@ -44,20 +45,28 @@ class Dense(NamedTuple):
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu")
 
 
+class Spread(NamedTuple):
+    """What a tensor looks like that repeats elements or has gaps between them, and the dense one that travels."""
+
+    dense: Dense
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
 class Sparse(NamedTuple):
     """What a sparse tensor looks like, and those that it is made of."""
 
     layout: str
     shape: tuple[int, ...]
     coalesced: bool
-    parts: tuple[Dense, ...]
+    parts: tuple[Dense | Spread, ...]
 
 
 class Form(NamedTuple):
     """A form as it has been read."""
 
     skeleton: Any
-    looks: tuple[Dense | Sparse, ...]
+    looks: tuple[Dense | Spread | Sparse, ...]
 
 
 def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
@@ -107,9 +116,9 @@ def _look(tensor: Tensor, dense: list[Tensor]) -> tuple[Any, ...]:
     conjugate = tensor.is_conj()
     if conjugate:
         tensor = tensor.conj()  # a view of the memory as it is
-    if not is_dense(tensor):
-        tensor = tensor.clone()
-    dense.append(tensor)
+    if not is_dense(tensor) and not is_sparing(tensor.shape, tensor.stride()):
+        tensor = tensor.contiguous()
+    dense.append(tensor if is_dense(tensor) else fold(tensor))
     return tensor.dtype, tensor.shape, tensor.stride(), conjugate
 
 
@@ -164,12 +173,12 @@ def _places(skeleton: Any) -> Iterator[Place]:
 _remembered = lru_cache(_MOST)(_read)
 
 
-def _read_look(look: Any) -> Dense | Sparse:
+def _read_look(look: Any) -> Dense | Spread | Sparse:
     try:
         first, shape, third, last = look
         if isinstance(first, torch.dtype):
-            return _read_dense(first, tuple(shape), tuple(third), last)
-        parts = tuple([_read_dense(*part) for part in last])
+            return _read_strided(first, tuple(shape), tuple(third), last)
+        parts = tuple([_read_strided(*part) for part in last])
     except (ValueError, TypeError) as error:
         raise Malformed(f"malformed form: not a tensor's: {error}") from error
     if first not in _SPARSE or type(third) is not bool or len(parts) != (2 if first == "torch.sparse_coo" else 3):
@@ -177,22 +186,26 @@ def _read_look(look: Any) -> Dense | Sparse:
     return Sparse(first, tuple(shape), third, parts)
 
 
-def _read_dense(dtype: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], conjugate: Any) -> Dense:
+def _read_strided(dtype: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], conjugate: Any) -> Dense | Spread:
     sizes = (*shape, *strides)
     if not (isinstance(dtype, torch.dtype) and type(conjugate) is bool and len(shape) == len(strides) <= 64):
         raise Malformed("malformed form: a tensor without type, shape or strides")
-    if not all([type(size) is int and 0 <= size < 2**62 for size in sizes]):
+    if not all([type(size) is int and 0 <= size < 2**62 for size in sizes]) or prod(shape) >= 2**62:
         raise Malformed(f"malformed form: a tensor of shape {shape} and strides {strides}")
-    count = prod(shape)
-    if (count and span(shape, strides) != count) or (conjugate and not dtype.is_complex):
-        raise Malformed(f"malformed form: a {dtype} of shape {shape} and strides {strides} is not dense")
-    return Dense(dtype, tuple(shape), tuple(strides), conjugate, count * dtype.itemsize)
+    if (0 not in shape and not is_sparing(shape, strides)) or (conjugate and not dtype.is_complex):
+        raise Malformed(f"malformed form: a {dtype} of shape {shape} and strides {strides}")
+    once = folded(shape, strides)
+    dense = Dense(dtype, *once, conjugate, prod(once[0]) * dtype.itemsize)
+    return dense if once == (shape, strides) else Spread(dense, shape, strides)
 
 
-def _assembled(look: Dense | Sparse, contents: Callable[[Dense], Tensor]) -> Tensor:
+def _assembled(look: Dense | Spread | Sparse, contents: Callable[[Dense], Tensor]) -> Tensor:
     if isinstance(look, Dense):
         tensor = contents(look)
         return tensor.conj() if look.conjugate else tensor
+    if isinstance(look, Spread):
+        tensor = spread(contents(look.dense), look.shape, look.strides)
+        return tensor.conj() if look.dense.conjugate else tensor
     parts = [_assembled(part, contents) for part in look.parts]
     more: Any = {"size": look.shape, "device": "cpu", "check_invariants": True}
     try:

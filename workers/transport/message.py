@@ -21,7 +21,7 @@ from .outbox import Answer, Key
 from .values import Malformed, decode_value, encode_value
 
 #: of all that is written here, in `form.py` and in `values.py`
-VERSION = 1
+VERSION = 2
 #: tensors up to this size travel inside a message
 _INLINE_BYTES = 2**15
 #: version, number of answers, sizes of: questions, arrivals, failure

@@ -9,7 +9,7 @@ that the tree holds in several places travels once and stays one tensor.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -135,16 +135,6 @@ def parts_of(tensor: Tensor) -> list[Tensor]:
     if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Tell whether a tensor has each element of its part of memory, and once."""
-    return tensor.is_contiguous() or span(tensor.shape, tensor.stride()) == tensor.numel()
-
-
-def span(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return over how many elements of memory a tensor reaches; fewer than it has if it repeats some."""
-    return 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
 
 
 def compact(tensor: Tensor) -> Tensor:

@@ -1,0 +1,53 @@
+"""What repeats elements or has gaps travels once, and looks afterwards as it did."""
+
+import random
+
+import pytest
+import torch
+
+from rpc_pipe.workers.compute.borders import stage_inputs
+from rpc_pipe.workers.transport.payload import pack
+from rpc_pipe.workers.transport.strides import fold, is_dense, is_sparing, spread
+
+
+def drawn(seed):
+    """Return a view of a view, and so on, of some numbers."""
+    draw = random.Random(seed)
+    view = torch.arange(3.0 * 4 * 6).reshape(3, 4, 6)
+    for _ in range(draw.choice((1, 2, 4))):
+        place = draw.randrange(view.dim())
+        size, other = view.shape[place], draw.randrange(view.dim())
+        view = draw.choice((
+            lambda view=view, place=place, size=size: view.narrow(place, size // 2, size - size // 2),
+            lambda view=view, place=place, size=size: view.unfold(place, min(size, 3), 1),
+            lambda view=view, place=place: view.narrow(place, 0, 1).squeeze(place).unsqueeze(place),
+            lambda view=view, place=place: view.select(place, 0).unsqueeze(place).expand(-1, *[-1] * (view.dim() - 1)),
+            lambda view=view, place=place, other=other: view.transpose(place, other),
+            lambda view=view: view.unsqueeze(0).expand(5, *view.shape),
+            lambda view=view, place=place, size=size: view[(slice(None),) * place + (slice(0, size, 2),)],
+        ))()  # fmt: skip
+    return view
+
+
+@pytest.mark.parametrize("seeds", [range(at, at + 200) for at in range(0, 1000, 200)], ids=str)
+def test_each_element_travels_once_and_the_view_is_as_it_was(seeds):
+    for seed in seeds:
+        view = drawn(seed)
+        dense = fold(view)
+        assert is_dense(dense) and (dense.numel() == view.unique().numel() or dense.dim() == 1), seed
+        found = spread(dense.clone(), view.shape, view.stride())
+        assert torch.equal(found, view) and found.stride() == view.stride(), seed
+
+
+def test_what_reaches_over_as_many_elements_as_it_has_may_repeat_some():
+    """Such an input was copied as if it filled its memory: without its strides, so that it was summed otherwise."""
+    view = torch.randn(3, 4)[:, :1].expand(3, 3)
+    assert not is_dense(view)
+    (given,) = stage_inputs(pack((view.requires_grad_(),))).tree
+    assert given.stride() == view.stride() == (4, 0)
+
+
+def test_what_would_take_far_more_memory_than_is_in_it_is_not_spread_out():
+    assert is_sparing((4,), (2**16,)) and is_sparing((2**40,), (0,))
+    assert is_sparing((6, 3), (1, 1)) and not is_sparing((6, 3), (100, 100))
+    assert not is_sparing((4,), (2**20,)) and not is_sparing((2, 3), (2**40, 0))
