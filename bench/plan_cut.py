@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from rpc_pipe.dependency import B, F, I, R, U, W
 from rpc_pipe.planning.candidates import Candidate
-from rpc_pipe.planning.cutting import CutSearch
+from rpc_pipe.planning.cut_search import CutSearch
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Tie
 from rpc_pipe.planning.simulator import Link

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from rpc_pipe.pipeline import Pipeline
-from rpc_pipe.planning.measure import measure
+from rpc_pipe.planning.block_timing import measure
 from rpc_pipe.planning.plan import Plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.profiling import load, profile_model, rows_of

@@ -17,8 +17,8 @@ from contextlib import suppress
 
 from rpc_pipe.dependency import Action, B, F, I, Kind, PipeError, R, Spec, W, check_all
 from rpc_pipe.planning.candidates import Candidate, candidates
-from rpc_pipe.planning.joblist import Shop
-from rpc_pipe.planning.listing import Program, best_order, placement_of
+from rpc_pipe.planning.job_shop import Shop
+from rpc_pipe.planning.program_search import Program, best_order, placement_of
 from rpc_pipe.planning.simulator import simulate, uniform
 
 #: parts of what 1F1B keeps

@@ -29,7 +29,7 @@ from .model.programs import Programs
 from .model.reads import Reads
 from .model.shards import Model, ShardMaker, cuttable, measuring
 from .model.step_end import StepEnd
-from .planning.follow import PlanLike, followed, warn_of_another
+from .planning.apply_plan import PlanLike, followed, warn_of_another
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor, chained
 from .workers.compute.device import courier_for

@@ -37,7 +37,10 @@ MAY_IMPORT = {
 #: of `launching`, the launcher's attempts alone may import `dispatch`
 LAUNCHER = "rpc_pipe.launching.attempt"
 #: what measures on this machine needs what it measures
-MEASURING = tuple(f"rpc_pipe.planning.{name}" for name in ("measure", "profiling", "estimating", "updates", "weighing"))
+MEASURING = tuple(
+    f"rpc_pipe.planning.{name}"
+    for name in ("block_timing", "profiling", "estimating", "update_times", "working_memory")
+)
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 
 

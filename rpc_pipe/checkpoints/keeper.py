@@ -17,7 +17,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from ..workers.compute.stash import StashingShard
 from . import folder, ownership
-from .plain import encoded
+from .json_values import encoded
 from .pretrained import Loaded, Pretrained, begin_export
 from .random_state import NAMES, random_state, set_random_state
 from .reading import Checkpoint

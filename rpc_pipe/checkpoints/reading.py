@@ -12,7 +12,7 @@ from torch import Tensor
 from ..dependency import ConfigError
 from ..dependency.files import DAMAGED
 from . import folder
-from .plain import decoded
+from .json_values import decoded
 from .shard_state import Stages, of_route
 from .writing import FORMAT
 

@@ -18,7 +18,7 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.digest import digest
 from ..workers.compute.shard import Shard
 from ..workers.compute.updating import Updating
-from .plain import decoded, encoded
+from .json_values import decoded, encoded
 
 #: options of a group that say how torch computes, not what
 _AVERAGE, _HELD, _PART, _SUMS = "average.", "gradient.", "gradient/", "statistics."

@@ -15,8 +15,8 @@ from ..launching.report import Reporter
 from ..planning.advice import Advice, what_binds, what_would_fit
 from ..planning.candidates import refuse_unknown
 from ..planning.compare import tell_bytes
-from ..planning.listing import improved
 from ..planning.profile import Machines, Profile, as_json
+from ..planning.program_search import improved
 from ..planning.search import Answer, Question, default_microbatches, search
 from .auto import Auto
 from .files import try_files, write

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..dependency import B, F, G, I, Kind, R, U, W
 from ..pipeline import Pipeline
-from ..planning.measure import measure
+from ..planning.block_timing import measure
 from ..planning.simulator import Link
 from ..workers.actor import WorkerActor
 from ..workers.hooks import Listener, StepRecord

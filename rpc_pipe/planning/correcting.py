@@ -11,8 +11,8 @@ from typing import Any
 
 from ..dependency import B, F, I, Kind, R, Spec, U, W
 from .candidates import Candidate
-from .listed import program_of
-from .plain import plain, read, said
+from .json_fields import plain, read, said
+from .listed_schedule import program_of
 from .plan import Plan, read_plan
 from .pricing import Priced
 from .profile import Chain, LayerCost, Machines, Profile

@@ -18,8 +18,8 @@ from ..model.made import Made
 from ..workers.compute.split_backward import Saved
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
+from .block_timing import num_bytes
 from .footprint import Size
-from .measure import num_bytes
 from .profile import LayerCost
 
 #: side of the square matrices whose product tells the speed of a device

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..dependency import ConfigError
 from ..dependency.files import DAMAGED, read_json
-from .plain import plain, read, said
+from .json_fields import plain, read, said
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 from ..dependency import B, ConfigError, F, G, I, Kind, R, U, W
 from ..dependency.files import DAMAGED
 from .footprint import Size
-from .plain import plain, read, said
+from .json_fields import plain, read, said
 from .simulator import Link
 
 #: what costs nothing

@@ -25,11 +25,11 @@ from ..model.made import Made, load, resized, rows_of
 from ..workers.compute.allocator import keep_freed_memory
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
+from .block_timing import TimedBlock, measure, num_bytes, time_blocks, with_working
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
-from .measure import TimedBlock, measure, num_bytes, time_blocks, with_working
 from .profile import LayerCost, Profile, Tie
-from .updates import Finish, GaveUpError, Meet, Resident, with_shards
-from .weighing import Forward
+from .update_times import Finish, GaveUpError, Meet, Resident, with_shards
+from .working_memory import Forward
 
 __all__ = ["OPTIMIZERS", "Made", "load", "profile_model", "rows_of", "signature"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ..dependency import F, U
 from .candidates import Candidate, candidates
-from .cutting import CutFound, CutSearch
+from .cut_search import CutFound, CutSearch
 from .plan import Plan, tell_name
 from .profile import Chain, Machines, Profile
 

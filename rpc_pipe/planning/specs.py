@@ -15,7 +15,7 @@ from ..dependency import ConfigError, Order, Spec, blaming, check_all, recomputi
 from ..dependency.files import load_module
 from ..model.cut import cut
 from ..schedules import SCHEDULES
-from .listed import read_program
+from .listed_schedule import read_program
 from .torch_csv import import_csv
 
 #: a schedule as `Pipeline` and the command line take it

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, R, Spec, local_order
 from ..dependency.files import read_file
-from .listed import Listed, ListedSchedule
+from .listed_schedule import Listed, ListedSchedule
 
 _SOURCE = "torch.distributed.pipelining, _PipelineScheduleRuntime._load_csv"
 #: no table that can be run is larger

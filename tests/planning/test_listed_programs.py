@@ -12,13 +12,13 @@ from bench.plan_programs import searched_program
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, I, R, W, check_all
 from rpc_pipe.pipeline import Pipeline
-from rpc_pipe.planning import listing
+from rpc_pipe.planning import program_search
 from rpc_pipe.planning.candidates import Candidate
 from rpc_pipe.planning.footprint import Size
-from rpc_pipe.planning.joblist import RULES, Shop, improve, list_schedule
-from rpc_pipe.planning.listing import best_order, improved
+from rpc_pipe.planning.job_shop import RULES, Shop, improve, list_schedule
 from rpc_pipe.planning.plan import read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
+from rpc_pipe.planning.program_search import best_order, improved
 from rpc_pipe.planning.search import Question, search
 from rpc_pipe.planning.simulator import Link, simulate, uniform
 from rpc_pipe.planning.specs import make_spec
@@ -119,7 +119,9 @@ def test_a_program_that_cannot_be_is_refused(tmp_path):
 def test_without_time_what_is_known_is_ordered_anew_by_nothing(monkeypatch):
     """Where the time was over, each placement that was left was still listed: 25 s became 53 on a busy machine."""
     asked = []
-    monkeypatch.setattr(listing, "list_schedule", lambda made, rule: asked.append(rule) or list_schedule(made, rule))
+    monkeypatch.setattr(
+        program_search, "list_schedule", lambda made, rule: asked.append(rule) or list_schedule(made, rule)
+    )
     made = shop(budget=6.0)
     known = list_schedule(made, RULES[0])
     assert best_order(made, [known], time.monotonic()) == (made.run(known)[0], known) and not asked

@@ -8,8 +8,8 @@ from torch import nn
 
 from rpc_pipe.dependency import F, G, U, W
 from rpc_pipe.model.made import Made
-from rpc_pipe.planning import updates
-from rpc_pipe.planning.measure import TimedBlock, _forward, measure, time_blocks
+from rpc_pipe.planning import update_times
+from rpc_pipe.planning.block_timing import TimedBlock, _forward, measure, time_blocks
 from rpc_pipe.planning.profile import Chain
 from rpc_pipe.planning.profiling import profile_model, signature
 
@@ -60,7 +60,7 @@ class Noting(torch.optim.SGD):
 @pytest.mark.parametrize(("walk", "order"), [(2**27, [[1, 2, 3]]), (0, [[1], [2], [3]])])
 def test_updates_are_measured_of_all_blocks_in_turn_by_all_workers_at_once(monkeypatch, walk, order):
     """Of one block after the other they were measured in the caches, and alone: to a quarter of what a step's took."""
-    monkeypatch.setattr(updates, "_WALK", walk)
+    monkeypatch.setattr(update_times, "_WALK", walk)
     blocks, notes = [nn.Linear(1, 1), nn.Linear(1, 2), nn.Linear(2, 3)], []
     weights = [parameter.detach().clone() for block in blocks for parameter in block.parameters()]
 
@@ -79,7 +79,7 @@ def test_updates_are_measured_of_all_blocks_in_turn_by_all_workers_at_once(monke
 )
 def test_what_a_backward_reads_is_no_longer_in_the_caches(monkeypatch, walk, order):
     """A block's backward was timed right behind its forward: of a T5 it took 5 % longer in a stage."""
-    monkeypatch.setattr(updates, "_WALK", walk)
+    monkeypatch.setattr(update_times, "_WALK", walk)
     notes = []
 
     class Block(nn.Linear):
@@ -108,7 +108,7 @@ def test_what_a_backward_reads_is_no_longer_in_the_caches(monkeypatch, walk, ord
 
 
 def test_where_memory_suffices_to_some_workers_only_all_estimate():
-    """Those that it suffices to would wait for the others at their next round of updates."""
+    """Those that it suffices to would wait for the others at their next round of update_times."""
     x, told = torch.randn(4, 8), []
     made = Made([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], (x, x), nn.functional.mse_loss)
 

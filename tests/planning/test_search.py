@@ -13,7 +13,7 @@ from rpc_pipe.planning.bottleneck import costliest, least_bottleneck
 from rpc_pipe.planning.bounds import Bounds
 from rpc_pipe.planning.candidates import Candidate, candidates
 from rpc_pipe.planning.compare import ModelCosts
-from rpc_pipe.planning.cutting import CutSearch
+from rpc_pipe.planning.cut_search import CutSearch
 from rpc_pipe.planning.footprint import Size, peak_bytes
 from rpc_pipe.planning.pricing import Priced
 from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Profile, Tie, as_json, from_json

@@ -18,8 +18,8 @@ from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
 from .profile import LayerCost
-from .updates import Finish, Meet, Resident, walks, with_shards
-from .weighing import Forward, begin_gradients, weigh
+from .update_times import Finish, Meet, Resident, walks, with_shards
+from .working_memory import Forward, begin_gradients, weigh
 
 
 def measure(

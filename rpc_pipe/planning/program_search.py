@@ -11,8 +11,8 @@ from typing import Any
 from ..dependency import Action, F, Kind, PipeError, Spec, check_all
 from .bottleneck import Ends
 from .candidates import Candidate
-from .joblist import RULES, Order, Shop, improve, list_schedule
-from .listed import listed_schedule
+from .job_shop import RULES, Order, Shop, improve, list_schedule
+from .listed_schedule import listed_schedule
 from .plan import Plan
 from .pricing import Priced, copying, way
 from .profile import Chain, Machines

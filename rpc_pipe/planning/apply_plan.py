@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from .listed import program_of
+from .listed_schedule import program_of
 from .plan import Plan, read_plan
 from .specs import ScheduleLike
 
