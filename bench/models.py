@@ -17,7 +17,7 @@ from rpc_pipe.demo.gpt import gpt_layers
 from rpc_pipe.demo.settings import GPTConfig
 from rpc_pipe.demo.text import default_text
 from rpc_pipe.dependency import Action, B, F, I, Kind, R, W
-from rpc_pipe.planning.block_timing import measure
+from rpc_pipe.planning.block_timing import measure_layers
 
 from .systems import Microbatch, Workload
 
@@ -62,7 +62,7 @@ class Model:
         found: dict[torch.Size, Costs] = {}
         for x, y in batch:
             if x.shape not in found:
-                measured = measure(modules, x, target=y, loss_fn=self.loss, repeats=5)
+                measured = measure_layers(modules, x, target=y, loss_fn=self.loss, repeats=5)
                 found[x.shape] = [cost.times for cost in measured]
         return [found[x.shape] for x, _ in batch]
 

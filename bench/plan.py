@@ -28,9 +28,9 @@ from typing import Any
 
 from rpc_pipe.commands.topology import machines_of
 from rpc_pipe.dependency import G, U
-from rpc_pipe.planning.correcting import read_ran, spec_of
+from rpc_pipe.planning.correcting import read_measured_run, spec_of
 from rpc_pipe.planning.profile import TIMED, from_json
-from rpc_pipe.planning.search import Question
+from rpc_pipe.planning.search import PlanRequest
 
 _MODELS = Path(__file__).parent / "plan_models.py"
 _ROOT = Path(__file__).parents[1]
@@ -135,10 +135,12 @@ def run(case: Case, folder: Path, options: argparse.Namespace) -> list[tuple[dic
 
 def off_by_stage(found: Mapping[str, Any], note: Path) -> str:
     """Return by how much each kind of action of each stage was predicted off what a run noted."""
-    ran = read_ran(json.loads(note.read_text()))
+    ran = read_measured_run(json.loads(note.read_text()))
     profile = from_json(found["measured"], "measured")
     machines = machines_of("topology", profile.topology)
-    chain = Question(profile, machines, found["batch"], (ran.plan.num_microbatches,)).chain(ran.plan.num_microbatches)
+    chain = PlanRequest(profile, machines, found["batch"], (ran.plan.num_microbatches,)).chain(
+        ran.plan.num_microbatches
+    )
     spec, ends = spec_of(ran.plan, machines.num_workers), chain.ends(ran.plan.cut)
     told = []
     for stage, took in enumerate(ran.stages):

@@ -22,11 +22,11 @@ from rpc_pipe.planning.candidates import Candidate, candidates
 from rpc_pipe.planning.footprint import Size, payload_bytes, peak_bytes
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.relation import Relation
-from rpc_pipe.planning.search import Question, search
+from rpc_pipe.planning.search import PlanRequest, search
 from rpc_pipe.planning.simulator import Link, price
 
 
-def instance(seed: int) -> Question:
+def instance(seed: int) -> PlanRequest:
     """Return a random model on random machines; numbers are whole, so that sums are exact."""
     draw = random.Random(seed)
     num_workers = draw.randint(1, 4)
@@ -63,30 +63,30 @@ def instance(seed: int) -> Question:
     profile = Profile({8 // count or 1: blocks for count in microbatches} | {1: blocks, 8: blocks})
     recompute = draw.random() < 0.3
     profile = replace(profile, per_mib=2.0**20 * draw.choice((0, 0, 0.125, 0.25, 1)))
-    return Question(profile, machines, 8, microbatches, recompute=recompute)
+    return PlanRequest(profile, machines, 8, microbatches, recompute=recompute)
 
 
-def brute_force(question: Question) -> float | None:
+def brute_force(request: PlanRequest) -> float | None:
     """Return the least time of all schedules and cuts that fit; None: none fits."""
     best: float | None = None
-    machines = question.machines
-    num_blocks = question.profile.num_blocks
+    machines = request.machines
+    num_blocks = request.profile.num_blocks
     for candidate in candidates(
-        machines.num_workers, question.microbatches, recompute=question.recompute, most_stages=num_blocks
+        machines.num_workers, request.microbatches, recompute=request.recompute, most_stages=num_blocks
     ):
-        for took in _all_cuts(question, candidate, num_blocks):
+        for took in _all_cuts(request, candidate, num_blocks):
             if best is None or took < best:
                 best = took
     return best
 
 
-def _all_cuts(question: Question, candidate: Candidate, num_blocks: int) -> Iterator[float]:
-    machines = question.machines
-    blocks = question.profile.at(question.batch / candidate.num_microbatches)
+def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> Iterator[float]:
+    machines = request.machines
+    blocks = request.profile.at(request.batch / candidate.num_microbatches)
     spec = candidate.spec(machines.num_workers)
     relation = Relation(spec)
     workers = range(machines.num_workers)
-    copying = question.profile.per_mib / 2**20
+    copying = request.profile.per_mib / 2**20
     links = {(a, b): _without(machines.between(a, b), copying) for a in workers for b in workers if a != b}
     for inner in combinations(range(1, num_blocks), spec.num_stages - 1):
         stages = [blocks[a:b] for a, b in pairwise((0, *inner, num_blocks))]
@@ -118,7 +118,7 @@ def _all_cuts(question: Question, candidate: Candidate, num_blocks: int) -> Iter
         limits = [machines.limit(worker) for worker in workers]
         held = peak_bytes(run, sizes) if any(limit is not None for limit in limits) else ()
         if all(limit is None or used <= limit for used, limit in zip(held, limits, strict=False)):
-            yield run.span
+            yield run.steady_step_time
 
 
 def _without(link: Link, copying: float) -> Link:
@@ -142,19 +142,19 @@ def main() -> int:
     equal = fits = 0
     by_search = by_force = 0.0
     for seed in range(options.first, options.first + options.count):
-        question = instance(seed)
+        request = instance(seed)
         start = time.perf_counter()
-        answer = search(question)
+        result = search(request)
         middle = time.perf_counter()
-        expected = brute_force(question)
+        expected = brute_force(request)
         by_search += middle - start
         by_force += time.perf_counter() - middle
-        found = answer.plans[0].predicted_ms if answer.plans else None
-        wrong = found != expected or (found is not None and answer.lower_bound > found) or answer.gap > 1e-12
+        found = result.plans[0].predicted_ms if result.plans else None
+        wrong = found != expected or (found is not None and result.lower_bound > found) or result.gap > 1e-12
         equal += not wrong
         fits += expected is not None
         if wrong:
-            print(f"seed {seed}: found {found}, brute force {expected}, bound {answer.lower_bound}, gap {answer.gap}")
+            print(f"seed {seed}: found {found}, brute force {expected}, bound {result.lower_bound}, gap {result.gap}")
     print(
         f"{equal} of {options.count} equal ({fits} have a plan that fits); {by_search:.1f} s, {by_force:.1f} s by force"
     )

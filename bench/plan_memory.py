@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from rpc_pipe.pipeline import Pipeline
-from rpc_pipe.planning.block_timing import measure
+from rpc_pipe.planning.block_timing import measure_layers
 from rpc_pipe.planning.plan import Plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.profiling import load, profile_model, rows_of
-from rpc_pipe.planning.search import Question, search
+from rpc_pipe.planning.search import PlanRequest, search
 from rpc_pipe.tracing import run_folders
 
 from . import group
@@ -46,7 +46,7 @@ class Case:
     """A model on two workers of one thread each; layers, or a module that is cut where its forward calls its blocks."""
 
     model: Model | None
-    question: Question
+    request: PlanRequest
 
     def layers(self) -> list[Callable[[], nn.Module]]:
         """Return what makes each layer."""
@@ -64,12 +64,12 @@ def case_of(name: str, count: int) -> Case:
         # As the others of this benchmark it updates nothing, so what an optimizer keeps is not there.
         blocks = {rows: [_without_optimizer(cost) for cost in costs] for rows, costs in profile.measured.items()}
         profile = replace(profile, measured=blocks, ties=tuple(replace(tie, optimizer=0) for tie in profile.ties))
-        return Case(None, Question(profile, Machines(2), batch, (count,), seconds=8))
+        return Case(None, PlanRequest(profile, Machines(2), batch, (count,), seconds=8))
     model = _MODELS[name](count)
     modules = [model._build(i) for i in range(len(model.layers))]
     x, y = (model.padded or model.batch)(0)[0]
-    costs = measure(modules, x, target=y, loss_fn=model.loss, repeats=3)
-    return Case(model, Question(Profile({1: costs}), Machines(2), count, (count,), seconds=8))
+    costs = measure_layers(modules, x, target=y, loss_fn=model.loss, repeats=3)
+    return Case(model, PlanRequest(Profile({1: costs}), Machines(2), count, (count,), seconds=8))
 
 
 def _without_optimizer(cost: LayerCost) -> LayerCost:
@@ -159,7 +159,7 @@ def main() -> int:
     for name in options.model:
         case = case_of(name, 8)
         plans: dict[tuple[str, bool], Plan] = {}
-        for plan in search(case.question).plans:
+        for plan in search(case.request).plans:
             if plan.schedule not in ("chimera", "mixpipe", "dualpipe") and len(plans) < _PLANS:
                 plans.setdefault((plan.schedule, bool(plan.recompute)), plan)
         chosen = list(plans.values())

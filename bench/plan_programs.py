@@ -17,8 +17,8 @@ from contextlib import suppress
 
 from rpc_pipe.dependency import Action, B, F, I, Kind, PipeError, R, Spec, W, check_all
 from rpc_pipe.planning.candidates import Candidate, candidates
-from rpc_pipe.planning.job_shop import Shop
-from rpc_pipe.planning.program_search import Program, best_order, placement_of
+from rpc_pipe.planning.job_shop import JobShop
+from rpc_pipe.planning.program_search import FoundProgram, best_order, placement_of
 from rpc_pipe.planning.simulator import simulate, uniform
 
 #: parts of what 1F1B keeps
@@ -50,7 +50,7 @@ def searched_program(
     costs: Mapping[Kind, float],
     budget: float,
     seconds: float,
-) -> Program | None:
+) -> FoundProgram | None:
     """Return the shortest program found for workers with equal shares of a model; None: nothing fits the budget.
 
     Args:
@@ -58,13 +58,13 @@ def searched_program(
         budget: most activations of a worker, in microbatches of its share.
     """
     until = time.monotonic() + seconds
-    best: Program | None = None
+    best: FoundProgram | None = None
     whole = costs[F] + costs[I] + costs[W]
     placed = list(_placed(num_workers, num_microbatches))
     ours = list(_ours(placed, num_microbatches))
     for number, spec in enumerate(placed):
         chunks = spec.num_stages / num_workers
-        shop = Shop(
+        shop = JobShop(
             spec,
             lambda action, chunks=chunks: costs[action.kind] / chunks,  # type: ignore[misc]
             lambda action, source, target: 0.0,
@@ -81,7 +81,7 @@ def searched_program(
         end = time.monotonic() + (until - time.monotonic()) / (len(placed) - number)
         found = best_order(shop, seeds, end, goal)
         if found is not None and (best is None or found[0] < best.time):
-            best = Program(found[0], shop.to_program(found[1]), *placement_of(spec))
+            best = FoundProgram(found[0], shop.to_program(found[1]), *placement_of(spec))
     return best
 
 
@@ -131,7 +131,7 @@ def of_ours(num_workers: int, count: int, costs: Mapping[Kind, float]) -> list[t
     return found
 
 
-def bubble_of(program: Program, num_workers: int, costs: Mapping[Kind, float]) -> tuple[float, float]:
+def bubble_of(program: FoundProgram, num_workers: int, costs: Mapping[Kind, float]) -> tuple[float, float]:
     """Return the bubble of a program, as the simulator says of the schedule that the checker has proven, and acts."""
     spec = program.schedule(num_workers=num_workers, num_microbatches=len(program.routes))
     check_all(spec)

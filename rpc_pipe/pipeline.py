@@ -29,7 +29,7 @@ from .model.programs import Programs
 from .model.reads import Reads
 from .model.shards import Model, ShardMaker, cuttable, measuring
 from .model.step_end import StepEnd
-from .planning.apply_plan import PlanLike, followed, warn_of_another
+from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor, chained
 from .workers.compute.device import courier_for
@@ -119,7 +119,7 @@ class Pipeline(Habits, Weights):
     ) -> None:
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, self._plan = (
-            overrides.settle(followed(plan, overrides.Settings(*said)))
+            overrides.settle(apply_plan(plan, overrides.Settings(*said)))
         )
         job, self.num_workers = own_part(transport, num_workers)
         refuse_options(order, max_grad_norm, stall_s, self.num_workers, num_microbatches, seed)
@@ -161,7 +161,7 @@ class Pipeline(Habits, Weights):
         self._described = describe(self.spec, self.partition.ranges, maker.seed)
         self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
         self._keeper.config, self._step_end.sharing = self.partition.config, self.partition.sharing
-        warn_of_another(self._plan, self.partition.name, [actor.shards for actor in self._actors])
+        warn_if_other_model(self._plan, self.partition.name, [actor.shards for actor in self._actors])
         maker.end([shard for actor in self._actors for shard in actor.shards.values()])
         self._maker = None
         link.attach(self)

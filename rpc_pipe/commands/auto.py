@@ -16,10 +16,10 @@ from typing import Any
 from ..dependency import ConfigError
 from ..dependency.files import DAMAGED, read_json
 from ..launching import launcher_link as link
-from ..planning.correcting import Ran, corrected, predicted_ms, ran_with, read_ran
+from ..planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms, read_measured_run
 from ..planning.plan import Plan, read_plan
 from ..planning.profile import as_json
-from ..planning.search import Question, search
+from ..planning.search import PlanRequest, search
 from ..tracing.lost import Lost
 from ..tracing.trace import Trace
 from .files import write
@@ -43,54 +43,54 @@ class Auto:
         self.plan_path = profile_path.with_name(f"plan-{name}")
         self.note_path = profile_path.with_name(f"{_RAN}{name}")
 
-    def settle(self, question: Question, asked: Mapping[str, Any]) -> tuple[Question, str]:
+    def settle(self, request: PlanRequest, asked: Mapping[str, Any]) -> tuple[PlanRequest, str]:
         """See to it that there is a plan, the best that is known; return what was asked in the end, and a line.
 
         Raises:
             ConfigError: nothing fits.
         """
-        kept = self._kept(question, asked)
+        kept = self._kept(request, asked)
         if kept is None:
-            plan = _best(question)
-            self._keep(question, plan, asked)
-            return question, f"planned: {_tell(plan)}"
+            plan = _best(request)
+            self._keep(request, plan, asked)
+            return request, f"planned: {_tell(plan)}"
         ran = self._noted(kept)
         if ran is None:
-            return question, f"plan kept, as no run has been noted since: {_tell(kept)}"
-        profile, off = corrected(question, ran)
+            return request, f"plan kept, as no run has been noted since: {_tell(kept)}"
+        profile, off = corrected(request, ran)
         if off:
-            question = replace(question, profile=profile)
+            request = replace(request, profile=profile)
             write(str(self.profile_path), json.dumps(as_json(profile), indent=1))
         self.note_path.unlink(missing_ok=True)
-        before = predicted_ms(question, kept)
-        plan = _best(question)
+        before = predicted_ms(request, kept)
+        plan = _best(request)
         gain = 1 - plan.predicted_ms / before if before else 0.0
         seen = f"in the last run {_differences(off)} (its lost time: {ran.sentence})"
         if gain < WORTHWHILE:
-            return question, f"plan kept, none is {WORTHWHILE:.0%} faster: {_tell(kept)}; {seen}"
-        self._keep(question, plan, asked)
-        return question, (
+            return request, f"plan kept, none is {WORTHWHILE:.0%} faster: {_tell(kept)}; {seen}"
+        self._keep(request, plan, asked)
+        return request, (
             f"planned again: {_tell(plan)} instead of {kept.name}, cut {_cut(kept)}, which would take "
             f"{before:.4g} ms ({-gain:+.0%}): {seen}"
         )
 
-    def _kept(self, question: Question, asked: Mapping[str, Any]) -> Plan | None:
+    def _kept(self, request: PlanRequest, asked: Mapping[str, Any]) -> Plan | None:
         try:
             told = read_json(self.plan_path, str(self.plan_path))
             plan = read_plan(told)
         except DAMAGED:  # or there is none yet
             return None
-        same = told.get("asked") == _as_asked(asked) and plan.num_workers == question.machines.num_workers
-        return plan if same and sum(plan.cut) == question.profile.num_blocks else None
+        same = told.get("asked") == _as_asked(asked) and plan.num_workers == request.machines.num_workers
+        return plan if same and sum(plan.cut) == request.profile.num_blocks else None
 
-    def _noted(self, plan: Plan) -> Ran | None:
+    def _noted(self, plan: Plan) -> MeasuredRun | None:
         try:
-            ran = read_ran(read_json(self.note_path, str(self.note_path)))
+            ran = read_measured_run(read_json(self.note_path, str(self.note_path)))
         except DAMAGED:
             return None
         return ran if ran.plan.cut == plan.cut and len(ran.stages) == len(plan.cut) else None
 
-    def _keep(self, question: Question, plan: Plan, asked: Mapping[str, Any]) -> None:
+    def _keep(self, request: PlanRequest, plan: Plan, asked: Mapping[str, Any]) -> None:
         told = {"plans": [plan.as_json()], "asked": _as_asked(asked), "note": str(self.note_path)}
         write(str(self.plan_path), json.dumps(told, indent=1))
         self.note_path.unlink(missing_ok=True)  # of a run with another plan
@@ -100,11 +100,11 @@ def _as_asked(typed: Mapping[str, Any]) -> dict[str, Any]:
     return {name: typed[name] for name in _ASKED if name in typed}
 
 
-def _best(question: Question) -> Plan:
-    answer = search(question)
-    if not answer.plans:
+def _best(request: PlanRequest) -> Plan:
+    result = search(request)
+    if not result.plans:
         raise ConfigError("plan --auto: nothing fits; rpc-pipe plan says by how much, and what would")
-    return answer.plans[0]
+    return result.plans[0]
 
 
 def _tell(plan: Plan) -> str:
@@ -135,7 +135,7 @@ def noting() -> bool:
 def note(trace: Trace, lost: Lost) -> None:
     """Note what a run took."""
     path = os.environ[PLAN]
-    ran = ran_with(read_plan(path), trace.spec, trace.cost(), trace.step_ms, lost.sentence)
+    ran = measured_run(read_plan(path), trace.spec, trace.cost(), trace.step_ms, lost.sentence)
     try:
         write(_note_of(path), json.dumps(ran.as_json()))
     except OSError as error:
@@ -151,7 +151,7 @@ def _note_of(path: str) -> str:
         told = read_json(Path(path), path)
         note = Path(told["note"])
         if note.exists():
-            read_ran(read_json(note, str(note)))
+            read_measured_run(read_json(note, str(note)))
     except (OSError, *DAMAGED):
         return ""
     return str(note) if note.name.startswith(_RAN) else ""

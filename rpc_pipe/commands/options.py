@@ -14,7 +14,7 @@ from ..data.sizes import read_bytes
 from ..dependency import B, ConfigError, F, I, Kind, Spec, W
 from ..launching.job import TRANSPORT, TRANSPORTS, TRUST
 from ..launching.launcher_link import NAN, NANS
-from ..planning.compare import complete
+from ..planning.compare import complete_costs
 from ..planning.simulator import Link
 from ..planning.specs import PipeOptions, make_spec
 
@@ -299,7 +299,7 @@ def parse_costs(text: str = "") -> dict[Kind, float]:
         costs[kinds[key]] = parse_number(f"--cost {key}=", value)
     if not costs.keys() & {B, I, W}:
         costs |= {B: 2, I: 1, W: 1}
-    full = complete(costs)
+    full = complete_costs(costs)
     for kind, cost in full.items():
         if cost < 0:
             raise ConfigError(f"--cost {text}: B is I and W together, which leaves {cost:g} for {kind.letter}")

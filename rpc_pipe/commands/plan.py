@@ -12,12 +12,12 @@ from typing import Any
 from ..dependency import ConfigError
 from ..drawing.plans import front_svg, front_text, left_out_text, plans_table, why
 from ..launching.report import Reporter
-from ..planning.advice import Advice, what_binds, what_would_fit
+from ..planning.advice import Advice, binding_limits, changes_that_fit
 from ..planning.candidates import refuse_unknown
-from ..planning.compare import tell_bytes
+from ..planning.compare import format_bytes
 from ..planning.profile import Machines, Profile, as_json
-from ..planning.program_search import improved
-from ..planning.search import Answer, Question, default_microbatches, search
+from ..planning.program_search import faster_program
+from ..planning.search import PlanRequest, PlanResult, default_microbatches, search
 from .auto import Auto
 from .files import try_files, write
 from .options import Parser, add_json, whole
@@ -30,7 +30,7 @@ _MOST_SECONDS = 1e6
 #: how long before a run
 AUTO_SECONDS = 8.0
 #: and how long of it at most a program of its own is searched
-_LISTING_S = 6.0
+_PROGRAM_SECONDS = 6.0
 #: plans that are listed as JSON
 _MOST_PLANS = 50
 #: workers are measured as processes of this machine up to so many a core
@@ -85,27 +85,27 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
         raise ConfigError(f"--seconds {seconds:g}: must be above 0, and at most {_MOST_SECONDS:g}")
     if "auto" in typed:
         return _keep_up(typed, seconds, reporter)
-    question, _ = _question(typed, seconds, reporter)
-    machines = question.machines
+    request, _ = _request(typed, seconds, reporter)
+    machines = request.machines
     with progress(reporter) as bar:
         task = bar.add_task("searching", total=1.0)
-        answer = search(question, lambda share, best: bar.update(task, completed=share), with_front=True)
-    if answer.plans and "no_searched" not in typed:
-        _add_searched(question, answer, reporter)
-    advice = what_binds(question, answer) if answer.plans else what_would_fit(question, answer)
-    told = _as_json(question, answer, advice)
+        result = search(request, lambda share, best: bar.update(task, completed=share), with_front=True)
+    if result.plans and "no_searched" not in typed:
+        _add_searched(request, result, reporter)
+    advice = binding_limits(request, result) if result.plans else changes_that_fit(request, result)
+    told = _as_json(request, result, advice)
     if "output" in typed:
         write(typed["output"], json.dumps(told, indent=1))
     if "svg" in typed:
-        title = f"{question.profile.model}: {machines.num_workers} workers, batch of {question.batch}"
-        write(typed["svg"], front_svg(answer.front, title, answer.lower_bound))
+        title = f"{request.profile.model}: {machines.num_workers} workers, batch of {request.batch}"
+        write(typed["svg"], front_svg(result.front, title, result.lower_bound))
     if "json" in typed:
         print(json.dumps(told))
     else:
-        _show(question, answer, advice, typed, reporter)
-    if not answer.plans and "json" in typed:
-        reporter.console.print(_nothing_fits(answer), markup=False)
-    return 0 if answer.plans else 1
+        _show(request, result, advice, typed, reporter)
+    if not result.plans and "json" in typed:
+        reporter.console.print(_nothing_fits(result), markup=False)
+    return 0 if result.plans else 1
 
 
 def _machines(typed: dict[str, Any]) -> Machines:
@@ -163,12 +163,12 @@ def keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[
     """Return the file of the plan that is kept for what was typed, made anew where that is better, and a line."""
     if "model" not in typed:
         raise ConfigError("--auto: needs path/to/file.py:make, beside which the plan is kept")
-    question, path = _question(typed, seconds, reporter)
+    request, path = _request(typed, seconds, reporter)
     auto = Auto(path)
-    return auto.plan_path, auto.settle(question, typed)[1]
+    return auto.plan_path, auto.settle(request, typed)[1]
 
 
-def _question(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[Question, Path]:
+def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[PlanRequest, Path]:
     """Return what to search, with the model measured for the microbatches that are tried, and the profile's file."""
     if "model" not in typed and "profile" not in typed:
         raise ConfigError("plan: needs path/to/file.py:make, a function that returns model, batch; or --profile FILE")
@@ -185,7 +185,7 @@ def _question(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tupl
     refuse_too_few(profile, workers)
     if profile.workers not in (0, workers):
         reporter.console.print(_measured_by_others(profile, machines, path, typed), markup=False)
-    question = Question(
+    request = PlanRequest(
         profile,
         _as_measured(machines, profile, typed),
         batch,
@@ -194,7 +194,7 @@ def _question(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tupl
         schedules=tuple(typed["schedule"]) if "schedule" in typed else None,
         seconds=seconds,
     )
-    return question, path
+    return request, path
 
 
 def _measured_by_others(profile: Profile, machines: Machines, path: Path, typed: dict[str, Any]) -> str:
@@ -226,25 +226,25 @@ def _rows_of_batch(typed: dict[str, Any]) -> int:
     return rows_of(load(typed["model"]).batch)
 
 
-def _add_searched(question: Question, answer: Answer, reporter: Reporter) -> None:
+def _add_searched(request: PlanRequest, result: PlanResult, reporter: Reporter) -> None:
     """Put a program that was made for these costs before the plans, if it is faster than all."""
     with progress(reporter) as bar:
         task = bar.add_task("listing", total=1.0)
-        seconds = min(_LISTING_S, question.seconds / 4)
-        plan = improved(question, answer, lambda share: bar.update(task, completed=share), seconds)
+        seconds = min(_PROGRAM_SECONDS, request.seconds / 4)
+        plan = faster_program(request, result, lambda share: bar.update(task, completed=share), seconds)
     if plan is not None:
-        answer.plans.insert(0, plan)
-        answer.front = [plan, *(other for other in answer.front if other.predicted_memory < plan.predicted_memory)]
+        result.plans.insert(0, plan)
+        result.front = [plan, *(other for other in result.front if other.predicted_memory < plan.predicted_memory)]
 
 
-def _as_json(question: Question, answer: Answer, advice: Sequence[Advice]) -> dict[str, Any]:
+def _as_json(request: PlanRequest, result: PlanResult, advice: Sequence[Advice]) -> dict[str, Any]:
     told: dict[str, Any] = {
-        "plans": [plan.as_json() for plan in answer.plans[:_MOST_PLANS]],
-        "lower_bound_ms": answer.lower_bound,
-        "searched_bound_ms": answer.searched_bound if answer.plans else None,
-        "gap": answer.gap,
-        "proven": bool(answer.plans) and answer.gap <= 1e-9,
-        "front": [plan.as_json() for plan in answer.front],
+        "plans": [plan.as_json() for plan in result.plans[:_MOST_PLANS]],
+        "lower_bound_ms": result.lower_bound,
+        "searched_bound_ms": result.searched_bound if result.plans else None,
+        "gap": result.gap,
+        "proven": bool(result.plans) and result.gap <= 1e-9,
+        "front": [plan.as_json() for plan in result.front],
         "advice": [
             {
                 "change": each.change,
@@ -254,63 +254,63 @@ def _as_json(question: Question, answer: Answer, advice: Sequence[Advice]) -> di
             }
             for each in advice
         ],
-        "not_faster_than_ms": answer.left_out,
-        "do_not_fit": answer.unfit,
-        "workers": question.machines.num_workers,
-        "batch": question.batch,
-        "measured": as_json(question.profile),
+        "not_faster_than_ms": result.left_out,
+        "do_not_fit": result.unfit,
+        "workers": request.machines.num_workers,
+        "batch": request.batch,
+        "measured": as_json(request.profile),
     }
-    if answer.nearest is not None:
-        told["nearest"] = answer.nearest.as_json()
-        told["excess_mb"] = answer.excess / 1e6
+    if result.nearest is not None:
+        told["nearest"] = result.nearest.as_json()
+        told["excess_mb"] = result.excess / 1e6
     return told
 
 
 def _show(
-    question: Question, answer: Answer, advice: Sequence[Advice], typed: dict[str, Any], reporter: Reporter
+    request: PlanRequest, result: PlanResult, advice: Sequence[Advice], typed: dict[str, Any], reporter: Reporter
 ) -> None:
-    console, machines = reporter.console, question.machines
-    name = question.profile.model or "model"
+    console, machines = reporter.console, request.machines
+    name = request.profile.model or "model"
     console.print(
-        f"{name}: {question.profile.num_blocks} blocks, {machines.num_workers} workers, batch of {question.batch}",
+        f"{name}: {request.profile.num_blocks} blocks, {machines.num_workers} workers, batch of {request.batch}",
         markup=False,
     )
-    if not answer.plans:
-        console.print(_nothing_fits(answer), markup=False)
+    if not result.plans:
+        console.print(_nothing_fits(result), markup=False)
         for each in advice:
             console.print(f"  would fit: {each.sentence}", markup=False)
         return
     limits = [machines.limit(worker) for worker in range(machines.num_workers)]
-    console.print(plans_table(answer.plans))
-    if len(answer.plans) > 1:
+    console.print(plans_table(result.plans))
+    if len(result.plans) > 1:
         console.print("vs best: how much longer it takes, and how much more or less memory it needs", markup=False)
-    console.print(f"best: {why(answer.plans[0], limits)}", markup=False)
-    if answer.left_out:
-        console.print(f"not priced: {left_out_text(answer.left_out)}", markup=False)
-    if answer.unfit:
-        console.print(f"no cut that fits was found of: {', '.join(answer.unfit)}", markup=False)
-    best = answer.plans[0].predicted_ms
-    sure = f"not proven within {question.seconds:g} s: there may be a plan that is up to {answer.gap:.1%} faster"
-    if answer.gap <= 1e-9:
+    console.print(f"best: {why(result.plans[0], limits)}", markup=False)
+    if result.left_out:
+        console.print(f"not priced: {left_out_text(result.left_out)}", markup=False)
+    if result.unfit:
+        console.print(f"no cut that fits was found of: {', '.join(result.unfit)}", markup=False)
+    best = result.plans[0].predicted_ms
+    sure = f"not proven within {request.seconds:g} s: there may be a plan that is up to {result.gap:.1%} faster"
+    if result.gap <= 1e-9:
         sure = "proven: no cut of any schedule here is faster"
-    more = best / answer.lower_bound - 1 if answer.lower_bound else 0
+    more = best / result.lower_bound - 1 if result.lower_bound else 0
     console.print(
-        f"{sure}; none at all can take less than {answer.lower_bound:.4g} ms (the best here takes {more:.0%} more)",
+        f"{sure}; none at all can take less than {result.lower_bound:.4g} ms (the best here takes {more:.0%} more)",
         markup=False,
     )
     console.print("time against memory:")
-    console.print(front_text(answer.front), markup=False)
+    console.print(front_text(result.front), markup=False)
     for each in advice:
         console.print(f"would be faster: {each.sentence}", markup=False)
     if "output" in typed:
         console.print(f"written to {typed['output']}: rpc-pipe run SCRIPT --plan {typed['output']}", markup=False)
 
 
-def _nothing_fits(answer: Answer) -> str:
-    nearest = answer.nearest
+def _nothing_fits(result: PlanResult) -> str:
+    nearest = result.nearest
     if nearest is None:
         return "nothing fits: no schedule has as few stages as the model has blocks"
     return (
-        f"nothing fits: the least is {tell_bytes(answer.excess)} too much, "
+        f"nothing fits: the least is {format_bytes(result.excess)} too much, "
         f"by {nearest.name} with {nearest.num_microbatches} microbatches"
     )

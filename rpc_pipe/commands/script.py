@@ -19,7 +19,7 @@ from ..launching import launcher_link as link
 from ..launching import overrides
 from ..launching.job import Job
 from ..pipeline import Pipeline
-from ..planning.compare import tell_versions
+from ..planning.compare import describe_staleness
 from ..tracing.outcome import FILES, figures, last_steps, sentence, write_timelines
 from ..tracing.own_boards import collect, record
 from .auto import note, noting
@@ -129,7 +129,7 @@ class _Ending:
             pipe.save(typed["save"])
         if pipe.worker == 0:
             if self._wants_steps:
-                self._tell(str(pipe.actors[0].courier.device), tell_versions(pipe.spec))
+                self._tell(str(pipe.actors[0].courier.device), describe_staleness(pipe.spec))
             elif "save" in typed:
                 link.tell(kind="text", text=f"{FILES['save']} written to {typed['save']}")
         if "save" in typed or self._wants_steps:

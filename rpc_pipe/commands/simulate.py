@@ -13,10 +13,10 @@ from ..drawing.page import Picture, draw_page
 from ..drawing.svg import draw_svg
 from ..drawing.timeline import draw
 from ..launching.report import Reporter
-from ..planning.compare import tell_versions
+from ..planning.compare import describe_staleness
 from ..planning.simulator import Cost, Link, Simulation, simulate
 from ..planning.span import Span
-from ..planning.specs import MOST_FORWARDS
+from ..planning.specs import MAX_FORWARDS
 from ..planning.waits import waits
 from .files import try_files, write
 from .options import (
@@ -68,8 +68,8 @@ def add(commands: Any) -> None:
 def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     spec = typed_spec(typed)
     steps, name = typed.get("steps", 1), typed.get("schedule", "1f1b")
-    if spec.num_stages * spec.num_microbatches * steps > MOST_FORWARDS:
-        raise ConfigError(f"--steps {steps}: makes more than {MOST_FORWARDS} forwards, the most that can be simulated")
+    if spec.num_stages * spec.num_microbatches * steps > MAX_FORWARDS:
+        raise ConfigError(f"--steps {steps}: makes more than {MAX_FORWARDS} forwards, the most that can be simulated")
     cost, comm = _cost(spec, typed), parse_number("--comm", typed.get("comm", "0"))
     links, size = _links(typed, spec.num_workers)
     try_files(typed, ("svg", "html", "chrome"))
@@ -94,11 +94,11 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
         reporter.console.print(draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES))
     a_step = f", step {result.step_time:g}" if steps > 1 else ""
     reporter.console.print(
-        f"{name}: makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}, "
+        f"{name}: makespan {result.makespan:g}{a_step}, span {result.steady_step_time:g}, bubble {result.bubble:.1%}, "
         f"peak activations {_tell_peaks(result.peak_activations)}",
         markup=False,
     )
-    for line in [*_tell_unit(spec, typed), *tell_versions(spec)]:
+    for line in [*_tell_unit(spec, typed), *describe_staleness(spec)]:
         reporter.console.print(line, markup=False)
     return 0
 
@@ -152,7 +152,7 @@ def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, 
 
 
 def _refuse_idle(links: Mapping[tuple[int, int], Link], result: Simulation) -> None:
-    used = {(source, target) for _, source, target, _ in result.carried}
+    used = {(source, target) for _, source, target, _ in result.transfers}
     for source, target in links.keys() - used:
         raise ConfigError(f"--link {source}-{target}: nothing is sent from worker {source} to worker {target}")
 
@@ -168,7 +168,7 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
         "order": result.order,
         "makespan": result.makespan,
         "step_time": result.step_time,
-        "span": result.span,
+        "span": result.steady_step_time,
         "bubble": result.bubble,
         "busy": list(result.busy),
         "peak_activations": list(result.peak_activations),

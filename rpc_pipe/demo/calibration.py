@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..dependency import B, F, G, I, Kind, R, U, W
 from ..pipeline import Pipeline
-from ..planning.block_timing import measure
+from ..planning.block_timing import measure_layers
 from ..planning.simulator import Link
 from ..workers.actor import WorkerActor
 from ..workers.hooks import Listener, StepRecord
@@ -124,7 +124,7 @@ def _sleeping(num_workers: int, schedule: str) -> tuple[WorkerActor, Mapping[Kin
     x = torch.ones(_MICROBATCHES, 8, requires_grad=True)
     for _ in range(_STEPS):
         pipe.step((x, x.detach()))
-    alone = measure([_Sleeping()], x[:1].detach().requires_grad_(), optimizer=optimizer, repeats=_STEPS)[0].times
+    alone = measure_layers([_Sleeping()], x[:1].detach().requires_grad_(), optimizer=optimizer, repeats=_STEPS)[0].times
     pulled = {entry.action: [need.action for need in entry.pulled] for entry in pipe.program(actor.worker, len(x))}
     found: dict[Kind, list[float]] = defaultdict(list)
     for record in records.steps[1:]:

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch.optim import AdamW
 
-from ..planning.block_timing import measure
+from ..planning.block_timing import measure_layers
 from ..planning.profile import LayerCost
 from .gpt import VOCABULARY, gpt_layers, next_byte_loss
 from .settings import TrainOptions
@@ -19,4 +19,6 @@ def measure_gpt(options: TrainOptions) -> list[LayerCost]:
     rows = max(1, options.batch // options.microbatches)
     tokens = torch.randint(VOCABULARY, (rows, options.gpt.context))
     layers = [layer() for layer in gpt_layers(options.gpt)]
-    return measure(layers, tokens, target=tokens, loss_fn=next_byte_loss, optimizer=partial(AdamW, lr=options.lr))
+    return measure_layers(
+        layers, tokens, target=tokens, loss_fn=next_byte_loss, optimizer=partial(AdamW, lr=options.lr)
+    )

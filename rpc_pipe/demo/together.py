@@ -37,10 +37,10 @@ def profile_together(
     job = current_job()
     courier_for(settings.get("device", "cpu"), job.place if job else actor.worker).use()  # `cuda`: each its own
 
-    def meet(going: bool) -> bool:
+    def barrier(going: bool) -> bool:
         return all(actor.exchange("who goes on measuring", going))
 
-    own = profile_model(made, rows, at_least=num_workers, meet=meet, **settings)
+    own = profile_model(made, rows, at_least=num_workers, barrier=barrier, **settings)
     told = actor.exchange("profiles", json.dumps(as_json(own)))
     profiles = [from_json(json.loads(each), "the profile of a worker") for each in told]
     profile = merged(profiles, found.links)

@@ -18,7 +18,7 @@ from ..dependency import ConfigError
 from ..drawing.timeline import draw
 from ..launching import launcher_link as link
 from ..pipeline import Pipeline
-from ..planning.compare import tell_versions
+from ..planning.compare import describe_staleness
 from ..tracing.outcome import FILES, figures, last_steps, write_timelines
 from ..tracing.own_boards import collect, record
 from .corpus import Corpus
@@ -132,7 +132,7 @@ def _tell_summary(options: TrainOptions, corpus: Corpus, pipe: Pipeline, times: 
         lines=[
             f"idle {100 * found['bubble_actual']:.1f} %; {100 * found['bubble_planned']:.1f} % when simulated with the "
             f"measured times and free transfers; step {found['step_ms']:.0f} ms, {found['tokens_per_s']:,.0f} tokens/s",
-            *tell_versions(pipe.spec),
+            *describe_staleness(pipe.spec),
             f"held-out loss {held_out:.4f} nats a byte; a byte bigram model has {bigram:.4f} on the same bytes",
             *(f"{what} written to {path}" for name, what in FILES.items() if (path := getattr(options, name))),
         ],

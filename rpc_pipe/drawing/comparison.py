@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from ..planning.compare import Row, tell_bytes
+from ..planning.compare import Row, format_bytes
 
 
 def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table:
@@ -21,7 +21,7 @@ def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table
     for row in rows:
         if row.refused and not row.makespan:
             continue
-        memory = [tell_bytes(row.peak_memory or 0)] if with_memory else []
+        memory = [format_bytes(row.peak_memory or 0)] if with_memory else []
         late = f" ({max(row.staleness)} late)" if max(row.staleness) else " (asynchronous)"
         drawn.add_row(
             row.name + late * (not row.synchronous),

@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 from rich.table import Table
 
 from ..dependency import G, R
-from ..planning.compare import tell_bytes
+from ..planning.compare import format_bytes
 from ..planning.plan import Plan
 from ..planning.profile import TIMED, Profile
 from .svg import nice_step
@@ -50,7 +50,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
             cut_text(plan.cut),
             str(plan.num_microbatches),
             f"{plan.predicted_ms:.4g}",
-            tell_bytes(plan.predicted_memory),
+            format_bytes(plan.predicted_memory),
             f"{plan.bubble:.0%}",
             str(plan.messages),
             beside(plan, plans[0]),
@@ -72,7 +72,7 @@ def profile_table(profile: Profile, rows: int) -> Table:
     for block in profile.at(rows):
         times = [_ms(block.times.get(kind, 0)) for kind in _SHOWN]
         size = block.size
-        drawn.add_row(block.name, *times, *map(tell_bytes, (size.weights, size.activations, size.outputs)))
+        drawn.add_row(block.name, *times, *map(format_bytes, (size.weights, size.activations, size.outputs)))
     if any(profile.per_stage.values()):
         around = [_ms(profile.per_stage.get(kind, 0)) for kind in _SHOWN]
         drawn.add_row("each stage besides", *around, "", "", "")
@@ -130,7 +130,7 @@ def front_text(front: Sequence[Plan]) -> str:
         time = "█" * round(_BAR * plan.predicted_ms / slowest)
         memory = "▒" * round(_BAR * plan.predicted_memory / largest)
         lines.append(
-            f"{plan.predicted_ms:9.4g} ms {time:<{_BAR}} {tell_bytes(plan.predicted_memory):>8} "
+            f"{plan.predicted_ms:9.4g} ms {time:<{_BAR}} {format_bytes(plan.predicted_memory):>8} "
             f"{memory:<{_BAR}} {plan.name}, {plan.num_microbatches} microbatches"
         )
     return "\n".join(lines)
@@ -161,7 +161,7 @@ def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
     ]
     for memory in _ticks(largest):
         parts.append(f'<path class="axis" d="M{x(memory)} {bottom}v4"/>')
-        said = tell_bytes(memory)
+        said = format_bytes(memory)
         parts.append(f'<text class="dim" x="{x(memory)}" y="{bottom + 18}" text-anchor="middle">{said}</text>')
     for time in _ticks(slowest):
         parts.append(f'<path class="axis" d="M{_MARGIN} {y(time)}h-4"/>')
@@ -174,7 +174,7 @@ def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
         taken.append((_MARGIN + 4, _MARGIN + 4 + _CHARACTER * len(said), at + 14))
     parts.append(f'<polyline class="line" points="{path}"/>')
     for plan in reversed(ordered):  # the fastest is named first
-        about = f"{plan.name}: {plan.predicted_ms:.4g} ms, {tell_bytes(plan.predicted_memory)}"
+        about = f"{plan.name}: {plan.predicted_ms:.4g} ms, {format_bytes(plan.predicted_memory)}"
         across, down = x(plan.predicted_memory), y(plan.predicted_ms)
         parts.append(f'<circle cx="{across}" cy="{down}" r="4"><title>{escape(about)}</title></circle>')
         left, width = across + 6, _CHARACTER * len(plan.schedule)

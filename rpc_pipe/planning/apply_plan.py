@@ -1,4 +1,4 @@
-"""From a plan to what a pipeline is made of. Loads without torch."""
+"""The arguments of a pipeline from a plan. Loads without torch."""
 
 from __future__ import annotations
 
@@ -14,48 +14,53 @@ from .specs import ScheduleLike
 
 logger = logging.getLogger(__name__)
 
-#: a model whose stage has, relatively, so much more weights than the plan's, or less, is another
-_ALIKE = 0.01
+#: relative difference of a stage's bytes from the plan's above which the model is another
+_TOLERANCE = 0.01
 
-#: a plan, or what was written of it: the file or its contents
+#: a plan, its file, or the file's contents
 PlanLike = Plan | Mapping[str, Any] | str | Path
 
 
-def followed(plan: PlanLike | None, said: Any) -> Any:
-    """Return what a pipeline is to be made of: what a plan says, in the place of what was given.
+def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
+    """Return the settings of a pipeline with those that the plan decides.
 
     Args:
-        said: a named tuple with schedule, schedule_options, num_microbatches (0: not given), num_workers and split.
+        settings: a named tuple with schedule, schedule_options, num_microbatches (0: not given), num_workers and split.
 
     Raises:
-        ConfigError: it is no plan, or it is for another number of workers, or what it says was given as well.
+        ConfigError: it is no plan, is for another number of workers, or decides a setting that was given as well.
     """
     if plan is None:
-        return said
-    if said.num_microbatches or said.split is not None or said.schedule != "1f1b" or said.schedule_options:
+        return settings
+    if (
+        settings.num_microbatches
+        or settings.split is not None
+        or settings.schedule != "1f1b"
+        or settings.schedule_options
+    ):
         raise ConfigError(
             "plan: says schedule, schedule_options, num_microbatches and split; leave them out, or the plan"
         )
     found = read_plan(plan)
-    if said.num_workers is not None and found.num_workers and said.num_workers != found.num_workers:
-        raise ConfigError(f"num_workers {said.num_workers}: the plan is for {found.num_workers} workers")
+    if settings.num_workers is not None and found.num_workers and settings.num_workers != found.num_workers:
+        raise ConfigError(f"num_workers {settings.num_workers}: the plan is for {found.num_workers} workers")
     schedule: ScheduleLike = program_of(found) if found.program else found.schedule
-    return said._replace(
+    return settings._replace(
         schedule=schedule,
         schedule_options=found.schedule_options,
         num_microbatches=found.num_microbatches,
-        num_workers=said.num_workers or found.num_workers or None,
+        num_workers=settings.num_workers or found.num_workers or None,
         split=list(found.cut),
         plan=found,
     )
 
 
-def warn_of_another(plan: PlanLike | None, name: str, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:
-    """Warn if a plan was made for another model; who has the stage with most weights does.
+def warn_if_other_model(plan: PlanLike | None, name: str, workers: Iterable[Mapping[tuple[int, int], Any]]) -> None:
+    """Warn if a plan was made for another model. Only the worker of the stage with most weights warns.
 
     Args:
         name: of the model that is trained.
-        workers: their shards by (stage, route), of those of this process.
+        workers: the shards by (stage, route) of each worker in this process.
     """
     found = Plan("", {}, (), 0) if plan is None else read_plan(plan)
     planned = found.weights_by_stage
@@ -63,7 +68,7 @@ def warn_of_another(plan: PlanLike | None, name: str, workers: Iterable[Mapping[
     for shard in [shards[heaviest, 0] for shards in workers if (heaviest, 0) in shards]:
         held = [sum(tensor.nbytes for tensor in each) for each in (shard.parameters(), shard.buffers())]
         wanted = planned[heaviest]
-        if all(abs(each - wanted) > _ALIKE * wanted for each in (held[0], sum(held))):
+        if all(abs(each - wanted) > _TOLERANCE * wanted for each in (held[0], sum(held))):
             logger.warning(
                 "the plan was made for another model, %s, whose stage %d has %.4g MB of weights; that of this one, %s, "
                 "has %.4g MB: rpc-pipe plan makes one for it",

@@ -1,4 +1,4 @@
-"""The cut of a chain whose costliest stage is as cheap as can be, by enumerating bottlenecks. Loads without torch."""
+"""The cut of a chain that minimises the cost of the costliest stage, by bisection. Loads without torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def least_bottleneck(
     *,
     may_be_empty: bool = False,
 ) -> Ends | None:
-    """Return the boundaries of a cut whose costliest stage is cheap; None: none was found that fits.
+    """Return the boundaries of a cut with a cheap costliest stage; None: no cut that fits was found.
 
-    For a threshold, to give each stage as many blocks as it can take is as good as anything, and the threshold is
-    lowered to what was reached until no cut is below. So with stages that may be empty the cut is the best there is,
-    and a bound for all others. Where each must have a block it is the best if every stage could take every block.
+    For a given threshold it is optimal to give each stage in turn as many blocks as stay below it; bisection finds the
+    least threshold. So if stages may be empty, the cut is optimal and a lower bound of all others; if each must have a
+    block, it is optimal provided that every stage can take every single block.
 
     Args:
-        cost: grows with the blocks.
-        fits: whether a stage may have these blocks; fewer of them fit too.
+        cost: of (stage, first block, block behind the last); must grow with the blocks.
+        fits: whether a stage may have these blocks; if so, it may have fewer of them too.
     """
 
     def fill(most: float) -> Ends | None:
@@ -64,5 +64,5 @@ def least_bottleneck(
 
 
 def costliest(ends: Sequence[int], cost: StageCost) -> float:
-    """Return what the costliest stage of a cut costs."""
+    """Return the cost of the costliest stage of a cut."""
     return max(cost(stage, a, b) for stage, (a, b) in enumerate(pairwise(ends)))

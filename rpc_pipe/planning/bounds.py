@@ -1,7 +1,7 @@
-"""Times that no cut of a model can beat with a schedule: found without a simulation, to leave cuts out of the search.
+"""Lower bounds of a step's time for partly known cuts, computed without a simulation, by which the search prunes.
 
-A step's time is that of steps which follow each other: the longest that a worker has its own part of a step before it.
-Proven below what the simulator says of it, for every order in which workers may run what is ready. For each worker:
+The bounded time is `Simulation.steady_step_time`, for every order in which workers may run what is ready. For each
+worker:
 
     it must do all its work; and between the first and the last action of stage 0's worker lie the forwards of the
     stages before its own, all its work but W and updates, and the way of its last backward back to stage 0;
@@ -10,7 +10,7 @@ Proven below what the simulator says of it, for every order in which workers may
     before its last forward all but so many of its microbatches have been there and back, and after it that one must
     still pass the later stages forth and back.
 
-Of a cut whose first stages only are known, the rest counts as if it could be shared evenly. Loads without torch.
+The work of stages that are not known yet counts as if their workers could share it evenly. Loads without torch.
 """
 
 from __future__ import annotations
@@ -23,112 +23,112 @@ from ..dependency import B, F, I, Kind, R, Spec, U, W, order_limit
 from .bottleneck import costliest, least_bottleneck
 from .profile import Chain, Machines
 
-#: when each known stage can begin; what comes after its backward; all forwards; the whole path
+#: one microbatch's path: by known stage, the time before its F and after its backward; all forwards; the whole path
 _Path = tuple[list[float], list[float], float, float]
 
 
 class Bounds:
-    """Lower bounds of the time of a step, for cuts of `chain` that are known in part or whole."""
+    """Lower bounds of a step's time with one schedule on given machines, for cuts that are known in part or whole."""
 
     def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
         self.spec, self.chain, self.machines = spec, chain, machines
         self._num_stages = spec.num_stages
         microbatches = Counter(map(spec.route, range(spec.num_microbatches)))
         self._routes = sorted(microbatches)
-        self._count = [microbatches[r] for r in range(spec.num_routes)]
+        self._num_microbatches = [microbatches[r] for r in range(spec.num_routes)]
         stages = range(spec.num_stages)
         self._worker = [[spec.place(s, r) for r in range(spec.num_routes)] for s in stages]
         self._slow = [[machines.slow(w) for w in row] for row in self._worker]
         self._hosted: list[list[tuple[int, int]]] = [
-            [shard for shard in spec.hosted(w) if self._count[shard[1]]] for w in range(spec.num_workers)
+            [shard for shard in spec.hosted(w) if self._num_microbatches[shard[1]]] for w in range(spec.num_workers)
         ]
         self._num_split = [self._splits(s) for s in stages]
         self.any_split = any(any(row) for row in self._num_split)
         self._recomputes = [spec.recomputes(s) for s in stages]
-        #: whether what is computed again waits for the gradient
-        self._on_the_way = not type(spec).recompute
-        self._held = [self._most_held(w) for w in range(spec.num_workers)]
+        #: whether recomputation (R) waits for the gradient
+        self._recompute_waits = not type(spec).recompute
+        self._max_held = [self._max_held_on(w) for w in range(spec.num_workers)]
         self._only_route = spec.num_routes == 1
 
     def _splits(self, stage: int) -> list[int]:
-        """Return by route how many backwards of a stage are in two parts."""
+        """Return, by route, how many backwards of a stage are split into I and W."""
         spec, found = self.spec, [0] * self.spec.num_routes
         for m in range(spec.num_microbatches):
             found[spec.route(m)] += spec.splits(stage, m)
         return found
 
-    def _most_held(self, worker: int) -> int:
-        all_of_them = sum(self._count[r] for _, r in self._hosted[worker])
+    def _max_held_on(self, worker: int) -> int:
+        all_of_them = sum(self._num_microbatches[r] for _, r in self._hosted[worker])
         claims = (self.spec.peak_activations(worker), order_limit(self.spec, worker))
         return min([all_of_them, *(claim for claim in claims if claim is not None)])
 
-    def of(self, ends: Sequence[int]) -> float:
-        """Return the bound.
+    def bound(self, ends: Sequence[int]) -> float:
+        """Return the bound of all cuts that begin with these boundaries.
 
         Args:
-            ends: boundaries of the first stages, 0 first; all of them if as many as stages, and one.
+            ends: boundaries of the first stages, 0 first; of a complete cut `num_stages + 1` of them.
         """
-        return _Partial(self, ends).bound()
+        return _PartialCut(self, ends).bound()
 
     @property
     def is_plain(self) -> bool:
         """Whether each worker has one stage, and all microbatches take one route."""
         return self.spec.num_routes == 1 and all(len(hosted) == 1 for hosted in self._hosted)
 
-    def behind(self, stage: int, start: int, stop: int) -> float:
-        """Return what the stage of these blocks adds to the path of one microbatch, if it is the slowest.
+    def slowest_stage_time(self, stage: int, start: int, stop: int) -> float:
+        """Return the time that a stage of these blocks adds to the path of one microbatch if it is the slowest stage.
 
-        It grows with the blocks, so the cut for which its largest is least is found exactly (`least_bottleneck`).
+        It grows with the blocks, so `least_bottleneck` minimises its maximum over stages exactly.
         """
-        chain, count, slow = self.chain, self._count[0], self._slow[stage][0]
-        # By the stage, not by where it starts: stages before may be empty here.
+        chain, count, slow = self.chain, self._num_microbatches[0], self._slow[stage][0]
+        # The stage's number, not its first block, tells the first stage here: stages before it may be empty.
         times = {kind: chain.blocks_time(kind, start, stop) + chain.per_stage[kind] for kind in (F, B, I, W, R)}
         split = self._num_split[stage][0]
         if not stage:
             times[I], times[W] = chain.per_stage[I], chain.blocks_time(B, start, stop) + chain.per_stage[W]
-        back = self.back(stage, 0, times)
+        back = self.input_backward(stage, 0, times)
         again = times[R] if self._recomputes[stage] else 0
-        held = self._held[self._worker[stage][0]]
-        if not self._on_the_way:
+        held = self._max_held[self._worker[stage][0]]
+        if not self._recompute_waits:
             return slow * ((count - held) * (times[F] + again) + (count - 1) * back)
         adds = slow * ((count - held) * times[F] + (count - 1) * (back + again))
         if count > held:
             once = times[F] + again + (min(times[I] + times[W], times[B]) if split else times[B])
             last, left = chain.num_blocks, self._num_stages - stage - 1
             below = chain.blocks_time(F, stop, last) + left * chain.per_stage[F]
-            below += self.unknown_back(stop, left)
+            below += self.unknown_input_backward(stop, left)
             fastest = min((row[0] for row in self._slow[stage + 1 :]), default=0)
-            # It must grow with the blocks: what the stages below lose counts as much at least here.
+            # So that it grows with the blocks: what the stages behind lose by them counts here at least as much.
             adds = max(adds, slow * (count - held) * once + min(slow, fastest) * below)
         return adds
 
-    def back(self, stage: int, route: int, times: Mapping[Kind, float]) -> float:
-        """Return the least of a stage's times from the arrival of a gradient to where it goes on.
+    def input_backward(self, stage: int, route: int, times: Mapping[Kind, float]) -> float:
+        """Return the least time of a stage from the arrival of a gradient to sending the gradient of its inputs.
 
-        On the first stage, whose worker does it all before its part of the step has ended: that of a whole backward.
+        Of the first stage it is the whole backward, with which its worker's part of the step ends.
         """
         split = self._num_split[stage][route]
         part = times[I] if stage else times[I] + times[W]
         back = part if split else times[B]
-        return min(back, times[B]) if 0 < split < self._count[route] else back
+        return min(back, times[B]) if 0 < split < self._num_microbatches[route] else back
 
-    def unknown_back(self, start: int, num_stages: int) -> float:
-        """Return the same of so many stages of the blocks from `start` on, whatever their cut."""
+    def unknown_input_backward(self, start: int, num_stages: int) -> float:
+        """Return the sum of these times for `num_stages` stages of the blocks from `start` on, for any cut of them."""
         chain, last, around = self.chain, self.chain.num_blocks, self.chain.per_stage
         if not self.any_split:
             return chain.blocks_time(B, start, last) + num_stages * around[B]
-        return chain.least_back(start, last) + num_stages * min(around[I], around[B])
+        return chain.least_input_backward(start, last) + num_stages * min(around[I], around[B])
 
     def unknown_backward(self, start: int, num_stages: int) -> float:
-        """Return the least that their backwards take."""
+        """Return the least time of the whole backwards of the same stages."""
         chain, last, around = self.chain, self.chain.num_blocks, self.chain.per_stage
         if not self.any_split:
             return chain.blocks_time(B, start, last) + num_stages * around[B]
         return chain.least_backward(start, last) + num_stages * min(around[I] + around[W], around[B])
 
     def everywhere(self) -> float:
-        """Return a time that no cut beats; infinity if none fits."""
-        bound = self.of((0,))
+        """Return a bound of all cuts; infinity if none fits."""
+        bound = self.bound((0,))
         if not self.is_plain:
             return bound
         chain, limits = self.chain, [self.machines.limit(self._worker[s][0]) for s in range(self._num_stages)]
@@ -137,14 +137,14 @@ class Bounds:
             limit = limits[stage]
             return limit is None or chain.resident(a, b) + chain.activations(a, b) <= limit * (1 + 1e-9)
 
-        ends = least_bottleneck(chain.num_blocks, self._num_stages, self.behind, fits, may_be_empty=True)
+        ends = least_bottleneck(chain.num_blocks, self._num_stages, self.slowest_stage_time, fits, may_be_empty=True)
         if ends is None:
             return float("inf")
-        path = _Partial(self, (0,)).path() + costliest(ends, self.behind)
+        path = _PartialCut(self, (0,)).path() + costliest(ends, self.slowest_stage_time)
         return max(bound, path * (1 - 1e-9) + chain.per_step)
 
-    def beyond(self, ends: Sequence[int], cap: float | None = None) -> bool:
-        """Tell whether a worker cannot have its stages of those that are known, whatever the others are."""
+    def exceeds_memory(self, ends: Sequence[int], cap: float | None = None) -> bool:
+        """Return whether the known stages alone exceed the memory of a worker."""
         chain, limits = self.chain, [self.machines.limit(w) for w in range(self.spec.num_workers)]
         if cap is None and not any(limit is not None for limit in limits):
             return False
@@ -158,8 +158,8 @@ class Bounds:
         return False
 
 
-class _Partial:
-    """The bound of one beginning of a cut."""
+class _PartialCut:
+    """The bound of one cut whose first stages are known."""
 
     def __init__(self, bounds: Bounds, ends: Sequence[int]) -> None:
         self._bounds = bounds
@@ -170,20 +170,20 @@ class _Partial:
         self._rest = bounds._num_stages - self._known
 
     def _unknown_forward(self) -> float:
-        """Return what forwards take on all stages that are not known, on a worker of slowness 1."""
+        """Return the time of the forwards of all unknown stages on a worker of slowness 1."""
         chain, start = self._bounds.chain, self._ends[-1]
         if not self._rest:
             return 0
         return chain.blocks_time(F, start, chain.num_blocks) + self._rest * chain.per_stage[F]
 
-    def _back(self, stage: int, route: int) -> float:
-        """Return the least time from the arrival of a gradient to where it goes on, less the worker's slowness."""
+    def _input_backward(self, stage: int, route: int) -> float:
+        """Return `Bounds.input_backward` of a known stage with its recomputation, on a worker of slowness 1."""
         b, times = self._bounds, self._times
-        back = b.back(stage, route, {kind: times[kind][stage] for kind in (B, I, W)})
-        return back + (times[R][stage] if b._on_the_way and b._recomputes[stage] else 0)
+        back = b.input_backward(stage, route, {kind: times[kind][stage] for kind in (B, I, W)})
+        return back + (times[R][stage] if b._recompute_waits and b._recomputes[stage] else 0)
 
-    def _hop(self, stage: int, route: int, back: bool) -> float:
-        """Return the time of a payload from `stage` to the next one, or of the gradient back; at least the latency."""
+    def _transfer(self, stage: int, route: int, back: bool) -> float:
+        """Return the transfer time between a stage and the next, of a payload or its gradient; at least the latency."""
         b = self._bounds
         here, there = b._worker[stage][route], b._worker[stage + 1][route]
         if here == there:
@@ -195,7 +195,7 @@ class _Partial:
         return link.latency + size / link.bandwidth
 
     def _path(self, route: int) -> _Path:
-        """Return when each known stage can begin, what comes after its backward, all forwards, the whole path."""
+        """Return the least times on the path of one microbatch."""
         b, known = self._bounds, self._known
         heads, tails, head, tail = [], [], 0.0, 0.0
         for stage in range(known):
@@ -203,18 +203,20 @@ class _Partial:
             heads.append(head)
             tails.append(tail)
             head += self._times[F][stage] * slow
-            tail += self._back(stage, route) * slow
+            tail += self._input_backward(stage, route) * slow
             if stage + 1 < b._num_stages:
-                head += self._hop(stage, route, False)
-                tail += self._hop(stage, route, True)
+                head += self._transfer(stage, route, False)
+                tail += self._transfer(stage, route, True)
         fastest = min((b._slow[s][route] for s in range(known, b._num_stages)), default=0)
         hops = range(known, b._num_stages - 1)
-        forwards = head + self._unknown_forward() * fastest + sum(self._hop(s, route, False) for s in hops)
-        back = b.unknown_back(self._ends[-1], self._rest) * fastest + sum(self._hop(s, route, True) for s in hops)
+        forwards = head + self._unknown_forward() * fastest + sum(self._transfer(s, route, False) for s in hops)
+        back = b.unknown_input_backward(self._ends[-1], self._rest) * fastest + sum(
+            self._transfer(s, route, True) for s in hops
+        )
         return [*heads, head], [*tails, tail], forwards, forwards + back + tail
 
     def path(self) -> float:
-        """Return the least time of one microbatch forth and back."""
+        """Return the least time of one microbatch forward and backward."""
         return max(self._path(route)[3] for route in self._bounds._routes)
 
     def bound(self) -> float:
@@ -231,36 +233,36 @@ class _Partial:
                 continue
             found.append(load)
             if len(own) == 1 and not missing:
-                found.append(self._last_one(paths[own[0][1]], *own[0], b._held[worker]))
+                found.append(self._last_microbatch_end(paths[own[0][1]], *own[0], b._max_held[worker]))
             begins = {route: min(paths[route][0][min(s, known)] for s, r in hosted if r == route)
                       for route in {r for _, r in hosted}}  # fmt: skip
-            before = self._forwards_before(own, b._held[worker])
-            found.append(min(self._turn(paths[r], s, r) - begins[r] for s, r in hosted) - before + load)
+            before = self._forwards_before(own, b._max_held[worker])
+            found.append(min(self._first_backward_start(paths[r], s, r) - begins[r] for s, r in hosted) - before + load)
             if b._only_route:  # the step begins and ends on the worker of its stage 0
                 after = min(paths[r][1][min(s, known)] for s, r in hosted)
-                late = min(self._turn(paths[r], s, r) for s, r in hosted) - before
+                late = min(self._first_backward_start(paths[r], s, r) for s, r in hosted) - before
                 found.append(max(late, min(begins.values())) + load - weights - updates + after)
         if self._rest:
-            found.append(self._shared(loads, paths))
+            found.append(self._evenly_shared(loads, paths))
         return max(found) + b.chain.per_step
 
-    def _last_one(self, path: _Path, stage: int, route: int, held: int) -> float:
-        """Return when a worker's last microbatch has come back to stage 0."""
+    def _last_microbatch_end(self, path: _Path, stage: int, route: int, held: int) -> float:
+        """Return the least time until a worker's last microbatch has come back to stage 0."""
         b, times, (heads, tails, _, whole) = self._bounds, self._times, path
-        count, split, slow = b._count[route], b._num_split[stage][route], b._slow[stage][route]
-        if count <= held or not b._on_the_way:
+        count, split, slow = b._num_microbatches[route], b._num_split[stage][route], b._slow[stage][route]
+        if count <= held or not b._recompute_waits:
             return 0
         backward = min(times[I][stage] + times[W][stage], times[B][stage]) if split else times[B][stage]
         once = times[F][stage] + backward + (times[R][stage] if b._recomputes[stage] else 0)
-        here = (times[F][stage] + self._back(stage, route)) * slow
+        here = (times[F][stage] + self._input_backward(stage, route)) * slow
         return whole + (count - held) * once * slow + whole - heads[stage] - here - tails[stage]
 
     def _load(self, own: list[tuple[int, int]]) -> tuple[float, float, float]:
-        """Return all work of a worker's known stages, the part of it that is W, and the updates."""
+        """Return the work of a worker's known stages, updates included, and the parts of it that are W and updates."""
         b, times = self._bounds, self._times
         load = weights = updates = 0.0
         for s, r in own:
-            count, split, slow = b._count[r], b._num_split[s][r], b._slow[s][r]
+            count, split, slow = b._num_microbatches[r], b._num_split[s][r], b._slow[s][r]
             weights += split * times[W][s] * slow
             updates += times[U][s] * slow
             again = times[R][s] if b._recomputes[s] else 0
@@ -268,19 +270,19 @@ class _Partial:
             load += whole * slow
         return load + weights + updates, weights, updates
 
-    def _turn(self, path: _Path, stage: int, route: int) -> float:
-        """Return when the first backward of a stage can begin."""
+    def _first_backward_start(self, path: _Path, stage: int, route: int) -> float:
+        """Return the least time until the first backward of a stage begins."""
         b, (_, tails, forwards, whole) = self._bounds, path
         if stage >= self._known:
             return forwards
-        return whole - tails[stage] - self._back(stage, route) * b._slow[stage][route]
+        return whole - tails[stage] - self._input_backward(stage, route) * b._slow[stage][route]
 
     def _forwards_before(self, own: list[tuple[int, int]], held: int) -> float:
-        """Return the longest that so many forwards can take, with what may be computed again before a gradient."""
+        """Return the longest that `held` forwards can take, with recomputation that need not wait for gradients."""
         b, times, total = self._bounds, self._times, 0.0
-        again = not b._on_the_way
+        again = not b._recompute_waits
         each = [
-            ((times[F][s] + (times[R][s] if again and b._recomputes[s] else 0)) * b._slow[s][r], b._count[r])
+            ((times[F][s] + (times[R][s] if again and b._recomputes[s] else 0)) * b._slow[s][r], b._num_microbatches[r])
             for s, r in own
         ]
         for time, count in sorted(each, reverse=True):
@@ -288,11 +290,11 @@ class _Partial:
             held -= min(count, held)
         return total
 
-    def _shared(self, loads: Sequence[tuple[float, float]], paths: Mapping[int, _Path]) -> float:
-        """Return how long the workers of unknown stages need for all of theirs, if they could share it evenly.
+    def _evenly_shared(self, loads: Sequence[tuple[float, float]], paths: Mapping[int, _Path]) -> float:
+        """Return the least time of the workers of unknown stages if they could share all their work evenly.
 
         Args:
-            loads: by worker, of known stages: all, and the part of it that may come when stage 0 has ended.
+            loads: by worker, the work of known stages, and the part of it that need not precede the end of stage 0.
         """
         b, known = self._bounds, self._known
         stages = range(known, b._num_stages)
@@ -301,14 +303,14 @@ class _Partial:
         speeds = {w: 1 / b.machines.slow(w) for w in workers if b.machines.slow(w) > 0}
         if not speeds:
             return 0
-        count, forward = sum(b._count[r] for r in b._routes), self._unknown_forward()
+        count, forward = sum(b._num_microbatches[r] for r in b._routes), self._unknown_forward()
         done = sum(loads[w][0] * speed for w, speed in speeds.items())
         needed = (count * (forward + backward) + done) / sum(speeds.values())
         if not b._only_route:
             return needed
-        # What is left when the last backward is on its way back to stage 0 is not waited for.
+        # Stage 0 waits for no W and no update of the other stages.
         firm = sum((loads[w][0] - loads[w][1]) * speed for w, speed in speeds.items())
-        back = b.unknown_back(self._ends[-1], self._rest)
+        back = b.unknown_input_backward(self._ends[-1], self._rest)
         path = paths[0]
         hosted = [min(s, known) for w in speeds for s, _ in b._hosted[w]]
         around = min(path[0][s] for s in hosted) + min(path[1][s] for s in hosted)

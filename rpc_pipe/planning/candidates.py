@@ -1,4 +1,4 @@
-"""What a planner chooses among: schedules with their parameters, microbatches, recomputation. Loads without torch."""
+"""The candidates of a planner: schedules with parameters, microbatches and recomputation. Loads without torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..schedules import SCHEDULES
 from .plan import with_recompute
 from .specs import find_schedule, make_spec
 
-#: parameters that are worth trying, besides the defaults
+#: every schedule with its defaults, and with other parameters worth trying
 VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
     *((name, {}) for name in SCHEDULES),
     ("interleaved", {"chunks": 4}),
@@ -22,10 +22,10 @@ VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
 
 
 def refuse_unknown(names: Iterable[str]) -> None:
-    """Refuse a name that no schedule has, with the nearest, or that is no plan's.
+    """Refuse names of which plans cannot be made.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: a name is unknown (the nearest is offered), or that of an asynchronous schedule.
     """
     for name in names:
         find_schedule(name)
@@ -57,7 +57,7 @@ class Candidate:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `make_spec` is told."""
+        """The schedule's parameters for `make_spec`, recomputation included."""
         return with_recompute(self.parameters, self.recompute)
 
 
@@ -69,13 +69,13 @@ def candidates(
     most_stages: int,
     schedules: Sequence[str] | None = None,
 ) -> Iterator[Candidate]:
-    """Yield what can be made for so many workers: without recomputation, on the first stages, and on all.
+    """Yield the candidates for this number of workers: without recomputation, with it on the first stages, and on all.
 
-    The first stages hold activations for longest, so they recompute first.
+    The first stages hold activations for longest, so these recompute first.
 
     Args:
-        most_stages: into which the model can be cut.
-        schedules: names; all that keep steps apart by default, as updates that steps overtake train other numbers.
+        most_stages: the most stages that the model can be cut into.
+        schedules: names; None: all synchronous ones, as asynchronous ones train other parameters.
     """
     seen = set()
     for name, parameters in VARIANTS:

@@ -1,4 +1,4 @@
-"""All schedules side by side for one model on the same workers: which to use, and what it costs. Torch-free."""
+"""A comparison of all schedules for one model on the same workers, in time and memory. Loads without torch."""
 
 from __future__ import annotations
 
@@ -10,34 +10,34 @@ from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, Spec, W, ch
 from ..model.cut import cut
 from .candidates import VARIANTS
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
-from .plan import tell_name
+from .plan import schedule_label
 from .profile import TIMED, Chain, LayerCost
 from .simulator import simulate
 from .specs import make_spec
 
-#: steps that are simulated in sequence to see what one costs when they follow each other
+#: number of steps that are simulated in sequence for the time of a step among others
 _STEPS = 4
 
 
 @dataclass(frozen=True)
 class ModelCosts:
-    """What a microbatch costs on a stage, by the number of stages the model is cut into.
+    """The costs of a microbatch on a stage, for any number of stages.
 
-    Either from the costs and sizes of a worker's share, 1/P of the model, divided evenly among its stages; or from
-    those of every layer, cut as `Pipeline` cuts them.
+    They are given for a worker's share, 1/P of the model, which is divided evenly among its stages; or for every
+    layer, and these are cut as `Pipeline` cuts them.
     """
 
     num_workers: int
     #: time by kind, of a worker's share or of each layer
     costs: Sequence[Mapping[Kind, float]]
-    #: bytes, likewise; empty if memory is of no interest
+    #: bytes, likewise; empty: memory is not computed
     sizes: Sequence[Size] = ()
     by_layer: bool = False
 
     def stage_costs(self, num_stages: int) -> list[dict[Kind, float]]:
         """Return the time by kind of each stage."""
         if not self.by_layer:
-            share = {kind: time * self.num_workers / num_stages for kind, time in complete(self.costs[0]).items()}
+            share = {kind: time * self.num_workers / num_stages for kind, time in complete_costs(self.costs[0]).items()}
             return [{kind: int(t) if t == int(t) else t for kind, t in share.items()}] * num_stages
         chain = self._chain
         return [
@@ -48,7 +48,7 @@ class ModelCosts:
     @property
     def _chain(self) -> Chain:
         sizes = self.sizes or [Size()] * len(self.costs)
-        return Chain([LayerCost(complete(costs), size) for costs, size in zip(self.costs, sizes, strict=True)])
+        return Chain([LayerCost(complete_costs(costs), size) for costs, size in zip(self.costs, sizes, strict=True)])
 
     def stage_sizes(self, num_stages: int) -> list[Size]:
         """Return the bytes of each stage."""
@@ -67,8 +67,8 @@ class ModelCosts:
         return [scaled] * num_stages
 
 
-def complete(costs: Mapping[Kind, float]) -> dict[Kind, float]:
-    """Return costs with what follows from the others: B is I and W, each half of B if only B is known, R is F."""
+def complete_costs(costs: Mapping[Kind, float]) -> dict[Kind, float]:
+    """Return costs with the missing kinds: B = I + W; I = W = B / 2 if only B is known; R = F."""
     full = dict(costs)
     if I in full or W in full:
         full.setdefault(B, full.get(I, 0) + full.get(W, 0))
@@ -81,35 +81,35 @@ def complete(costs: Mapping[Kind, float]) -> dict[Kind, float]:
 
 @dataclass(frozen=True)
 class Row:
-    """What one schedule costs. Times in the unit of the costs, memory in bytes."""
+    """The costs of one schedule. Times in the unit of the given costs, memory in bytes."""
 
     schedule: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
     order: Order = "ready"
     makespan: float = 0
-    #: of a step when steps follow each other
+    #: time of a step among others
     step_time: float = 0
     bubble: float = 0
-    #: most microbatches that any worker keeps, in worker's shares of the model
+    #: most activations of a worker, in microbatches of a worker's share of the model
     peak_activations: float = 0
-    #: bytes of the worker that holds most; None if no sizes were given
+    #: peak bytes of the worker that holds most; None: no sizes were given
     peak_memory: float | None = None
     #: payloads between workers in a step
     messages: int = 0
-    #: False if steps overtake updates, so that something else is trained
+    #: False: asynchronous, so the trained parameters differ
     synchronous: bool = True
-    #: by worker: how many updates late gradients are applied, and copies of the weights in worker's shares
+    #: by worker: by how many updates gradients are late, and copies of weights in worker's shares
     staleness: Sequence[int] = ()
     weight_copies: Sequence[int] = ()
-    #: bytes of these copies, by worker; None if no sizes were given
+    #: bytes of these copies, by worker; None: no sizes were given
     weight_bytes: Sequence[float] | None = None
-    #: why it cannot be used; then the rest is empty
+    #: why it cannot be used; then all else is empty
     refused: str = ""
 
     @property
     def name(self) -> str:
         """The schedule with the parameters that are not its defaults."""
-        return tell_name(self.schedule, self.parameters)
+        return schedule_label(self.schedule, self.parameters)
 
 
 def compare(
@@ -121,8 +121,10 @@ def compare(
     order: Order | None = None,
     also: tuple[str, Mapping[str, Any]] | None = None,
 ) -> list[Row]:
-    """Return a row for every schedule, the fastest first; then those that are not synchronous, as they train something
-    else; what cannot be used, or not within `limit` bytes, last.
+    """Return a row for every schedule, the fastest first.
+
+    Asynchronous schedules, which train other parameters, come behind the synchronous ones; schedules that cannot be
+    used or exceed `limit` bytes come last.
 
     Args:
         also: another schedule, by name or file, and its parameters.
@@ -169,12 +171,12 @@ def _row(
         [stale_on(spec, worker) for worker in range(spec.num_workers)],
         [copies_on(spec, worker) for worker in range(spec.num_workers)],
         weight_bytes(spec, sizes) if sizes else None,
-        f"needs {tell_bytes(memory)}" if too_much and memory is not None else "",
+        f"needs {format_bytes(memory)}" if too_much and memory is not None else "",
     )
 
 
 def verdict(rows: Sequence[Row], limit: float | None) -> str:
-    """Say which schedule to use, in a sentence or two, and what was left out."""
+    """Return which schedule to use, in a sentence or two, and which were left out."""
     overtaken = [row for row in rows if not row.refused and not row.synchronous]
     usable = [row for row in rows if not row.refused and row.synchronous]
     lines = []
@@ -186,7 +188,7 @@ def verdict(rows: Sequence[Row], limit: float | None) -> str:
         if least is not best:
             lines.append(f"least memory within 10 % of that: {least.name}, {least.step_time:.6g} a step")
     elif limit is not None and not overtaken:
-        lines.append(f"none fits into {tell_bytes(limit)}")
+        lines.append(f"none fits into {format_bytes(limit)}")
     if overtaken:
         named = ", ".join(
             f"{row.name} ({row.step_time:.6g} a step, "
@@ -199,8 +201,8 @@ def verdict(rows: Sequence[Row], limit: float | None) -> str:
     return "\n".join(lines)
 
 
-def tell_versions(spec: Spec) -> list[str]:
-    """Say of a schedule that is not synchronous, in a line, what that costs; of others there is nothing to say."""
+def describe_staleness(spec: Spec) -> list[str]:
+    """Return a line on the staleness and weight copies of an asynchronous schedule; none of a synchronous one."""
     if spec.synchronous:
         return []
     workers = range(spec.num_workers)
@@ -208,10 +210,10 @@ def tell_versions(spec: Spec) -> list[str]:
     return [f"asynchronous: gradients are up to {late} updates late by worker; copies of the weights {copies}"]
 
 
-def tell_bytes(amount: float) -> str:
-    """Write an amount of memory.
+def format_bytes(amount: float) -> str:
+    """Return a number of bytes as text.
 
-    >>> tell_bytes(3.2e9), tell_bytes(512)
+    >>> format_bytes(3.2e9), format_bytes(512)
     ('3.2 GB', '512 B')
     """
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

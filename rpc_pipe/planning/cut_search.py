@@ -1,9 +1,9 @@
-"""The cut that makes a schedule's step shortest, as the simulator prices it, within the workers' memory.
+"""The cut of a model with the shortest simulated step of one schedule, within the workers' memory.
 
-First a cut whose slowest stage is as fast as can be, then moves of one boundary at a time, then proof: beginnings of
-cuts are put off by the bound of what they can lead to, and what cannot beat the best known is never priced. It is not
-enough to keep one best cut of each beginning, since a step's time depends on which stage turns out to be the slowest
-(so Oobleck's planner says too). Loads without torch.
+First a balanced cut, then hill climbing by moves of one boundary, then branch and bound over the boundaries from the
+first stage on (`bounds`), which proves the optimum. Dynamic programming over prefixes would not do: the time of a step
+depends on which stage turns out to be the slowest, so the best cut need not begin with the best prefix (also noted by
+the planner of Oobleck). Loads without torch.
 """
 
 from __future__ import annotations
@@ -16,53 +16,53 @@ from dataclasses import dataclass
 from ..dependency import B, F, I, R, Spec, U, W
 from .bottleneck import Ends, least_bottleneck
 from .bounds import Bounds
-from .pricing import Priced
+from .pricing import PricedSchedule
 from .profile import Chain, Machines
 
-#: a bound this much below the best known, relatively, may still be as good: sums in another order differ
+#: relative margin below a bound: sums in another order differ by rounding
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class CutFound:
-    """A cut with what the simulator says of it."""
+    """A cut with its simulated time and memory."""
 
     ends: Ends
     time: float
-    #: bytes by worker
+    #: peak bytes by worker
     memory: tuple[float, ...]
-    #: by how many bytes it does not fit
+    #: by how many bytes it exceeds the limits; 0: it fits
     excess: float = 0
 
     @property
     def rank(self) -> tuple[float, float]:
-        """What fits comes first, and then what is faster."""
+        """Sort key: cuts that fit first, and of these the fastest."""
         return self.excess, self.time
 
 
 class CutSearch:
-    """The search for the best cut with one schedule. What has been priced is remembered."""
+    """The search for the best cut with one schedule. Every simulated cut is remembered."""
 
     def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
         self.spec, self.chain, self.machines = spec, chain, machines
         self.bounds = Bounds(spec, chain, machines)
         self.least = self.bounds.everywhere()
-        self._priced: Priced | None = None
+        self._priced: PricedSchedule | None = None
         self._known: dict[Ends, tuple[float, tuple[float, ...] | None]] = {}
 
     @property
-    def priced(self) -> Priced:
-        """The compiled relation; made when it is needed first."""
+    def priced(self) -> PricedSchedule:
+        """The schedule with its compiled relation, which is built on first use."""
         if self._priced is None:
-            self._priced = Priced(self.spec, self.chain, self.machines)
+            self._priced = PricedSchedule(self.spec, self.chain, self.machines)
         return self._priced
 
-    def look(self, ends: Ends, *, faster_than: float = float("inf"), cap: float | None = None) -> CutFound | None:
-        """Price a cut; None if it is not faster than what is wanted."""
+    def price(self, ends: Ends, *, faster_than: float = float("inf"), cap: float | None = None) -> CutFound | None:
+        """Simulate a cut; return None if it is not faster than `faster_than`."""
         known = self._known.get(ends)
         if known is None or (known[1] is None and known[0] < faster_than):
             simulation = self.priced.simulate(ends)
-            took = self.priced.step(simulation, ends)
+            took = self.priced.step_time(simulation, ends)
             held = self.priced.memory(simulation, ends) if took < faster_than else None
             known = self._known[ends] = took, held
         if known[0] >= faster_than or known[1] is None:
@@ -71,22 +71,22 @@ class CutSearch:
 
     @property
     def was_priced(self) -> bool:
-        """Whether any cut was."""
+        """Whether any cut has been simulated."""
         return bool(self._known)
 
     def found(self) -> Iterator[CutFound]:
-        """Yield what has been priced with its memory and fits."""
+        """Yield the simulated cuts that fit and whose memory is known."""
         for ends, (took, held) in self._known.items():
             if held is not None and self.priced.excess(held) <= 0:
                 yield CutFound(ends, took, held)
 
-    # --- a good cut, quickly
+    # --- a good cut quickly
 
-    def start(self, cap: float | None = None, *, roomy: bool = False) -> Ends:
-        """Return a cut whose slowest stage is as fast as can be; within memory, as far as a stage can tell.
+    def balanced(self, cap: float | None = None, *, roomy: bool = False) -> Ends:
+        """Return the cut with the fastest slowest stage whose stages fit, by an estimate of each stage alone.
 
         Args:
-            roomy: with room for a payload that comes and one that goes, and for what kernels need.
+            roomy: leave room for an incoming and an outgoing payload, and for working memory.
         """
         spec, chain = self.spec, self.chain
         count, depth = spec.num_microbatches, spec.num_stages
@@ -118,21 +118,22 @@ class CutSearch:
         assert found is not None
         return found
 
-    def _look_at(self, ends: Ends, cap: float | None) -> CutFound:
-        found = self.look(ends, cap=cap)
+    def _priced_cut(self, ends: Ends, cap: float | None) -> CutFound:
+        found = self.price(ends, cap=cap)
         assert found is not None
         return found
 
-    def look_first(self, cap: float | None = None) -> CutFound:
-        """Return the first cut that is priced."""
-        best = self._look_at(self.start(cap), cap)
+    def first_cut(self, cap: float | None = None) -> CutFound:
+        """Return the balanced cut, or the roomier one if that does not fit."""
+        best = self._priced_cut(self.balanced(cap), cap)
         if best.excess > 0:
-            best = min(best, self._look_at(self.start(cap, roomy=True), cap), key=lambda found: found.rank)
+            best = min(best, self._priced_cut(self.balanced(cap, roomy=True), cap), key=lambda found: found.rank)
         return best
 
     def climb(self, until: float, cap: float | None = None) -> CutFound:
-        """Return the best cut that moves of one boundary lead to from the first; `until`: by `time.monotonic`."""
-        best = self.look_first(cap)
+        """Return the result of hill climbing from the first cut, by moves of one boundary, until `time.monotonic()`
+        is `until`."""
+        best = self.first_cut(cap)
         step = max(1, self.chain.num_blocks // (4 * self.spec.num_stages))
         while step:
             better: CutFound | None = best
@@ -147,32 +148,32 @@ class CutSearch:
             for by in (step, -step):
                 moved = (*best.ends[:i], best.ends[i] + by, *best.ends[i + 1 :])
                 if moved[i - 1] < moved[i] < moved[i + 1]:
-                    # What does not fit yet may become slower on its way to fit.
+                    # A cut that does not fit may become slower until it fits.
                     faster_than = float("inf") if best.excess > 0 else best.time
-                    if self.bounds.of(moved) * (1 - _ROUNDING) >= faster_than:
+                    if self.bounds.bound(moved) * (1 - _ROUNDING) >= faster_than:
                         continue
-                    found = self.look(moved, faster_than=faster_than, cap=cap)
+                    found = self.price(moved, faster_than=faster_than, cap=cap)
                     if found is not None and found.rank < best.rank:
                         return found
                 if time.monotonic() > until:
                     return None
         return None
 
-    # --- the best cut
+    # --- the best cut, proven
 
     def prove(
         self, best: CutFound | None, until: float = float("inf"), cap: float | None = None
     ) -> tuple[CutFound | None, float]:
-        """Search all cuts that may be faster than `best`.
+        """Search all cuts that may be faster than `best` by branch and bound.
 
         Args:
-            best: the best that is known and fits, of any schedule.
+            best: the best cut known that fits, of any schedule.
             until: when to stop, by `time.monotonic`.
             cap: a limit of memory for all workers, besides their own.
 
         Returns:
-            What is better and fits, and the best of all cuts, if it was found; and a time that no cut of this schedule
-            that fits can beat: of the one found, if nothing was left out.
+            (The best cut that is faster than `best` and fits, or None; a lower bound of all cuts of this schedule that
+            fit.) If the search ended in time, the bound is the time of the best.
         """
         bounds, last = self.bounds, self.chain.num_blocks
         depth = self.spec.num_stages
@@ -184,17 +185,17 @@ class CutSearch:
                 return found, min(heap[0][0], most)
             bound, left, ends = heapq.heappop(heap)
             if len(ends) == depth + 1:
-                better = self.look(ends, faster_than=most, cap=cap)
+                better = self.price(ends, faster_than=most, cap=cap)
                 if better is not None and better.excess <= 0:
                     found, most = better, better.time
                 continue
-            left = depth - len(ends)  # stages behind the one that is added
+            left = depth - len(ends)  # stages behind the new one
             stops = range(ends[-1] + 1, last - left + 1) if left else (last,)
             for stop in stops:
                 longer = (*ends, stop)
-                if bounds.beyond(longer, cap):
-                    break  # more blocks need more still
-                least = max(bound, bounds.of(longer))
+                if bounds.exceeds_memory(longer, cap):
+                    break  # more blocks need even more memory
+                least = max(bound, bounds.bound(longer))
                 if least * (1 - _ROUNDING) < most:
                     heapq.heappush(heap, (least, left, longer))
         return found, most

@@ -1,4 +1,4 @@
-"""What a model would cost that does not fit: operations counted, for layers on the meta device. Needs torch."""
+"""Estimated costs of a model that is too large to run: its operations are counted on the meta device. Needs torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .block_timing import num_bytes
 from .footprint import Size
 from .profile import LayerCost
 
-#: side of the square matrices whose product tells the speed of a device
-_SIDE = 512
-#: bytes that a device is taken to read or write in a millisecond, where no product of matrices is what takes time
+#: side of the square matrices by whose product the speed of a device is measured
+_MATRIX_SIDE = 512
+#: assumed memory bandwidth in bytes a millisecond, for blocks and updates that it limits
 _BYTES_A_MS = 4e6
 
 
-class _Operations(TorchDispatchMode):
-    """Counts what products and convolutions compute. torch's own mode looks at modules, as the model does not."""
+class _OperationCounter(TorchDispatchMode):
+    """Counts the operations of products and convolutions, like torch's mode, which needs modules besides."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -44,18 +44,18 @@ class _Operations(TorchDispatchMode):
 
 
 def operations_a_ms(device: str) -> float:
-    """Return how many operations of a product of matrices the device does in a millisecond."""
-    a = torch.randn(_SIDE, _SIDE, device=device)
+    """Return the operations a millisecond of a matrix product on the device."""
+    a = torch.randn(_MATRIX_SIDE, _MATRIX_SIDE, device=device)
     best = float("inf")
     for _ in range(4):
         begin = time.perf_counter()
         float((a @ a)[0, 0])
         best = min(best, time.perf_counter() - begin)
-    return 2 * _SIDE**3 / (1e3 * best)
+    return 2 * _MATRIX_SIDE**3 / (1e3 * best)
 
 
 def estimate_layers(made: Made, batch: Tree, speed: float, optimizer: OptimizerFactory) -> list[LayerCost]:
-    """Estimate each layer of a list."""
+    """Estimate each layer of a list. `speed` in operations a millisecond."""
     inputs, target = made.pair(_on_meta(batch))
     costs: list[LayerCost] = []
     layers = made.layers()
@@ -66,7 +66,7 @@ def estimate_layers(made: Made, batch: Tree, speed: float, optimizer: OptimizerF
         layer = copy.deepcopy(layer).to("meta")
         leaves = [tensor.requires_grad_() for tensor in tensors_of(inputs) if i and tensor.is_floating_point()]
         saved = Saved()
-        with _Operations() as counter, saved.hooks():
+        with _OperationCounter() as counter, saved.hooks():
             outputs = layer(inputs)
             if i == count - 1 and made.loss_fn is not None:
                 made.loss_fn(outputs, target)
@@ -74,14 +74,16 @@ def estimate_layers(made: Made, batch: Tree, speed: float, optimizer: OptimizerF
         name = f"{i} {type(layer).__name__}"
         named = list(layer.named_parameters())
         operations = counter.total
-        cost = _cost(operations, saved, named, num_bytes(inputs), crossing, name, speed, owes=bool(leaves))
-        costs.append(_with_shard(cost, named, optimizer))
+        cost = _cost(
+            operations, saved, named, num_bytes(inputs), crossing, name, speed, has_input_gradient=bool(leaves)
+        )
+        costs.append(_with_parameters(cost, named, optimizer))
         inputs = map_tensors(outputs, lambda tensor: tensor.detach())
     return costs
 
 
 def estimate_whole(made: Made, batch: Tree, speed: float, optimizer: OptimizerFactory) -> list[LayerCost]:
-    """Estimate each block of a model cut by observation: its forward runs once, alone, on any numbers."""
+    """Estimate each block of any other model. The blocks run one at a time, with uninitialised weights."""
     args, kwargs = made.call(batch)
     observed = made.observe(args, kwargs)
     cut = [range(i, i + 1) for i in range(observed.num_blocks)]
@@ -90,15 +92,17 @@ def estimate_whole(made: Made, batch: Tree, speed: float, optimizer: OptimizerFa
     for i, block in enumerate(observed.blocks):
         stage = observed.build(i, cut, initialise=False)
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in payload]
-        stage.forward(leaves, args, kwargs)  # the first time it looks at the whole model
+        stage.forward(leaves, args, kwargs)  # the first run observes the whole model
         saved = Saved()
-        with _Operations() as counter, saved.hooks():
+        with _OperationCounter() as counter, saved.hooks():
             outputs: Any = stage.forward(leaves, args, kwargs)
         crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
         operations = counter.total
         named = list(stage.named_parameters())
-        cost = _cost(operations, saved, named, num_bytes(payload), crossing, block.name, speed, owes=i > 0)
-        costs.append(_with_shard(cost, named, optimizer))
+        cost = _cost(
+            operations, saved, named, num_bytes(payload), crossing, block.name, speed, has_input_gradient=i > 0
+        )
+        costs.append(_with_parameters(cost, named, optimizer))
         payload = outputs if i < len(cut) - 1 else ()
     return costs
 
@@ -116,25 +120,27 @@ def _cost(
     name: str,
     speed: float,
     *,
-    owes: bool,
+    has_input_gradient: bool,
 ) -> LayerCost:
-    """Return what a block costs whose forward does so many operations; each part of its backward does as many."""
-    # Storages on the meta device have no address.
+    """Return the costs of a block, given the operations of its forward; I and W take as many each."""
+    # Storages on the meta device have no address, but an object each.
     own = {parameter.untyped_storage()._cdata for _, parameter in named}
     held = {id(handle.tensor): handle.tensor for handle in saved._handles if handle.tensor is not None}
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held.values()}
     kept = sum(amount for storage, amount in storages.items() if storage not in own)
     once = max(operations / speed, (kept + inputs + outputs) / _BYTES_A_MS)
-    times: dict[Kind, float] = {F: once, I: once if owes else 0.0, W: once, R: once, U: 0.0}
+    times: dict[Kind, float] = {F: once, I: once if has_input_gradient else 0.0, W: once, R: once, U: 0.0}
     times[B] = times[I] + times[W]
     return LayerCost(times, Size(activations=kept, after_inputs=kept, inputs=inputs, outputs=outputs), name)
 
 
-def _with_shard(cost: LayerCost, named: Sequence[tuple[str, nn.Parameter]], optimizer: OptimizerFactory) -> LayerCost:
-    """Return the cost with the bytes of the parameters; the optimizer's are those of a small one, in proportion."""
+def _with_parameters(
+    cost: LayerCost, named: Sequence[tuple[str, nn.Parameter]], optimizer: OptimizerFactory
+) -> LayerCost:
+    """Return the cost with times of updates, and the bytes of weights, gradients and optimizer state."""
     weights = sum(p.nbytes for _, p in named)
     gradients = sum(p.nbytes for _, p in named if p.requires_grad)
-    size = replace(cost.size, weights=weights, gradients=gradients, optimizer=gradients * _state(optimizer))
+    size = replace(cost.size, weights=weights, gradients=gradients, optimizer=gradients * _optimizer_ratio(optimizer))
     return replace(
         cost,
         size=size,
@@ -142,8 +148,8 @@ def _with_shard(cost: LayerCost, named: Sequence[tuple[str, nn.Parameter]], opti
     )
 
 
-def _state(optimizer: OptimizerFactory) -> float:
-    """Return how many bytes an optimizer keeps for a byte of parameters."""
+def _optimizer_ratio(optimizer: OptimizerFactory) -> float:
+    """Return the bytes of optimizer state for each byte of parameters, as measured with a small parameter."""
     parameter = nn.Parameter(torch.zeros(4096))
     trial = optimizer([("weight", parameter)])
     parameter.grad = torch.zeros_like(parameter)

@@ -1,4 +1,4 @@
-"""Memory in bytes: what each worker of a simulated step holds at its fullest moment. Loads without torch."""
+"""The peak memory of each worker of a simulated step, in bytes. Loads without torch."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from .simulator import Simulation
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of one stage: of its shard, and for one microbatch."""
+    """Bytes of one block or stage: of its parameters, and for one microbatch."""
 
     #: parameters and buffers
     weights: float = 0
-    #: gradients of the parameters, all step long
+    #: gradients of the parameters, kept all step long
     gradients: float = 0
-    #: what the optimizer keeps
+    #: optimizer state
     optimizer: float = 0
-    #: what forward saves for backward, the inputs included
+    #: what F keeps for the backward, inputs included
     activations: float = 0
-    #: what is kept from I to W: of products their inputs and the gradients of their outputs, in all often as much
+    #: what is kept from I to W: of matrix products the inputs and the gradients of the outputs, often as much in all
     after_inputs: float = 0
-    #: what arrives from the stage before, and the gradient that goes back
+    #: the payload from the stage before, and the gradient that goes back
     inputs: float = 0
-    #: what goes to the next stage, and the gradient that comes back
+    #: the payload to the next stage, and the gradient that comes back
     outputs: float = 0
-    #: what an action needs while it runs, besides all that: of the action that needs most
+    #: what the most demanding action needs besides, while it runs
     working: float = 0
-    #: the part of activations that is stored where the inputs are, and where the outputs are
+    #: the parts of activations that share memory with the inputs and with the outputs
     kept_inputs: float = 0
     kept_outputs: float = 0
 
     @property
     def shard(self) -> float:
-        """Bytes that are there all the time."""
+        """Bytes that a worker holds all the time."""
         return self.weights + self.gradients + self.optimizer
 
     def __add__(self, other: Size) -> Size:
-        """Put another stage behind this one: the same microbatch passes both. What both keep is there once."""
+        """Return the size of a stage of this block and `other` behind it. What both keep is stored once."""
         summed = Size(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
         return replace(
             summed,
@@ -54,16 +54,15 @@ class Size:
         )
 
     def joint(self, behind: Size) -> float:
-        """Return the bytes that this one and the one behind it would both keep: of what goes from one to the other."""
+        """Return the bytes between this block and the next that both keep."""
         return min(self.kept_outputs, behind.kept_inputs)
 
 
 def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ...]:
-    """Return, by worker, the most bytes that it holds in a step.
+    """Return the peak bytes of each worker in a step.
 
-    Counted are shards, activations (kept inputs where they are recomputed), outboxes until the consumer has the
-    payload, and what has arrived and is not used yet; and while an action runs what the one of its stage needs that
-    needs most.
+    Counted are shards; activations, or inputs where a stage recomputes; payloads in outboxes until the consumer has
+    them; payloads that have arrived and are not used yet; and `Size.working` while an action runs.
 
     Args:
         simulation: of one step.
@@ -72,10 +71,10 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     spec = simulation.spec
     changes: list[dict[tuple[float, int], float]] = [defaultdict(float) for _ in range(spec.num_workers)]
     span_of = {span.action: span for span in simulation.spans}
-    arrival = {(action, target): when for action, _, target, when in simulation.carried}
+    arrival = {(action, target): when for action, _, target, when in simulation.transfers}
 
     def add(worker: int, time: float, amount: float) -> None:
-        changes[worker][time, 0 if amount < 0 else 1] += amount  # at equal times what is freed goes first
+        changes[worker][time, 0 if amount < 0 else 1] += amount  # at equal times memory is freed before it is allocated
 
     for span in simulation.spans:
         worker, action = span.worker, span.action
@@ -103,7 +102,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             used = span_of[user]
             new = amount if at != worker else amount - kept
             add(at, there, new)
-            # What a forward takes in it counts as its activations; a gradient is there until backward has ended.
+            # From its start a forward's input counts as activations; a gradient is held until the backward has ended.
             add(at, used.start if user.kind is F else used.end, -new)
     peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
@@ -113,15 +112,15 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
 
 
 def _working(spec: Spec, action: Action, size: Size) -> float:
-    """Return what an action needs while it runs.
+    """Return the working memory of an action.
 
-    W of the first stage runs the whole backward at once: all gradients are there before they are added to others.
+    W of the first stage is a whole backward, which computes all gradients before it adds them to those kept.
     """
     return max(size.working, size.gradients) if action.kind is W and not action.stage else size.working
 
 
 def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
-    """Return, by worker, the bytes of all copies of weights that it holds: of replicas, versions and a reference."""
+    """Return, by worker, the bytes of weights: of all replicas and versions, and of an elastic average's reference."""
     return [
         sum(
             (weight_copies(spec, stage) + (route == 0 and spec.elasticity > 0)) * sizes[stage].weights
@@ -132,7 +131,7 @@ def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
 
 
 def payload_bytes(action: Action, size: Size) -> float:
-    """Return the bytes of what an action on a stage of this size makes for other stages."""
+    """Return the bytes of an action's payload for other stages; `size` is that of its stage."""
     if action.kind is F:
         return size.outputs
     if action.kind is G:

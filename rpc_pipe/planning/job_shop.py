@@ -1,10 +1,10 @@
-"""Each worker's actions in an order that was searched for given times: list scheduling, then local search.
+"""A pipeline step as a job-shop problem: each worker's order of actions by list scheduling, then by local search.
 
-What the zero-bubble auto-scheduler does for two placements (Qi et al. 2023, arXiv:2401.10241, section 3) is done here
-for any: forwards, backwards for inputs and backwards for weights are actions of their own, a worker may hold so many
-bytes of activations, and the order is improved where it is critical. The moves are those known from job shops: in the
-longest path, what a worker runs in a row can only become shorter by moving something to the row's ends (Dell'Amico and
-Trubian 1993). Loads without torch.
+It generalises the zero-bubble auto-scheduler (Qi et al. 2023, arXiv:2401.10241, section 3) from two placements to any:
+forwards, backwards for inputs and backwards for weights are actions of their own, and the activations of a worker are
+limited in bytes. Local search uses the neighbourhood of Dell'Amico and Trubian (1993): the longest path can become
+shorter only if an action is moved to an end of a critical block, a row of actions that one worker runs without a gap
+in that path. Loads without torch.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ Order = list[list[int]]
 
 
 @dataclass
-class Shop:
-    """What is to be ordered: actions with their times, what they need, and what their workers may hold.
+class JobShop:
+    """The problem: actions with durations and dependencies, and the memory of their workers.
 
     Args:
-        spec: its placement, routes and kinds of actions; its order is of no interest.
-        time: of an action, on its worker.
-        lag: from one worker to another, of the payload of an action.
-        kept: bytes (or any unit) that a forward of a stage keeps.
-        after: what is kept from I to W.
-        budget: by worker, of what is kept at once.
-        split: all backwards are I and W, whatever the spec says.
-        repeated: what counts is the time of a step when steps follow each other, each worker beginning the next when
-            its part of this one has ended; else that from the first start to the last end.
+        spec: placement, routes and kinds of actions are taken from it; its order is ignored.
+        time: duration of an action on its worker.
+        transfer_time: of the payload of an action, from one worker to another.
+        activations: by stage, bytes (or any unit) that a forward keeps for its backward.
+        after_inputs: by stage, what is kept from I to W.
+        budget: by worker, the most that may be kept at once.
+        split: whether all backwards are I and W, whatever the spec says.
+        repeated: minimise the time of a step among others, each worker starting the next when its part of this one
+            has ended; otherwise the makespan.
     """
 
     spec: Spec
     time: Callable[[Action], float]
-    lag: Callable[[Action, int, int], float]
-    kept: Sequence[float]
-    after: Sequence[float]
+    transfer_time: Callable[[Action, int, int], float]
+    activations: Sequence[float]
+    after_inputs: Sequence[float]
     budget: Sequence[float]
     split: bool = True
     repeated: bool = False
@@ -53,18 +53,19 @@ class Shop:
         self.number = {action: n for n, action in enumerate(self.actions)}
         self.worker = [spec.worker(action) for action in self.actions]
         self.duration = [self.time(action) for action in self.actions]
-        #: what each action takes up, before it starts, and after it has ended
-        self.takes = [self.kept[a.stage] if a.kind is F else 0 for a in self.actions]
+        #: bytes that each action allocates when it starts, and frees when it has ended
+        self.allocates = [self.activations[a.stage] if a.kind is F else 0 for a in self.actions]
         self.frees = [self._frees(a) for a in self.actions]
+        #: the need on the same stage (-1: none)
         self.before = [self._own_need(a) for a in self.actions]
-        #: the need on another stage (-1: none), and how long its payload travels
+        #: the need on a neighbouring stage (-1: none), and the transfer time of its payload
         self.need: list[int] = []
-        self.wait: list[float] = []
+        self.delay: list[float] = []
         for n, action in enumerate(self.actions):
             need = self._other_need(action)
             self.need.append(need)
             far = need >= 0 and self.worker[need] != self.worker[n]
-            self.wait.append(self.lag(self.actions[need], self.worker[need], self.worker[n]) if far else 0)
+            self.delay.append(self.transfer_time(self.actions[need], self.worker[need], self.worker[n]) if far else 0)
         self.users: list[list[int]] = [[] for _ in self.actions]
         for n, need in enumerate(self.need):
             if need >= 0:
@@ -78,8 +79,8 @@ class Shop:
     def _frees(self, action: Action) -> float:
         stage = action.stage
         if action.kind is I:
-            return self.kept[stage] - self.after[stage]
-        return {W: self.after[stage], B: self.kept[stage]}.get(action.kind, 0)
+            return self.activations[stage] - self.after_inputs[stage]
+        return {W: self.after_inputs[stage], B: self.activations[stage]}.get(action.kind, 0)
 
     def _own_need(self, action: Action) -> int:
         before: Kind | None = {I: F, B: F, W: I}.get(action.kind)
@@ -96,7 +97,7 @@ class Shop:
     # --- orders
 
     def from_program(self, rows: Sequence[Sequence[Action]]) -> Order:
-        """Return an order of actions as numbers; a B that is to be in two parts becomes I and W behind each other."""
+        """Return an order of actions as numbers; a B becomes I and W in a row where backwards are split."""
         order: Order = []
         for row in rows:
             listed: list[int] = []
@@ -109,32 +110,32 @@ class Shop:
         return order
 
     def to_program(self, order: Order) -> tuple[tuple[Action, ...], ...]:
-        """Return an order as actions."""
+        """Return an order of numbers as actions."""
         return tuple(tuple(self.actions[n] for n in row) for row in order)
 
     def peak(self, row: Sequence[int]) -> float:
-        """Return the most that a worker keeps in its order."""
+        """Return the most bytes that a worker keeps with this order."""
         held = most = 0.0
-        takes, frees = self.takes, self.frees
+        allocates, frees = self.allocates, self.frees
         for n in row:
-            held += takes[n]
+            held += allocates[n]
             if held > most:
                 most = held
             held -= frees[n]
         return most
 
     def fits(self, order: Order) -> bool:
-        """Tell whether all workers keep within their budgets."""
+        """Return whether every worker stays within its budget."""
         return all(self.peak(row) <= most * (1 + 1e-9) for row, most in zip(order, self.budget, strict=True))
 
-    def run(self, order: Order, within: float = float("inf")) -> tuple[float, list[float]] | None:
-        """Return how long it takes, and when each action ends.
+    def evaluate(self, order: Order, within: float = float("inf")) -> tuple[float, list[float]] | None:
+        """Return the time to be minimised, and when each action ends.
 
         Returns:
-            None if in this order the workers wait for each other, or if it takes longer than `within`.
+            None if the order deadlocks, or takes longer than `within`.
         """
         ends: list[float] = [-1.0] * len(self.actions)
-        need, wait, before, duration = self.need, self.wait, self.before, self.duration
+        need, delay, before, duration = self.need, self.delay, self.before, self.duration
         at, free = [0] * len(order), [0.0] * len(order)
         waiting: dict[int, int] = {}
         todo = list(range(len(order)))
@@ -153,7 +154,7 @@ class Shop:
                     if there < 0:
                         waiting[other] = worker
                         break
-                    there += wait[n]
+                    there += delay[n]
                     if there > now:
                         now = there
                 if not i and self.repeated:
@@ -167,37 +168,41 @@ class Shop:
                 if n in waiting:
                     todo.append(waiting.pop(n))
             at[worker], free[worker] = i, now
-        return None if left else (max([ends[row[-1]] - self.begin(row, ends) for row in order if row], default=0), ends)
+        return (
+            None if left else (max([ends[row[-1]] - self.start_of(row, ends) for row in order if row], default=0), ends)
+        )
 
-    def begin(self, row: Sequence[int], ends: Sequence[float]) -> float:
-        """Return from when on a worker with this order counts."""
+    def start_of(self, row: Sequence[int], ends: Sequence[float]) -> float:
+        """Return when the time of a worker with this order begins to count."""
         return ends[row[0]] - self.duration[row[0]] if self.repeated else 0.0
 
 
 @dataclass(frozen=True)
-class Rule:
-    """How list scheduling chooses among what is ready: the least first."""
+class PriorityRule:
+    """A priority rule of list scheduling: which of the ready actions a worker starts first."""
 
-    #: F before I where both are ready, while so many microbatches more than stages below are held
+    #: prefer F to I until this many microbatches more than the stages behind are held
     eager: int = 0
-    #: later stages of a worker first
+    #: prefer the later stages of a worker
     deep_first: bool = True
-    #: W only where nothing else can be done
+    #: run W only when nothing else is ready
     lazy: bool = True
 
 
-RULES = tuple(Rule(eager, deep, lazy) for eager in (0, 1, 2, 4) for deep in (True, False) for lazy in (True, False))
+PRIORITY_RULES = tuple(
+    PriorityRule(eager, deep, lazy) for eager in (0, 1, 2, 4) for deep in (True, False) for lazy in (True, False)
+)
 
 
-def list_schedule(shop: Shop, rule: Rule) -> Order | None:
-    """Return an order made by starting, whenever a worker is free, what the rule prefers of what is ready and fits.
+def list_schedule(shop: JobShop, rule: PriorityRule) -> Order | None:
+    """Return the order of list scheduling: a free worker starts what the rule prefers of what is ready and fits.
 
-    A forward leaves room for what one microbatch still needs on the worker's later stages, so that it can come back.
+    A forward leaves room for one microbatch on each later stage of its worker; otherwise it could never come back.
 
     Returns:
-        None if it came to a standstill.
+        None if nothing that is left fits.
     """
-    state = _Listing(shop, rule)
+    state = _ListScheduler(shop, rule)
     chosen = [state.choose(worker) for worker in range(len(state.order))]
     for _ in shop.actions:
         first = min(((found, worker) for worker, found in enumerate(chosen) if found is not None), default=None)
@@ -209,15 +214,15 @@ def list_schedule(shop: Shop, rule: Rule) -> Order | None:
     return state.order
 
 
-class _Listing:
-    """What has been started, what is ready, and what workers hold."""
+class _ListScheduler:
+    """The state of list scheduling: what has been started, what is ready, and the bytes that workers hold."""
 
-    def __init__(self, shop: Shop, rule: Rule) -> None:
+    def __init__(self, shop: JobShop, rule: PriorityRule) -> None:
         self._shop, self._rule = shop, rule
         spec, count = shop.spec, shop.spec.num_workers
         self._later = {
             (stage, route): sum(
-                shop.kept[s] for s in range(stage + 1, spec.num_stages) if spec.place(s, route) == worker
+                shop.activations[s] for s in range(stage + 1, spec.num_stages) if spec.place(s, route) == worker
             )
             for stage in range(spec.num_stages)
             for route in range(spec.num_routes)
@@ -238,13 +243,13 @@ class _Listing:
         self.order: Order = [[] for _ in range(count)]
 
     def choose(self, worker: int) -> tuple[float, tuple[float, ...], int] | None:
-        """Return when a worker can start what next: (time, rank, action); None: nothing that fits is ready."""
+        """Return (start, rank, action) of what a worker starts next; None: nothing that fits is ready."""
         shop, rule, spec = self._shop, self._rule, self._shop.spec
         room = shop.budget[worker] * (1 + 1e-9) - self._held[worker]
         best: tuple[float, tuple[float, ...], int] | None = None
         for n in self._ready[worker]:
             stage, kind, m = shop.actions[n]
-            if kind is F and shop.takes[n] + self._later[stage, spec.route(m)] > room:
+            if kind is F and shop.allocates[n] + self._later[stage, spec.route(m)] > room:
                 continue
             ahead = self._inside[worker] < rule.eager + spec.num_stages - stage
             rank = 2.0 if kind is W and rule.lazy else 1.0 if (kind is F) != ahead else 0.0
@@ -256,16 +261,16 @@ class _Listing:
         return best
 
     def start(self, worker: int, n: int, at: float) -> list[int]:
-        """Start an action; return the workers that have something more to choose from when it has ended."""
+        """Start an action; return the workers on which its end makes another action ready."""
         shop, changed = self._shop, []
         end = at + shop.duration[n]
         self._ready[worker].discard(n)
         self.order[worker].append(n)
         self._free[worker] = end
-        self._held[worker] += shop.takes[n] - shop.frees[n]
+        self._held[worker] += shop.allocates[n] - shop.frees[n]
         self._inside[worker] += shop.actions[n].kind.holds
         for user in (*self._followers[n], *shop.users[n]):
-            travel = shop.wait[user] if shop.need[user] == n else 0
+            travel = shop.delay[user] if shop.need[user] == n else 0
             self._arrive[user] = max(self._arrive[user], end + travel)
             self._missing[user] -= 1
             if not self._missing[user]:
@@ -274,22 +279,24 @@ class _Listing:
         return changed
 
 
-def improve(shop: Shop, order: Order, keep_on: Callable[[], bool], goal: float = 0.0) -> tuple[float, Order]:
-    """Return a shorter order, reached by moves in longest paths; ways around are taken, and the best is kept.
+def improve(shop: JobShop, order: Order, keep_on: Callable[[], bool], goal: float = 0.0) -> tuple[float, Order]:
+    """Return the best order found by local search from `order`, with its time.
+
+    Moves that make the order up to 2 % longer than the best are accepted, so that it leaves local optima.
 
     Args:
-        keep_on: asked before every move.
-        goal: a time that nothing can beat, at which there is nothing left to do.
+        keep_on: asked before every move whether to go on.
+        goal: a lower bound of the time; the search ends when it is reached.
     """
     draw = random.Random(0)
-    ran = shop.run(order)
+    ran = shop.evaluate(order)
     assert ran is not None
     now, ends = ran
     best, best_order = now, [list(row) for row in order]
     current = [list(row) for row in order]
     patience, since = 0.02, 0
     while best > goal * (1 + 1e-12) and keep_on():
-        moved = _moved(shop, current, ends, draw)
+        moved = _random_move(shop, current, ends, draw)
         since += 1
         if moved is None:
             continue
@@ -297,7 +304,7 @@ def improve(shop: Shop, order: Order, keep_on: Callable[[], bool], goal: float =
         if shop.peak(row) > shop.budget[worker] * (1 + 1e-9):
             continue
         before, current[worker] = current[worker], row
-        ran = shop.run(current, max(now, best * (1 + patience * draw.random() ** 3)) * (1 + 1e-12))
+        ran = shop.evaluate(current, max(now, best * (1 + patience * draw.random() ** 3)) * (1 + 1e-12))
         if ran is None:
             current[worker] = before
             continue
@@ -306,13 +313,13 @@ def improve(shop: Shop, order: Order, keep_on: Callable[[], bool], goal: float =
             best, best_order, since = now, [list(row) for row in current], 0
         elif since > 3000:
             current, since = [list(row) for row in best_order], 0
-            now, ends = shop.run(current) or ran
+            now, ends = shop.evaluate(current) or ran
     return best, best_order
 
 
-def _moved(shop: Shop, order: Order, ends: list[float], draw: random.Random) -> tuple[int, list[int]] | None:
-    """Return a worker and its order with one action moved out of a row in the longest path."""
-    rows = list(_critical_rows(shop, order, ends))
+def _random_move(shop: JobShop, order: Order, ends: list[float], draw: random.Random) -> tuple[int, list[int]] | None:
+    """Return a worker and its order with one action of a critical block moved; None: the move changes nothing."""
+    rows = list(_critical_blocks(shop, order, ends))
     if not rows:
         return None
     worker, first, last = draw.choice(rows)
@@ -320,7 +327,7 @@ def _moved(shop: Shop, order: Order, ends: list[float], draw: random.Random) -> 
     i = draw.randint(first, last)
     if draw.random() < 0.5:
         to = first if draw.random() < 0.5 else last
-    else:  # anywhere near: W may go far
+    else:  # nearby; nothing waits for W, which may be moved anywhere
         reach = len(row) if shop.actions[row[i]].kind is W else 4
         to = min(len(row) - 1, max(0, i + draw.randint(-reach, reach)))
     if to == i:
@@ -330,9 +337,9 @@ def _moved(shop: Shop, order: Order, ends: list[float], draw: random.Random) -> 
     return worker, moved
 
 
-def _critical_rows(shop: Shop, order: Order, ends: list[float]) -> Iterator[tuple[int, int, int]]:
-    """Yield (worker, first place, last place) of what a worker runs in a row in the longest path."""
-    n = max((row for row in order if row), key=lambda row: ends[row[-1]] - shop.begin(row, ends))[-1]
+def _critical_blocks(shop: JobShop, order: Order, ends: list[float]) -> Iterator[tuple[int, int, int]]:
+    """Yield (worker, first place, last place) of the blocks of a longest path, from its end."""
+    n = max((row for row in order if row), key=lambda row: ends[row[-1]] - shop.start_of(row, ends))[-1]
     worker = shop.worker[n]
     last = i = order[worker].index(n)
     while True:

@@ -1,4 +1,7 @@
-"""A schedule that a plan or a table lists: placement and each worker's actions in order. Loads without torch."""
+"""Schedules given as lists: the placement and each worker's actions in order. Loads without torch.
+
+They come from plans with a searched program and from tables of torch (`torch_csv`).
+"""
 
 from __future__ import annotations
 
@@ -10,39 +13,40 @@ from ..dependency import Action, ConfigError, I, Order, R, Spec
 from .plan import Plan, read_plan
 
 
-class Listed(NamedTuple):
-    """What a program lists."""
+class Program(NamedTuple):
+    """The lists of a schedule."""
 
+    #: actions by worker, in order
     rows: tuple[tuple[Action, ...], ...]
     #: route -> stage -> worker
     placement: tuple[tuple[int, ...], ...]
     #: microbatch -> route
     routes: tuple[int, ...]
-    #: the I of those microbatches whose backward is in two parts
+    #: the I of every split backward
     split: frozenset[Action]
     #: stages that recompute
     recompute: frozenset[int] = frozenset()
 
 
 class ListedSchedule(Spec):
-    """A searched program: placement and order are those that were found for a model's costs.
+    """A searched program: its placement and order were found for a model's costs.
 
-    With fewer microbatches the same lists run without those that do not exist.
+    With fewer microbatches, it runs the actions of those that exist.
     """
 
     source = "rpc-pipe plan: list scheduling and local search"
-    listed: ClassVar[Listed]
-    #: what errors call it
-    said: ClassVar[str] = "the program"
+    listed: ClassVar[Program]
+    #: its name in errors
+    label: ClassVar[str] = "the program"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         listed = self.listed
         if self.num_workers != len(listed.rows):
-            raise ConfigError(f"workers {self.num_workers}: {self.said} is for {len(listed.rows)}")
+            raise ConfigError(f"workers {self.num_workers}: {self.label} is for {len(listed.rows)}")
         if self.num_microbatches > len(listed.routes):
             raise ConfigError(
-                f"microbatches {self.num_microbatches}: {self.said} lists {len(listed.routes)}; use at most those"
+                f"microbatches {self.num_microbatches}: {self.label} lists {len(listed.routes)}; use at most those"
             )
 
     @property
@@ -77,9 +81,9 @@ class ListedSchedule(Spec):
 def listed_schedule(
     rows: tuple[tuple[Action, ...], ...], placement: tuple[tuple[int, ...], ...], routes: tuple[int, ...]
 ) -> type[Spec]:
-    """Return the schedule that runs these lists; the same class for the same lists."""
+    """Return the schedule of these lists; the same class for the same lists."""
     actions = [action for row in rows for action in row]
-    listed = Listed(
+    listed = Program(
         rows,
         placement,
         routes,
@@ -93,7 +97,7 @@ def program_of(plan: Plan) -> type[Spec]:
     """Return the schedule that a plan lists.
 
     Raises:
-        ConfigError: what it lists is no program.
+        ConfigError: its lists are no valid program.
     """
     try:
         rows = tuple(tuple(map(Action.parse, row)) for row in plan.program)
@@ -119,7 +123,7 @@ def read_program(path: str) -> type[Spec]:
     """Return the schedule of the best plan in a file.
 
     Raises:
-        ConfigError: it lists none.
+        ConfigError: the plan lists no program.
     """
     plan = read_plan(path)
     if not plan.program:

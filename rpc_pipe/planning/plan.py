@@ -1,4 +1,4 @@
-"""A plan as a value: what `plan` writes, and `run --plan` and `Pipeline(plan=...)` take. Loads without torch."""
+"""A plan as a value; `rpc-pipe plan` writes it, `run --plan` and `Pipeline(plan=...)` take it. Loads without torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from ..dependency import ConfigError
 from ..dependency.files import DAMAGED, read_json
-from .json_fields import plain, read, said
+from .json_fields import from_json_value, json_field, to_json_value
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule, a cut and what they are predicted to cost."""
+    """A schedule and a cut, with their predicted time and memory."""
 
     schedule: str
     parameters: Mapping[str, Any]
@@ -24,28 +24,28 @@ class Plan:
     #: stages that recompute their activations
     recompute: tuple[int, ...] = ()
     predicted_ms: float = 0
-    #: bytes of the worker that holds most
-    predicted_memory: float = field(default=0, metadata=said("predicted_memory_mb", 1e6))
-    #: share of the workers' time that is not spent computing
+    #: peak bytes of the worker that holds most
+    predicted_memory: float = field(default=0, metadata=json_field("predicted_memory_mb", 1e6))
+    #: share of the workers' time in which they do not compute
     bubble: float = 0
     num_workers: int = 0
-    #: bytes, and milliseconds of compute
-    memory_by_worker: tuple[float, ...] = field(default=(), metadata=said("memory_by_worker_mb", 1e6))
-    busy_by_worker: tuple[float, ...] = field(default=(), metadata=said("busy_by_worker_ms"))
+    #: peak bytes, and milliseconds of compute in a step
+    memory_by_worker: tuple[float, ...] = field(default=(), metadata=json_field("memory_by_worker_mb", 1e6))
+    busy_by_worker: tuple[float, ...] = field(default=(), metadata=json_field("busy_by_worker_ms"))
     #: payloads between workers in a step
     messages: int = 0
-    #: the name of the model that was measured, and the bytes of each stage's weights: they tell another model apart
+    #: the measured model's name and the bytes of each stage's weights, by which another model is noticed
     model: str = ""
-    weights_by_stage: tuple[float, ...] = field(default=(), metadata=said("weights_by_stage_mb", 1e6))
-    #: of a searched program: each worker's actions in order; by route and stage the worker; each microbatch's route
+    weights_by_stage: tuple[float, ...] = field(default=(), metadata=json_field("weights_by_stage_mb", 1e6))
+    #: of a searched program: actions by worker in order; workers by route and stage; routes by microbatch
     program: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
     placement: tuple[tuple[int, ...], ...] = ()
     routes: tuple[int, ...] = ()
 
     @property
     def name(self) -> str:
-        """The schedule with its parameters."""
-        return tell_name(self.schedule, self.parameters, self.recompute)
+        """The schedule with its parameters, as text."""
+        return schedule_label(self.schedule, self.parameters, self.recompute)
 
     @property
     def schedule_options(self) -> dict[str, Any]:
@@ -53,26 +53,26 @@ class Plan:
         return with_recompute(self.parameters, self.recompute)
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values; memory in megabytes."""
-        told: dict[str, Any] = plain(self)
+        """Return JSON values; memory in megabytes."""
+        told: dict[str, Any] = to_json_value(self)
         lists = {name: told.pop(name) for name in ("placement", "routes", "program")}
         return told | ({**lists, "program": [" ".join(row) for row in self.program]} if self.program else {})
 
 
 def with_recompute(parameters: Mapping[str, Any], stages: Sequence[int]) -> dict[str, Any]:
-    """Return a schedule's parameters with that of recomputation on stages."""
+    """Return a schedule's parameters with `recompute` for these stages."""
     return {**parameters, **({"recompute": "+".join(map(str, stages))} if stages else {})}
 
 
-def tell_name(schedule: str, parameters: Mapping[str, Any], recompute: Sequence[int] = ()) -> str:
-    """Write a schedule with parameters that are not its defaults."""
+def schedule_label(schedule: str, parameters: Mapping[str, Any], recompute: Sequence[int] = ()) -> str:
+    """Return a schedule with its parameters, as text."""
     said = [value if isinstance(value, str) else f"{key}={value}" for key, value in parameters.items()]
     said += [f"{key}={stages}" for key, stages in with_recompute({}, recompute).items()]
     return f"{schedule} {','.join(said)}".rstrip()
 
 
 def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
-    """Return a plan from a value, from plain values, or from a file: the best of those that `plan` wrote.
+    """Return the plan in a value, a mapping or a file; of several the best, which comes first.
 
     Raises:
         ConfigError: it is no plan.
@@ -96,7 +96,7 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
 
 def _from_plain(told: Mapping[str, Any]) -> Plan:
     rows = [str(row).split() for row in told.get("program", ())]
-    plan: Plan = read(Plan, {"parameters": {}, **told, "program": rows})
+    plan: Plan = from_json_value(Plan, {"parameters": {}, **told, "program": rows})
     if min(plan.cut, default=0) < 1:
         raise ValueError("cut must list how many blocks each stage has")
     if plan.num_microbatches < 1:

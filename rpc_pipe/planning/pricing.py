@@ -1,4 +1,4 @@
-"""What a schedule costs with a model that is cut: the relation is compiled once, and priced for every cut.
+"""The cost of a schedule for many cuts of a model: its relation is compiled once and simulated for every cut.
 
 Loads without torch.
 """
@@ -15,22 +15,23 @@ from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
 from .profile import TIMED, Chain, Machines
 from .relation import Relation
-from .simulator import Link, Simulation, price_listed
+from .simulator import Link, Simulation, price_with_costs
 
 
-class Priced:
-    """A spec on given machines, to be priced with many cuts of a chain of blocks."""
+class PricedSchedule:
+    """A spec on given machines, to be simulated with many cuts of a chain of blocks."""
 
     def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
         self.spec = spec
         self.chain = chain
         self.machines = machines
         self._relation = Relation(spec)
+        # Actions of one (stage, kind, worker) cost the same, so costs are computed once for each of these.
         known: dict[tuple[int, Kind, int], int] = {}
         pairs = zip(self._relation.actions, self._relation.worker, strict=True)
         self._ids = [known.setdefault((a.stage, a.kind, worker), len(known)) for a, worker in pairs]
-        #: of each kind of action: its stage, and what `copying` says
-        self._copying = [(stage, *copying(spec, chain, stage, kind, worker)) for stage, kind, worker in known]
+        #: of each distinct (stage, kind, worker): its stage and `copy_times`
+        self._copy_times = [(stage, *copy_times(spec, chain, stage, kind, worker)) for stage, kind, worker in known]
         others = spec.num_routes - 1
         self._distinct = [
             (stage, kind, machines.slow(worker) * (others if kind is G else 1)) for stage, kind, worker in known
@@ -38,32 +39,34 @@ class Priced:
         self._links: dict[tuple[int, int], Link] | None = None
         if not machines.links_are_plain:
             workers = range(spec.num_workers)
-            self._links = {(a, b): way(machines, chain, a, b) for a in workers for b in workers if a != b}
+            self._links = {
+                (a, b): link_beside_copies(machines, chain, a, b) for a in workers for b in workers if a != b
+            }
 
     def simulate(self, ends: Ends) -> Simulation:
-        """Run a step of the cut model under a virtual clock."""
+        """Simulate a step of the model with this cut."""
         chain = self.chain
         costs = [
             chain.time(kind, ends[stage], ends[stage + 1]) * slow if kind in TIMED else 0
             for stage, kind, slow in self._distinct
         ]
         if chain.per_byte:
-            for at, (stage, before, behind) in enumerate(self._copying):
+            for at, (stage, before, behind) in enumerate(self._copy_times):
                 costs[at] += before * chain.inputs(ends[stage]) + behind * chain.outputs(ends[stage + 1])
         listed = [costs[i] for i in self._ids]
         links = self._links
         if links is None:
-            return price_listed(self._relation, listed, comm=self.machines.link.latency)
+            return price_with_costs(self._relation, listed, comm=self.machines.link.latency)
         sizes = self.sizes(ends)
 
         def payload(action: Action) -> float:
             return payload_bytes(action, sizes[action.stage])
 
-        return price_listed(self._relation, listed, links=links, payload=payload)
+        return price_with_costs(self._relation, listed, links=links, payload=payload)
 
-    def step(self, simulation: Simulation, ends: Ends) -> float:
-        """Return a step's time when steps follow each other."""
-        return simulation.span + self.exchange(ends) + self.chain.per_step
+    def step_time(self, simulation: Simulation, ends: Ends) -> float:
+        """Return the time of a step among others, in milliseconds."""
+        return simulation.steady_step_time + self.tied_gradients_time(ends) + self.chain.per_step
 
     def plan(
         self, schedule: str, parameters: Mapping[str, Any], ends: Ends, recompute: tuple[int, ...] = (), **listed: Any
@@ -71,7 +74,7 @@ class Priced:
         """Return the cut model as a plan.
 
         Args:
-            listed: of a searched program, its lists.
+            listed: fields of the plan that list a searched program.
         """
         simulation = self.simulate(ends)
         memory = self.memory(simulation, ends)
@@ -81,9 +84,9 @@ class Priced:
             self.chain.counts(ends),
             self.spec.num_microbatches,
             recompute,
-            self.step(simulation, ends),
+            self.step_time(simulation, ends),
             max(memory),
-            simulation.bubble_in_a_run,
+            simulation.steady_bubble,
             num_workers=self.spec.num_workers,
             memory_by_worker=memory,
             busy_by_worker=simulation.busy,
@@ -93,13 +96,13 @@ class Priced:
             **listed,
         )
 
-    def exchange(self, ends: Ends) -> float:
-        """Return what is added to a step's time where parameters are cut apart: gradients go to the other holder.
+    def tied_gradients_time(self, ends: Ends) -> float:
+        """Return the time to exchange gradients of parameters that two stages share, at the end of a step.
 
-        The later stage's are there long before the first stage has its last; those of the first come after its end.
+        The later stage's gradients arrive before the earlier stage has its last; those of the earlier come at its end.
         """
         machines, spec, longest = self.machines, self.spec, 0.0
-        for first, last, tie in self.chain.apart(ends):
+        for first, last, tie in self.chain.separated_ties(ends):
             link = machines.between(spec.place(first, 0), spec.place(last, 0))
             if spec.place(first, 0) != spec.place(last, 0):
                 longest = max(longest, link.latency + tie.gradients / link.bandwidth)
@@ -117,7 +120,7 @@ class Priced:
         """Return by how many bytes the worst worker exceeds what it may use; 0: all fit.
 
         Args:
-            cap: a limit for all workers, besides their own.
+            cap: a limit in bytes for all workers, besides their own.
         """
         over = [0.0]
         for worker, used in enumerate(memory):
@@ -127,10 +130,10 @@ class Priced:
         return max(over)
 
 
-def copying(spec: Spec, chain: Chain, stage: int, kind: Kind, worker: int) -> tuple[float, float]:
-    """Return what a worker's computing loses to a byte that a stage exchanges with the one before, and the one behind.
+def copy_times(spec: Spec, chain: Chain, stage: int, kind: Kind, worker: int) -> tuple[float, float]:
+    """Return the compute time in ms a byte that payloads of the stage before, and of the one behind, cost a worker.
 
-    Nothing, where the same worker has that one.
+    It is 0 where the same worker has that stage.
     """
     if not kind.way:
         return 0.0, 0.0
@@ -140,8 +143,8 @@ def copying(spec: Spec, chain: Chain, stage: int, kind: Kind, worker: int) -> tu
     return before * chain.per_byte, behind * chain.per_byte
 
 
-def way(machines: Machines, chain: Chain, source: int, target: int) -> Link:
-    """Return the way between two workers without what their computing loses to it, which counts as that."""
+def link_beside_copies(machines: Machines, chain: Chain, source: int, target: int) -> Link:
+    """Return a link without the time of copying, which is charged to the compute of both workers (`copy_times`)."""
     link = machines.between(source, target)
     left = 1 / link.bandwidth - 2 * chain.per_byte
     return Link(link.latency, 1 / left if left > 0 else float("inf"))

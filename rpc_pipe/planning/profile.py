@@ -1,4 +1,4 @@
-"""What a model costs by block, and what the machines are: what plans are made from. Loads without torch."""
+"""The inputs of a planner: the costs of a model by block, and the machines. Loads without torch."""
 
 from __future__ import annotations
 
@@ -11,74 +11,74 @@ from typing import Any
 from ..dependency import B, ConfigError, F, G, I, Kind, R, U, W
 from ..dependency.files import DAMAGED
 from .footprint import Size
-from .json_fields import plain, read, said
+from .json_fields import from_json_value, json_field, to_json_value
 from .simulator import Link
 
-#: what costs nothing
+#: a link that takes no time
 _NO_WAY = Link()
-#: no time, size or number is larger: sums and products of many stay finite
+#: largest time, size or count that is accepted, so that sums and products stay finite
 _MOST = 1e100
-#: kinds that a profile has times of
+#: kinds whose times a profile has
 TIMED = (F, B, I, W, R, U, G)
 
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What one layer, or block, costs for one microbatch; of a step U, and G for each replica besides its own."""
+    """The costs of one block: for one microbatch; U for one step; G for one step and each other replica."""
 
     #: milliseconds by kind
-    times: Mapping[Kind, float] = field(metadata=said("ms"))
-    size: Size = field(metadata=said("bytes"))
+    times: Mapping[Kind, float] = field(metadata=json_field("ms"))
+    size: Size = field(metadata=json_field("bytes"))
     name: str = ""
 
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that two blocks use. Apart, each has a copy, and the gradients are summed at the end of a step."""
+    """A parameter that two blocks share. On two stages it has two copies, whose gradients are summed every step."""
 
     first: int
     last: int
-    #: bytes that are there once if both are in one stage: of weights, gradients, optimizer state
+    #: bytes that are stored once, not twice, if one stage has both blocks
     weights: float = 0
     gradients: float = 0
     optimizer: float = 0
-    #: whether the two cannot be cut apart
+    #: whether both must be in one stage
     together: bool = False
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's blocks as they were measured, for microbatches of one number of rows or of several.
+    """The measured costs of a model's blocks, for microbatches of one or several numbers of rows.
 
     Times in milliseconds, memory in bytes.
     """
 
-    #: rows of a microbatch -> what each block costs; ascending
-    measured: Mapping[int, Sequence[LayerCost]] = field(metadata=said("rows"))
-    #: what each stage takes besides its blocks, for each action: what is around the blocks, and the runtime
-    per_stage: Mapping[Kind, float] = field(default_factory=dict, metadata=said("per_stage_ms"))
+    #: rows of a microbatch -> costs by block; ascending
+    measured: Mapping[int, Sequence[LayerCost]] = field(metadata=json_field("rows"))
+    #: time of each action of a stage besides its blocks: the model's code around blocks, and the runtime
+    per_stage: Mapping[Kind, float] = field(default_factory=dict, metadata=json_field("per_stage_ms"))
     ties: tuple[Tie, ...] = ()
     model: str = ""
-    #: of the model that was measured: changes with its blocks and shapes
+    #: hash of the measured model's blocks and shapes
     signature: str = ""
     device: str = "cpu"
-    #: rows of the batch that came with the model; 0: not known
+    #: rows of the model's example batch; 0: unknown
     batch_rows: int = 0
-    #: so many workers measured it, each busy while the others were; 0: one process alone
+    #: number of workers that measured it at the same time; 0: one process alone
     workers: int = 0
-    #: what they found of each other, as in a file for --topology; empty: not measured
+    #: their speeds and links, as in a file for --topology; empty: not measured
     topology: Mapping[str, Any] = field(default_factory=dict)
-    #: what a step takes besides its actions
-    per_step: float = field(default=0, metadata=said("per_step_ms"))
-    #: what a worker's computing loses to a MiB that it sends to another worker, or receives; of a GPU nothing
-    per_mib: float = field(default=0, metadata=said("per_mib_ms"))
+    #: time of a step besides its actions
+    per_step: float = field(default=0, metadata=json_field("per_step_ms"))
+    #: compute time that a worker loses to each MiB that it sends or receives; 0 for a GPU
+    per_mib: float = field(default=0, metadata=json_field("per_mib_ms"))
 
     @property
     def num_blocks(self) -> int:
         return len(next(iter(self.measured.values())))
 
     def at(self, rows: float) -> list[LayerCost]:
-        """Return what each block costs for microbatches of so many rows: on the line through the nearest two."""
+        """Return the costs by block for microbatches of `rows` rows, interpolated linearly between the nearest two."""
         known = sorted(self.measured)
         if rows in self.measured:
             return list(self.measured[int(rows)])
@@ -98,7 +98,7 @@ _SUMMED = (*RESIDENT, "activations", "after_inputs")
 
 
 def _blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False) -> LayerCost:
-    """Return what lies `share` of the way from a to b; proportional: a scaled by 1 + share."""
+    """Return the costs a + share * (b - a); proportional: a * (1 + share)."""
 
     def between(x: float, y: float) -> float:
         return max(0.0, x + share * (x if proportional else y - x))
@@ -115,16 +115,16 @@ def _blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False)
 
 @dataclass(frozen=True)
 class Machines:
-    """The workers and what is between them. Times in milliseconds, bandwidths in bytes a millisecond."""
+    """The workers and the links between them. Times in milliseconds, bandwidths in bytes a millisecond."""
 
     num_workers: int
-    #: how many times as long each worker takes as where the model was measured; empty: all 1
+    #: by worker, the ratio of its times to those of the profile; empty: all 1
     slowness: tuple[float, ...] = ()
     #: bytes that each worker may use; empty or None: no limit
     memory: tuple[float | None, ...] = ()
-    #: the way between any two workers
+    #: the link between any two workers
     link: Link = _NO_WAY
-    #: those that are different, by (from, to)
+    #: links that differ from that, by (source, target)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -133,15 +133,15 @@ class Machines:
                 raise ConfigError(f"{name}: has {len(values)} values, but there are {self.num_workers} workers")
 
     def slow(self, worker: int) -> float:
-        """Return how many times as long `worker` takes."""
+        """Return the ratio of the times of `worker` to those of the profile."""
         return self.slowness[worker] if self.slowness else 1
 
     def limit(self, worker: int) -> float | None:
-        """Return how many bytes `worker` may use; None: no limit."""
+        """Return the bytes that `worker` may use; None: no limit."""
         return self.memory[worker] if self.memory else None
 
     def between(self, source: int, target: int) -> Link:
-        """Return the way from one worker to another."""
+        """Return the link from one worker to another."""
         return self.links.get((source, target), self.link)
 
     @property
@@ -151,12 +151,14 @@ class Machines:
 
 
 class Chain:
-    """Blocks in order, with sums over any run of them in constant time. Blocks that cannot be cut apart are one here.
+    """The blocks in order, with the costs of any range of them in constant time by prefix sums.
+
+    Blocks that must be in one stage count as one; the numbers of blocks in arguments are those of the merged chain.
 
     Args:
-        per_stage: what each stage takes besides its blocks, by kind.
-        per_step: what a step takes besides its actions.
-        per_mib: what computing loses to a MiB that goes to another worker, or comes from one.
+        per_stage: time of each action of a stage besides its blocks, by kind.
+        per_step: time of a step besides its actions.
+        per_mib: compute time lost to each MiB that is sent or received.
         model: the name of the model.
     """
 
@@ -170,7 +172,7 @@ class Chain:
         model: str = "",
     ) -> None:
         inside = {i for tie in ties if tie.together for i in range(tie.first + 1, tie.last + 1)}
-        #: where stages may begin, and the end
+        #: the model's numbers of blocks at which stages may begin, and the end
         self._places = [i for i in range(len(blocks) + 1) if i not in inside]
         self.num_blocks = len(self._places) - 1
         self.per_step, self.model = per_step, model
@@ -178,14 +180,14 @@ class Chain:
         self.ties = tuple(tie for tie in ties if tie.weights or tie.gradients or tie.optimizer)
         self.per_stage = {kind: (per_stage or {}).get(kind, 0) for kind in TIMED}
         self._times = {kind: self._sums(block.times.get(kind, 0) for block in blocks) for kind in TIMED}
-        #: of the first stage, which owes nobody a gradient: all its backward is for its weights
+        #: of the first stage, which computes no gradient of its inputs: all its backward is W
         self._first_times = {**self._times, I: [0.0] * len(self._places), W: self._times[B]}
         both = [(block.times.get(B, 0), block.times.get(I, 0), block.times.get(W, 0)) for block in blocks]
         self._back = self._sums(min(whole, inputs) for whole, inputs, _ in both)
         self._backward = self._sums(min(whole, inputs + weights) for whole, inputs, weights in both)
         self._bytes = {name: self._sums(getattr(block.size, name) for block in blocks) for name in _SUMMED}
         self._last = [b - 1 for b in self._places[1:]]
-        #: what blocks and those before them both keep, where they are in one stage: summed up to each block
+        #: prefix sums of the bytes that a block and the one before it would both keep, which one stage keeps once
         self._joint = [0.0, *accumulate(a.size.joint(b.size) for a, b in pairwise(blocks))]
         self._kept_inputs = [blocks[i].size.kept_inputs for i in self._places[:-1]]
         self._kept_outputs = [blocks[i].size.kept_outputs for i in self._last]
@@ -198,34 +200,34 @@ class Chain:
         return [sums[i] for i in self._places]
 
     def time(self, kind: Kind, start: int, stop: int) -> float:
-        """Return what an action takes on the stage of blocks `start` to `stop` - 1; from block 0, the first stage.
+        """Return the time of an action on a stage of blocks `start` to `stop` - 1.
 
-        Of a backward in two parts the first stage does everything in W.
+        The stage that begins with block 0 is the first; of a split backward it does everything in W.
         """
         times = (self._times if start else self._first_times)[kind]
         return times[stop] - times[start] + self.per_stage[kind]
 
     def blocks_time(self, kind: Kind, start: int, stop: int) -> float:
-        """Return what the blocks alone take, in a stage that is not the first."""
+        """Return the time of the blocks alone, in a stage that is not the first."""
         times = self._times[kind]
         return times[stop] - times[start]
 
-    def least_back(self, start: int, stop: int) -> float:
-        """Return the least that passes in these blocks until a gradient goes on to the block before each."""
+    def least_input_backward(self, start: int, stop: int) -> float:
+        """Return the least time in which the gradient of the inputs of these blocks is computed, block by block."""
         return self._back[stop] - self._back[start]
 
     def least_backward(self, start: int, stop: int) -> float:
-        """Return the least that the backwards of these blocks take, each in one piece or in two parts."""
+        """Return the least time of the backwards of these blocks, each whole or split."""
         return self._backward[stop] - self._backward[start]
 
     def size(self, start: int, stop: int) -> Size:
-        """Return the bytes of the stage of blocks `start` to `stop` - 1."""
+        """Return the bytes of a stage of blocks `start` to `stop` - 1."""
         summed = {name: sums[stop] - sums[start] for name, sums in self._bytes.items()}
         for tie in self._inside(start, stop):
             for name in RESIDENT:
                 summed[name] -= getattr(tie, name)
         summed["activations"] = self.activations(start, stop)
-        if not start:  # nothing of a backward has been done before W
+        if not start:  # the whole backward is W, until which everything is kept
             summed["after_inputs"] = summed["activations"] + self._outputs[stop - 1]
         ends = {
             "inputs": self._inputs[start],
@@ -236,20 +238,20 @@ class Chain:
         return Size(**summed, **ends, working=max(self._working[start:stop], default=0))
 
     def resident(self, start: int, stop: int) -> float:
-        """Return the bytes that a stage has all the time."""
+        """Return the bytes of a stage's weights, gradients and optimizer state."""
         total = sum(self._bytes[name][stop] - self._bytes[name][start] for name in RESIDENT)
         return total - sum(tie.weights + tie.gradients + tie.optimizer for tie in self._inside(start, stop))
 
     def activations(self, start: int, stop: int) -> float:
-        """Return the bytes that a forward of a stage saves."""
+        """Return the bytes that a forward of a stage keeps."""
         sums = self._bytes["activations"]
         if start >= stop:
             return 0
         joint = self._joint[self._last[stop - 1]] - self._joint[self._places[start]]
         return sums[stop] - sums[start] - joint
 
-    def apart(self, ends: Sequence[int]) -> Iterator[tuple[int, int, Tie]]:
-        """Yield (earlier stage, later stage, tie) of the ties that a cut parts."""
+    def separated_ties(self, ends: Sequence[int]) -> Iterator[tuple[int, int, Tie]]:
+        """Yield (earlier stage, later stage, tie) of the ties between two stages."""
         if self.ties:
             starts = [self._places[end] for end in ends[:-1]]
             for tie in self.ties:
@@ -258,11 +260,11 @@ class Chain:
                     yield first, last, tie
 
     def outputs(self, stop: int) -> float:
-        """Return the bytes that go forward over the cut before block `stop`."""
+        """Return the bytes of the payload that block `stop` gets from the stage before."""
         return self._outputs[stop - 1]
 
     def inputs(self, start: int) -> float:
-        """Return the bytes that come back over the cut before block `start`."""
+        """Return the bytes of the gradient that goes back from block `start`."""
         return self._inputs[start]
 
     def _inside(self, start: int, stop: int) -> list[Tie]:
@@ -270,12 +272,12 @@ class Chain:
         return [t for t in self.ties if places[start] <= t.first and t.last < places[stop]]
 
     def ends(self, counts: Sequence[int]) -> tuple[int, ...]:
-        """Return the boundaries of stages that have so many of the model's blocks each."""
+        """Return the boundaries of stages with these counts of the model's blocks."""
         place = {at: number for number, at in enumerate(self._places)}
         return tuple(place[at] for at in accumulate(counts, initial=0))
 
     def counts(self, ends: Sequence[int]) -> tuple[int, ...]:
-        """Return how many of the model's blocks each stage has, where `ends` are boundaries of stages, 0 first."""
+        """Return the counts of the model's blocks of stages with these boundaries, 0 first."""
         return tuple(self._places[b] - self._places[a] for a, b in pairwise(ends))
 
 
@@ -283,20 +285,20 @@ class Chain:
 
 
 def as_json(profile: Profile) -> dict[str, Any]:
-    """Return a profile as plain values; times in milliseconds, sizes in bytes; the blocks come last."""
-    told: dict[str, Any] = plain(profile)
+    """Return a profile as JSON values; times in milliseconds, sizes in bytes; the blocks come last."""
+    told: dict[str, Any] = to_json_value(profile)
     rows = told.pop("rows")
     return {**told, "num_blocks": profile.num_blocks, "rows": {count: rows[count] for count in sorted(rows, key=int)}}
 
 
 def from_json(told: Any, where: str) -> Profile:
-    """Read what `as_json` returned and a user may have edited.
+    """Return the profile that `as_json` has written and a user may have edited.
 
     Raises:
-        ConfigError: it is no profile; the text says where.
+        ConfigError: it is no profile; the text names the place.
     """
     try:
-        profile: Profile = read(Profile, told)
+        profile: Profile = from_json_value(Profile, told)
     except DAMAGED as error:
         raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None
     _refuse(profile, where)
@@ -304,7 +306,7 @@ def from_json(told: Any, where: str) -> Profile:
 
 
 def _refuse(profile: Profile, where: str) -> None:
-    """Refuse numbers that cannot be.
+    """Refuse impossible numbers.
 
     Raises:
         ConfigError: one is negative, not finite or lacking, or blocks differ from one number of rows to another.

@@ -1,8 +1,8 @@
-"""A user's model, measured block by block for microbatches of several sizes: the profile that plans are made from.
+"""The profile of a user's model: times and bytes by block, measured for microbatches of several sizes.
 
 A list of layers is measured layer by layer. Any other module is cut where its own forward calls its blocks
-(`model.observed`), each block as a stage of its own; what a stage computes besides its block (masks, positions) is what
-all these stages take together more than the whole model.
+(`model.observed`), and each block is measured as a stage of its own. What a stage computes besides its block (masks,
+positions) is the time by which all these stages together exceed the whole model, divided among them.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from ..model.made import Made, load, resized, rows_of
 from ..workers.compute.allocator import keep_freed_memory
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
-from .block_timing import TimedBlock, measure, num_bytes, time_blocks, with_working
+from .block_timing import TimedBlock, measure_layers, num_bytes, time_blocks, with_working_memory
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
 from .profile import LayerCost, Profile, Tie
-from .update_times import Finish, GaveUpError, Meet, Resident, with_shards
+from .update_times import Barrier, BlockParameters, PeerOutOfMemoryError, Synchronize, with_update_times
 from .working_memory import Forward
 
 __all__ = ["OPTIMIZERS", "Made", "load", "profile_model", "rows_of", "signature"]
 
-#: (blocks that are measured, of how many)
-Tell = Callable[[int, int], None]
-#: what each block costs, what stages take besides, and parameters that blocks share
+#: called with (blocks measured so far, their total number)
+Progress = Callable[[int, int], None]
+#: costs by block, time of a stage besides its block by kind, parameters that blocks share
 _Measured = tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]
 
-#: what the runtime takes for an action besides computing, milliseconds
+#: the runtime's own time for an action, in milliseconds
 RUNTIME_MS = 0.15
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
-    """Make the optimizer that is assumed."""
+    """Make the default optimizer."""
     return torch.optim.AdamW(parameters, lr=1e-4)
 
 
@@ -55,34 +55,34 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 
 
 def signature(made: Made, *more: Any) -> str:
-    """Return what changes with the model's form, with what is trained, with that of its batch, and with `more`."""
+    """Return a hash of the model's structure, of which parameters are trained, of its batch's shapes, and of `more`."""
     parts = [_name(made)]
     for layer in made.layers() if made.is_layers else [made.model]:
         if isinstance(layer, nn.Module):
             parts += [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in layer.named_parameters()]
             parts += [f"{type(part).__name__}{_settings_of(part)}" for part in layer.modules()]
         else:
-            parts.append(_told(layer))
+            parts.append(_function_name(layer))
     parts += [f"{tuple(t.shape)}{t.dtype}" for t in tensors_of(made.batch)]
     return hashlib.sha256("|".join([*parts, *map(str, more)]).encode()).hexdigest()[:16]
 
 
 def _settings_of(module: nn.Module) -> list[tuple[str, object]]:
-    """Return what says how a module computes besides its parameters: strides, heads, chances."""
+    """Return the plain attributes of a module: strides, heads, probabilities."""
     plain = {name: value if isinstance(value, tuple) else (value,) for name, value in vars(module).items()}
     return [(name, value) for name, value in plain.items() if all(isinstance(v, (int, float, str)) for v in value)]
 
 
-def _told(thing: Any) -> str:
-    """Return what a function that makes a model is, without addresses."""
+def _function_name(thing: Any) -> str:
+    """Return a name of a function that makes a model, without memory addresses."""
     if isinstance(thing, partial):
-        return f"{_told(thing.func)}{thing.args}{thing.keywords}"
+        return f"{_function_name(thing.func)}{thing.args}{thing.keywords}"
     return getattr(thing, "__qualname__", type(thing).__name__)
 
 
 def _name(made: Made) -> str:
     model = made.model
-    return type(model).__name__ if isinstance(model, nn.Module) or made.is_layers else _told(model)
+    return type(model).__name__ if isinstance(model, nn.Module) or made.is_layers else _function_name(model)
 
 
 def profile_model(
@@ -94,16 +94,16 @@ def profile_model(
     repeats: int = 5,
     estimate: bool = False,
     at_least: int = 1,
-    tell: Tell = lambda done, total: None,
-    meet: Meet = lambda going: going,
+    tell: Progress = lambda done, total: None,
+    barrier: Barrier = lambda going: going,
 ) -> Profile:
     """Measure a model for microbatches of each number of rows.
 
     Args:
-        estimate: count operations on the meta device instead, and take the device's speed for them from a product of
-            matrices; also where the device's memory does not suffice.
-        at_least: how many blocks are wanted; with fewer, the parts of blocks are looked at.
-        meet: waits for the other workers that measure the same.
+        estimate: do not run the model, but count its operations on the meta device and divide by the measured speed of
+            a matrix product. Done as well where the device's memory does not suffice.
+        at_least: number of blocks wanted; if the model has fewer, parts of blocks count as blocks.
+        barrier: waits for the other workers that measure the same model.
 
     Raises:
         ConfigError: the model cannot be cut, or its loss cannot be computed.
@@ -114,17 +114,17 @@ def profile_model(
     factory = OPTIMIZERS[optimizer]
     where = torch.device(device)
     if where.type == "cuda" and where.index is not None:
-        torch.cuda.set_device(where)  # whose memory and end of work are asked for
+        torch.cuda.set_device(where)  # memory statistics and synchronize are of the current device
     if where.type == "cpu":
         keep_freed_memory()  # as workers do
     for number, count in enumerate(sorted(set(rows))):
         of = partial(_advance, tell, number, len(set(rows)))
         batch = resized(made.batch, count)
         found: _Measured | None = None
-        with _blaming(made):
+        with _named_errors(made):
             if not estimate:
-                look = partial(_look, made, batch, device, factory, repeats, of, at_least)
-                found = _all_or_none(look, meet)
+                attempt = partial(_measure, made, batch, device, factory, repeats, of, at_least)
+                found = _all_or_none(attempt, barrier)
             if found is None:
                 estimated = estimate_layers if made.is_layers else estimate_whole
                 measured[count] = estimated(made, batch, operations_a_ms(device), factory)
@@ -138,7 +138,7 @@ def profile_model(
 
 
 def _with_one_update(measured: Mapping[int, Sequence[LayerCost]]) -> dict[int, list[LayerCost]]:
-    """Return what was measured, with one time of each block's update: it does not depend on the rows."""
+    """Return the costs with one time of each block's update, which does not depend on the rows."""
     once = [
         {kind: median(cost.times[kind] for cost in costs) for kind in (U, G)}
         for costs in zip(*measured.values(), strict=True)
@@ -149,33 +149,33 @@ def _with_one_update(measured: Mapping[int, Sequence[LayerCost]]) -> dict[int, l
     }
 
 
-def _all_or_none(look: Callable[[Meet], _Measured], meet: Meet) -> _Measured | None:
-    """Return what was measured; None: the memory of this worker, or of another, does not suffice."""
+def _all_or_none(attempt: Callable[[Barrier], _Measured], barrier: Barrier) -> _Measured | None:
+    """Return what was measured; None: this worker or another has too little memory."""
     try:
-        found = look(meet)
-    except GaveUpError:
+        found = attempt(barrier)
+    except PeerOutOfMemoryError:
         return None
     except torch.OutOfMemoryError:
-        meet(False)  # else the others wait for this one
+        barrier(False)  # the others wait for this worker
         return None
-    return found if meet(True) else None
+    return found if barrier(True) else None
 
 
-def _look(
-    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Tell, at_least: int,
-    meet: Meet,
+def _measure(
+    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Progress, at_least: int,
+    barrier: Barrier,
 ) -> _Measured:  # fmt: skip
     if made.is_layers:
-        return _measure_layers(made, batch, device, optimizer, repeats, meet), {}, ()
-    return _measure_whole(made, batch, device, optimizer, repeats, tell, at_least, meet)
+        return _measure_layers(made, batch, device, optimizer, repeats, barrier), {}, ()
+    return _measure_whole(made, batch, device, optimizer, repeats, tell, at_least, barrier)
 
 
 @contextmanager
-def _blaming(made: Made) -> Iterator[None]:
-    """Turn what a model raises on its own batch into a sentence.
+def _named_errors(made: Made) -> Iterator[None]:
+    """Turn an error of the model on its own batch into one that names the model.
 
     Raises:
-        ConfigError: instead of that.
+        ConfigError: instead of that error.
     """
     try:
         yield
@@ -186,23 +186,23 @@ def _blaming(made: Made) -> Iterator[None]:
         raise ConfigError(f"model {_name(made)}: cannot be measured on its batch: {what}") from error
 
 
-def _advance(tell: Tell, number: int, of: int, done: int, total: int) -> None:
+def _advance(tell: Progress, number: int, of: int, done: int, total: int) -> None:
     tell(number * total + done, of * total)
 
 
-def _finish(device: str) -> Finish:
+def _synchronize(device: str) -> Synchronize:
     kind = torch.device(device).type
     return (lambda: None) if kind in ("cpu", "meta") else getattr(torch, kind).synchronize
 
 
 def _measure_layers(
-    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, meet: Meet
+    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, barrier: Barrier
 ) -> list[LayerCost]:
     inputs, target = made.pair(batch)
     layers = [(layer if isinstance(layer, nn.Module) else layer()).to(device) for layer in made.layers()]
-    costs = measure(
+    costs = measure_layers(
         layers, _to(inputs, device), target=_to(target, device), loss_fn=made.loss_fn, optimizer=optimizer,
-        repeats=repeats, finish=_finish(device), meet=meet,
+        repeats=repeats, synchronize=_synchronize(device), barrier=barrier,
     )  # fmt: skip
     names = [f"{i} {type(layer).__name__}" for i, layer in enumerate(layers)]
     return [replace(cost, name=name) for cost, name in zip(costs, names, strict=True)]
@@ -213,7 +213,7 @@ def _to(tree: Tree, device: str) -> Tree:
 
 
 def _ties_of_layers(made: Made) -> tuple[Tie, ...]:
-    """Return which layers share parameters: they are one module each, so they cannot be cut apart."""
+    """Return the ties of layers that share parameters. Stages have whole layers, so these must be in one stage."""
     seen: dict[nn.Parameter, int] = {}
     ties: dict[tuple[int, int], float] = {}
     for i, layer in enumerate(made.layers()):
@@ -228,8 +228,8 @@ def _ties_of_layers(made: Made) -> tuple[Tie, ...]:
 
 
 def _measure_whole(
-    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Tell, at_least: int,
-    meet: Meet,
+    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Progress, at_least: int,
+    barrier: Barrier,
 ) -> _Measured:  # fmt: skip
     args, kwargs = made.call(_to(batch, device))
     observed = made.observe(args, kwargs, at_least)
@@ -246,7 +246,7 @@ def _measure_whole(
         named.append(list(stage.named_parameters()))
         for name, parameter in named[-1]:
             holders.setdefault(name, ([], parameter))[0].append(i)
-        blocks.append(TimedBlock(run, [p for _, p in named[-1]], _finish(device)))
+        blocks.append(TimedBlock(run, [p for _, p in named[-1]], _synchronize(device)))
         outputs = blocks[-1].run()
         crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
         sizes.append((num_bytes(payload), crossing))
@@ -254,25 +254,25 @@ def _measure_whole(
         tell(i + 1, total)
     stage = observed.build(0, [range(observed.num_blocks)], device)
     run = _stage_forward(made, stage, (), args, kwargs, batch, last=True)
-    whole = TimedBlock(run, [p for _, p in stage.named_parameters()], _finish(device))
+    whole = TimedBlock(run, [p for _, p in stage.named_parameters()], _synchronize(device))
     whole.run()
     time_blocks([*blocks, whole], repeats, lambda done: tell(len(cut) + 1 + done, total))
     costs = []
     for i, block in enumerate(blocks):
         costs.append(LayerCost(block.times, block.kept.size(*sizes[i]), observed.blocks[i].name))
-    shards = [Resident(own, [], block.gradients) for own, block in zip(named, blocks, strict=True)]
-    costs = with_shards(costs, shards, optimizer, repeats, _finish(device), meet)
+    shards = [BlockParameters(own, [], block.gradients) for own, block in zip(named, blocks, strict=True)]
+    costs = with_update_times(costs, shards, optimizer, repeats, _synchronize(device), barrier)
     times = whole.times
     around = {kind: _around(costs, kind, times[kind]) for kind in (F, B, I, W, R)}
     costs = [
         replace(cost, times={kind: max(0.0, t - around.get(kind, 0)) for kind, t in cost.times.items()})
         for cost in costs
     ]
-    return with_working(costs, blocks), around, _ties(holders, costs)
+    return with_working_memory(costs, blocks), around, _ties(holders, costs)
 
 
 def _around(costs: Sequence[LayerCost], kind: Kind, whole: float) -> float:
-    """Return what each stage takes for a kind besides its block."""
+    """Return the time of a kind that each stage takes besides its block."""
     if len(costs) < 2:
         return 0
     more = (sum(cost.times[kind] for cost in costs) - whole) / (len(costs) - 1)
@@ -280,7 +280,7 @@ def _around(costs: Sequence[LayerCost], kind: Kind, whole: float) -> float:
 
 
 def _ties(holders: Mapping[str, tuple[list[int], nn.Parameter]], costs: Sequence[LayerCost]) -> tuple[Tie, ...]:
-    """Return which blocks use one parameter. Apart they hold it twice."""
+    """Return the ties of blocks that share parameters."""
     found: dict[tuple[int, int], list[float]] = {}
     for blocks, parameter in holders.values():
         share = costs[blocks[0]].size
@@ -299,9 +299,9 @@ def _stage_forward(
     def forward() -> tuple[list[Tensor], Tree, list[Tensor]]:
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in payload]
         output = stage.forward(leaves, args, kwargs)
-        owing = [tensor for tensor in leaves if tensor.requires_grad]
+        differentiable = [tensor for tensor in leaves if tensor.requires_grad]
         if not last:
-            return owing, output, [tensor for tensor in output if tensor.requires_grad]
-        return owing, (), [made.loss(output, batch)]
+            return differentiable, output, [tensor for tensor in output if tensor.requires_grad]
+        return differentiable, (), [made.loss(output, batch)]
 
     return forward

@@ -1,4 +1,8 @@
-"""The parts of all workers put together: every action of a step, or of several, as a number. Loads without torch."""
+"""The compiled dependency graph of all workers: every action of a step, or of several, as a number.
+
+It joins the parts that workers compile for themselves (`dependency.part`), so the simulator obeys the same relation.
+Loads without torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from ..dependency.garbage import uncollected
 
 
 class Relation:
-    """Every action has a number; those of a worker are consecutive, in the worker's order. Made once, priced often.
+    """A graph of numbered actions; those of a worker are consecutive, in its order. Built once, simulated often.
 
     Args:
         steps: how many steps follow each other; a forward needs its stage's update of the step before.
@@ -37,7 +41,7 @@ class Relation:
         for part in parts:
             self.first.append(self.first[-1] + steps * len(part.entries))
         self.actions: list[Action] = []
-        #: of each action its worker, and its lane: a resource of the worker
+        #: of each action its worker, and its lane: a number for one resource of one worker
         self.worker: list[int] = []
         self.lane: list[int] = []
         #: how many needs each action has
@@ -49,12 +53,12 @@ class Relation:
             self.worker += [worker] * (steps * len(actions))
             self.lane += steps * lanes
             self.num_needs += steps * part.num_needs
-        #: number -> those on the same worker that need it
+        #: number -> actions of the same worker that need it
         self.own: list[list[int]] = [[] for _ in self.actions]
-        #: number -> those on other workers that need it
+        #: number -> actions of other workers that need it
         self.others: list[list[int]] = [[] for _ in self.actions]
-        #: (number, worker) of those that are only waited for there, as what they make is for others or nobody
-        self.marks: set[tuple[int, int]] = set()
+        #: (number, worker): that worker waits for the action, but does not take its output
+        self.signals: set[tuple[int, int]] = set()
         for step in range(steps):
             self._connect(parts, step)
 
@@ -63,7 +67,7 @@ class Relation:
         return len(RESOURCES) * self.spec.num_workers
 
     def _connect(self, parts: list[Part], step: int) -> None:
-        """Enter who needs what in one step, and of the step before."""
+        """Add the edges within one step, and those from the step before."""
         starts = [first + step * len(part.entries) for first, part in zip(self.first, parts, strict=False)]
         own, others = self.own, self.others
         for start, part in zip(starts, parts, strict=True):
@@ -80,7 +84,7 @@ class Relation:
                     others[starts[need.worker] + at] += [start + waits for waits in waiting[need.action]]
                     met += 1
                     if not need.carries:
-                        self.marks.add((starts[need.worker] + at, part.worker))
+                        self.signals.add((starts[need.worker] + at, part.worker))
             if met < len(waiting):
                 self._refuse(parts, part)
             if step:
@@ -99,11 +103,11 @@ class Relation:
                     raise ScheduleError(f"{entry.action} needs {need}, which no worker runs")
 
     @cached_property
-    def in_sequence(self) -> list[int]:
-        """All numbers, each behind those that it needs and behind those before it in its lane's order.
+    def topological_order(self) -> list[int]:
+        """All numbers in topological order of needs and of each lane's order.
 
         Raises:
-            PipeError: there is no such sequence, so in this order the workers wait for each other.
+            PipeError: there is none: in this order the workers deadlock.
         """
         lanes: list[list[int]] = [[] for _ in range(self.num_lanes)]
         for number, lane in enumerate(self.lane):
@@ -126,11 +130,11 @@ class Relation:
                             todo.append(self.lane[user])
             head[lane] = at
         if len(sequence) < len(self.actions):
-            self.say_deadlock(set(sequence))
+            self.raise_deadlock(set(sequence))
         return sequence
 
-    def say_deadlock(self, done: set[int]) -> None:
-        """Raise the error that only `done` can run."""
+    def raise_deadlock(self, done: set[int]) -> None:
+        """Raise the error that nothing but `done` can run."""
         stuck = next(n for n in range(len(self.actions)) if n not in done)
         waits = [n for n in range(len(self.actions)) if n not in done and stuck in (*self.own[n], *self.others[n])]
         names = ", ".join(str(self.actions[n]) for n in waits)
@@ -138,7 +142,7 @@ class Relation:
         raise PipeError(f"deadlock: worker {worker}: cannot run {self.actions[stuck]}, which waits for {names}")
 
     def targets(self, number: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield the other workers that need an action, and which of their actions do."""
+        """Yield (worker, its actions that need `number`) of the other workers."""
         found: dict[int, list[int]] = {}
         for user in self.others[number]:
             found.setdefault(self.worker[user], []).append(user)

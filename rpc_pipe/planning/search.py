@@ -1,4 +1,4 @@
-"""The search of `plan`: every schedule, every number of microbatches, every cut; exact, or with a gap that is told.
+"""The search of `plan` over all schedules, numbers of microbatches and cuts: the optimum, or a plan with a known gap.
 
 Loads without torch.
 """
@@ -12,19 +12,19 @@ from dataclasses import dataclass, field
 from ..dependency import F, U
 from .candidates import Candidate, candidates
 from .cut_search import CutFound, CutSearch
-from .plan import Plan, tell_name
+from .plan import Plan, schedule_label
 from .profile import Chain, Machines, Profile
 
-#: (share of the work that is done, 0 to 1; the best time so far, in milliseconds)
-Tell = Callable[[float, float], None]
+#: called with (share of the search that is done, 0 to 1; the best time so far, in milliseconds)
+Progress = Callable[[float, float], None]
 
-#: share of the time that is spent on a first look at all
-_LOOKING = 0.4
+#: share of the time for the first cut of every candidate
+_FIRST_CUTS = 0.4
 
 
 @dataclass(frozen=True)
-class Question:
-    """What is to be planned."""
+class PlanRequest:
+    """A profiled model, the machines, and the plans to choose from."""
 
     profile: Profile
     machines: Machines
@@ -32,69 +32,69 @@ class Question:
     batch: int
     microbatches: tuple[int, ...]
     recompute: bool = True
-    #: names; all by default
+    #: names of schedules; None: all
     schedules: tuple[str, ...] | None = None
-    #: how long to search; what is left then is told as a gap
+    #: how long to search; then the plan is returned with the gap that is left
     seconds: float = float("inf")
 
     def chain(self, num_microbatches: int) -> Chain:
-        """Return the blocks with what they cost for one of so many microbatches."""
+        """Return the blocks with their costs for a microbatch of `batch / num_microbatches` rows."""
         profile = self.profile
         blocks = profile.at(self.batch / num_microbatches)
         return Chain(blocks, profile.per_stage, profile.ties, profile.per_step, profile.per_mib, profile.model)
 
 
 @dataclass
-class Answer:
-    """What was found."""
+class PlanResult:
+    """The plans that were found, with bounds."""
 
-    #: the best cut of each schedule that was priced and fits, fastest first
+    #: the best cut of each candidate that fits, fastest first
     plans: list[Plan] = field(default_factory=list)
-    #: no step of this model on these workers can be faster, whatever the schedule
+    #: milliseconds: no step of this model on these workers can be faster with any schedule
     lower_bound: float = 0
-    #: no plan among all that were to be searched is faster
+    #: milliseconds: no plan among those to choose from is faster
     searched_bound: float = 0
-    #: what nothing else beats both in time and in memory, fastest first
+    #: the Pareto front of time and memory, fastest first
     front: list[Plan] = field(default_factory=list)
-    #: the plan that exceeds the limits of memory least, if none fits, and by how many bytes
+    #: if none fits: the plan that exceeds the limits of memory least, and by how many bytes
     nearest: Plan | None = None
     excess: float = 0
-    #: schedules of which nothing was priced, as they cannot be faster than this
+    #: schedules that were not simulated, with the bound in milliseconds that ruled them out
     left_out: dict[str, float] = field(default_factory=dict)
-    #: schedules of which nothing was found that fits
+    #: schedules of which no plan that fits was found
     unfit: list[str] = field(default_factory=list)
 
     @property
     def gap(self) -> float:
-        """By how much, relatively, the best plan may be slower than the best there is among all plans; 0: proven."""
+        """By how much, relatively, the best plan may be slower than the optimum; 0: proven optimal."""
         if not self.plans or not self.plans[0].predicted_ms:
             return 0
         return max(0.0, 1 - self.searched_bound / self.plans[0].predicted_ms)
 
 
 def default_microbatches(num_workers: int, batch: int) -> tuple[int, ...]:
-    """Return numbers of microbatches that are worth trying: workers times 1, 2, 4, 8, as far as there are rows."""
+    """Return the numbers of microbatches to try: 1, 2, 4 and 8 times the workers, at most the rows of the batch."""
     wanted = [num_workers * times for times in (1, 2, 4, 8)]
     return tuple(sorted({count for count in wanted if count <= batch} or {batch}))
 
 
-def search(question: Question, tell: Tell = lambda share, best: None, *, with_front: bool = False) -> Answer:
-    """Return the best plans, fastest first, with a proof or a gap."""
-    return _Search(question, tell, with_front).answer()
+def search(request: PlanRequest, tell: Progress = lambda share, best: None, *, with_front: bool = False) -> PlanResult:
+    """Return the best plans, fastest first, with bounds."""
+    return _Search(request, tell, with_front).result()
 
 
 class _Search:
-    def __init__(self, question: Question, tell: Tell, with_front: bool) -> None:
-        self._question = question
+    def __init__(self, request: PlanRequest, tell: Progress, with_front: bool) -> None:
+        self._request = request
         self._tell = tell
         self._with_front = with_front
-        self._until = time.monotonic() + question.seconds
-        self._chains = {count: question.chain(count) for count in question.microbatches}
+        self._until = time.monotonic() + request.seconds
+        self._chains = {count: request.chain(count) for count in request.microbatches}
         self._searches = self._list()
-        self._turns = self._in_turns()
+        self._rounds = self._in_rounds()
 
     def _list(self) -> list[tuple[Candidate, CutSearch]]:
-        q = self._question
+        q = self._request
         most_stages = next(iter(self._chains.values())).num_blocks if self._chains else 0
         listed = candidates(
             q.machines.num_workers,
@@ -110,31 +110,31 @@ class _Search:
             searches.append((candidate, CutSearch(spec, chain, q.machines)))
         return sorted(searches, key=lambda pair: pair[1].least)
 
-    def _in_turns(self) -> list[int]:
-        """Return the places of all in turns: the most promising of each schedule, then the next of each."""
+    def _in_rounds(self) -> list[int]:
+        """Return the indices of the searches in rounds: the most promising of each schedule, then the next of each."""
         groups: dict[str, int] = {}
         turns = []
         for at, (candidate, _) in enumerate(self._searches):
-            name = tell_name(candidate.schedule, candidate.parameters)
+            name = schedule_label(candidate.schedule, candidate.parameters)
             groups[name] = turn = groups.get(name, 0) + 1
             turns.append((turn, at))
         return [at for _, at in sorted(turns)]
 
-    def answer(self) -> Answer:
-        answer = Answer()
+    def result(self) -> PlanResult:
+        result = PlanResult()
         if not self._searches:
-            return answer
+            return result
         best, bound = self._best(None, self._until, 0, 0.7 if self._with_front else 1)
-        answer.searched_bound = bound
-        answer.lower_bound = min([bound, *(relaxed(chain, self._question.machines, count)
+        result.searched_bound = bound
+        result.lower_bound = min([bound, *(schedule_free_bound(chain, self._request.machines, count)
                                            for count, chain in self._chains.items())])  # fmt: skip
         if best is None:
-            self._say_nearest(answer)
-            return answer
+            self._find_nearest(result)
+            return result
         if self._with_front:
-            self._trace_front(max(best[1].memory))
-        self._collect(answer)
-        return answer
+            self._search_front(max(best[1].memory))
+        self._collect(result)
+        return result
 
     def _best(
         self, cap: float | None, until: float, begin: float, end: float
@@ -147,25 +147,25 @@ class _Search:
             self._tell(begin + (end - begin) * done / total, best[1].time if best else float("inf"))
 
         def is_late(until: float) -> bool:
-            # That nothing fits must not be said because there was no time to look.
+            # That nothing fits may be reported only when everything has been first_cuts at.
             return time.monotonic() > until and (best is not None or cap is not None)
 
-        # Climbing takes twenty times as long as to look at a first cut: all are looked at before the first is climbed.
-        looked: list[tuple[tuple[float, float], int]] = []
-        soon = until if until == float("inf") else time.monotonic() + _LOOKING * (until - time.monotonic())
-        for number, at in enumerate(self._turns):
+        # Hill climbing takes twenty times as long as a first cut, so all first cuts come before it.
+        first_cuts: list[tuple[tuple[float, float], int]] = []
+        first_until = until if until == float("inf") else time.monotonic() + _FIRST_CUTS * (until - time.monotonic())
+        for number, at in enumerate(self._rounds):
             candidate, search = self._searches[at]
             report(number / 3)
             if search.least == float("inf") or (best is not None and search.least >= best[1].time):
-                continue  # nothing fits, or nothing is faster
+                continue  # no cut fits, or no cut is faster
             rank = float("inf"), search.least
-            if not is_late(soon):
-                found = search.look_first(cap)
+            if not is_late(first_until):
+                found = search.first_cut(cap)
                 rank = found.rank
                 if found.excess <= 0 and (best is None or found.time < best[1].time):
                     best = candidate, found
-            looked.append((rank, at))
-        for number, (_, at) in enumerate(sorted(looked)):
+            first_cuts.append((rank, at))
+        for number, (_, at) in enumerate(sorted(first_cuts)):
             candidate, search = self._searches[at]
             report(total / 3 + number / 3)
             if is_late(until) or (best is not None and search.least >= best[1].time):
@@ -186,17 +186,17 @@ class _Search:
     def _slice(until: float) -> float:
         return until if until == float("inf") else max(0.05, (until - time.monotonic()) / 8)
 
-    def _trace_front(self, memory: float) -> None:
-        """Search below smaller and smaller limits of memory; what is found is kept by each search."""
+    def _search_front(self, memory: float) -> None:
+        """Search with decreasing limits of memory; every search remembers the cuts that it has simulated."""
         for number, share in enumerate((0.85, 0.7, 0.55, 0.4, 0.3, 0.2)):
             begin = 0.7 + 0.05 * number
             left = self._until - time.monotonic()
-            until = time.monotonic() + min(left, max(1.0, self._question.seconds / 12))
+            until = time.monotonic() + min(left, max(1.0, self._request.seconds / 12))
             found, _ = self._best(memory * share, until, begin, begin + 0.05)
             if found is None:
                 break
 
-    def _collect(self, answer: Answer) -> None:
+    def _collect(self, result: PlanResult) -> None:
         plans, everything = [], []
         for candidate, search in self._searches:
             fitting = sorted(search.found(), key=lambda found: found.time)
@@ -204,51 +204,51 @@ class _Search:
                 plans.append((candidate, search, fitting[0]))
                 everything += [(candidate, search, found) for found in fitting]
             elif search.was_priced or search.least == float("inf"):
-                answer.unfit.append(candidate.schedule)
+                result.unfit.append(candidate.schedule)
             else:
                 name = candidate.schedule
-                answer.left_out[name] = min(search.least, answer.left_out.get(name, float("inf")))
+                result.left_out[name] = min(search.least, result.left_out.get(name, float("inf")))
         plans.sort(key=lambda triple: (triple[2].time, max(triple[2].memory)))
-        answer.plans = [_plan(*triple) for triple in plans]
-        for plan in answer.plans:
-            answer.left_out.pop(plan.schedule, None)
-        known = {*answer.left_out, *(plan.schedule for plan in answer.plans)}
-        answer.unfit = sorted(set(answer.unfit) - known)
+        result.plans = [_plan(*triple) for triple in plans]
+        for plan in result.plans:
+            result.left_out.pop(plan.schedule, None)
+        known = {*result.left_out, *(plan.schedule for plan in result.plans)}
+        result.unfit = sorted(set(result.unfit) - known)
         everything.sort(key=lambda triple: (triple[2].time, max(triple[2].memory)))
         least = float("inf")
         for candidate, search, found in everything:
             if max(found.memory) < least * (1 - 1e-3):
                 least = max(found.memory)
-                answer.front.append(_plan(candidate, search, found))
+                result.front.append(_plan(candidate, search, found))
 
-    def _say_nearest(self, answer: Answer) -> None:
-        # All are looked at, however long that takes, before the nearest are climbed: what is said is the least of all.
-        looked = [(search.look_first(), candidate, search) for candidate, search in self._searches]
-        looked.sort(key=lambda each: each[0].rank)
-        until = time.monotonic() + min(3.0, self._question.seconds / 4)
-        nearest = looked[0]
-        for _, candidate, search in looked:
+    def _find_nearest(self, result: PlanResult) -> None:
+        # The first cuts of all, however long they take: the excess that is reported is the least of all candidates.
+        first_cuts = [(search.first_cut(), candidate, search) for candidate, search in self._searches]
+        first_cuts.sort(key=lambda each: each[0].rank)
+        until = time.monotonic() + min(3.0, self._request.seconds / 4)
+        nearest = first_cuts[0]
+        for _, candidate, search in first_cuts:
             if time.monotonic() > until:
                 break
             found = search.climb(min(until, time.monotonic() + 0.3))
             nearest = min(nearest, (found, candidate, search), key=lambda each: each[0].rank)
-        answer.nearest, answer.excess = _plan(nearest[1], nearest[2], nearest[0]), nearest[0].excess
+        result.nearest, result.excess = _plan(nearest[1], nearest[2], nearest[0]), nearest[0].excess
 
 
 def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
     return search.priced.plan(candidate.schedule, dict(candidate.parameters), found.ends, candidate.recompute)
 
 
-def relaxed(chain: Chain, machines: Machines, num_microbatches: int) -> float:
-    """Return a time that no step can beat, whatever the schedule, the cut and the order.
+def schedule_free_bound(chain: Chain, machines: Machines, num_microbatches: int) -> float:
+    """Return a lower bound, in milliseconds, of a step with any schedule, cut and order.
 
-    All work must be done by somebody, updates too, and that of one microbatch is done in a row.
+    The workers must do all work, updates included, and the actions of one microbatch follow each other.
     """
     slows = [machines.slow(w) for w in range(machines.num_workers)]
     fastest, blocks = min(slows), chain.num_blocks
     once = chain.blocks_time(F, 0, blocks)
-    # On the first stage that is a whole backward: the step does not end before its worker's part.
-    back = chain.least_back(0, blocks)
+    # Of the first stage this is the whole backward: the step does not end before its worker's part.
+    back = chain.least_input_backward(0, blocks)
     whole = once + chain.least_backward(0, blocks)
     work = num_microbatches * whole + chain.blocks_time(U, 0, blocks)
     return max((once + back) * fastest, work / sum(1 / slow for slow in slows)) + chain.per_step

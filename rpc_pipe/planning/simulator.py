@@ -1,9 +1,9 @@
-"""Any spec under a virtual clock: what a schedule costs before anything runs.
+"""A discrete-event simulation of any schedule: what a step costs before anything runs.
 
-Semantics: an action takes its cost; what it makes reaches another worker after the link's travel time (pulls are
-asked ahead of need); all completions and arrivals at a time are seen before any worker chooses its next action
-then; a started action is not interrupted; actions of a worker on different resources overlap. These are the decisions
-of `workers.state.WorkerState`, evaluated for all workers at once on the same compiled parts. Loads without torch.
+An action takes its cost; its output reaches another worker after the link's transfer time (workers ask for it ahead of
+need); a worker sees all completions and arrivals of a moment before it chooses its next action; a started action is
+not interrupted; actions of a worker on different resources overlap. These are the decisions of
+`workers.state.WorkerState`, made for all workers at once on the same compiled parts. Loads without torch.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ..dependency.garbage import uncollected
 from .relation import Relation
 from .span import Span
 
-#: time of an action on its worker, in any unit
+#: duration of an action on its worker, in any unit
 Cost = Callable[[Action], float]
 
-#: (number, start, end) of what ran, by start; (what, from, to, when it is known there)
+#: (number, start, end) of the actions that ran, by start; (action, source, target, arrival) of transfers
 _Ran = list[tuple[int, float, float]]
-_Carried = list[tuple[Action, int, int, float]]
+_Transfers = list[tuple[Action, int, int, float]]
 
 
 class Link(NamedTuple):
-    """The way from one worker to another. It carries one payload at a time, in the order in which they are made."""
+    """A link from one worker to another. It sends one payload at a time, in the order in which they were produced."""
 
-    #: travel time
+    #: time from the end of sending to arrival
     latency: float = 0
     #: bytes a unit of time
     bandwidth: float = float("inf")
@@ -41,7 +41,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """What a step, or several, cost. Times are in the unit of the costs."""
+    """The simulated run of one step or several. Times are in the unit of the costs."""
 
     spec: Spec
     order: Order
@@ -49,16 +49,16 @@ class Simulation:
     busy: tuple[float, ...]
     #: when the last action of each step ends
     step_ends: tuple[float, ...]
-    #: time from the first start to the last end of what takes time
+    #: when the last action that takes time ends
     makespan: float
     _relation: Relation = field(repr=False, compare=False)
     _ran: _Ran = field(repr=False)
     _comm: float = field(repr=False)
-    _carried: _Carried | None = field(repr=False)
+    _transfers: _Transfers | None = field(repr=False)
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
-        """Every action that ran, by start time, but for what travelled between workers in no time."""
+        """Every action that ran, by start, except transfers that took no time."""
         worker, actions = self._relation.worker, self._relation.actions
         return tuple([
             Span(worker[n], actions[n], start, end)
@@ -67,10 +67,10 @@ class Simulation:
         ])  # fmt: skip
 
     @cached_property
-    def carried(self) -> tuple[tuple[Action, int, int, float], ...]:
-        """(what, from, to, when it is known there) of what others waited for, unless travel takes no time."""
-        if self._carried is not None:
-            return tuple(carried for carried in self._carried if carried[0].kind.resource != "link")
+    def transfers(self) -> tuple[tuple[Action, int, int, float], ...]:
+        """(action, source, target, arrival) of every transfer; empty if transfers take no time."""
+        if self._transfers is not None:
+            return tuple(transfer for transfer in self._transfers if transfer[0].kind.resource != "link")
         if not self._comm:
             return ()
         relation, ended = self._relation, sorted(self._ran, key=lambda ran: ran[2])
@@ -83,9 +83,9 @@ class Simulation:
 
     @cached_property
     def peak_activations(self) -> tuple[int, ...]:
-        """Most microbatches of a stage whose activations were on the device at once, by worker."""
+        """The most microbatches of a stage whose activations were on the device at once, by worker."""
         relation, num_workers = self._relation, self.spec.num_workers
-        # Of what happens at one time, ends come first; what takes no time starts and ends when its turn comes.
+        # At equal times ends come before starts; an action without duration starts and ends in its turn.
         events: list[tuple[float, bool, int, int]] = []
         for turn, (number, start, end) in enumerate(self._ran):
             holds = relation.actions[number].kind.holds
@@ -100,16 +100,16 @@ class Simulation:
 
     @property
     def step_time(self) -> float:
-        """Time of a step when steps follow each other: between the ends of the first and the last; one: makespan."""
+        """Mean time between the ends of steps; of a single step the makespan."""
         if len(self.step_ends) == 1:
             return self.makespan
         return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
 
     @cached_property
-    def span(self) -> float:
-        """Largest over workers of last end minus first start: a step's time when steps follow each other.
+    def steady_step_time(self) -> float:
+        """The time of a step among others: the largest over workers of last end minus first start.
 
-        A worker begins the next step when its part of this one has ended, though others are still at theirs.
+        A worker begins the next step when its part of this one has ended, even if others have not finished theirs.
         """
         worker, actions = self._relation.worker, self._relation.actions
         first: dict[int, float] = {}
@@ -124,16 +124,16 @@ class Simulation:
 
     @property
     def bubble(self) -> float:
-        """Share of the workers' time that is not spent computing, 0 to 1."""
+        """Share of the makespan in which workers do not compute, 0 to 1."""
         return 1 - sum(self.busy) / (self.spec.num_workers * self.makespan) if self.makespan else 0.0
 
     @property
-    def bubble_in_a_run(self) -> float:
-        """The same when steps follow each other."""
-        return 1 - sum(self.busy) / (self.spec.num_workers * self.span) if self.span else 0.0
+    def steady_bubble(self) -> float:
+        """The same share of `steady_step_time`."""
+        return 1 - sum(self.busy) / (self.spec.num_workers * self.steady_step_time) if self.steady_step_time else 0.0
 
     def orders(self) -> list[list[Action]]:
-        """Return what each worker ran, in order, without the end of the step."""
+        """Return the order of each worker's actions of microbatches."""
         orders: list[list[Action]] = [[] for _ in range(self.spec.num_workers)]
         for span in self.spans:
             if span.action.kind.per_microbatch:
@@ -142,7 +142,7 @@ class Simulation:
 
 
 def uniform(costs: Mapping[Kind, float]) -> Cost:
-    """Return a cost that depends on the kind only; kinds not named cost nothing."""
+    """Return a cost function of the kind alone; kinds that are not named cost nothing."""
     return lambda action: costs.get(action.kind, 0)
 
 
@@ -156,7 +156,7 @@ def simulate(
     links: Mapping[tuple[int, int], Link] | None = None,
     payload: Callable[[Action], float] | None = None,
 ) -> Simulation:
-    """Run `steps` steps of `spec` under a virtual clock; arguments as of `price`.
+    """Simulate `steps` steps of `spec`; other arguments as of `price`.
 
     Raises:
         PipeError: the run cannot finish; `dependency.check_all` says why.
@@ -173,23 +173,23 @@ def price(
     links: Mapping[tuple[int, int], Link] | None = None,
     payload: Callable[[Action], float] | None = None,
 ) -> Simulation:
-    """Run a relation under a virtual clock.
+    """Simulate a compiled relation.
 
     Args:
-        comm: travel time between any two workers.
+        comm: transfer time between any two workers.
         order: `ready` or `fixed`; the schedule's own preference by default.
-        links: those that are different, by (from, to).
-        payload: bytes of what an action makes, for links of limited bandwidth; asked of those whose payloads are sent.
+        links: links that differ from that, by (source, target).
+        payload: bytes of an action's output, for links of limited bandwidth.
 
     Raises:
         PipeError: the run cannot finish; `dependency.check_all` says why.
     """
     with uncollected():
         costs = [cost(action) for action in relation.actions]
-    return price_listed(relation, costs, comm=comm, order=order, links=links, payload=payload)
+    return price_with_costs(relation, costs, comm=comm, order=order, links=links, payload=payload)
 
 
-def price_listed(
+def price_with_costs(
     relation: Relation,
     costs: list[float],
     *,
@@ -198,21 +198,21 @@ def price_listed(
     links: Mapping[tuple[int, int], Link] | None = None,
     payload: Callable[[Action], float] | None = None,
 ) -> Simulation:
-    """Do as `price`, with the cost of every action of the relation in a list: for who prices the same one often."""
+    """Do the same as `price` with the costs in a list, by number of action: faster for one relation and many costs."""
     order = order or relation.spec.order
-    roads = _Roads(comm, links, payload) if links else None
+    link_queues = _LinkQueues(comm, links, payload) if links else None
     with uncollected():
-        if order == "fixed" and roads is None:
+        if order == "fixed" and link_queues is None:
             ran = _in_fixed_order(relation, costs, comm)
         else:
-            ran = _as_ready(relation, costs, order == "fixed", comm, roads)
+            ran = _as_ready(relation, costs, order == "fixed", comm, link_queues)
     busy: list[float] = [0] * relation.spec.num_workers
     compute = RESOURCES.index("compute")
     for (number, _, _), lane in zip(ran, [relation.lane[number] for number, _, _ in ran], strict=True):
         if lane % len(RESOURCES) == compute:
             busy[relation.worker[number]] += costs[number]
     makespan = max([end for _, start, end in ran if end > start], default=0)
-    carried = None if roads is None else roads.carried
+    carried = None if link_queues is None else link_queues.transfers
     ends = _step_ends(relation, ran)
     return Simulation(relation.spec, order, tuple(busy), ends, makespan, relation, ran, comm, carried)
 
@@ -232,7 +232,7 @@ def _step_ends(relation: Relation, ran: _Ran) -> tuple[float, ...]:
 
 
 def _ends_in_stream(relation: Relation, ran: _Ran) -> tuple[float, ...]:
-    """Return when each step of a stream ends, in which steps overlap."""
+    """Return when each step of a stream of overlapping steps ends."""
     spec = relation.spec
     ends: list[float] = [0] * spec.num_steps
     updates = Counter(action.stage for action in relation.actions if action.kind is U)
@@ -244,8 +244,8 @@ def _ends_in_stream(relation: Relation, ran: _Ran) -> tuple[float, ...]:
     return tuple(ends)
 
 
-class _Roads:
-    """When what is finished now arrives elsewhere, where links differ or carry one payload after the other."""
+class _LinkQueues:
+    """Arrival times over links that differ or have a limited bandwidth, each of which queues its payloads."""
 
     def __init__(
         self, comm: float, links: Mapping[tuple[int, int], Link], payload: Callable[[Action], float] | None
@@ -254,10 +254,10 @@ class _Roads:
         self._links = links
         self._payload = payload or (lambda _: 0)
         self._free: dict[tuple[int, int], float] = {}
-        self.carried: _Carried = []
+        self.transfers: _Transfers = []
 
     def arrival(self, action: Action, source: int, target: int, now: float, *, carries: bool) -> float:
-        """Return when `action`, finished at `now`, is at `target`; `carries`: with what it has made."""
+        """Return when `target` has `action`, finished at `now`; `carries`: with its output, not as a signal alone."""
         link = self._links.get((source, target))
         there = now + self._comm
         if link is not None:
@@ -265,17 +265,17 @@ class _Roads:
             sent = max(now, self._free.get((source, target), 0)) + size / link.bandwidth
             self._free[source, target] = sent
             there = sent + link.latency
-        self.carried.append((action, source, target, there))
+        self.transfers.append((action, source, target, there))
         return there
 
 
 def _in_fixed_order(relation: Relation, costs: list[float], comm: float) -> _Ran:
-    """Run where each lane's order is given: an action starts when its lane is free and the last of its needs is met."""
+    """Simulate a fixed order: an action starts when its lane is free and the last of its needs is met."""
     earliest: list[float] = [0] * len(costs)
     free: list[float] = [0] * relation.num_lanes
     lanes, own, others = relation.lane, relation.own, relation.others
     ran: _Ran = []
-    for number in relation.in_sequence:
+    for number in relation.topological_order:
         lane = lanes[number]
         start = earliest[number]
         if free[lane] > start:
@@ -294,8 +294,10 @@ def _in_fixed_order(relation: Relation, costs: list[float], comm: float) -> _Ran
     return ran
 
 
-def _as_ready(relation: Relation, costs: list[float], fixed: bool, comm: float, roads: _Roads | None) -> _Ran:
-    """Run event by event: most of a planner's time is spent here."""
+def _as_ready(
+    relation: Relation, costs: list[float], fixed: bool, comm: float, link_queues: _LinkQueues | None
+) -> _Ran:
+    """Simulate event by event. A planner spends most of its time here."""
     missing, lanes, own, others = relation.num_needs.copy(), relation.lane, relation.own, relation.others
     ready: list[list[int]] = [[] for _ in range(relation.num_lanes)]  # heaps of numbers whose needs are met
     queues: list[list[int]] = [[] for _ in range(relation.num_lanes)]
@@ -305,9 +307,9 @@ def _as_ready(relation: Relation, costs: list[float], fixed: bool, comm: float, 
             ready[lane].append(number)  # ascending, so a heap
     issued = [0] * relation.num_lanes
     idle = [True] * relation.num_lanes
-    at_once = roads is None and not comm
+    at_once = link_queues is None and not comm
     push, pop = heapq.heappush, heapq.heappop
-    #: (time, number, numbers that it arrives for; None: it has been finished)
+    #: (time, number, the actions that its arrival is for; None: it ended)
     events: list[tuple[float, int, list[int] | None]] = []
     touched = set(range(relation.num_lanes))
     ran: _Ran = []
@@ -335,13 +337,13 @@ def _as_ready(relation: Relation, costs: list[float], fixed: bool, comm: float, 
                 if others[number]:
                     if at_once:
                         arrives_for = arrives_for + others[number]
-                    elif roads is None:
+                    elif link_queues is None:
                         push(events, (now + comm, number, others[number]))
                     else:
                         action, source = relation.actions[number], relation.worker[number]
                         for target, numbers in relation.targets(number):
-                            carries = (number, target) not in relation.marks
-                            there = roads.arrival(action, source, target, now, carries=carries)
+                            carries = (number, target) not in relation.signals
+                            there = link_queues.arrival(action, source, target, now, carries=carries)
                             push(events, (there, number, numbers))
             for user in arrives_for:
                 missing[user] -= 1
@@ -350,5 +352,5 @@ def _as_ready(relation: Relation, costs: list[float], fixed: bool, comm: float, 
                     push(ready[lane], user)
                     touched.add(lane)
     if len(ran) != len(costs):
-        relation.say_deadlock({number for number, _, _ in ran})
+        relation.raise_deadlock({number for number, _, _ in ran})
     return ran

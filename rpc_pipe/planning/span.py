@@ -1,4 +1,4 @@
-"""One action of one worker in time: what is simulated, traced and drawn."""
+"""An action in time: the common form of simulations, traces and drawings."""
 
 from __future__ import annotations
 

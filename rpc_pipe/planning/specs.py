@@ -1,4 +1,4 @@
-"""From the name or file of a schedule, with its parameters, to a spec. Torch-free."""
+"""Making a spec from the name or file of a schedule and its parameters. Loads without torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .torch_csv import import_csv
 
 #: a schedule as `Pipeline` and the command line take it
 ScheduleLike = str | type[Spec]
-#: what torch.distributed.pipelining calls schedules, where the nearest name is another's or none
+#: names of schedules in torch.distributed.pipelining for which the nearest of ours is another schedule or none
 _OF_TORCH = {
     "loopedbfs": "bfs",
     "interleaved1f1b": "interleaved",
     "interleavedzerobubble": "zb-h1",
     "zbvzerobubble": "zb-v",
 }
-#: forwards of a step: its actions are listed, by workers each its own, by the simulator all
-MOST_FORWARDS = 20_000_000
+#: most forwards of a step: workers list their own actions, the simulator those of all workers
+MAX_FORWARDS = 20_000_000
 
 
 def find_schedule(schedule: ScheduleLike) -> type[Spec]:
@@ -93,11 +93,11 @@ def make_spec(
     Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`.
 
     Raises:
-        ConfigError: a number or parameter that cannot be.
+        ConfigError: an impossible number or parameter.
     """
     cls = find_schedule(schedule)
     name = schedule if isinstance(schedule, str) else cls.__name__
-    if not cls.__init__.__code__.co_filename.startswith("<"):  # not the one that dataclasses write
+    if not cls.__init__.__code__.co_filename.startswith("<"):  # a generated __init__ has a name like <string>
         raise ConfigError(
             f"schedule {name}: {cls.__name__} must not define __init__; a parameter is an attribute with a type, such "
             "as extra: int = 1, and what follows from it a method or a property"
@@ -108,7 +108,7 @@ def make_spec(
     parameters = dict(parameters or {})
     recomputed: frozenset[int] | None = frozenset()
     if "recompute" not in known:
-        recomputed = _stages(parameters.pop("recompute", "none"))
+        recomputed = _read_stages(parameters.pop("recompute", "none"))
         cls = cls if recomputed == frozenset() else recomputing(cls, recomputed)
     values = {}
     for key, value in parameters.items():
@@ -131,15 +131,15 @@ def make_spec(
         raise ConfigError(f"recompute {max(recomputed)}: schedule {name}{asked} has stages 0 to {num_stages - 1}")
     if num_stages < 1:
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; must be at least 1")
-    if num_stages * num_microbatches > MOST_FORWARDS:
+    if num_stages * num_microbatches > MAX_FORWARDS:
         raise ConfigError(
             f"schedule {name}{asked}: {num_stages} stages times {num_microbatches} microbatches are more than "
-            f"{MOST_FORWARDS} forwards, the most that can be listed"
+            f"{MAX_FORWARDS} forwards, the most that can be listed"
         )
     return spec
 
 
-def _stages(said: Any) -> frozenset[int] | None:
+def _read_stages(said: Any) -> frozenset[int] | None:
     """Read which stages recompute; None: all."""
     if said in ("all", "none", ""):
         return None if said == "all" else frozenset()
@@ -184,7 +184,7 @@ def _convert(schedule: str, key: str, value: Any, wanted: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class PipeOptions:
-    """How the pipeline is made."""
+    """The options of the command line that make a pipeline."""
 
     workers: int = 2
     schedule: str = "1f1b"
@@ -198,7 +198,7 @@ class PipeOptions:
     steps: int = 100
 
     def for_pipeline(self) -> dict[str, Any]:
-        """Return the options that `Pipeline` takes as they are."""
+        """Return the options as keyword arguments of `Pipeline`."""
         return {
             "num_microbatches": self.microbatches,
             "num_workers": self.workers,
@@ -211,11 +211,11 @@ class PipeOptions:
         }
 
     def spec(self, num_layers: int) -> Spec:
-        """Make the spec and check everything that can be checked before a worker is started.
+        """Make the spec and check it, before any worker is started.
 
         Raises:
-            ConfigError: an option that cannot work.
-            ScheduleError: a relation that cannot run.
+            ConfigError: an impossible option.
+            ScheduleError: the relation cannot run.
         """
         spec = make_spec(self.schedule, self.workers, self.microbatches, self.schedule_options)
         check_all(spec)

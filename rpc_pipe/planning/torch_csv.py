@@ -1,10 +1,10 @@
-"""Exchange with `torch.distributed.pipelining`: its CSV of actions, a row a rank, as torch 2.6 to 2.13 read it.
+"""Export and import of the CSV format of `torch.distributed.pipelining`, a row of actions a rank, of torch 2.6 to 2.13.
 
-Which rank holds a stage, torch reads from the file since 2.7; 2.6 needs `stage_index_to_group_rank` for any placement
+An exported schedule runs there over NCCL (`_PipelineScheduleRuntime`, in torchtitan `pipeline_parallel_schedule_csv`);
+a file is imported as a `Spec`. Loads without torch.
+
+Since 2.7 torch reads from the file which rank holds a stage; 2.6 needs `stage_index_to_group_rank` for any placement
 but stage modulo ranks. A rank's stages must be listed in ascending order.
-
-What is exported runs there over NCCL (`_PipelineScheduleRuntime`, which torchtitan feeds through
-`pipeline_parallel_schedule_csv`); what others have written is imported as a schedule of ours. Loads without torch.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from pathlib import Path
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, R, Spec, local_order
 from ..dependency.files import read_file
-from .listed_schedule import Listed, ListedSchedule
+from .listed_schedule import ListedSchedule, Program
 
 _SOURCE = "torch.distributed.pipelining, _PipelineScheduleRuntime._load_csv"
-#: no table that can be run is larger
-_MOST_BYTES, _MOST_STAGES = 2**22, 2**16
+#: larger tables are refused; none that can be run is larger
+_MAX_BYTES, _MAX_STAGES = 2**22, 2**16
 _CELL = re.compile(r"([0-9]{1,9})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{0,9})")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -34,7 +34,7 @@ def export_csv(spec: Spec) -> str:
     Torch derives sends and receives itself. Stages, ranks and microbatches keep their numbers.
 
     Raises:
-        ConfigError: the format cannot say what the schedule does.
+        ConfigError: the format cannot express the schedule.
     """
     name = type(spec).__name__
     if spec.num_routes > 1:
@@ -50,13 +50,13 @@ def export_csv(spec: Spec) -> str:
                 f"schedule {name}: recomputes by actions of their own, which torch's CSV does not know; "
                 "export gpipe or 1f1b and wrap the stages in torch.utils.checkpoint"
             )
-        _check_sayable(spec, worker, order)
+        _check_expressible(spec, worker, order)
         rows.writerow(map(str, order))
     return text.getvalue()
 
 
-def _check_sayable(spec: Spec, worker: int, order: Sequence[Action]) -> None:
-    """Refuse what torch would read and then fail on in the middle of a step."""
+def _check_expressible(spec: Spec, worker: int, order: Sequence[Action]) -> None:
+    """Refuse orders that torch would read, and fail on in the middle of a step."""
     name = type(spec).__name__
     if not order:
         raise ConfigError(f"schedule {name}: worker {worker} holds no stage; each of torch's ranks needs one")
@@ -75,12 +75,12 @@ def import_csv(path: str) -> type[Spec]:
     Raises:
         ConfigError: there is no such file, or a cell that is no action.
     """
-    own = {"listed": _read(path), "said": path, "source": _SOURCE, "__doc__": f"Read from {path}."}
+    own = {"listed": _read(path), "label": path, "source": _SOURCE, "__doc__": f"Read from {path}."}
     return type("TorchCSV", (ListedSchedule,), own)
 
 
-def _read(path: str) -> Listed:
-    text = read_file(Path(path), f"schedule {path}", _MOST_BYTES, "utf-8-sig")
+def _read(path: str) -> Program:
+    text = read_file(Path(path), f"schedule {path}", _MAX_BYTES, "utf-8-sig")
     try:
         table = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
@@ -99,19 +99,19 @@ def _read(path: str) -> Listed:
     missing = next(stage for stage in count() if stage not in placement)
     if missing <= max(placement, default=0):
         raise ConfigError(f"schedule {path}: no row has stage {missing}")
-    if len(placement) > _MOST_STAGES:
-        raise ConfigError(f"schedule {path}: has {len(placement)} stages; at most {_MOST_STAGES} are read")
+    if len(placement) > _MAX_STAGES:
+        raise ConfigError(f"schedule {path}: has {len(placement)} stages; at most {_MAX_STAGES} are read")
     actions = [action for row in rows for action in row]
     split = frozenset(action for action in actions if action.kind is I)
     for action in actions:
         if action.kind is B and I(action.stage, action.microbatch) in split:
             raise ConfigError(f"schedule {path}: has {action} and its parts I and W; a backward is one or the other")
     places = tuple(placement[stage] for stage in range(len(placement)))
-    return Listed(rows, (places,), (0,) * (1 + max(action.microbatch for action in actions)), split)
+    return Program(rows, (places,), (0,) * (1 + max(action.microbatch for action in actions)), split)
 
 
 def _actions(path: str, row: int, cells: Iterable[str]) -> Iterator[Action]:
-    """Yield what a row computes. Transfers follow from data flow here, and sharding is not known."""
+    """Yield the computations of a row. Transfers follow from data flow; sharding is not supported and skipped."""
     for column, cell in enumerate(cells):
         together = _OVERLAP.fullmatch(cell.strip())
         for part in map(str.strip, together[1].split(";") if together else [cell]):

@@ -1,8 +1,8 @@
-"""How long updates take, and the bytes that parameters take all the time. Needs torch.
+"""Measured times of updates, and the bytes of parameters, gradients and optimizer state. Needs torch.
 
-An update walks over parameters, gradients and the optimizer's state, and computes next to nothing: its time is that of
-memory. So it is measured as it happens: all blocks in turn, as what a step leaves in the caches is not an update's
-alone, and all workers of a host at once, as they share its memory where they share any.
+An update reads and writes parameters, gradients and optimizer state and computes next to nothing, so memory bandwidth
+is its time. It is measured under the conditions of training: blocks in turn, whose data together exceed the caches,
+and all workers of a host at once, which share its bandwidth.
 """
 
 from __future__ import annotations
@@ -21,26 +21,35 @@ from ..dependency import G, U
 from ..workers.compute.updating import OptimizerFactory
 from .profile import LayerCost
 
-#: lasts until all that was asked of a device is done
-Finish = Callable[[], None]
-#: told whether this worker goes on, lasts until all workers have told; returns whether all go on
-Meet = Callable[[bool], bool]
+#: waits for the device, like `torch.cuda.synchronize`
+Synchronize = Callable[[], None]
+#: waits for the other measuring workers; takes whether this worker goes on, returns whether all do
+Barrier = Callable[[bool], bool]
 
-#: bytes of blocks that are measured in one walk, if a block alone has no more: with gradients and state they are more
-#: than caches hold, and copies of them find room beside a model
-_WALK = 2**27
-
-
-class GaveUpError(Exception):
-    """Another worker that measures has no memory for it."""
+#: most bytes of blocks that are measured in turn: with gradients and optimizer state more than caches hold, and small
+#: enough to be copied beside a model
+_GROUP_BYTES = 2**27
 
 
-class Resident(NamedTuple):
-    """What a block holds all the time."""
+def milliseconds(run: Callable[[], object], synchronize: Synchronize) -> float:
+    """Return how long `run` takes, the device's work included."""
+    synchronize()
+    begin = time.perf_counter()
+    run()
+    synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+class PeerOutOfMemoryError(Exception):
+    """Another measuring worker has too little memory."""
+
+
+class BlockParameters(NamedTuple):
+    """The parameters and buffers of a block."""
 
     named: Sequence[tuple[str, nn.Parameter]]
     buffers: Sequence[Tensor]
-    #: returns those of the parameters that are trained, of one microbatch: an update takes another time for zeros
+    #: computes the gradients of the trained parameters for one microbatch: updates with zeros take another time
     gradients: Callable[[], Sequence[Tensor]]
 
     @property
@@ -52,83 +61,78 @@ class Resident(NamedTuple):
         return sum(parameter.nbytes for _, parameter in self.named)
 
 
-def with_shards(
+def with_update_times(
     costs: Sequence[LayerCost],
-    shards: Sequence[Resident],
+    shards: Sequence[BlockParameters],
     optimizer: OptimizerFactory | None,
     repeats: int = 1,
-    finish: Finish = lambda: None,
-    meet: Meet = lambda going: going,
+    synchronize: Synchronize = lambda: None,
+    barrier: Barrier = lambda going: going,
 ) -> list[LayerCost]:
-    """Return what blocks cost with what their parameters do: bytes all the time, and the milliseconds of an update.
+    """Return the costs of blocks with the times of U and G, and the bytes of weights, gradients and optimizer state.
 
     Args:
-        meet: called before every walk.
+        barrier: called before each group of updates is timed.
 
     Raises:
-        GaveUpError: another worker did.
+        PeerOutOfMemoryError: another worker has given up.
     """
     found: list[LayerCost] = []
-    for first, last in walks([shard.num_bytes for shard in shards]):
-        updates = [_Update(shard, optimizer, finish) for shard in shards[first:last]]
+    for first, last in cache_exceeding_groups([shard.num_bytes for shard in shards]):
+        updates = [_TimedUpdate(shard, optimizer, synchronize) for shard in shards[first:last]]
         for _ in range(repeats):
-            if not meet(True):
-                raise GaveUpError
+            if not barrier(True):
+                raise PeerOutOfMemoryError
             for update in updates:
                 update.step()
             for update in updates:
-                update.add()
+                update.sum_replica()
         pairs = zip(costs[first:last], updates, strict=True)
-        found += [update.added_to(cost) for cost, update in pairs]
+        found += [update.complete(cost) for cost, update in pairs]
     return found
 
 
-def walks(sizes: Sequence[float]) -> Iterator[tuple[int, int]]:
-    """Yield (first, last + 1) of blocks in a row that have as many bytes as a walk may have, or are one block."""
+def cache_exceeding_groups(sizes: Sequence[float]) -> Iterator[tuple[int, int]]:
+    """Yield (first, last + 1) of groups of blocks in a row, each of at most `_GROUP_BYTES` or of one block."""
     sums, first = [0, *accumulate(sizes)], 0
     for last in range(1, len(sizes) + 1):
-        if last == len(sizes) or sums[last + 1] - sums[first] > _WALK:
+        if last == len(sizes) or sums[last + 1] - sums[first] > _GROUP_BYTES:
             yield first, last
             first = last
 
 
-class _Update:
-    """The update of a block, of copies of its parameters. The first, which makes the state, is not timed."""
+class _TimedUpdate:
+    """A block's update, timed on copies of its parameters. The first, which allocates the state, is not timed."""
 
-    def __init__(self, shard: Resident, optimizer: OptimizerFactory | None, finish: Finish) -> None:
-        self._shard, self._finish = shard, finish
-        self._took: list[float] = []
-        self._added: list[float] = []
+    def __init__(self, shard: BlockParameters, optimizer: OptimizerFactory | None, synchronize: Synchronize) -> None:
+        self._shard, self._synchronize = shard, synchronize
+        self._times: list[float] = []
+        self._sum_times: list[float] = []
         self._copies = [] if optimizer is None else [(n, nn.Parameter(p.detach().clone())) for n, p in shard.trained]
-        self._trial = optimizer(self._copies) if optimizer is not None and self._copies else None
-        if self._trial is not None:
+        self._optimizer = optimizer(self._copies) if optimizer is not None and self._copies else None
+        if self._optimizer is not None:
             for (_, copy), gradient in zip(self._copies, shard.gradients(), strict=True):
                 copy.grad = gradient
-            self._trial.step()
+            self._optimizer.step()
 
     def step(self) -> None:
-        if self._trial is not None:
-            self._took.append(self._time(self._trial.step))
+        if self._optimizer is not None:
+            self._times.append(milliseconds(self._optimizer.step, self._synchronize))
 
-    def add(self) -> None:
+    def sum_replica(self) -> None:
         """Sum gradients with those of another replica, as `Updating.sum_gradients` does."""
         pairs = [(copy.detach(), copy.grad) for _, copy in self._copies if copy.grad is not None]
-        self._added.append(self._time(lambda: [own.clone().add_(other) for own, other in pairs]))
+        self._sum_times.append(
+            milliseconds(lambda: [own.clone().add_(other) for own, other in pairs], self._synchronize)
+        )
 
-    def _time(self, run: Callable[[], object]) -> float:
-        self._finish()
-        begin = time.perf_counter()
-        run()
-        self._finish()
-        return 1e3 * (time.perf_counter() - begin)
-
-    def added_to(self, cost: LayerCost) -> LayerCost:
-        shard, state = self._shard, {} if self._trial is None else self._trial.state
+    def complete(self, cost: LayerCost) -> LayerCost:
+        shard, state = self._shard, {} if self._optimizer is None else self._optimizer.state
         size = replace(
             cost.size,
             weights=shard.num_bytes + sum(buffer.nbytes for buffer in shard.buffers),
             gradients=sum(parameter.nbytes for _, parameter in shard.trained),
             optimizer=sum(t.nbytes for own in state.values() for t in own.values() if isinstance(t, torch.Tensor)),
         )
-        took, added = median(self._took or [0.0]), median(self._added or [0.0])
-        return replace(cost, times={**cost.times, U: took, G: added}, size=size)
+        update_ms, sum_ms = median(self._times or [0.0]), median(self._sum_times or [0.0])
+        return replace(cost, times={**cost.times, U: update_ms, G: sum_ms}, size=size)

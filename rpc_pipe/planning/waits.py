@@ -1,4 +1,4 @@
-"""Why a worker waited: the gap before each action and the need that ended last. Loads without torch."""
+"""Causes of idle time: the gap before each action, and the dependency that ended last. Loads without torch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .span import Span
 
 
 class Wait(NamedTuple):
-    """How long a worker stood still before an action, in the unit of the spans, and what it waited for."""
+    """The idle time of a worker before an action, in the unit of the spans, and what it waited for."""
 
     time: float
-    #: the need of the action that ended last; None if none is known
+    #: the dependency of the action that ended last; None: unknown
     cause: Span | None
 
 

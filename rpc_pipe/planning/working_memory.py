@@ -1,4 +1,4 @@
-"""What blocks need while they run, kernels included: the bytes that are allocated, as the device counts them."""
+"""The memory that blocks allocate while they run, temporary buffers of kernels included, as the device counts it."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from ..workers.compute.split_backward import Saved, backward_inputs
 from ..workers.transport.payload import Tree
 
-#: runs a forward; returns the leaves that owe a gradient, what goes to the next block, and what backward starts from
+#: runs a forward; returns the leaves whose gradients backward computes, the next block's input, backward's roots
 Forward = Callable[[], tuple[list[Tensor], Tree, list[Tensor]]]
-#: name of what is measured, among a profiler's events
-_MARK = "rpc_pipe.planning.weigh"
+#: name of the profiler event around each action
+_EVENT = "rpc_pipe.planning.peak_working_bytes"
 
 
-def weigh(runs: Sequence[tuple[Forward, Sequence[nn.Parameter]]]) -> list[list[float]]:
-    """Return of each block the most bytes that F, B, F again, I and W had allocated, above those at their start.
+def peak_working_bytes(runs: Sequence[tuple[Forward, Sequence[nn.Parameter]]]) -> list[list[float]]:
+    """Return, by block, the peak bytes of F, B, F, I and W above those at the start of each.
 
-    Gradients of weights are there already and are added to, as in all microbatches but the first.
+    Gradients of weights exist already and are added to, as for all microbatches but the first.
     """
     if any(p.device.type == "cuda" for _, parameters in runs for p in parameters):
         return [list(_on_cuda(forward, parameters)) for forward, parameters in runs]
@@ -30,7 +30,7 @@ def weigh(runs: Sequence[tuple[Forward, Sequence[nn.Parameter]]]) -> list[list[f
 
 
 def begin_gradients(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Give parameters gradients, in memory that has been touched, to which backward adds; return those trained."""
+    """Give the trained parameters gradients of 0, whose memory pages have been touched; return these parameters."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     for parameter in trained:
         parameter.grad = torch.full_like(parameter, 0.0)
@@ -38,7 +38,7 @@ def begin_gradients(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _actions(forward: Forward, parameters: Sequence[nn.Parameter]) -> Iterator[Callable[[], None]]:
-    """Yield F, B, F, I, W of a block, to be called one after the other."""
+    """Yield F, B, F, I and W of a block, to be called in turn."""
     trained = begin_gradients(parameters)
     made: list[tuple[list[Tensor], Tree, list[Tensor]]] = []
     yield lambda: made.append(forward())
@@ -49,9 +49,9 @@ def _actions(forward: Forward, parameters: Sequence[nn.Parameter]) -> Iterator[C
     del roots
     with saved.hooks():
         yield lambda: made.append(forward())
-    owing, _, roots = made.pop()
+    leaves, _, roots = made.pop()
     split = []
-    yield lambda: split.append(backward_inputs(roots, list(starts), owing, saved))
+    yield lambda: split.append(backward_inputs(roots, list(starts), leaves, saved))
     yield lambda: split[0][1].run()
     for parameter in trained:
         parameter.grad = None
@@ -71,11 +71,11 @@ def _on_cpu(runs: Sequence[tuple[Forward, Sequence[nn.Parameter]]]) -> list[floa
     with torch.profiler.profile(activities=activities, profile_memory=True) as seen:
         for forward, parameters in runs:
             for action in _actions(forward, parameters):
-                with torch.profiler.record_function(_MARK):
+                with torch.profiler.record_function(_EVENT):
                     action()
     assert seen.profiler is not None and seen.profiler.kineto_results is not None
     events = seen.profiler.kineto_results.events()
-    windows = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == _MARK)
+    windows = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == _EVENT)
     changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda c: c[0])
     peaks, at = [], 0
     for begin, end in windows:

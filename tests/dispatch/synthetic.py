@@ -32,7 +32,7 @@ def records_of(
 ) -> dict[int, Sequence[StepRecord]]:
     """Return {step: records} of a simulated run; `layers[worker]` is [(kind, ms), ...]."""
     result = simulate(spec, cost, comm=hop_ms, steps=steps, links=links)
-    there = {(what, target): at for what, _, target, at in result.carried if spec.worker(what) != target}
+    there = {(what, target): at for what, _, target, at in result.transfers if spec.worker(what) != target}
     seen: Counter[tuple[int, Action]] = Counter()
     by_step: dict[int, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
     arrivals: dict[int, list[Action]] = defaultdict(list)

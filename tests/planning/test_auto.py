@@ -10,12 +10,12 @@ from rpc_pipe.commands.auto import Auto, let_note, noting
 from rpc_pipe.commands.main import main
 from rpc_pipe.demo.together import around, with_moves
 from rpc_pipe.dependency import B, ConfigError, F, G, I, R, U, W
-from rpc_pipe.planning.correcting import Ran, corrected, predicted_ms, ran_with, read_ran, spec_of
+from rpc_pipe.planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms, read_measured_run, spec_of
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.merging import merged
 from rpc_pipe.planning.plan import Plan, read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile, as_json, from_json
-from rpc_pipe.planning.search import Question
+from rpc_pipe.planning.search import PlanRequest
 from rpc_pipe.planning.simulator import Link, simulate
 
 MODEL = """
@@ -41,21 +41,21 @@ def test_a_stage_takes_nothing_less_than_nothing():
     assert around({F: 0.25}, {F: 0.1, U: 0.3}) == pytest.approx({F: 0.2, U: 0.3})
 
 
-def question(*times):
-    return Question(profile(*times), Machines(2), 4, (4,), recompute=False, schedules=("1f1b",))
+def request(*times):
+    return PlanRequest(profile(*times), Machines(2), 4, (4,), recompute=False, schedules=("1f1b",))
 
 
 def ran(asked, plan, truth):
     """Return what a run of a plan takes on machines where the blocks take what `truth` says."""
     spec, chain = spec_of(plan, 2), replace(asked, profile=truth).chain(plan.num_microbatches)
     ends = chain.ends(plan.cut)
-    return ran_with(
+    return measured_run(
         plan, spec, lambda a: chain.time(a.kind, ends[a.stage], ends[a.stage + 1]), 1.0, "the cut is uneven"
     )
 
 
 def test_a_profile_is_corrected_by_what_a_run_took():
-    asked, truth = question(1, 1, 1, 1), profile(1, 1, 2, 2)
+    asked, truth = request(1, 1, 1, 1), profile(1, 1, 2, 2)
     plan = Plan("1f1b", {}, (2, 2), 4, num_workers=2)
     found, off = corrected(asked, ran(asked, plan, truth))
     assert [stage for stage, _ in off] == [1] and off[0][1] == pytest.approx(2, rel=0.1)
@@ -66,7 +66,7 @@ def test_a_profile_is_corrected_by_what_a_run_took():
 
 
 def test_of_a_backward_in_two_parts_the_first_stage_has_noted_w_alone():
-    asked, truth = question(1, 1, 1, 1), profile(2, 2, 2, 2)
+    asked, truth = request(1, 1, 1, 1), profile(2, 2, 2, 2)
     plan = Plan("zb-h1", {}, (2, 2), 4, num_workers=2)
     noted = ran(asked, plan, truth)
     assert noted.stages[0][I] == 0.1 and noted.stages[0][W] == 8.1
@@ -77,7 +77,7 @@ def test_of_a_backward_in_two_parts_the_first_stage_has_noted_w_alone():
 
 
 def test_what_did_as_predicted_stays_as_it_was():
-    asked = question(1, 2, 1, 2)
+    asked = request(1, 2, 1, 2)
     plan = Plan("zb-h1", {}, (2, 2), 4, num_workers=2)
     found, off = corrected(asked, ran(asked, plan, profile(1.02, 2, 1, 2)))
     assert off == [] and found.measured == asked.profile.measured
@@ -87,7 +87,7 @@ def test_an_update_that_sums_the_gradients_of_replicas_says_nothing_of_its_block
     """Where replicas sum their gradients an update took that much longer, and the blocks' updates were taken to be so:
     the next plan had slow updates on every schedule."""
     blocks = [replace(cost, times={**cost.times, U: 1.0}) for cost in profile(1, 1, 1, 1).measured[1]]
-    asked = replace(question(1), profile=replace(profile(1), measured={1: blocks}))
+    asked = replace(request(1), profile=replace(profile(1), measured={1: blocks}))
     plan = Plan("chimera", {}, (2, 2), 4, num_workers=2)
     noted = ran(asked, plan, profile(2, 2, 2, 2))
     stages = tuple({**times, U: 5.0} for times in noted.stages)
@@ -107,12 +107,12 @@ def test_replicas_compute_less_while_their_gradients_move():
 
 def test_what_was_noted_is_read_as_it_was_written():
     plan = Plan("1f1b", {}, (2, 2), 4, num_workers=2)
-    noted = Ran(plan, 12.5, ({F: 1.0, B: 2.0}, {F: 1.5, B: 2.5}), "a slow link")
-    assert read_ran(json.loads(json.dumps(noted.as_json()))) == noted
+    noted = MeasuredRun(plan, 12.5, ({F: 1.0, B: 2.0}, {F: 1.5, B: 2.5}), "a slow link")
+    assert read_measured_run(json.loads(json.dumps(noted.as_json()))) == noted
 
 
 def test_a_plan_is_kept_until_a_run_shows_a_better_one(tmp_path):
-    asked, truth = question(1, 1, 1, 1), profile(1, 1, 1, 4)
+    asked, truth = request(1, 1, 1, 1), profile(1, 1, 1, 4)
     auto = Auto(tmp_path / "profile-abc.json")
     assert auto.settle(asked, {})[1].startswith("planned: 1f1b, 4 microbatches, cut 2,2")
     assert "plan kept, as no run has been noted" in auto.settle(asked, {})[1]
@@ -161,7 +161,7 @@ def test_a_step_that_follows_another_is_as_long_as_the_longest_part_of_a_worker(
     spec = spec_of(Plan("zb-v", {}, (1,) * 8, 8), 4)
     found = simulate(spec, lambda action: 1.0 if action.kind in (F, I, W) else 2.0 * (action.kind is B))
     in_a_run = simulate(spec, lambda a: 1.0 if a.kind in (F, I, W) else 2.0 * (a.kind is B), steps=4).step_time
-    assert found.makespan > found.span >= in_a_run and found.bubble_in_a_run < found.bubble
+    assert found.makespan > found.steady_step_time >= in_a_run and found.steady_bubble < found.bubble
 
 
 def test_run_plan_auto_measures_plans_trains_and_notes(tmp_path):
@@ -198,7 +198,7 @@ def test_what_cannot_be_is_one_sentence(arguments, said, capfd):
 
 
 def test_nothing_fits_before_a_run(tmp_path):
-    asked = replace(question(1, 1, 1, 1), machines=Machines(2, memory=(1, 1)))
+    asked = replace(request(1, 1, 1, 1), machines=Machines(2, memory=(1, 1)))
     with pytest.raises(ConfigError, match="nothing fits"):
         Auto(tmp_path / "profile-abc.json").settle(asked, {})
 
@@ -218,6 +218,6 @@ def test_a_kept_plan_that_is_damaged_is_made_anew(tmp_path):
     auto = Auto(tmp_path / "profile-abc.json")
     for damaged in ("{", "[]", '{"plans": 5}'):
         auto.plan_path.write_text(damaged)
-        assert auto.settle(question(1, 1, 1, 1), {})[1].startswith("planned: ")
+        assert auto.settle(request(1, 1, 1, 1), {})[1].startswith("planned: ")
     auto.note_path.write_text('{"plan": {}}')
-    assert "no run has been noted" in auto.settle(question(1, 1, 1, 1), {})[1]
+    assert "no run has been noted" in auto.settle(request(1, 1, 1, 1), {})[1]

@@ -15,11 +15,11 @@ from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning import program_search
 from rpc_pipe.planning.candidates import Candidate
 from rpc_pipe.planning.footprint import Size
-from rpc_pipe.planning.job_shop import RULES, Shop, improve, list_schedule
+from rpc_pipe.planning.job_shop import PRIORITY_RULES, JobShop, improve, list_schedule
 from rpc_pipe.planning.plan import read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
-from rpc_pipe.planning.program_search import best_order, improved
-from rpc_pipe.planning.search import Question, search
+from rpc_pipe.planning.program_search import best_order, faster_program
+from rpc_pipe.planning.search import PlanRequest, search
 from rpc_pipe.planning.simulator import Link, simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 
@@ -31,35 +31,35 @@ def shop(name="zb-v", budget=8.0, seed=0, repeated=False):
     spec = Candidate(name, {}, 6).spec(3)
     times = {(s, kind): draw.uniform(1, 3) for s in range(spec.num_stages) for kind in (F, I, W)}
     ones, budgets = [1.0] * spec.num_stages, [budget] * 3
-    return Shop(spec, lambda a: times[a.stage, a.kind], lambda a, x, y: 0.5, ones, ones, budgets, repeated=repeated)
+    return JobShop(spec, lambda a: times[a.stage, a.kind], lambda a, x, y: 0.5, ones, ones, budgets, repeated=repeated)
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", PRIORITY_RULES)
 def test_list_scheduling_keeps_within_the_budget_and_ends(rule):
     for budget in (2.0, 3.0, 6.0):
         made = shop(budget=budget)
         order = list_schedule(made, rule)
-        assert order is not None and made.fits(order) and made.run(order) is not None
+        assert order is not None and made.fits(order) and made.evaluate(order) is not None
         assert sorted(n for row in order for n in row) == list(range(len(made.actions)))
 
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_moves_make_an_order_shorter_and_never_break_it(repeated):
     made = shop(budget=4.0, repeated=repeated)
-    order = list_schedule(made, RULES[0])
+    order = list_schedule(made, PRIORITY_RULES[0])
     left = iter(range(2000))
     took, better = improve(made, order, lambda: next(left, None) is not None)
-    assert took == made.run(better)[0] < made.run(order)[0]
+    assert took == made.evaluate(better)[0] < made.evaluate(order)[0]
     assert made.fits(better)
 
 
 def test_a_step_among_others_takes_a_worker_from_its_own_first_action_to_its_last():
     made = shop(repeated=True)
-    order = list_schedule(made, RULES[0])
-    length, ends = made.run(order)
+    order = list_schedule(made, PRIORITY_RULES[0])
+    length, ends = made.evaluate(order)
     begins = [ends[row[0]] - made.duration[row[0]] for row in order]
     assert length == max(ends[row[-1]] - begin for row, begin in zip(order, begins, strict=True))
-    assert length <= shop().run(order)[0] == max(ends) and min(begins) == 0 < max(begins)
+    assert length <= shop().evaluate(order)[0] == max(ends) and min(begins) == 0 < max(begins)
 
 
 @pytest.mark.parametrize("budget, name", [(0.5, "v-min"), (0.75, "v-half"), (1.0, "zb-v"), (1.25, "dualpipe")])
@@ -84,11 +84,11 @@ def test_a_program_is_part_of_a_plan_that_is_trained_and_exported(tmp_path, caps
         size = Size(weights=8, activations=100, after_inputs=100, inputs=10, outputs=10)
         blocks.append(LayerCost({F: unit, I: unit, W: unit, B: 2 * unit, R: unit}, size, f"{i}"))
     machines = Machines(2, link=Link(0.2), memory=(1200, 1200))
-    question = Question(Profile({1: blocks}), machines, 4, (4,), recompute=False, schedules=("1f1b",))
-    answer = search(question)
-    plan = improved(question, answer, lambda share: None, 1.5)
-    assert plan is not None and plan.predicted_ms < answer.plans[0].predicted_ms
-    assert max(plan.memory_by_worker) <= 1200 and answer.lower_bound <= plan.predicted_ms
+    request = PlanRequest(Profile({1: blocks}), machines, 4, (4,), recompute=False, schedules=("1f1b",))
+    result = search(request)
+    plan = faster_program(request, result, lambda share: None, 1.5)
+    assert plan is not None and plan.predicted_ms < result.plans[0].predicted_ms
+    assert max(plan.memory_by_worker) <= 1200 and result.lower_bound <= plan.predicted_ms
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({"plans": [plan.as_json()]}))
     assert read_plan(path) == plan
@@ -123,17 +123,17 @@ def test_without_time_what_is_known_is_ordered_anew_by_nothing(monkeypatch):
         program_search, "list_schedule", lambda made, rule: asked.append(rule) or list_schedule(made, rule)
     )
     made = shop(budget=6.0)
-    known = list_schedule(made, RULES[0])
-    assert best_order(made, [known], time.monotonic()) == (made.run(known)[0], known) and not asked
-    assert best_order(made, [], time.monotonic())[1] == known and asked == [RULES[0]]
+    known = list_schedule(made, PRIORITY_RULES[0])
+    assert best_order(made, [known], time.monotonic()) == (made.evaluate(known)[0], known) and not asked
+    assert best_order(made, [], time.monotonic())[1] == known and asked == [PRIORITY_RULES[0]]
 
 
 @pytest.mark.parametrize("repeated", [False, True])
 def test_an_order_that_takes_too_long_is_given_up(repeated):
     made = shop(repeated=repeated)
-    order = list_schedule(made, RULES[3])
-    took, ends = made.run(order)
-    assert made.run(order, took * (1 + 1e-12)) == (took, ends) and made.run(order, took * 0.99) is None
+    order = list_schedule(made, PRIORITY_RULES[3])
+    took, ends = made.evaluate(order)
+    assert made.evaluate(order, took * (1 + 1e-12)) == (took, ends) and made.evaluate(order, took * 0.99) is None
 
 
 def test_time_is_kept():

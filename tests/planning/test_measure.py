@@ -9,7 +9,7 @@ from torch import nn
 from rpc_pipe.dependency import F, G, U, W
 from rpc_pipe.model.made import Made
 from rpc_pipe.planning import update_times
-from rpc_pipe.planning.block_timing import TimedBlock, _forward, measure, time_blocks
+from rpc_pipe.planning.block_timing import TimedBlock, _forward, measure_layers, time_blocks
 from rpc_pipe.planning.profile import Chain
 from rpc_pipe.planning.profiling import profile_model, signature
 
@@ -17,8 +17,8 @@ from rpc_pipe.planning.profiling import profile_model, signature
 def test_what_two_blocks_both_keep_is_there_once():
     blocks = [nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(3)]
     x, y = torch.randn(16, 64), torch.randn(16, 64)
-    apart = measure(blocks, x, target=y, loss_fn=nn.functional.mse_loss, repeats=1)
-    joined = measure([nn.Sequential(*blocks)], x, target=y, loss_fn=nn.functional.mse_loss, repeats=1)
+    apart = measure_layers(blocks, x, target=y, loss_fn=nn.functional.mse_loss, repeats=1)
+    joined = measure_layers([nn.Sequential(*blocks)], x, target=y, loss_fn=nn.functional.mse_loss, repeats=1)
     # The output of a ReLU is kept by its backward, and by the next layer as its input.
     assert sum(cost.size.activations for cost in apart) > joined[0].size.activations
     assert Chain(apart).size(0, 3).activations == joined[0].size.activations
@@ -41,7 +41,9 @@ class Wasteful(nn.Module):
 
 def test_what_a_block_needs_while_it_runs_is_measured():
     x = torch.randn(32, 32)
-    plain, wasteful = (measure([block], x, repeats=1)[0].size.working for block in (nn.Linear(32, 32), Wasteful()))
+    plain, wasteful = (
+        measure_layers([block], x, repeats=1)[0].size.working for block in (nn.Linear(32, 32), Wasteful())
+    )
     assert 50 * x.nbytes <= wasteful < 54 * x.nbytes
     assert plain < 4 * x.nbytes
 
@@ -60,17 +62,17 @@ class Noting(torch.optim.SGD):
 @pytest.mark.parametrize(("walk", "order"), [(2**27, [[1, 2, 3]]), (0, [[1], [2], [3]])])
 def test_updates_are_measured_of_all_blocks_in_turn_by_all_workers_at_once(monkeypatch, walk, order):
     """Of one block after the other they were measured in the caches, and alone: to a quarter of what a step's took."""
-    monkeypatch.setattr(update_times, "_WALK", walk)
+    monkeypatch.setattr(update_times, "_GROUP_BYTES", walk)
     blocks, notes = [nn.Linear(1, 1), nn.Linear(1, 2), nn.Linear(2, 3)], []
     weights = [parameter.detach().clone() for block in blocks for parameter in block.parameters()]
 
-    def meet(going):
-        notes.append("meet")
+    def barrier(going):
+        notes.append("barrier")
         return going
 
     x = torch.randn(4, 1)
-    measure(blocks, x, optimizer=lambda named: Noting(named, notes), repeats=2, meet=meet)
-    assert notes == [note for row in order for note in (*row, *2 * ("meet", *row))]
+    measure_layers(blocks, x, optimizer=lambda named: Noting(named, notes), repeats=2, barrier=barrier)
+    assert notes == [note for row in order for note in (*row, *2 * ("barrier", *row))]
     assert all(torch.equal(a, b) for a, b in zip(weights, [p for m in blocks for p in m.parameters()], strict=True))
 
 
@@ -79,7 +81,7 @@ def test_updates_are_measured_of_all_blocks_in_turn_by_all_workers_at_once(monke
 )
 def test_what_a_backward_reads_is_no_longer_in_the_caches(monkeypatch, walk, order):
     """A block's backward was timed right behind its forward: of a T5 it took 5 % longer in a stage."""
-    monkeypatch.setattr(update_times, "_WALK", walk)
+    monkeypatch.setattr(update_times, "_GROUP_BYTES", walk)
     notes = []
 
     class Block(nn.Linear):
@@ -115,7 +117,9 @@ def test_where_memory_suffices_to_some_workers_only_all_estimate():
     def is_estimated(others):
         told.clear()
         answers = iter(others)
-        first = profile_model(made, [2], repeats=2, meet=lambda going: told.append(going) or (next(answers) and going))
+        first = profile_model(
+            made, [2], repeats=2, barrier=lambda going: told.append(going) or (next(answers) and going)
+        )
         times = first.measured[2][0].times
         return times[F] == times[W]  # what is counted is the same to a bit
 

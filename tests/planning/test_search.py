@@ -15,21 +15,21 @@ from rpc_pipe.planning.candidates import Candidate, candidates
 from rpc_pipe.planning.compare import ModelCosts
 from rpc_pipe.planning.cut_search import CutSearch
 from rpc_pipe.planning.footprint import Size, peak_bytes
-from rpc_pipe.planning.pricing import Priced
+from rpc_pipe.planning.pricing import PricedSchedule
 from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Profile, Tie, as_json, from_json
-from rpc_pipe.planning.search import Question, relaxed, search
+from rpc_pipe.planning.search import PlanRequest, schedule_free_bound, search
 from rpc_pipe.planning.simulator import Link
 
 
-def edited(question):
-    """Return a question whose first block's forward, and last block's backward for its inputs, take no time."""
+def edited(request):
+    """Return a request whose first block's forward, and last block's backward for its inputs, take no time."""
     measured = {}
-    for rows, costs in question.profile.measured.items():
+    for rows, costs in request.profile.measured.items():
         costs = [*costs]
         costs[0] = replace(costs[0], times={**costs[0].times, F: 0})
         costs[-1] = replace(costs[-1], times={**costs[-1].times, I: 0, B: costs[-1].times[W]})
         measured[rows] = costs
-    return replace(question, profile=replace(question.profile, measured=measured))
+    return replace(request, profile=replace(request.profile, measured=measured))
 
 
 def block(time, name="", **bytes):
@@ -39,47 +39,47 @@ def block(time, name="", **bytes):
 
 @pytest.mark.parametrize("seed", range(1000, 1014))
 def test_the_plan_is_the_best_of_all_cuts_of_all_schedules(seed):
-    question = instance(seed) if seed % 4 else edited(instance(seed))
-    answer = search(question)
-    best = brute_force(question)
-    assert (answer.plans[0].predicted_ms if answer.plans else None) == best
-    assert answer.gap == 0
-    assert best is None or answer.lower_bound <= best
+    request = instance(seed) if seed % 4 else edited(instance(seed))
+    result = search(request)
+    best = brute_force(request)
+    assert (result.plans[0].predicted_ms if result.plans else None) == best
+    assert result.gap == 0
+    assert best is None or result.lower_bound <= best
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_bounds_are_below_what_the_simulator_says(seed):
     draw = random.Random(seed)
-    question = instance(seed) if seed % 4 else edited(instance(seed))
-    machines, count = question.machines, question.microbatches[0]
-    chain = question.chain(count)
+    request = instance(seed) if seed % 4 else edited(instance(seed))
+    machines, count = request.machines, request.microbatches[0]
+    chain = request.chain(count)
     for candidate in candidates(
         machines.num_workers, [count], recompute=draw.random() < 0.2, most_stages=chain.num_blocks
     ):
         spec = candidate.spec(machines.num_workers)
-        bounds, priced = Bounds(spec, chain, machines), Priced(spec, chain, machines)
+        bounds, priced = Bounds(spec, chain, machines), PricedSchedule(spec, chain, machines)
         inner = draw.sample(range(1, chain.num_blocks), spec.num_stages - 1)
         ends = (0, *sorted(inner), chain.num_blocks)
-        took = priced.simulate(ends).span
+        took = priced.simulate(ends).steady_step_time
         for known in range(1, len(ends) + 1):
-            assert bounds.of(ends[:known]) <= took * (1 + 1e-9), (candidate, ends[:known])
-        assert bounds.everywhere() <= took * (1 + 1e-9) or bounds.beyond(ends)
-        assert relaxed(chain, machines, count) <= took * (1 + 1e-9)
+            assert bounds.bound(ends[:known]) <= took * (1 + 1e-9), (candidate, ends[:known])
+        assert bounds.everywhere() <= took * (1 + 1e-9) or bounds.exceeds_memory(ends)
+        assert schedule_free_bound(chain, machines, count) <= took * (1 + 1e-9)
 
 
 def test_a_beginning_of_a_cut_that_is_beyond_memory_has_no_end_that_fits():
     for seed in range(30):
-        question = instance(seed)
-        machines, count = question.machines, question.microbatches[0]
-        chain = question.chain(count)
+        request = instance(seed)
+        machines, count = request.machines, request.microbatches[0]
+        chain = request.chain(count)
         if not machines.memory or machines.num_workers > chain.num_blocks:
             continue
         spec = Candidate("1f1b", {}, count).spec(machines.num_workers)
-        bounds, priced = Bounds(spec, chain, machines), Priced(spec, chain, machines)
+        bounds, priced = Bounds(spec, chain, machines), PricedSchedule(spec, chain, machines)
         for inner in combinations(range(1, chain.num_blocks), spec.num_stages - 1):
             ends = (0, *inner, chain.num_blocks)
             fits = priced.excess(priced.memory(priced.simulate(ends), ends)) <= 0
-            assert not (fits and any(bounds.beyond(ends[:known]) for known in range(1, len(ends) + 1)))
+            assert not (fits and any(bounds.exceeds_memory(ends[:known]) for known in range(1, len(ends) + 1)))
 
 
 def test_the_least_bottleneck_is_that_of_all_cuts():
@@ -119,7 +119,7 @@ def test_the_first_cut_leaves_room_for_what_comes_and_goes():
     blocks = [block(1, weights=10, activations=5, inputs=10, outputs=10) for _ in range(12)]
     # 6 blocks on worker 0 have 6 x (10 + 2 x 5) bytes, and 10 more while a payload goes.
     cuts = CutSearch(Candidate("1f1b", {}, 8).spec(2), Chain(blocks), Machines(2, memory=(125.0, 125.0)))
-    assert cuts.look(cuts.start()).excess == 5
+    assert cuts.price(cuts.balanced()).excess == 5
     assert cuts.climb(time.monotonic()).excess == 0
 
 
@@ -132,8 +132,8 @@ def test_what_is_tied_stays_together_or_is_held_twice():
 
 
 def test_something_is_found_however_short_the_time():
-    question = Question(Profile({1: [block(1) for _ in range(8)]}), Machines(2), 4, (4,), seconds=1e-9)
-    assert search(question, with_front=True).plans
+    request = PlanRequest(Profile({1: [block(1) for _ in range(8)]}), Machines(2), 4, (4,), seconds=1e-9)
+    assert search(request, with_front=True).plans
 
 
 def test_all_schedules_are_looked_at_before_one_is_looked_into(monkeypatch):
@@ -150,10 +150,10 @@ def test_all_schedules_are_looked_at_before_one_is_looked_into(monkeypatch):
 
         monkeypatch.setattr(CutSearch, name, note)
 
-    noting("look_first"), noting("climb")
+    noting("first_cut"), noting("climb")
     monkeypatch.setattr(CutSearch, "prove", lambda self, best, until, cap: (None, 0.0))
     names = "interleaved", "zb-v", "hanayo"
-    search(Question(Profile({1: blocks}), Machines(4), 8, (4, 8), schedules=names, seconds=1e6))
+    search(PlanRequest(Profile({1: blocks}), Machines(4), 8, (4, 8), schedules=names, seconds=1e6))
     before = order[: [name for name, _ in order].index("climb")]
     assert [schedule for _, schedule in before[:5]] == ["Interleaved", "Hanayo", "ZBV", "Interleaved", "Hanayo"]
 
@@ -161,15 +161,15 @@ def test_all_schedules_are_looked_at_before_one_is_looked_into(monkeypatch):
 def test_nothing_fits_and_it_says_by_how_much():
     blocks = [block(1, weights=100, activations=10) for _ in range(4)]
     machines = Machines(2, memory=(150, 150))
-    answer = search(Question(Profile({1: blocks}), machines, 4, (4,)))
-    assert answer.plans == [] and answer.nearest is not None
-    assert answer.excess == max(answer.nearest.memory_by_worker) - 150 > 0
+    result = search(PlanRequest(Profile({1: blocks}), machines, 4, (4,)))
+    assert result.plans == [] and result.nearest is not None
+    assert result.excess == max(result.nearest.memory_by_worker) - 150 > 0
 
 
 def test_nothing_fits_by_the_least_of_all_however_little_time_there_is():
     """Without time the fastest schedule alone was looked at, and called the least: chimera, which has weights twice."""
     blocks = [block(1, weights=100, activations=10) for _ in range(4)]
-    asked = Question(
+    asked = PlanRequest(
         Profile({1: blocks}), Machines(2, memory=(150, 150)), 4, (4,), schedules=("chimera", "1f1b", "gpipe")
     )
     hurried, patient = search(replace(asked, seconds=1e-6)), search(asked)
@@ -180,29 +180,32 @@ def test_nothing_fits_by_the_least_of_all_however_little_time_there_is():
 def test_what_does_not_fit_is_not_said_to_be_slow():
     """It was listed as not priced, below a bound that is no number in JSON: Infinity."""
     profile = Profile({1: [block(1.0, weights=size) for size in (3, 3, 1, 1)]})
-    question = Question(profile, Machines(2, memory=(4.5, 4.5)), 8, (4,), recompute=False)
-    answer = search(question)
-    assert answer.plans[0].schedule == "zb-v" and {"1f1b", "gpipe", "zb-h1"} <= set(answer.unfit)
-    assert all(least >= answer.plans[0].predicted_ms for least in answer.left_out.values())
-    assert not set(answer.unfit) & {*answer.left_out, *(plan.schedule for plan in answer.plans)}
+    request = PlanRequest(profile, Machines(2, memory=(4.5, 4.5)), 8, (4,), recompute=False)
+    result = search(request)
+    assert result.plans[0].schedule == "zb-v" and {"1f1b", "gpipe", "zb-h1"} <= set(result.unfit)
+    assert all(least >= result.plans[0].predicted_ms for least in result.left_out.values())
+    assert not set(result.unfit) & {*result.left_out, *(plan.schedule for plan in result.plans)}
 
 
 def test_a_gradient_may_be_smaller_than_what_went_forward():
     """The bound took it to be as large, and was above what the simulator says: 218 and 214."""
     profile = Profile({1: [block(1, inputs=1, outputs=50), block(1, inputs=1)]})
     machines = Machines(2, link=Link(0, 1.0))
-    question = Question(profile, machines, 4, (2,))
-    chain, spec = question.chain(2), Candidate("1f1b", {}, 2).spec(2)
-    assert Bounds(spec, chain, machines).of((0, 1, 2)) <= Priced(spec, chain, machines).simulate((0, 1, 2)).span
+    request = PlanRequest(profile, machines, 4, (2,))
+    chain, spec = request.chain(2), Candidate("1f1b", {}, 2).spec(2)
+    assert (
+        Bounds(spec, chain, machines).bound((0, 1, 2))
+        <= PricedSchedule(spec, chain, machines).simulate((0, 1, 2)).steady_step_time
+    )
 
 
 def test_recomputation_is_chosen_where_memory_asks_for_it():
     blocks = [block(1, activations=100, inputs=1, outputs=1) for _ in range(4)]
-    question = Question(Profile({1: blocks}), Machines(2, memory=(320, 320)), 8, (8,), schedules=("gpipe", "1f1b"))
-    answer = search(question, with_front=True)
-    assert answer.plans[0].recompute and max(answer.plans[0].memory_by_worker) <= 320
-    times = [plan.predicted_ms for plan in answer.front]
-    memory = [plan.predicted_memory for plan in answer.front]
+    request = PlanRequest(Profile({1: blocks}), Machines(2, memory=(320, 320)), 8, (8,), schedules=("gpipe", "1f1b"))
+    result = search(request, with_front=True)
+    assert result.plans[0].recompute and max(result.plans[0].memory_by_worker) <= 320
+    times = [plan.predicted_ms for plan in result.front]
+    memory = [plan.predicted_memory for plan in result.front]
     assert times == sorted(times) and memory == sorted(memory, reverse=True)
 
 
@@ -230,8 +233,8 @@ def test_a_profile_is_read_as_it_was_written_and_lies_on_lines_between_what_was_
 def test_every_schedule_can_recompute(name, recompute):
     spec = Candidate(name, {"recompute": recompute}, 8).spec(4)
     check_all(spec)
-    priced = Priced(spec, Chain([block(1) for _ in range(spec.num_stages)]), Machines(4))
-    plain = Priced(Candidate(name, {}, 8).spec(4), priced.chain, Machines(4))
+    priced = PricedSchedule(spec, Chain([block(1) for _ in range(spec.num_stages)]), Machines(4))
+    plain = PricedSchedule(Candidate(name, {}, 8).spec(4), priced.chain, Machines(4))
     ends = tuple(range(spec.num_stages + 1))
     more = 8 * (spec.num_stages if recompute == "all" else 1)
     assert sum(priced.simulate(ends).busy) == sum(plain.simulate(ends).busy) + more
@@ -243,7 +246,7 @@ def test_what_runs_needs_memory_too():
     assert [chain.size(0, 1).working, chain.size(0, 3).working, chain.size(2, 3).working] == [5, 50, 7]
     assert (blocks[0].size + blocks[1].size).working == 50
     cuts = CutSearch(Candidate("1f1b", {}, 2).spec(2), chain, Machines(2, memory=(25, 1000)))
-    assert cuts.look((0, 1, 3)).memory == (15, 70)
+    assert cuts.price((0, 1, 3)).memory == (15, 70)
 
 
 def test_a_tie_that_is_cut_apart_costs_an_exchange():
@@ -251,8 +254,8 @@ def test_a_tie_that_is_cut_apart_costs_an_exchange():
     machines = Machines(2, link=Link(2, 10.0))
     for ties, more in (((), 0), ((Tie(0, 3, gradients=100),), 2 + 10), ((Tie(0, 1, gradients=100),), 0)):
         cuts = CutSearch(Candidate("1f1b", {}, 4).spec(2), Chain(blocks, ties=ties), machines)
-        found = cuts.look((0, 2, 4))
-        assert found.time == cuts.priced.simulate((0, 2, 4)).span + more
+        found = cuts.price((0, 2, 4))
+        assert found.time == cuts.priced.simulate((0, 2, 4)).steady_step_time + more
 
 
 def test_what_workers_copy_is_time_in_which_they_do_not_compute():
@@ -263,16 +266,19 @@ def test_what_workers_copy_is_time_in_which_they_do_not_compute():
 
     def busy(name, machines):
         spec = Candidate(name, {}, 1).spec(2)
-        return Priced(spec, chain, machines).simulate((0, 1, 2, 3, 4)[:: 4 // spec.num_stages]).busy
+        return PricedSchedule(spec, chain, machines).simulate((0, 1, 2, 3, 4)[:: 4 // spec.num_stages]).busy
 
     computed = 2 * 3.0
     assert busy("1f1b", Machines(2)) == (computed + 2 * 0.5, computed + 2 * 0.5), "one forward, one gradient"
     assert busy("zb-v", Machines(2)) == (computed + 2 * 1.0, computed + 2 * 1.0), "nothing is copied at the turn"
     link = Machines(2, link=Link(0, 1.0))
     spec = Candidate("1f1b", {}, 1).spec(2)
-    priced = Priced(spec, chain, link)
+    priced = PricedSchedule(spec, chain, link)
     assert priced.simulate((0, 2, 4)).makespan == 2 * computed + 2 * 2.0, "the way takes what it took, copies included"
-    assert Priced(spec, chain, Machines(2, link=Link(0, 8.0))).simulate((0, 2, 4)).makespan == 2 * computed + 2 * 1.0
+    assert (
+        PricedSchedule(spec, chain, Machines(2, link=Link(0, 8.0))).simulate((0, 2, 4)).makespan
+        == 2 * computed + 2 * 1.0
+    )
 
 
 def test_the_first_stage_does_all_of_its_backward_in_w():
@@ -293,8 +299,8 @@ def test_the_first_stage_holds_all_gradients_of_weights_while_its_w_runs():
     blocks = [block(1, weights=10, gradients=10, working=working) for working in (3, 3, 4, 4)]
     for name, more in (("1f1b", 3), ("zb-h2", 20)):
         cuts = CutSearch(Candidate(name, {}, 4).spec(2), Chain(blocks), Machines(2))
-        assert cuts.look((0, 2, 4)).memory == (40 + more, 40 + 4)
-    run = Priced(Candidate("zb-h1", {}, 2).spec(2), Chain(blocks), Machines(2)).simulate((0, 2, 4))
+        assert cuts.price((0, 2, 4)).memory == (40 + more, 40 + 4)
+    run = PricedSchedule(Candidate("zb-h1", {}, 2).spec(2), Chain(blocks), Machines(2)).simulate((0, 2, 4))
     assert peak_bytes(run, [Size(gradients=8, activations=10), Size()])[0] == 8 + 2 * 10, "two forwards"
     assert peak_bytes(run, [Size(gradients=12, activations=10), Size()])[0] == 12 + 10 + 12, (
         "the first W, and a forward"

@@ -13,9 +13,9 @@ from torch import nn
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, F, I, R, W
 from rpc_pipe.drawing.comparison import table
-from rpc_pipe.planning.block_timing import measure
+from rpc_pipe.planning.block_timing import measure_layers
 from rpc_pipe.planning.candidates import VARIANTS
-from rpc_pipe.planning.compare import ModelCosts, compare, complete, verdict
+from rpc_pipe.planning.compare import ModelCosts, compare, complete_costs, verdict
 from rpc_pipe.planning.footprint import Size, num_messages, peak_bytes
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
@@ -71,8 +71,8 @@ def test_messages_are_payloads_between_workers():
 
 
 def test_costs_that_are_not_given_follow_from_the_others():
-    assert complete({F: 1, B: 3}) == {F: 1, B: 3, I: 1.5, W: 1.5, R: 1}
-    assert complete({F: 1, I: 2, W: 1}) == {F: 1, I: 2, W: 1, B: 3, R: 1}
+    assert complete_costs({F: 1, B: 3}) == {F: 1, B: 3, I: 1.5, W: 1.5, R: 1}
+    assert complete_costs({F: 1, I: 2, W: 1}) == {F: 1, I: 2, W: 1, B: 3, R: 1}
 
 
 def test_the_fastest_comes_first_and_what_cannot_be_last():
@@ -111,7 +111,7 @@ def test_what_an_action_needs_while_it_runs_is_counted():
 def test_layers_are_measured_and_cut():
     torch.set_num_threads(1)
     layers = [nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4)]
-    costs = measure(
+    costs = measure_layers(
         layers,
         torch.randn(32, 64),
         target=torch.zeros(32, 4),

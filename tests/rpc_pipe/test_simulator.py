@@ -41,7 +41,7 @@ def test_reference_timetables(case, order):
     result = simulate(spec, cost, comm=case["comm"], order=order)
     found = {
         "makespan": result.makespan,
-        "maxspan": result.span,
+        "maxspan": result.steady_step_time,
         "busy": list(result.busy),
         "peak": list(result.peak_activations),
     }
@@ -125,7 +125,7 @@ def test_a_slow_link_and_a_narrow_one():
     slow = simulate(spec, cost, links={(0, 1): Link(latency=4)})
     assert [s.start for s in slow.spans if s.action.kind is F and s.worker == 1][:2] == [5, 7]
     narrow = simulate(spec, cost, links={(0, 1): Link(bandwidth=10)}, payload=lambda action: 50)
-    arrivals = [when for action, source, _, when in narrow.carried if source == 0]
+    arrivals = [when for action, source, _, when in narrow.transfers if source == 0]
     assert arrivals == [6, 11, 16], "one payload at a time, 5 each"
     assert simulate(spec, cost, links={(0, 1): Link(), (1, 0): Link()}).makespan == simulate(spec, cost).makespan
 
