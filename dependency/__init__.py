@@ -7,6 +7,7 @@ from .ending import NOTHING, Asked, end_tree
 from .entry import Entry, Pulled
 from .errors import (
     ConfigError,
+    Damaged,
     DataError,
     Disagreement,
     NotFinite,
@@ -48,6 +49,7 @@ __all__ = [
     "B",
     "C",
     "ConfigError",
+    "Damaged",
     "DataError",
     "D",
     "Disagreement",

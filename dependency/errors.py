@@ -3,7 +3,8 @@
     PipeError
     ├── ScheduleError      the author of a schedule: the relation cannot be run; carries a drawing
     ├── ConfigError        the user: an option, its value, the rule, the nearest valid value
-    │   └── DataError      a shard: missing, truncated, changed, or its storage does not answer; which one
+    │   ├── DataError      a shard: missing, truncated, changed, or its storage does not answer; which one
+    │   └── Damaged        a checkpoint: not as it was written; an older one may do
     ├── Disagreement       the script: workers were not asked for the same; who was asked for what
     ├── WorkerFailure      a worker raised: who, where (`2B3`, step), traceback as text
     ├── PeerLost           a peer stopped answering: a consequence, the cause is at the peer
@@ -59,6 +60,10 @@ def refuse_below(least: int, **numbers: object) -> None:
 
 class DataError(ConfigError):
     """Data cannot be read as they should be; the text names the shard."""
+
+
+class Damaged(ConfigError):
+    """A checkpoint is not as it was written; the text names the file."""
 
 
 class Disagreement(PipeError, RuntimeError):

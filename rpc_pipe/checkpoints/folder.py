@@ -31,15 +31,19 @@ _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
 _MOST_BYTES = 2**27
 
 
-def complete(folder: Path) -> list[Path]:
-    """Return the complete checkpoints in `folder`, the oldest first."""
+def named(folder: Path) -> list[Path]:
+    """Return what is called a checkpoint in `folder`, also what has been damaged since, the oldest first."""
     found = []
     if folder.is_dir():
         for path in folder.iterdir():
-            match = _NAME.fullmatch(path.name)
-            if match and (path / MANIFEST).is_file():
+            if match := _NAME.fullmatch(path.name):
                 found.append((int(match[1]), int(match[2] or 0), path))
     return [path for *_, path in sorted(found)]
+
+
+def complete(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in `folder`, the oldest first."""
+    return [path for path in named(folder) if (path / MANIFEST).is_file()]
 
 
 def newest(path: Path) -> Path | None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from ..dependency import ConfigError, PipeError, Stalled
+from ..dependency import ConfigError, Damaged, PipeError
 from ..dependency.files import DAMAGED
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
@@ -23,9 +23,9 @@ from .random_state import NAMES, random_state, set_random_state
 from .reading import Checkpoint
 from .resumption import Resumption
 from .shard_state import by_hand, model_tensors, put
+from .together import agreed, failure, raise_first, together
 from .writing import Snapshot, Writing, export
 
-T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _RESULTS = "results"
@@ -39,6 +39,15 @@ class Restored(NamedTuple):
     step: int
     #: what was given to `save_checkpoint` to be kept
     extra: Any
+
+
+class _Prepared(NamedTuple):
+    """What has been read of a checkpoint beside what each worker puts in its place."""
+
+    checkpoint: Checkpoint
+    results: Resumption
+    #: as `random_state`
+    random: dict[str, torch.Tensor]
 
 
 class Keeper:
@@ -75,15 +84,15 @@ class Keeper:
         #: whether weights and their averages are exchanged now
         self.averaged = False
 
-    def claim(self, where: Path) -> Path | None:
-        """Take a folder for this job's checkpoints; return the newest one that it has there."""
+    def claim(self, where: Path) -> list[Path]:
+        """Take a folder for this job's checkpoints; return those that it has there, the newest first."""
 
-        def claimed(actor: WorkerActor) -> str:
+        def claimed(actor: WorkerActor) -> list[Path]:
             starters = actor.exchange("starters", ownership.starter())
-            return _agreed(actor, "own checkpoint", lambda: str(ownership.claim(where, set(starters)) or ""), of=0)
+            own = agreed(actor, "own checkpoints", lambda: _names(ownership.claim(where, set(starters))), of=0)
+            return [where / name for name in own.split()]
 
-        own = self._each(claimed)[0]
-        return Path(own) if own else None
+        return self._each(claimed)[0]  # type: ignore[no-any-return]
 
     def due(self, step: int) -> bool:
         """Tell whether a checkpoint is written after so many steps."""
@@ -105,7 +114,7 @@ class Keeper:
             return where / folder.name(self.results.steps_done(0))
         saved, self._saved_from = self._saved_from, None
         if saved is not None and saved[1] == self.results.count:
-            return self._put(saved[0]).path
+            return self._put(saved[0]).checkpoint.path
         return self._save(where, keep, extra, wait, asked=True)
 
     def refuse_averaged(self, what: str) -> None:
@@ -122,7 +131,7 @@ class Keeper:
         also = {**random_state(), _RESULTS: self.results.tensor()}
 
         def snapshot(actor: WorkerActor) -> tuple[Snapshot, Path]:
-            place = Path(_agreed(actor, "checkpoint", lambda: _begun(where, actor.step), of=0))
+            place = Path(agreed(actor, "checkpoint", lambda: _begun(where, actor.step), of=0))
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
             first, routes = _first_route(actor), _own_routes(actor) if self._elastic else []
@@ -144,11 +153,11 @@ class Keeper:
         writing, self._writing = self._writing, None
         if writing is None:
             return None
-        failed = _failure(writing.finished())
+        failed = failure(writing.finished())
         told = self._each(lambda actor: actor.exchange("checkpoint written", failed))[0]
-        if any(text for text, _ in told):
+        if any(text for text, *_ in told):
             writing.discard()
-        _raise_first(told)
+        raise_first(told)
         return writing.path
 
     def load(self, where: str | Path, *, anew: bool = False) -> Restored:
@@ -162,27 +171,24 @@ class Keeper:
         """
         self.refuse_averaged("load_checkpoint")
         self.settle()
-        restored = self._put(where)
-        checkpoint = Checkpoint(restored.path)
-        rest = checkpoint.rest([*NAMES, _RESULTS])
-        with _understood(checkpoint.path):
-            self.results = Resumption(rest[_RESULTS], checkpoint.about)
-            if anew:
-                self.results.replay()
-                self._put_from = restored.path, self._each(by_hand)
-                if checkpoint.about.get("asked"):
-                    self._saved_from = restored.path, self.results.count
-            else:
-                set_random_state(rest)
-        return restored
-
-    def _put(self, where: str | Path) -> Restored:
-        def put_all(actor: WorkerActor) -> Restored:
-            checkpoint, steps = _prepared(actor, where, self._elastic, self._num_routes)
+        checkpoint, self.results, random = self._put(where)
+        if anew:
+            self.results.replay()
+            self._put_from = checkpoint.path, self._each(by_hand)
+            if checkpoint.about.get("asked"):
+                self._saved_from = checkpoint.path, self.results.count
+        else:
             with _understood(checkpoint.path):
+                set_random_state(random)
+        return Restored(checkpoint.path, checkpoint.step, checkpoint.extra)
+
+    def _put(self, where: str | Path) -> _Prepared:
+        def put_all(actor: WorkerActor) -> _Prepared:
+            prepared, steps = _prepared(actor, where, self._elastic, self._num_routes)
+            with _understood(prepared.checkpoint.path):
                 for step in steps:
                     step()
-            return Restored(checkpoint.path, checkpoint.step, checkpoint.extra)
+            return prepared
 
         return self._each(put_all)[0]  # type: ignore[no-any-return]
 
@@ -209,14 +215,14 @@ class Keeper:
         self.settle()
 
         def save(actor: WorkerActor) -> None:
-            place = Path(_agreed(actor, "export", lambda: str(begin_export(where)), of=0))
+            place = Path(agreed(actor, "export", lambda: str(begin_export(where)), of=0))
 
             def write() -> None:
                 Snapshot(actor.worker, self._num_workers, _first_route(actor), None).write(place)
                 if actor.worker == 0:
                     export(place, self._num_workers, self.config, self._deadline_s)
 
-            _together(actor, "exported", write)
+            together(actor, "exported", write)
 
         self._each(save)
 
@@ -238,7 +244,7 @@ class Keeper:
                 change = pretrained.prefix(names)
                 return pretrained, {shard: pretrained.find(tensors, change) for shard, tensors in own.items()}
 
-            (pretrained, found), told = _together(
+            (pretrained, found), told = together(
                 actor, "pretrained read", find, lambda read: _names_of(*read[1].values())
             )
             loaded = Loaded(
@@ -254,16 +260,8 @@ class Keeper:
         return self._each(load)[0]  # type: ignore[no-any-return]
 
 
-def _failure(error: Exception | None) -> list[Any]:
-    """Return what a worker tells of an error, and whether it only waited for another one."""
-    return ["" if error is None else str(error), isinstance(error, Stalled)]
-
-
-def _raise_first(told: list[list[Any]]) -> None:
-    """Raise the first cause of what workers tell."""
-    for text, _ in sorted(told, key=lambda each: bool(each[1])):
-        if text:
-            raise ConfigError(text)
+def _names(paths: list[Path]) -> str:
+    return " ".join(path.name for path in paths)
 
 
 def _begun(where: Path, step: int) -> str:
@@ -306,15 +304,16 @@ def _unmet(where: str | Path, loaded: Loaded) -> str:
 
 def _prepared(
     actor: WorkerActor, where: str | Path, elastic: bool, num_routes: int
-) -> tuple[Checkpoint, list[Callable[[], None]]]:
+) -> tuple[_Prepared, list[Callable[[], None]]]:
     """Read all that `actor` needs, see with the others that everything fits, and return what puts it in place."""
     steps: list[Callable[[], None]] = []
     names: set[str] = set()
     references: list[tuple[Shard, dict[str, torch.Tensor]]] = []
 
     @_understood(where)
-    def prepare() -> Checkpoint:
+    def prepare() -> _Prepared:
         checkpoint = Checkpoint(where)
+        results = Resumption(checkpoint.rest([_RESULTS])[_RESULTS], checkpoint.about)
         # Another number of routes goes on from their reference, with the state of the first one's optimizer.
         apart = elastic and checkpoint.num_routes == len(_own_routes(actor))
         for (_, route), shard in actor.shards.items():
@@ -330,17 +329,18 @@ def _prepared(
         updates = checkpoint.stages.updates
         steps.append(lambda: actor.go_on_at(checkpoint.step, updates))
         steps.extend(partial(_refer, *each) for each in references)
-        return checkpoint
+        return _Prepared(checkpoint, results, checkpoint.rest(NAMES))
 
-    checkpoint, told = _together(
-        actor, "checkpoint read", prepare, lambda checkpoint: [checkpoint.path.name, sorted(names)]
+    prepared, told = together(
+        actor, "checkpoint read", prepare, lambda read: [read.checkpoint.path.name, sorted(names)]
     )
     if len({path for path, _ in told}) > 1:
         raise ConfigError(f"checkpoint {where}: workers see different ones, {', '.join(path for path, _ in told)}")
+    checkpoint = prepared.checkpoint
     left = checkpoint.names - {name for _, own in told for name in own}
     if left:
         raise ConfigError(f"checkpoint {checkpoint.path}: has {min(left)}, which this model does not have")
-    return checkpoint, steps
+    return prepared, steps
 
 
 @contextmanager
@@ -348,7 +348,7 @@ def _understood(checkpoint: str | Path) -> Iterator[None]:
     """Turn what is raised where a manifest says something else than it should into a sentence.
 
     Raises:
-        ConfigError: instead of that.
+        Damaged: instead of that.
     """
     try:
         yield
@@ -356,7 +356,7 @@ def _understood(checkpoint: str | Path) -> Iterator[None]:
         raise
     except DAMAGED as error:
         what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"checkpoint {checkpoint}: is damaged, or of another version: {what}") from error
+        raise Damaged(f"checkpoint {checkpoint}: is damaged, or of another version: {what}") from error
 
 
 def _putting(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> Callable[[], None]:
@@ -366,34 +366,3 @@ def _putting(shard: Shard, tensors: Mapping[str, torch.Tensor]) -> Callable[[], 
 def _refer(shard: Shard, weights: Mapping[str, torch.Tensor]) -> None:
     assert isinstance(shard, StashingShard)
     shard.refer_to(weights)
-
-
-def _agreed(actor: WorkerActor, name: str, value: Callable[[], str], of: int) -> str:
-    """Return on every worker what `value` gives on worker `of`.
-
-    Raises:
-        ConfigError: what it raised there, on every worker.
-    """
-    _, told = _together(actor, name, lambda: value() if actor.worker == of else "", str)
-    return str(told[of])
-
-
-def _together(
-    actor: WorkerActor, name: str, do: Callable[[], T], tell: Callable[[T], Any] = lambda done: None
-) -> tuple[T, list[Any]]:
-    """Do something on every worker; return what it gave here, and what each worker tells of its own, in order.
-
-    Raises:
-        ConfigError: it failed on one, on every worker; of several the first that did not only wait for another.
-    """
-    done: list[T] = []
-    own: Any = None
-    failed = _failure(None)
-    try:
-        done.append(do())
-        own = tell(done[0])
-    except (ConfigError, Stalled) as error:
-        failed = _failure(error)
-    told = actor.exchange(name, [own, failed])
-    _raise_first([failure for _, failure in told])
-    return done[0], [each for each, _ in told]

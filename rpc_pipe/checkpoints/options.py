@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, Damaged
 from . import folder as folders
 
 
@@ -15,7 +16,7 @@ class Checkpointed(Protocol):
 
     def load_checkpoint(self, folder: str | Path) -> Any: ...
     def resume(self, folder: str | Path) -> Any: ...
-    def claim_checkpoints(self, folder: str | Path) -> Path | None: ...
+    def claim_checkpoints(self, folder: str | Path) -> list[Path]: ...
     def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None: ...
 
 
@@ -50,14 +51,48 @@ def follow(
     """
     told = ""
     # A job that is started again goes on from its own checkpoint, whatever was typed when it began.
-    own = None if every is None else pipe.claim_checkpoints(folder)
-    if own is not None or resume is not None:
-        source = own or folders.newest(Path(folder if resume in (None, "auto") else resume))
-        if source is None:
-            told = f"{folder} holds no complete checkpoint: training starts at step 0"
-        else:
-            restored = (pipe.resume if anew else pipe.load_checkpoint)(source)
-            told = f"goes on from {source}, after {restored.step} steps"
+    own = [] if every is None else pipe.claim_checkpoints(folder)
+    typed = _typed(folder, resume)
+    if own or resume is not None:
+        load = pipe.resume if anew else pipe.load_checkpoint
+        told = _newest_sound(load, own, [path for path in typed if path not in own])
+        told = told or f"{folder} holds no complete checkpoint: training starts at step 0"
     if every is not None:
         pipe.checkpoint_every(every, folder, keep=keep)
     return told
+
+
+def _typed(folder: str, resume: str | None) -> list[Path]:
+    """Return which checkpoints will do, the best first: one that is named must be as it was written."""
+    if resume is None:
+        return []
+    if resume == "auto":
+        return folders.named(Path(folder))[::-1]
+    found = folders.newest(Path(resume))
+    return [] if found is None else [found]
+
+
+def _newest_sound(load: Callable[[Path], Any], own: list[Path], typed: list[Path]) -> str:
+    """Go on from the first of these checkpoints that is not damaged; tell which, and which are.
+
+    Where all that a job has written itself are damaged, and none was typed, it starts again as it did at first.
+
+    Raises:
+        Damaged: all are.
+    """
+    damaged: list[Damaged] = []
+    for path in (*own, *typed):
+        try:
+            restored = load(path)
+        except Damaged as error:  # on all workers alike
+            damaged.append(error)
+            continue
+        return _instead(damaged, f"goes on from {path}, after {restored.step} steps")
+    if typed:
+        raise damaged[0]
+    return _instead(damaged, "training starts at step 0") if damaged else ""
+
+
+def _instead(damaged: list[Damaged], then: str) -> str:
+    what = "; ".join(f"damaged: {error}" for error in damaged)
+    return f"{what}; {then} instead" if damaged else then

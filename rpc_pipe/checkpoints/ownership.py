@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from .folder import MANIFEST, complete, read_json, write_json
+from .folder import MANIFEST, named, read_json, write_json
 
 _LOCK, _JOB = ".lock", ".job.json"
 #: how long a process that is about to end, as one of the attempt before, is waited for
@@ -90,8 +90,8 @@ def _locked(file: int) -> bool:
     return True
 
 
-def claim(folder: Path, starters: Collection[str]) -> Path | None:
-    """Take a folder for the job whose workers `starters` have started; return the newest checkpoint that it has there.
+def claim(folder: Path, starters: Collection[str]) -> list[Path]:
+    """Take a folder for the job whose workers `starters` have started; return its own checkpoints, the newest first.
 
     Raises:
         ConfigError: another job writes there, or it cannot be written.
@@ -99,15 +99,19 @@ def claim(folder: Path, starters: Collection[str]) -> Path | None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         hold(folder)
-        there = {path.name: (path / MANIFEST).stat().st_mtime_ns for path in complete(folder)}
+        there = {path.name: _written(path) for path in reversed(named(folder))}
         before = _before(folder / _JOB, starters)
         if before is None:
             before = there
         write_json(folder / _JOB, {"starters": sorted(starters), "before": before})
     except OSError as error:
         raise ConfigError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
-    own = [path for path in complete(folder) if before.get(path.name) != there.get(path.name)]
-    return own[-1] if own else None
+    return [folder / name for name, written in there.items() if before.get(name) != written]
+
+
+def _written(path: Path) -> int:
+    manifest = path / MANIFEST
+    return manifest.stat().st_mtime_ns if manifest.exists() else 0  # a damaged one
 
 
 def _before(path: Path, starters: Collection[str]) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, Damaged
 from ..dependency.files import DAMAGED
 from . import folder
 from .json_values import decoded
@@ -24,16 +24,22 @@ class Checkpoint:
         path: the checkpoint, or the folder whose newest is meant.
 
     Raises:
-        ConfigError: there is none, or a file of it is damaged.
+        ConfigError: there is none.
+        Damaged: a file of it is.
     """
 
     def __init__(self, path: str | Path) -> None:
         found = folder.newest(Path(path))
+        if found is None and Path(path) in folder.named(Path(path).parent):
+            raise Damaged(f"checkpoint {Path(path) / folder.MANIFEST}: is missing")
         if found is None:
             what = "holds no complete checkpoint" if Path(path).is_dir() else "there is no such folder"
             raise ConfigError(f"checkpoint {path}: {what}")
         self.path = found
-        manifest = folder.read_json(found / folder.MANIFEST)
+        try:
+            manifest = folder.read_json(found / folder.MANIFEST)
+        except ConfigError as error:
+            raise Damaged(str(error)) from error
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise ConfigError(f"{found / folder.MANIFEST}: is not of format {FORMAT}, which this version reads")
         try:
@@ -62,16 +68,16 @@ class Checkpoint:
                 for number in range(self.num_routes)
             ]
         except DAMAGED as error:
-            raise ConfigError(f"{found / folder.MANIFEST}: is damaged: {type(error).__name__} {error}") from error
+            raise Damaged(f"{found / folder.MANIFEST}: is damaged: {type(error).__name__} {error}") from error
         for name, size in sizes.items():
             self._see(name, size)
 
     def _see(self, name: str, size: int) -> None:
         path = self.path / name
         if Path(name).name != name or not path.is_file():
-            raise ConfigError(f"checkpoint {path}: is missing")
+            raise Damaged(f"checkpoint {path}: is missing")
         if path.stat().st_size != size:
-            raise ConfigError(f"checkpoint {path}: has {path.stat().st_size} bytes of {size}: it was cut off")
+            raise Damaged(f"checkpoint {path}: has {path.stat().st_size} bytes of {size}: it was cut off")
 
     @property
     def names(self) -> set[str]:
@@ -97,7 +103,7 @@ class Checkpoint:
         found = self.tensors("model", own)
         for name, tensor in found.items():
             if tensor.shape != own[name].shape:
-                raise ConfigError(f"checkpoint {self.path}: is damaged: tensor {name} has shape {tuple(tensor.shape)}")
+                raise Damaged(f"checkpoint {self.path}: is damaged: tensor {name} has shape {tuple(tensor.shape)}")
         return found
 
     def rest(self, names: Iterable[str]) -> dict[str, Tensor]:
@@ -114,7 +120,7 @@ class Checkpoint:
         by_file: dict[str, list[str]] = {}
         for name in names:
             if name not in self._tensors[what]:
-                raise ConfigError(f"checkpoint {self.path}: is damaged: it has no tensor {name}")
+                raise Damaged(f"checkpoint {self.path}: is damaged: it has no tensor {name}")
             by_file.setdefault(self._tensors[what][name][0], []).append(name)
         found: dict[str, Tensor] = {}
         for file, keys in by_file.items():
@@ -126,7 +132,7 @@ def read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """Read these tensors of a safetensors file, and no others.
 
     Raises:
-        ConfigError: the file is damaged.
+        Damaged: the file is.
     """
     name = ""
     try:
@@ -137,4 +143,4 @@ def read(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
             return found
     except (OSError, SafetensorError) as error:
         where = f"tensor {name}: " if name else ""
-        raise ConfigError(f"{path}: {where}cannot be read: {error}") from error
+        raise Damaged(f"{path}: {where}cannot be read: {error}") from error

@@ -42,7 +42,10 @@ class Resumption:
         self.batch = str(about.get("batch", ""))
         self.norm: float | None = None
         if past is not None:
-            self._remember(past[: about.get("calls")])
+            calls = about.get("calls", len(past))
+            if not 0 <= calls <= len(past):
+                raise ValueError(f"{calls} calls, but {len(past)} rows of results")
+            self._remember(past[:calls])
         #: calls that are answered from the past: the next one, and the first that is not
         self._next = self._until = 0
         #: of these, the last training step

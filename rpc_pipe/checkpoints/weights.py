@@ -73,7 +73,8 @@ class Weights:
         generators are restored, too.
 
         Raises:
-            ConfigError: it is damaged, or of another model or optimizer; nothing has changed.
+            Damaged: it is; nothing has changed.
+            ConfigError: it is of another model or optimizer; nothing has changed.
         """
         return self._keeper.load(folder)
 
@@ -90,10 +91,10 @@ class Weights:
         """What the batch of the last training step is called, also of a run before; nothing, if it has no name."""
         return self._keeper.results.batch
 
-    def claim_checkpoints(self, folder: str | Path) -> Path | None:
-        """Take a folder for this job's checkpoints alone; return the newest one that the job itself has written there.
+    def claim_checkpoints(self, folder: str | Path) -> list[Path]:
+        """Take a folder for this job's checkpoints alone; return those that the job itself has written, newest first.
 
-        There is one if the job has been started again, by `--max-restarts` of ours or of torchrun.
+        There are some if the job has been started again, by `--max-restarts` of ours or of torchrun.
 
         Raises:
             ConfigError: another job writes there, or it cannot be written.

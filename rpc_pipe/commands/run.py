@@ -84,7 +84,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument(
         "--max-restarts", type=whole(0), metavar="N",
-        help="after a failure restart up to N times, from the newest checkpoint that this run has written (0)",
+        help="after a failure restart up to N times, from the newest sound checkpoint that this run has written (0)",
     )  # fmt: skip
     kept = parser.add_argument_group("checkpoints")
     kept.add_argument(
@@ -100,7 +100,7 @@ def add(commands: Any) -> None:
     kept.add_argument(
         "--resume",
         metavar="auto|FOLDER",
-        help="continue from the newest one in --checkpoint-folder, if there is one, or in FOLDER",
+        help="continue from the newest sound one in --checkpoint-folder, if there is one, or the newest in FOLDER",
     )
     gpt = parser.add_argument_group("the built-in GPT")
     for name, (kind, text) in _GPT.items():

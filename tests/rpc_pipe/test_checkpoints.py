@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import os
+import re
 import resource
 import signal
 import sys
@@ -20,9 +21,10 @@ from torch.optim import lr_scheduler
 from rpc_pipe import Pipeline
 from rpc_pipe.checkpoints import folder as folders
 from rpc_pipe.checkpoints import writing
+from rpc_pipe.checkpoints.options import follow
 from rpc_pipe.checkpoints.reading import Checkpoint
 from rpc_pipe.checkpoints.resumption import Resumption
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import ConfigError, Damaged
 from rpc_pipe.dependency.files import DAMAGED
 
 LAYERS = [
@@ -208,6 +210,14 @@ def flipped(path):
     file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
 
 
+def no_manifest(path):
+    (path / "manifest.json").unlink()
+
+
+def no_part(path):
+    (path / "optimizer-00003-of-00004.safetensors").unlink()
+
+
 def changed(change):
     """Return what changes the manifest of a checkpoint."""
 
@@ -229,7 +239,7 @@ def wrong_form(manifest):
     [
         (cut_off, "model-00002-of-00004.safetensors: has .* bytes of .*: it was cut off"),
         (flipped, r"model-00001-of-00004.safetensors: .*cannot be read"),
-        (lambda path: (path / "optimizer-00003-of-00004.safetensors").unlink(), "optimizer-00003.* is missing"),
+        (no_part, "optimizer-00003.* is missing"),
         (
             lambda path: (path / "manifest.json").write_text('{"format": 1, "st'),
             "manifest.json: cannot be read as JSON",
@@ -240,7 +250,10 @@ def wrong_form(manifest):
         (changed(lambda told: told.update(extra={"$tensor": [1, "load"]})), "manifest.json: is damaged: TypeError"),
         (changed(lambda told: told["stages"]["0"].pop("optimizer")), "is damaged, or of another version: KeyError"),
         (changed(wrong_form), "is damaged, or of another version: TypeError"),
-        (lambda path: (path / "manifest.json").unlink(), "holds no complete checkpoint"),
+        (changed(lambda told: told.update(calls=17)), "is damaged.*: ValueError: 17 calls, but 16 rows of results"),
+        (changed(lambda told: told.update(calls=-1)), "is damaged.*: ValueError: -1 calls, but 16 rows of results"),
+        (changed(lambda told: told.update(calls="3")), "is damaged.*: TypeError"),
+        (no_manifest, "holds no complete checkpoint"),
     ],
 )
 def test_a_damaged_checkpoint_is_named_and_changes_nothing(written, tmp_path, damage, says):
@@ -253,6 +266,51 @@ def test_a_damaged_checkpoint_is_named_and_changes_nothing(written, tmp_path, da
     assert bits(pipe) == before
     assert pipe.steps_done == 0
     pipe.step(BATCHES[0])
+
+
+def followed(folder, resume=None, steps=5):
+    """Return what a job of some steps tells at its start, and its weights at its end; it writes a checkpoint a step."""
+    pipe = pipeline(4)
+    told = follow(pipe, 1, str(folder), None, resume, anew=True)
+    for batch in BATCHES[:steps]:
+        pipe.step(batch)
+    weights = bits(pipe)
+    pipe.close()
+    return told, weights
+
+
+@pytest.mark.parametrize("damage", [cut_off, flipped, no_part, no_manifest])
+def test_a_restart_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged(tmp_path, damage):
+    """It ended with exit code 2, or went on from an older one without a word where the manifest was gone."""
+    _, undisturbed = followed(tmp_path / "other")
+    followed(tmp_path, steps=3)
+    damage(tmp_path / "step-00000003")
+    told, weights = followed(tmp_path)
+    assert re.fullmatch(r"damaged: .*step-00000003.*; goes on from .*step-00000002, after 2 steps instead", told), told
+    assert weights == undisturbed
+
+
+def test_a_restart_of_which_all_checkpoints_are_damaged_begins_as_it_did_at_first(tmp_path):
+    _, undisturbed = followed(tmp_path, steps=1)
+    no_part(tmp_path / "step-00000001")
+    told, weights = followed(tmp_path, steps=1)
+    assert re.fullmatch(r"damaged: .*step-00000001.* is missing; training starts at step 0 instead", told), told
+    assert weights == undisturbed
+
+
+def test_a_damaged_checkpoint_that_is_typed_is_no_other(written, tmp_path):
+    for step in 1, 2:
+        (tmp_path / f"step-{step:08}").mkdir()
+        copied(written[1], tmp_path / f"step-{step:08}")
+    cut_off(tmp_path / "step-00000002")
+    pipe = pipeline(3)
+    for typed in tmp_path / "step-00000002", tmp_path:
+        with pytest.raises(Damaged, match=r"step-00000002.*: it was cut off"):
+            follow(pipe, None, str(tmp_path), None, str(typed), anew=False)
+    assert "step-00000001, after 3 steps instead" in follow(pipe, None, str(tmp_path), None, "auto", anew=False)
+    cut_off(tmp_path / "step-00000001")
+    with pytest.raises(Damaged, match=r"step-00000002.*: it was cut off"):
+        follow(pipe, None, str(tmp_path), None, "auto", anew=False)
 
 
 @pytest.mark.parametrize(

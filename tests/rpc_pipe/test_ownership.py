@@ -22,20 +22,20 @@ def written(folder, step):
 def test_a_job_that_is_started_again_knows_its_own_checkpoints(tmp_path):
     # In a used folder an older run's checkpoint, which had come further, was taken by a restart under torchrun.
     further = written(tmp_path, 99)
-    assert ownership.claim(tmp_path, ["agent a", "agent b"]) is None
+    assert ownership.claim(tmp_path, ["agent a", "agent b"]) == []
     own = written(tmp_path, 2)
-    assert ownership.claim(tmp_path, ["agent b", "agent c"]) == own  # one host of two has been replaced
-    assert ownership.claim(tmp_path, ["agent c"]) == own
+    assert ownership.claim(tmp_path, ["agent b", "agent c"]) == [own]  # one host of two has been replaced
+    assert ownership.claim(tmp_path, ["agent c"]) == [own]
     os.utime(further / MANIFEST, ns=(1, 1))  # it was removed, and the job has written another one of this name
-    assert ownership.claim(tmp_path, ["agent c"]) == further
-    assert ownership.claim(tmp_path, ["agent d"]) is None  # another job
+    assert ownership.claim(tmp_path, ["agent c"]) == [further, own]
+    assert ownership.claim(tmp_path, ["agent d"]) == []  # another job
 
 
 @pytest.mark.parametrize("noted", ["", "{}", "[]", '{"starters": 3}', '{"starters": ["a"], "before": 3}', "[" * 9999])
 def test_a_damaged_note_is_as_good_as_none(tmp_path, noted):
     written(tmp_path, 1)
     (tmp_path / ".job.json").write_text(noted)
-    assert ownership.claim(tmp_path, ["a"]) is None
+    assert ownership.claim(tmp_path, ["a"]) == []
     assert json.loads((tmp_path / ".job.json").read_text())["starters"] == ["a"]
 
 
