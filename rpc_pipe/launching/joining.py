@@ -72,9 +72,10 @@ def _by_rpc(job: Job) -> Carrier:
             )
         _warn(job, f"--trust-network: {_RPC_MEANS}")
     store: Any = None
-    if not job.one_host:
+    if job.init_method == "env://":  # torch's own would meet where workers were before a restart
         meeting, store = _at_torchruns_store(job)
-        job, _ = _reached(job, meeting)
+        if not job.one_host:
+            job, _ = _reached(job, meeting)
     elif job.init_method.startswith("file://"):
         from ..workers.transport.meeting import store_in
 
