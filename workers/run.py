@@ -355,9 +355,9 @@ class Stream:
 
     def _report(self, step: Step) -> None:
         worker = self._worker
-        times = worker.courier.resolve([mark for _, begin, end in step.marks for mark in (begin, end)])
-        actions = [action for action, _, _ in step.marks]
-        records = list(map(Record._make, zip(actions, times[::2], times[1::2], strict=True)))
+        actions, begins, ends = zip(*step.marks, strict=True)
+        times = worker.courier.resolve([*begins, *ends])
+        records = list(map(Record, actions, times[: len(begins)], times[len(begins) :]))
         loss = step.result.loss if step.result is not None else None
         worker.listeners.step_finished(
             StepRecord(

@@ -68,8 +68,8 @@ class InputGradients:
 
     def __init__(self) -> None:
         self._hooks: list[dict[int, Callable[[Tensor], Tensor | None]]] = []
-        #: strides of the leaves of the backward that runs, and gradients whose strides differ
-        self._strides: list[tuple[int, ...]] = []
+        #: leaves of the backward that runs, and gradients whose strides differ from theirs
+        self._leaves: Sequence[Tensor] = ()
         self._came: dict[int, Tensor] = {}
 
     def watch(self, leaves: Sequence[Tensor]) -> None:
@@ -81,19 +81,21 @@ class InputGradients:
 
     def expect(self, leaves: Sequence[Tensor]) -> None:
         """Prepare for the backward of these leaves; an earlier backward may have failed halfway."""
-        self._strides = [leaf.stride() if leaf.layout is torch.strided else () for leaf in leaves]
-        self._came = {}
+        self._leaves, self._came = leaves, {}
 
     def taken(self, leaves: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         """Return the gradients after backward, with the strides that they have inside one model."""
-        found = tuple([self._came.get(number, leaf.grad) for number, leaf in enumerate(leaves)])
-        self._strides, self._came = [], {}
-        return found
+        came, self._leaves, self._came = self._came, (), {}
+        if not came:
+            return tuple([leaf.grad for leaf in leaves])
+        return tuple([came.get(number, leaf.grad) for number, leaf in enumerate(leaves)])
 
     def _look(self, number: int, grad: Tensor) -> Tensor | None:
         # Only gradients with other strides are held: autograd copies a gradient that anybody holds.
-        if grad.layout is torch.strided and number < len(self._strides) and grad.stride() != self._strides[number]:
-            self._came[number] = grad
+        if number < len(self._leaves) and grad.layout is torch.strided:
+            leaf = self._leaves[number]
+            if leaf.layout is not torch.strided or grad.stride() != leaf.stride():
+                self._came[number] = grad
         return None
 
 
@@ -172,6 +174,39 @@ def must_copy_batch(batch: Payload, written: bool | None) -> bool:
     return written is not False or batch.num_bytes <= _SMALL_BATCH_BYTES
 
 
+class Targets:
+    """Gives the loss function targets that it may write in place; large ones are copied only if it does."""
+
+    def __init__(self) -> None:
+        #: grad mode -> whether it writes targets in place; None: not observed yet
+        self._write: dict[bool, bool | None] = {True: None, False: None}
+        #: what was taken last, while it is to be looked at
+        self._taken: StageInputs | None = None
+
+    def take(self, target: Tree, *, known: bool, copied: bool) -> Tree:
+        """Return a microbatch's target for the loss function.
+
+        Args:
+            known: whether it is the loss function of all steps; of a metric it is never known whether it writes.
+            copied: copy the target in any case.
+        """
+        self._taken = None
+        if type(target) is Tensor and target.nbytes <= _SMALL_BATCH_BYTES and not target.requires_grad:
+            return strided_copy(target)  # as most are
+        payload = pack(target)
+        write = self._write[torch.is_grad_enabled()] if known else None
+        taken = stage_inputs(payload, copied=copied or must_copy_batch(payload, write))
+        self._taken = taken if known else None
+        return taken.tree
+
+    def look(self) -> None:
+        """Note whether the loss function has written the target that was taken last."""
+        if self._taken is not None:
+            grad = torch.is_grad_enabled()
+            self._write[grad] = self._taken.written() or bool(self._write[grad])
+            self._taken = None
+
+
 def warn_written(layer: int, microbatch: int) -> None:
     """Warn that layers wrote the user's batch, which had not been copied because none had written one before."""
     logger.warning(
@@ -184,5 +219,8 @@ def backward_starts(roots: list[Tensor], grads: Payload | None) -> tuple[list[Te
     """Return the outputs that backward starts from and their gradients, without outputs that got none."""
     if grads is None:
         return roots, [None] * len(roots)
-    pairs = [(root, grad) for root, grad in zip(roots, unpack(grads), strict=True) if grad is not None]
+    given = unpack(grads)
+    if len(given) == len(roots) and all([grad is not None for grad in given]):
+        return roots, list(given)
+    pairs = [(root, grad) for root, grad in zip(roots, given, strict=True) if grad is not None]
     return [root for root, _ in pairs], [grad for _, grad in pairs]

@@ -60,7 +60,7 @@ class Courier(Protocol):
         """Return the point in time that the compute issued so far ends."""
 
     def resolve(self, marks: list[Mark]) -> list[int]:
-        """Return marks, in the order in which they were made, as `perf_counter_ns`; may wait for the device."""
+        """Return marks as `perf_counter_ns`; may wait for the device."""
 
     def peak_bytes(self) -> int:
         """Return the most memory held so far: by the process on a CPU, by torch on the device on a GPU."""

@@ -11,6 +11,7 @@ import zlib
 from array import array
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -49,7 +50,7 @@ def describe(tree: Tree, call: int = 0) -> str:
 
 def shapes_of(tensors: Sequence[Tensor]) -> tuple[str, int]:
     """Return how to call a batch of these tensors, and a digest of their shapes."""
-    shapes = array("q", [size for tensor in tensors for size in (tensor.itemsize, *tensor.shape, -1)])
+    shapes = array("q", chain.from_iterable([(tensor.itemsize, *tensor.shape, -1) for tensor in tensors]))
     more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
     return f"{_name(tensors[0].dtype)}{list(tensors[0].shape)}{more}", zlib.crc32(shapes)
 

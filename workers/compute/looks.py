@@ -10,9 +10,12 @@ class Looks:
     """Counts times: the first, second, fourth, eighth and so on are looked at, later on every 256th."""
 
     def __init__(self) -> None:
-        self._number = 0
+        self._number, self._next = 0, 1
 
     def due(self) -> bool:
         """Tell whether this time, which comes next, is one to look at."""
-        self._number = number = self._number + 1
-        return not number % _EVERY or (number < _EVERY and not number & (number - 1))
+        self._number += 1
+        if self._number < self._next:
+            return False
+        self._next = min(2 * self._next, self._next + _EVERY)
+        return True

@@ -46,6 +46,8 @@ def sum_and_weight(loss: Any, share: float) -> tuple[Tensor, Any]:
     Raises:
         TypeError: it is something else.
     """
+    if isinstance(loss, Tensor) and not loss.dim():  # as most are
+        return loss, share
     total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, share)
     if not isinstance(total, Tensor) or total.numel() != 1:
         raise TypeError(

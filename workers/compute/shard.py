@@ -17,7 +17,7 @@ from ..transport.payload import Payload, Tree, distinct_tensors, pack
 from . import borders
 from .autocast import Casts
 from .batch_norm import Statistics
-from .borders import InputGradients
+from .borders import InputGradients, Targets
 from .engine import run_backward
 from .loss_draws import LossDraws
 from .randomness import Randomness
@@ -77,9 +77,9 @@ class Shard:
         self._randomness = randomness
         #: while all modules are in evaluation mode: their training modes before that
         self._modes: dict[nn.Module, bool] = {}
-        #: grad mode -> whether layers (the loss function) write the batch in place; None: not observed yet
+        #: grad mode -> whether layers write the batch in place; None: not observed yet
         self._layers_write: dict[bool, bool | None] = {True: None, False: None}
-        self._loss_writes = self._layers_write.copy()
+        self._targets = Targets()
         self._drawn = LossDraws(randomness, loss_fn)
         self.statistics = Statistics(slice.own)
         self._forwarded: dict[int, _Forwarded] = {}
@@ -226,16 +226,13 @@ class Shard:
         mine = self._layers_write[backward]
         copied = spared or (self.stage == 0 and borders.must_copy_batch(inputs, mine))
         entered = borders.stage_inputs(inputs, copied=copied)
-        wanted = None
         if target is not None:
-            given = pack(target)
-            theirs = self._loss_writes[backward] if self.loss_fn is self._own_loss_fn else None
-            wanted = borders.stage_inputs(given, copied=spared or borders.must_copy_batch(given, theirs))
+            target = self._targets.take(target, known=self.loss_fn is self._own_loss_fn, copied=spared)
         looks = backward and self._written.has_to_look()
         known = self._written.begin() if looks else {}
         seen = not (split and self._unhooked.known)
         saved = Saved({} if again else known, seen) if backward and (split or (known and not again)) else None
-        compute = partial(self._compute, step, microbatch, entered.tree, fields, wanted and wanted.tree, share)
+        compute = partial(self._compute, step, microbatch, entered.tree, fields, target, share)
         if saved is None:
             with self._randomness.lock:
                 tree = compute()
@@ -248,8 +245,8 @@ class Shard:
             if written and not copied:
                 borders.warn_written(self.slice.first, microbatch)
             self._layers_write[backward] = written or bool(mine)
-        if wanted is not None and self.loss_fn is self._own_loss_fn:  # of a metric it is never known
-            self._loss_writes[backward] = wanted.written() or bool(theirs)
+        if target is not None:
+            self._targets.look()
         if backward:
             owing = entered.owing
             if not split:

@@ -65,6 +65,8 @@ def pack(tree: Tree) -> Payload:
     """
     if type(tree) is Tensor and tree.layout is torch.strided:  # as most are
         return Payload([tree.detach()], Place(0, tree.requires_grad))
+    if type(tree) is tuple and len(tree) == 1 and type(tree[0]) is Tensor and tree[0].layout is torch.strided:
+        return Payload([tree[0].detach()], (Place(0, tree[0].requires_grad),))
     if _is_flat(tree):
         places = tuple([Place(number, part.requires_grad) for number, part in enumerate(tree)])
         return Payload([part.detach() for part in tree], places)
