@@ -13,8 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from ..dependency import ConfigError
 from ..workers.compute.borders import version_of
 from ..workers.compute.randomness import Seed, python_too
+from ..workers.compute.slices import note
 from .absent import Absent
 from .hollow import Hollow, NeedsField, copy_of, said
+from .objects import is_object
 from .observation import Output
 from .observer import name_of
 from .promise import check_left
@@ -190,6 +192,12 @@ class ScriptedForward(TorchFunctionMode):
         ]
         try:
             result = forward(*args, **kwargs)
+        except Exception as error:
+            for given in (*args, *kwargs.values()):
+                if is_object(given) and self._script.stage:
+                    kind = type(given).__name__
+                    note(error, f"in a block that takes a {kind}: what blocks of other stages put into it is not here")
+            raise
         finally:
             for handle in handles:
                 handle.remove()

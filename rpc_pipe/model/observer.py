@@ -38,6 +38,10 @@ from .trees import leaves, mapped, replaced, tensors
 _NUMBERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
 
 
+#: what runs backward inside a forward
+_BACKWARD = {torch.autograd.grad: "torch.autograd.grad", Tensor.backward: "backward"}
+
+
 class Observer(TorchFunctionMode):
     """The record of a forward while it runs; `skeleton.run` while it does."""
 
@@ -292,6 +296,11 @@ class Observer(TorchFunctionMode):
                 raise NeedsField("a tensor is written by the numbers of a field")
 
     def _lost(self, tensor: Tensor, maker: Event | None) -> ConfigError:
+        if self.current is not None and (called := _BACKWARD.get(self.current.func)):
+            return ConfigError(
+                f"model: {self.current.where} calls {called} in the model's forward, through blocks of which each "
+                f"stage has only some: let a block do so for itself, or name a module that contains them with blocks="
+            )
         what = f"a tensor of shape {tuple(tensor.shape)} that {caller()} takes"
         if maker is not None and maker.is_block:
             return ConfigError(

@@ -109,7 +109,7 @@ class ObservedStage:
                 if len(observed) == _MOST_TRIES:
                     if any(isinstance(tensor, Hollow) for tensor in tensors((args, kwargs))):
                         raise NeedsField("the forward goes another way each time")
-                    raise _wayward(observed[-1], departures[-1])
+                    raise self._wayward(observed[-1], departures[-1])
                 if observed:
                     departures.clear()  # a first forward may have changed the model for good
                 script = self._observed(args, kwargs)
@@ -140,6 +140,20 @@ class ObservedStage:
             self.writes.note(modes, before)
             self.script = script
             return output
+
+    def _wayward(self, script: Script, departed: Departed) -> ConfigError:
+        """Say where a forward left the way that it had just been observed to go."""
+        cue = script.cues[departed.event] if departed.event < len(script.cues) else None
+        observed = "its end" if cue is None else self._called(cue.func, cue.answer)
+        return ConfigError(
+            f"model: its forward goes another way each time on the same inputs ({observed} was observed, then came "
+            f"{self._called(departed.func, departed.answer)}); it must depend on its inputs alone: set layer drop to "
+            f"0, or let each block decide for itself whether it does anything"
+        )
+
+    def _called(self, func: Any, answer: Any) -> str:
+        name = self._skeleton.name_of(func) if isinstance(func, nn.Module) else name_of(func)
+        return name if answer is None else f"{name} {answer}"
 
     def goes_without(self, tree: Any, unread: Unread) -> bool:
         """Tell by a forward on shapes whether the stage can run on (args, kwargs) of which some are not read."""
@@ -172,16 +186,6 @@ class ObservedStage:
         while len(self._scripts) > _MOST_FORMS:
             del self._scripts[next(iter(self._scripts))]
         return scripts
-
-
-def _wayward(script: Script, departed: Departed) -> ConfigError:
-    """Say where a forward left the way that it had just been observed to go."""
-    cue = script.cues[departed.event] if departed.event < len(script.cues) else None
-    observed = "its end" if cue is None else f"{name_of(cue.func)} {cue.answer or ''}"
-    return ConfigError(
-        f"model: its forward goes another way each time on the same inputs ({observed} was observed, then came "
-        f"{name_of(departed.func)} {departed.answer or ''}); it must depend on its inputs alone"
-    )
 
 
 def _signature(tree: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from test_whole import SGD, assert_trains_alike, made
 from torch import Tensor, nn
 
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.pipeline import Pipeline
 
 
@@ -102,3 +102,37 @@ def test_a_word_that_the_first_forward_sets_in_a_configuration_is_no_state():
     model, x = made(lambda: Model(nn.Linear(4, 4), Told(settings))), torch.randn(4, 4)
     pipe = Pipeline(model, nn.functional.mse_loss, optimizer=SGD, num_microbatches=2, num_workers=2)
     assert pipe.step((x, x)) > 0
+
+
+class Cached(nn.Module):
+    """Its blocks put something into an object, each at its own place, as a cache of keys and values."""
+
+    class Cache:
+        def __init__(self) -> None:
+            self.keys: list[Tensor] = []
+
+        def update(self, key: Tensor, place: int) -> Tensor:
+            if place == len(self.keys):
+                self.keys.append(key)
+            return self.keys[place]
+
+    class Block(nn.Linear):
+        def forward(self, x: Tensor, place: int, cache: Cached.Cache) -> Tensor:  # type: ignore[override]
+            return cache.update(super().forward(x), place)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([self.Block(4, 4) for _ in range(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        cache = self.Cache()
+        for place, layer in enumerate(self.layers):
+            x = layer(x, place, cache=cache)
+        return x
+
+
+def test_why_a_block_does_not_find_what_others_have_put_into_an_object_is_told():
+    """The model's own IndexError said nothing of stages."""
+    pipe = Pipeline(Cached(), nn.functional.mse_loss, optimizer=SGD, num_workers=2, num_microbatches=1)
+    with pytest.raises(WorkerFailure, match=r"IndexError.*takes a Cache: what blocks of other stages put into it is"):
+        pipe.step((torch.ones(2, 4), torch.ones(2, 4)))

@@ -284,6 +284,23 @@ def test_what_a_block_writes_into_a_dict_that_it_got_is_not_taken_for_its_output
         observe(Shares(), [floats(2, 8)])
 
 
+class AsksItself(Listed):
+    """A penalty on the gradient, in the model's own forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        y = super().forward(x)
+        return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+
+def test_a_backward_of_the_models_own_through_its_blocks_is_named():
+    """The sentence told of an operation that Python does not see."""
+    with pytest.raises(
+        ConfigError, match=r"calls torch\.autograd\.grad in the model's forward, through blocks of which"
+    ):
+        observe(AsksItself(), [floats(2, 8)])
+
+
 class CheckpointedBlocks(Listed):
     """Each block in a checkpoint of its own."""
 
