@@ -477,6 +477,18 @@ class TestCallsByHand:
 
         assert len(set(each_worker(monkeypatch, work, 2))) == 1
 
+    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
+    def test_a_scripted_layer_takes_no_hook_and_is_trained(self):
+        """Any model with one failed in a job: "register_forward_pre_hook is not supported on ScriptModules"."""
+        model = self.chain().append(torch.jit.script(nn.Linear(4, 4)))
+        refuse_untrained(model, list(model[0].parameters()))
+        model[0](self.x)
+        with torch.no_grad():
+            model[0].weight.add_(1)
+        assert model[4](self.x).shape == self.x.shape
+        with pytest.raises(ConfigError, match="another worker"):
+            model(self.x)
+
     def test_other_stages_are_refused_where_their_weights_are_from_before(self):
         model = self.chain()
         here = [*model[0].parameters(), *model[1].parameters()]

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from ..dependency import ConfigError
@@ -89,7 +90,7 @@ def refuse_untrained(model: nn.Module | Iterable[Any], here: Sequence[nn.Paramet
             refusal(module, ())
         own = ((prefix + name, p) for name, p in module._parameters.items() if p is not None and p not in known)
         weights = {name: parameter for name, parameter in own if parameter.requires_grad}
-        if weights and trained:
+        if weights and trained and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             if refusal is None:
                 module.register_forward_pre_hook(refusal := _Refusal(module))
             refusal.untrained.append(_Untrained(weights, trained))
