@@ -39,8 +39,7 @@ TORCHRUN = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29400
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
 CASES = [
     *((name, schedule) for name in ("in place", "weights handed on") for schedule in SYNCHRONOUS),
-    # What repeats or skips elements keeps its strides inside a process; what leaves a device is dense.
-    *((name, schedule) for name in MODELS if name != "strided" for schedule in ("zb-v", "chimera")),
+    *((name, schedule) for name in MODELS for schedule in ("zb-v", "chimera")),
 ]
 
 

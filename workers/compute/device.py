@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...dependency import ConfigError, PipeError
 from ..transport.payload import Payload, Tree, map_tensors, parts_of
-from ..transport.strides import is_dense
+from ..transport.strides import fold, is_dense, is_sparing, spread
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class Cuda:
 
     def up(self, tensor: Tensor) -> Tensor:
         """Return a tensor on the device to which the current stream copies."""
-        # Of what repeats elements, as expanded masks do, no pinned copy with the same strides can be made.
+        # Of what repeats elements, as masks of a batch do, no pinned copy with the same strides can be made.
         pinnable = tensor.is_cpu and tensor.layout is torch.strided and is_dense(tensor) and not tensor.is_pinned()
         return (tensor.pin_memory() if pinnable else tensor).to(self.device, non_blocking=True)
 
@@ -199,11 +199,32 @@ class Cuda:
         return torch.cuda.max_memory_allocated(self.device)
 
 
-@dataclass(slots=True)
-class _Entered(Payload):
-    """A payload whose copies to the device have been issued; `event` is when they are there."""
+#: shape and strides of a tensor that is not dense
+_Look = tuple[tuple[int, ...], tuple[int, ...]] | None
 
+
+def _look(tensor: Tensor) -> _Look:
+    if tensor.layout is not torch.strided or is_dense(tensor) or not is_sparing(tensor.shape, tensor.stride()):
+        return None
+    return tensor.shape, tensor.stride()
+
+
+@dataclass(slots=True)
+class _Moving(Payload):
+    """A payload whose copies, dense ones, have been issued; what they look like there; `event`: when they are there."""
+
+    looks: list[_Look]
     event: Any
+
+    def spread(self) -> Payload:
+        """Return the payload as it was."""
+        return Payload([_spread(*each) for each in zip(self.tensors, self.looks, strict=True)], self.skeleton)
+
+
+def _spread(copy: Tensor, look: _Look) -> Tensor:
+    if look is None:
+        return copy
+    return spread(copy.conj(), *look).conj() if copy.is_conj() else spread(copy, *look)
 
 
 class CudaCourier:
@@ -235,42 +256,47 @@ class CudaCourier:
     def leave(self, payload: Payload, publish: Callable[[Payload], None], failed: Callable[[PipeError], None]) -> None:
         self._out.wait_event(self._cuda.recorded(self._cuda.current()))
         with self._cuda.on(self._out):
-            copies = [self._left(tensor) for tensor in payload.tensors]
-            copied = self._cuda.recorded(self._out)
+            left = [self._left(tensor) for tensor in payload.tensors]
+            looks = [look for _, look in left]
+            moving = _Moving([copy for copy, _ in left], payload.skeleton, looks, self._cuda.recorded(self._out))
         # The tensors are held until they are copied: the caller may let go of them.
-        self._leaving.put((copied, Payload(copies, payload.skeleton), payload, publish, failed))
+        self._leaving.put((moving, payload, publish, failed))
 
-    def _left(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor to the host; one that is there, such as a norm that is only passed on, is as it is."""
+    def _left(self, tensor: Tensor) -> tuple[Tensor, _Look]:
+        """Copy a tensor to the host, densely; one that is there, such as a norm that is only passed on, is as it is."""
         # Torch would make numbers conjugate, or negative, in the host's copy at once, before they are there.
         if tensor.is_conj():
-            return self._left(tensor.conj()).conj()
+            copy, look = self._left(tensor.conj())
+            return copy.conj(), look
         tensor = tensor.resolve_neg()
         if self._cuda.has(tensor) and tensor.layout is torch.strided:
-            return self._cuda.down(tensor)
-        return tensor.cpu()  # of another device or layout it is waited for
+            look = _look(tensor)
+            return self._cuda.down(fold(tensor) if look else tensor), look
+        return tensor.cpu(), None  # of another device or layout it is waited for
 
     def _publish_when_copied(self) -> None:
         while (leaving := self._leaving.get()) is not None:
-            copied, payload, held, publish, failed = leaving
+            moving, held, publish, failed = leaving
             try:
-                copied.synchronize()  # releases the GIL
-                publish(payload)
+                moving.event.synchronize()  # releases the GIL
+                publish(moving.spread())
             except Exception as error:
                 failed(PipeError(f"{self.device}: a payload could not leave it: {type(error).__name__}: {error}"))
-            del leaving, copied, payload, held, publish, failed  # not to be held until the next one comes
+            del leaving, moving, held, publish, failed  # not to be held until the next one comes
 
     def enter(self, payload: Payload) -> Payload:
         with self._cuda.on(self._in):
-            moved = [self._cuda.up(tensor) for tensor in payload.tensors]
-            return _Entered(moved, payload.skeleton, self._cuda.recorded(self._in))
+            looks = [None if tensor.is_conj() else _look(tensor) for tensor in payload.tensors]
+            dense = [fold(tensor) if look else tensor for tensor, look in zip(payload.tensors, looks, strict=True)]
+            return _Moving(list(map(self._cuda.up, dense)), payload.skeleton, looks, self._cuda.recorded(self._in))
 
     def ready(self, payload: Payload) -> Payload:
-        if isinstance(payload, _Entered):
+        if isinstance(payload, _Moving):
             compute = self._cuda.current()
             compute.wait_event(payload.event)
             for tensor in payload.tensors:
                 self._cuda.hold(tensor, compute)
+            return payload.spread()
         return payload
 
     def load(self, batch: Tree) -> Tree:
