@@ -69,7 +69,8 @@ class Pipeline(Habits, Weights):
         example: a batch with which the model is cut at once; by default the first batch cuts it.
         order: `ready` or `fixed`; by default what the schedule prefers. The result is the same.
         device: `cpu`, `cuda:N`, or `cuda`: each worker of a host uses another GPU.
-        seed: for everything random: initial weights of layers given as callables, and dropout.
+        seed: for everything random: dropout, and initial weights of layers given as callables or of a model made by a
+            function, which are other numbers than those that the function would draw by itself.
         max_grad_norm: clip the gradients of the whole model to this norm before an update, with the bits of
             `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
         post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
