@@ -36,6 +36,11 @@ def test_the_training_script_runs_alone_and_launched(tmp_path):
     assert launched.count(f"| {alone.strip()}") == 2, "every worker prints what one process does"
 
 
+def test_the_model_that_is_planned_is_verified(tmp_path):
+    (tmp_path / "my_model.py").write_text(python_block("my_model.py"))
+    assert "identical" in run(rpc_pipe("verify my_model.py:make --workers 2 --transport local"), tmp_path)
+
+
 def test_the_users_schedule_is_legal_and_short(tmp_path):
     source = python_block("mine.py")
     assert len(source.splitlines()) <= 20

@@ -29,7 +29,7 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) ->
     if len(split) != num_stages or sum(split) != num_layers or min(split) < 1:
         raise ConfigError(
             f"split {list(split)}: must have a positive number for each stage (here {num_stages}), and they must "
-            f"add up to the model's {num_layers} layers"
+            f"add up to the model's {num_layers} layers; a plan's split fits only the model that was planned"
         )
     starts = [sum(split[:stage]) for stage in range(num_stages)]
     return [range(start, start + size) for start, size in zip(starts, split, strict=True)]
