@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 from torch import nn
@@ -105,7 +105,8 @@ def emulated(
         kinds = "FIW" if "I" in t else "FB"
         return Device(*(times(t[kind], kind, index, count) for kind in kinds), width=width)
 
-    workload = Workload(stage, nn.functional.mse_loss, lru_cache(1)(lambda _: batch(microbatches, width)))
+    drawn_once = cache(partial(batch, microbatches, width))
+    workload = Workload(stage, nn.functional.mse_loss, lambda _: drawn_once())
 
     def cost(job: Job) -> Cost:
         count = job.num_stages

@@ -34,6 +34,14 @@ print(json.dumps(rows))
     assert {"scenario", "system", "schedule", "workers", "microbatches", "peak_rss_mb", "peak_activations"} <= set(ours)
 
 
+def test_steps_are_timed_without_drawing_their_batch():
+    """Each step drew the same numbers anew: 30 of the 108 ms that a step of payloads of 1 MiB took by ZeroMQ."""
+    workload = emulated(2, 2, {"F": 0, "B": 0}, 2, [("rpc-pipe", "1f1b")], scenario="").jobs[0].workload
+    assert workload.batch(1) is workload.batch(0)
+    inputs = [x for x, _ in workload.batch(0)]
+    assert systems._whole(*inputs) is systems._whole(*inputs)
+
+
 def test_a_system_with_other_gradients_is_not_compared():
     contest = emulated(1, 2, {"F": 1, "B": 1}, 1, [("rpc-pipe", "gpipe"), ("torch", "GPipe")], scenario="test")
     outcome = group.Outcome([2.0, 2.0], error=0.5, peak_rss_mb=1)
