@@ -16,6 +16,7 @@ import os
 import re
 import shutil
 import tempfile
+import zlib
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,11 @@ def write_json(path: Path, value: Any) -> None:
     temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
     sync(temporary)
     temporary.replace(path)
+
+
+def sum_of(value: Any) -> int:
+    """Return a number that tells a value of JSON, also after it was read back, from one of which a bit has changed."""
+    return zlib.crc32(json.dumps(value).encode())
 
 
 def read_json(path: Path) -> Any:

@@ -14,6 +14,7 @@ from ..dependency.files import DAMAGED
 from . import folder
 from .json_values import decoded
 from .shard_state import Stages, of_route
+from .tensor_file import checksum
 from .writing import FORMAT
 
 
@@ -42,6 +43,8 @@ class Checkpoint:
             raise Damaged(str(error)) from error
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise ConfigError(f"{found / folder.MANIFEST}: is not of format {FORMAT}, which this version reads")
+        if manifest.pop("sum", None) not in (None, folder.sum_of(manifest)):  # there was none at first
+            raise Damaged(f"{found / folder.MANIFEST}: is damaged: it is not what was written")
         try:
             self.about: dict[str, Any] = {key: each for key, each in manifest.items() if key not in ("files", "stages")}
             self.step = int(manifest["step"])
@@ -51,6 +54,9 @@ class Checkpoint:
             self.extra = decoded(manifest.get("extra"))
             #: name of a tensor -> (file, dtype and shape), by what it is for
             self._tensors: dict[str, dict[str, tuple[str, list[Any]]]] = {"model": {}, "optimizer": {}}
+            self._sums: dict[str, dict[str, int]] = {
+                name: each.get("sums", {}) for name, each in manifest["files"].items()
+            }
             sizes = {name: int(each["bytes"]) for name, each in manifest["files"].items()}
             for name, each in manifest["files"].items():
                 for key, form in each["tensors"].items():
@@ -125,6 +131,10 @@ class Checkpoint:
         found: dict[str, Tensor] = {}
         for file, keys in by_file.items():
             found |= read(self.path / file, keys)
+            sums = self._sums[file]
+            for name in keys:
+                if name in sums and checksum(found[name]) != sums[name]:
+                    raise Damaged(f"checkpoint {self.path / file}: tensor {name} is not what was written")
         return found
 
 

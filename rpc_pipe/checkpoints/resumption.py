@@ -71,8 +71,7 @@ class Resumption:
         """Return all results, (calls or more, columns): which call it was, the loss, the norm of the gradients or nan.
 
         The first column is left out where all calls were steps, and then the last where none has a norm. Rows of zeros
-        follow, so that a long run has few sizes: safetensors keeps some 6 KB for ever for each size of a tensor that it
-        has written.
+        follow, so that a long run has few sizes, whose memory is used again.
         """
         kinds, losses, norms = (_column(each) for each in (self._kinds, self._losses, self._norms))
         columns = [kinds, losses, norms]

@@ -16,7 +16,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..dependency import ConfigError, Stalled
@@ -24,6 +23,7 @@ from ..dependency.at_exit import at_exit
 from ..workers.compute.shard import Shard
 from . import folder
 from .shard_state import described, evaluated_tensors, held_tensors, model_tensors, of_route, optimizer_tensors
+from .tensor_file import checksum, write
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,12 @@ class Snapshot:
             for what, tensors in self._files.items():
                 if tensors:
                     name = f"{what}-{self.worker + 1:05}-of-{self.num_workers:05}.safetensors"
-                    files[name] = {"what": what, "bytes": 0, "tensors": {key: _form(t) for key, t in tensors.items()}}
+                    files[name] = {
+                        "what": what,
+                        "bytes": 0,
+                        "tensors": {key: _form(tensor) for key, tensor in tensors.items()},
+                        "sums": {key: checksum(tensor) for key, tensor in tensors.items()},
+                    }
                     files[name]["bytes"] = _write(place / name, tensors)
             _list(place, self.worker, {"files": files, "stages": self._stages})
         except ConfigError as error:
@@ -107,10 +112,8 @@ def _form(tensor: Tensor) -> list[Any]:
 def _write(path: Path, tensors: dict[str, Tensor]) -> int:
     """Write a file of tensors and return its size."""
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
-        folder.sync(path)
-        return path.stat().st_size
-    except Exception as error:  # safetensors has an exception of its own for a full disk
+        return write(path, tensors)
+    except (OSError, KeyError) as error:
         raise _unwritten(path, error) from error
 
 
@@ -158,7 +161,8 @@ def finish(
     files, stages = _together(place, num_workers, deadline_s)
     try:
         folder.write_json(place / folder.INDEX, _index(files))
-        folder.write_json(place / folder.MANIFEST, {"format": FORMAT, **about, "files": files, "stages": stages})
+        told = {"format": FORMAT, **about, "files": files, "stages": stages}
+        folder.write_json(place / folder.MANIFEST, {**told, "sum": folder.sum_of(told)})
         if config is not None:
             config.save_pretrained(place)
         for worker in range(num_workers):

@@ -218,11 +218,24 @@ def no_part(path):
     (path / "optimizer-00003-of-00004.safetensors").unlink()
 
 
+def one_bit(path):
+    file = path / "model-00003-of-00004.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+
+
+def another_step(path):
+    manifest = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(re.sub(r'"step": \d', '"step": 7', manifest))
+
+
 def changed(change):
     """Return what changes the manifest of a checkpoint."""
 
     def damage(path):
         manifest = json.loads((path / "manifest.json").read_text())
+        manifest.pop("sum")  # as if it had been written so
         change(manifest)
         (path / "manifest.json").write_text(json.dumps(manifest))
 
@@ -239,6 +252,8 @@ def wrong_form(manifest):
     [
         (cut_off, "model-00002-of-00004.safetensors: has .* bytes of .*: it was cut off"),
         (flipped, r"model-00001-of-00004.safetensors: .*cannot be read"),
+        (one_bit, r"model-00003-of-00004.safetensors: tensor \S+ is not what was written"),
+        (another_step, "manifest.json: is damaged: it is not what was written"),
         (no_part, "optimizer-00003.* is missing"),
         (
             lambda path: (path / "manifest.json").write_text('{"format": 1, "st'),
@@ -279,7 +294,7 @@ def followed(folder, resume=None, steps=5):
     return told, weights
 
 
-@pytest.mark.parametrize("damage", [cut_off, flipped, no_part, no_manifest])
+@pytest.mark.parametrize("damage", [cut_off, flipped, one_bit, another_step, no_part, no_manifest])
 def test_a_restart_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged(tmp_path, damage):
     """It ended with exit code 2, or went on from an older one without a word where the manifest was gone."""
     _, undisturbed = followed(tmp_path / "other")
