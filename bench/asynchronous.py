@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from bench import devices
 from rpc_pipe.demo.replay import Replay
 from rpc_pipe.dependency import B, F, most_open
-from rpc_pipe.model.partition import Partition
+from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
@@ -218,7 +218,7 @@ def _delays(parsed: argparse.Namespace) -> None:
 
 def _replayed(pipe: Pipeline, batches: list[tuple[Tensor, Tensor]]) -> tuple[list[float], dict[str, Tensor]]:
     randomness = Randomness(0)
-    layers = [module for _, module in Partition(_mlp(), 1).build(0, randomness)]
+    layers = [module for _, module in LayerPartition(_mlp(), 1).build(0, randomness)]
     clip = pipe.actors[0].max_grad_norm
     replay = Replay(
         pipe.spec, layers, pipe.partition.ranges, nn.functional.mse_loss, _adamw, randomness, max_grad_norm=clip

@@ -31,7 +31,7 @@ from rpc_pipe.demo.replay import Replay
 from rpc_pipe.demo.settings import GPTConfig
 from rpc_pipe.demo.text import find_text
 from rpc_pipe.dependency import B, F
-from rpc_pipe.model.partition import Partition
+from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.compute.randomness import Randomness
@@ -133,7 +133,7 @@ def _run(case: Case, seed: int, steps: int, rows: int, folder: Path) -> None:
         return
     begin, corpus = time.process_time(), Corpus(None, _CONFIG.context)
     spec, randomness = make_spec(case.schedule, _P, _M), Randomness(seed)
-    partition = Partition(list(gpt_layers(_CONFIG)), _P, None, next_byte_loss)
+    partition = LayerPartition(list(gpt_layers(_CONFIG)), _P, None, next_byte_loss)
     layers = [module for stage in range(_P) for _, module in partition.build(stage, randomness)]
     updates = steps * (_M if case.schedule == "pipedream" else 1)
     replay = Replay(

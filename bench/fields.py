@@ -22,9 +22,9 @@ from torch import Tensor
 from bench import model_zoo
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.cut import cut
-from rpc_pipe.model.hollow import NeedsField
-from rpc_pipe.model.observed import Observed, observe
+from rpc_pipe.model.observed_model import ObservedModel, observe
 from rpc_pipe.model.trees import tensors
+from rpc_pipe.model.unread_fields import FieldNeeded
 
 STAGES = 3
 _MOST_BYTES = 8 * 2**30
@@ -39,7 +39,7 @@ def padded(batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def compared(observed: Observed, batch: dict[str, Any]) -> tuple[list[list[str]], str]:
+def compared(observed: ObservedModel, batch: dict[str, Any]) -> tuple[list[list[str]], str]:
     """Return the fields that each stage reads, and what was found."""
     ranges = cut(observed.num_blocks, STAGES)
     whole, less = ([observed.build(stage, ranges, copied=True) for stage in range(STAGES)] for _ in range(2))
@@ -52,7 +52,7 @@ def compared(observed: Observed, batch: dict[str, Any]) -> tuple[list[list[str]]
         expected = whole[stage].forward(payload, (), batch)
         try:
             got = less[stage].forward(payload, *less[stage].filled(((), left), forms))
-        except NeedsField:
+        except FieldNeeded:
             got, left, found = expected, batch, "reads whole batches"
         pairs = zip(tensors(expected), tensors(got), strict=True)
         if not all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):

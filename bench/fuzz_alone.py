@@ -20,7 +20,7 @@ from rpc_pipe.demo.proof import add_up, summing_orders
 from rpc_pipe.demo.replay import Replay
 from rpc_pipe.dependency import Spec
 from rpc_pipe.model.microbatches import Microbatches, join_rows
-from rpc_pipe.model.partition import Partition
+from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.workers.compute.randomness import Randomness, preserved, python_too
 from rpc_pipe.workers.compute.stash import Holding
 from rpc_pipe.workers.transport.payload import Tree, map_tensors
@@ -57,7 +57,7 @@ class Alone:
                 whole.load_state_dict(initial, strict=False)
             return [whole]
         # Further replicas are copies, in which an attribute of a layer has no memory in common with its parameter.
-        return [layer for _, layer in Partition(model, 1).build(0, self._randomness, route)]
+        return [layer for _, layer in LayerPartition(model, 1).build(0, self._randomness, route)]
 
     def _stage(self, number: int) -> int:
         """Return the stage by whose order the gradients of a parameter are added up."""
@@ -166,7 +166,7 @@ class Replayed:
 
     def __init__(self, case: Case, spec: Spec, ranges: Sequence[range]) -> None:
         randomness = self._randomness = Randomness(case.number)
-        layers = [layer for _, layer in Partition(case.model(), 1).build(0, randomness, 0)]
+        layers = [layer for _, layer in LayerPartition(case.model(), 1).build(0, randomness, 0)]
         self._case = case
         self._replay = Replay(
             spec, layers, ranges, case.loss_fn, case.optimizer, randomness,  # type: ignore[arg-type]

@@ -26,7 +26,7 @@ from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.block_timing import measure_layers
 from rpc_pipe.planning.plan import Plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
-from rpc_pipe.planning.profiling import load, profile_model, rows_of
+from rpc_pipe.planning.profiling import load_user_model, profile_model, rows_of
 from rpc_pipe.planning.search import PlanRequest, search
 from rpc_pipe.tracing import run_folders
 
@@ -58,7 +58,7 @@ def case_of(name: str, count: int) -> Case:
     """Measure a model and return what is planned for it."""
     torch.set_num_threads(1)
     if name == "t5":
-        made = load(f"{Path(__file__).parent / 'plan_models.py'}:make_t5")
+        made = load_user_model(f"{Path(__file__).parent / 'plan_models.py'}:make_t5")
         batch = rows_of(made.batch)
         profile = replace(profile_model(made, [batch // count], repeats=3), per_stage={})
         # As the others of this benchmark it updates nothing, so what an optimizer keeps is not there.

@@ -20,14 +20,14 @@ from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import Job, own_part
 from .launching.joining import join
+from .model.api_advice import ApiAdvice
 from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
-from .model.habits import Habits
+from .model.batch_reader import BatchReader
+from .model.compiled_parts import CompiledParts
 from .model.lazy_batch import label_of
-from .model.microbatches import Ahead, Microbatches, Pair, update_shares
+from .model.microbatches import Microbatches, Pair, Prefetcher, update_shares
 from .model.outputs import Outputs
-from .model.programs import Programs
-from .model.reads import Reads
-from .model.shards import Model, ShardMaker, cuttable, measuring
+from .model.shard_maker import Model, ShardMaker, make_partition, with_metric
 from .model.step_end import StepEnd
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec
@@ -48,7 +48,7 @@ from .workers.transport.payload import Tree
 T = TypeVar("T")
 
 
-class Pipeline(Habits, Weights):
+class Pipeline(ApiAdvice, Weights):
     """A model cut into stages on several workers, trained by a schedule.
 
     Args:
@@ -131,12 +131,12 @@ class Pipeline(Habits, Weights):
         workers = [job.worker] if job else list(range(self.num_workers))
         for worker in workers:
             check(self.spec, worker)
-        self.partition = cuttable(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
+        self.partition = make_partition(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
         self.order: Order = order or self.spec.order
-        self._programs = Programs(self.spec, workers)
+        self._programs = CompiledParts(self.spec, workers)
         self._step_end = StepEnd(self.spec, training, max_grad_norm, post_validation)
         self._actors = _actors(job, workers, device, max_grad_norm, stall_s)
-        self._reads = Reads(self.spec, self._actors, whole=self.partition.pair is not None)
+        self._reads = BatchReader(self.spec, self._actors, whole=self.partition.pair is not None)
         self._threads = None if job else WorkerThreads(self._actors)
         self.worker = workers[0]
         self._stopped = self._closed = False
@@ -211,7 +211,7 @@ class Pipeline(Habits, Weights):
             batches = chain([first], batches)
         while self._keeper.results.behind and (skipped := next(batches, batches)) is not batches:
             yield self._keeper.answer("step", label_of(skipped))
-        ahead = Ahead(batches, self._cut, most_open(self.spec) - 1)
+        ahead = Prefetcher(batches, self._cut, most_open(self.spec) - 1)
         made = partial(self._batch, train=True, streamed=True)
         streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}
         try:
@@ -237,10 +237,10 @@ class Pipeline(Habits, Weights):
         Args:
             metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
         """
-        cut = self._cut(batch, microbatches, None if metric is None else self.partition.measured)
+        cut = self._cut(batch, microbatches, None if metric is None else self.partition.pair_for_metric)
         if self._keeper.results.behind:
             return self._keeper.answer("evaluate")
-        with measuring((shard for actor in self._actors for shard in actor.shards.values()), metric):
+        with with_metric((shard for actor in self._actors for shard in actor.shards.values()), metric):
             result = self._run(cut, what="evaluate")
         assert result.loss is not None
         self._keeper.results.note("evaluate", result.loss)
@@ -372,7 +372,7 @@ class Pipeline(Habits, Weights):
         """Take note of what a training step came to; return its loss."""
         assert result.loss is not None
         self._stopped |= result.stop
-        self._step_end.told(result)
+        self._step_end.observe_result(result)
         self._keeper.results.note("step", result.loss, batch, result.norm)
         self._keeper.after(self.steps_done, result.stop)
         return result.loss
@@ -384,7 +384,7 @@ class Pipeline(Habits, Weights):
         if self._maker is not None and call is not WorkerActor.barrier:
             raise ConfigError("the model is cut by the first batch: to call this before, pass example= to Pipeline")
         # Around all workers of this process at once: they share its generators, and the modules given.
-        with self.partition.following.around(), preserved(*self._devices):
+        with self.partition.module_copies.around(), preserved(*self._devices):
             return [call(self._actors[0])] if self._threads is None else self._threads.each(call)
 
 

@@ -8,7 +8,7 @@ from small_models import LAYERS
 from torch import nn
 
 from rpc_pipe.demo.replay import Replay
-from rpc_pipe.model.partition import Partition
+from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.compute.randomness import Randomness
@@ -34,7 +34,7 @@ def pipeline(schedule, layers=LAYERS, loss_fn=nn.functional.mse_loss, P=2, M=4, 
 
 def replay_of(pipe, layers=LAYERS, loss_fn=nn.functional.mse_loss, **options):
     randomness = Randomness(0)
-    built = [module for _, module in Partition(list(layers), 1).build(0, randomness)]
+    built = [module for _, module in LayerPartition(list(layers), 1).build(0, randomness)]
     return Replay(pipe.spec, built, pipe.partition.ranges, loss_fn, adamw, randomness, **options)
 
 

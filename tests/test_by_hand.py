@@ -13,8 +13,8 @@ from torch.nn.functional import mse_loss
 from torch.nn.utils import prune
 
 from rpc_pipe.dependency import ConfigError, WorkerFailure
-from rpc_pipe.model.elsewhere import refuse_untrained
-from rpc_pipe.model.shards import ShardMaker, cuttable
+from rpc_pipe.model.shard_maker import ShardMaker, make_partition
+from rpc_pipe.model.stale_weights import refuse_stale_weights
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.compute.updating import Training
@@ -290,7 +290,7 @@ def test_the_users_modules_compute_in_a_process_that_has_one_replica(whole):
     model = Whole() if whole else nn.Sequential(*(Scaled() for _ in range(4)))
     own = {parameter.data_ptr() for parameter in model.parameters()}
     spec = make_spec("chimera", 2, 2, {})
-    cut = cuttable(model, nn.functional.mse_loss, 2, None, Training(), blocks=None, seed=0)
+    cut = make_partition(model, nn.functional.mse_loss, 2, None, Training(), blocks=None, seed=0)
     cut.observe(((X[0],), {}), trained=True)
     shards = ShardMaker(cut, 0, Training()).hosted(spec, 1, torch.device("cpu"), [1])
     assert sorted(shards) == [(0, 1), (1, 0)]
@@ -481,7 +481,7 @@ class TestCallsByHand:
     def test_a_scripted_layer_takes_no_hook_and_is_trained(self):
         """Any model with one failed in a job: "register_forward_pre_hook is not supported on ScriptModules"."""
         model = self.chain().append(torch.jit.script(nn.Linear(4, 4)))
-        refuse_untrained(model, list(model[0].parameters()))
+        refuse_stale_weights(model, list(model[0].parameters()))
         model[0](self.x)
         with torch.no_grad():
             model[0].weight.add_(1)
@@ -492,9 +492,9 @@ class TestCallsByHand:
     def test_other_stages_are_refused_where_their_weights_are_from_before(self):
         model = self.chain()
         here = [*model[0].parameters(), *model[1].parameters()]
-        refuse_untrained(model, here)
-        refuse_untrained(model, [*here, *model[2].parameters()])  # nothing has been trained
+        refuse_stale_weights(model, here)
+        refuse_stale_weights(model, [*here, *model[2].parameters()])  # nothing has been trained
         with torch.no_grad():
             here[0].add_(1)
         with pytest.raises(ConfigError, match=r"model: 2\.weight is trained by another worker"):
-            refuse_untrained(model, [*here, *model[2].parameters()])
+            refuse_stale_weights(model, [*here, *model[2].parameters()])

@@ -5,14 +5,14 @@ from contextlib import nullcontext
 
 import rpc_pipe.pipeline
 from rpc_pipe.launching.job import Job
-from rpc_pipe.model import observing
+from rpc_pipe.model import observe_forward
 from rpc_pipe.workers.transport.local import local_carriers
 
 
 def each_worker(monkeypatch, work, workers=3):
     """Return what `work(worker)` returns on every worker of a job, each with a pipeline of its own, as threads."""
     carriers, here = local_carriers(workers), threading.local()
-    monkeypatch.setattr(observing, "_eager", nullcontext)  # what it sets is of all threads
+    monkeypatch.setattr(observe_forward, "_eager", nullcontext)  # what it sets is of all threads
     monkeypatch.setattr(rpc_pipe.pipeline.link, "attach", lambda pipe: None)  # a process has one board
     monkeypatch.setattr(rpc_pipe.pipeline, "own_part", lambda *said: (here.job, workers))
     monkeypatch.setattr(rpc_pipe.pipeline, "join", lambda job: carriers[job.worker])

@@ -16,7 +16,7 @@ from unkind_layers import WIDTH, Layer, trained
 
 from rpc_pipe.demo.proof import add_up, summing_orders
 from rpc_pipe.dependency import Spec
-from rpc_pipe.model.partition import Partition
+from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.workers.compute.randomness import Randomness, python_too
 from rpc_pipe.workers.transport.payload import Tree, map_tensors, split_rows
@@ -96,7 +96,7 @@ def plainly(
     stage in the schedule's own order, those of each route by themselves and then together.
     """
     randomness = Randomness(seed)
-    partition = Partition(list(model.layers), 1)
+    partition = LayerPartition(list(model.layers), 1)
     replicas = [[layer for _, layer in partition.build(0, randomness, route)] for route in range(spec.num_routes)]
     trained = [[p for layer in layers for p in layer.parameters()] for layers in replicas]
     optimizers = [model.optimizer([p for p in parameters if p.requires_grad]) for parameters in trained]

@@ -10,8 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from ..dependency import ConfigError, refuse_below
-from ..model.partition import Partition
-from ..model.whole import Whole
+from ..model.observed_partition import ObservedPartition
+from ..model.partition import LayerPartition
 from ..workers.actor import WorkerActor
 from ..workers.compute.average import swap
 from ..workers.transport.payload import Tree
@@ -25,7 +25,7 @@ class Weights:
 
     _keeper: Keeper
     _actors: list[WorkerActor]
-    partition: Partition | Whole
+    partition: LayerPartition | ObservedPartition
 
     def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
         """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""

@@ -90,12 +90,12 @@ def _compare_own(typed: dict[str, Any]) -> int:
     options = filled(TrainOptions, typed)
     import torch
 
-    from ..planning.profiling import load, profile_model, rows_of
+    from ..planning.profiling import load_user_model, profile_model, rows_of
 
     torch.set_num_threads(options.threads)
-    made = load(typed["model"])
-    rows = max(1, rows_of(made.batch) // options.microbatches)
-    blocks = profile_model(made, [rows]).at(rows)
+    user_model = load_user_model(typed["model"])
+    rows = max(1, rows_of(user_model.batch) // options.microbatches)
+    blocks = profile_model(user_model, [rows]).at(rows)
     model = ModelCosts(options.workers, [b.times for b in blocks], [b.size for b in blocks], by_layer=True)
     return _show(typed, model, options, parse_number("--comm", typed.get("comm", "0")), limit)
 

@@ -221,9 +221,9 @@ def _rows_of_batch(typed: dict[str, Any]) -> int:
     """Return the rows of the batch that the user's function makes."""
     if "model" not in typed:
         raise ConfigError("--batch: needed with --profile; give the rows of a step's batch")
-    from ..planning.profiling import load, rows_of
+    from ..planning.profiling import load_user_model, rows_of
 
-    return rows_of(load(typed["model"]).batch)
+    return rows_of(load_user_model(typed["model"]).batch)
 
 
 def _add_searched(request: PlanRequest, result: PlanResult, reporter: Reporter) -> None:

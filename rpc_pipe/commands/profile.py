@@ -29,7 +29,7 @@ from .options import Parser, add_json, device, whole
 from .topology import machines_of
 
 if TYPE_CHECKING:
-    from ..planning.profiling import Made
+    from ..planning.profiling import UserModel
 
 #: where profiles are kept, beside what they are of
 _FOLDER = ".rpc_pipe"
@@ -103,15 +103,15 @@ def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
     import torch
 
     from ..demo.together import profile_together
-    from ..planning.profiling import load, rows_of
+    from ..planning.profiling import load_user_model, rows_of
 
     torch.set_num_threads(typed.get("threads", 1))
-    made = load(typed["model"])
-    rows = typed.get("rows") or [rows_of(made.batch)]
+    user_model = load_user_model(typed["model"])
+    rows = typed.get("rows") or [rows_of(user_model.batch)]
     settings = {**_settings(typed), "repeats": typed.get("repeats", 5)}
-    profile, worker = profile_together(made, rows, job.num_workers, settings)
+    profile, worker = profile_together(user_model, rows, job.num_workers, settings)
     if worker == 0:
-        name, path = _place(made, typed, job.num_workers)
+        name, path = _place(user_model, typed, job.num_workers)
         _keep(replace(profile, signature=name), path)
         if "json" in typed:
             print(json.dumps(as_json(profile)))
@@ -141,15 +141,15 @@ def find_profile(
         try_files(typed, ["profile"])
     import torch
 
-    from ..planning.profiling import load, rows_of
+    from ..planning.profiling import load_user_model, rows_of
 
     torch.set_num_threads(typed.get("threads", 1))
-    made = load(typed["model"])
-    if together and not _fits(made, together):
+    user_model = load_user_model(typed["model"])
+    if together and not _fits(user_model, together):
         reporter.console.print(f"{together} copies of the model do not fit here: one process measures", markup=False)
         together = 0
-    name, path = _place(made, typed, together)
-    wanted = sorted({min(count, 10**6) for count in rows or [rows_of(made.batch)]})
+    name, path = _place(user_model, typed, together)
+    wanted = sorted({min(count, 10**6) for count in rows or [rows_of(user_model.batch)]})
     if path.exists() and path.stat().st_size and "again" not in typed:
         known = read_profile(path)
         if known.signature == name and set(wanted) <= set(known.measured) and known.num_blocks >= at_least:
@@ -158,16 +158,17 @@ def find_profile(
     if together and "estimate" not in typed:
         _measure_together(typed, wanted, together, path, reporter)
         return read_profile(path), path
-    profile = _measure(made, typed, wanted, at_least, reporter)
+    profile = _measure(user_model, typed, wanted, at_least, reporter)
     _keep(replace(profile, signature=name), path)
     return profile, path
 
 
-def _fits(made: Made, copies: int) -> bool:
+def _fits(user_model: UserModel, copies: int) -> bool:
     """Tell whether this machine has room for so many copies of a model, with their gradients, as far as is known."""
     from torch import nn
 
-    layers = [made.model] if isinstance(made.model, nn.Module) else made.layers() if made.is_layers else []
+    model = user_model.model
+    layers = [model] if isinstance(model, nn.Module) else user_model.layers() if user_model.is_layers else []
     held = sum(p.nbytes for layer in layers if isinstance(layer, nn.Module) for p in layer.parameters())
     return 2 * copies * held < os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
@@ -180,18 +181,20 @@ def _settings(typed: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _place(made: Made, typed: Mapping[str, Any], together: int) -> tuple[str, Path]:
+def _place(user_model: UserModel, typed: Mapping[str, Any], together: int) -> tuple[str, Path]:
     """Return the signature of what is to be measured, and the file where that is kept."""
     from ..planning.profiling import signature
 
     more = [f"{together} workers"] if together else []
-    name = signature(made, *_settings(typed).values(), typed.get("threads", 1), *more)
+    name = signature(user_model, *_settings(typed).values(), typed.get("threads", 1), *more)
     if "profile" in typed:
         return name, Path(typed["profile"])
     return name, Path(typed["model"].rpartition(":")[0]).resolve().parent / _FOLDER / f"profile-{name}.json"
 
 
-def _measure(made: Made, typed: Mapping[str, Any], rows: Sequence[int], at_least: int, reporter: Reporter) -> Profile:
+def _measure(
+    user_model: UserModel, typed: Mapping[str, Any], rows: Sequence[int], at_least: int, reporter: Reporter
+) -> Profile:
     from ..planning.profiling import profile_model
 
     with progress(reporter) as bar:
@@ -201,7 +204,7 @@ def _measure(made: Made, typed: Mapping[str, Any], rows: Sequence[int], at_least
             bar.update(task, completed=done / total)
 
         repeats = typed.get("repeats", 5)
-        return profile_model(made, rows, repeats=repeats, at_least=at_least, tell=tell, **_settings(typed))
+        return profile_model(user_model, rows, repeats=repeats, at_least=at_least, tell=tell, **_settings(typed))
 
 
 def _measure_together(

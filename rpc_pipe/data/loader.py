@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from ..dependency import ConfigError, refuse_below
-from ..model.lazy_batch import LazyBatch, Some
+from ..model.lazy_batch import FieldSelection, LazyBatch
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .order import Order
@@ -296,7 +296,7 @@ class Batch(LazyBatch):
     def note(self, form: tuple[Tree, Tree], *, uniform: bool) -> None:
         self._loader.form = form, uniform
 
-    def read(self, inputs: Some, targets: Some) -> tuple[Tree, Tree]:
+    def read(self, inputs: FieldSelection, targets: FieldSelection) -> tuple[Tree, Tree]:
         if not inputs and not targets:
             self._loader.close()  # of what has been read before nothing is read ahead
             return None, None

@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from ..dependency import ConfigError
-from ..model.lazy_batch import Some
+from ..model.lazy_batch import FieldSelection
 from ..workers.transport.payload import Tree, tensors_of
 from .bijection import Numbers
 from .drawing import drawn, draws
@@ -126,14 +126,14 @@ class MappedChunk(Chunk):
         return inputs, targets
 
 
-def _of(sample: dict[str, Any], said: Keys | None, some: Some) -> Any:
+def _of(sample: dict[str, Any], said: Keys | None, some: FieldSelection) -> Any:
     """Return what is wanted of the inputs or the targets of a sample that is a dict."""
     if isinstance(said, str):
         return sample[said] if some else None
     return {key: sample[key] for key in among(said or (), some)}
 
 
-def _part(tree: Any, some: Some) -> Any:
+def _part(tree: Any, some: FieldSelection) -> Any:
     """Return what is wanted of the inputs or the targets of a sample."""
     return {key: tree[key] for key in among(tree, some)} if isinstance(some, frozenset) else tree
 

@@ -13,7 +13,7 @@ from ..dependency import ConfigError
 from .bijection import Numbers
 
 if TYPE_CHECKING:
-    from ..model.lazy_batch import Some
+    from ..model.lazy_batch import FieldSelection
     from ..workers.transport.payload import Tree
 
 #: what may keep a batch from being there
@@ -23,8 +23,8 @@ Cause = Literal["disk", "network", "decode"]
 class Wanted(NamedTuple):
     """What of a batch somebody uses; of dicts it may be some fields."""
 
-    inputs: Some = True
-    targets: Some = True
+    inputs: FieldSelection = True
+    targets: FieldSelection = True
 
     def is_in(self, other: Wanted) -> bool:
         """Tell whether `other` wants all of this."""
@@ -37,7 +37,7 @@ class Wanted(NamedTuple):
 ALL = Wanted()
 
 
-def among(fields: Iterable[str], some: Some) -> list[str]:
+def among(fields: Iterable[str], some: FieldSelection) -> list[str]:
     """Return the fields that are wanted."""
     return [field for field in fields if some is True or (some and field in some)]
 

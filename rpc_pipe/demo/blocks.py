@@ -6,8 +6,8 @@ from typing import Any
 
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
-from ..model.observed import BlockCall, Crossing, Observed, observe
-from ..model.whole import CallForm
+from ..model.call_form import CallForm
+from ..model.observed_model import BlockCall, Crossing, ObservedModel, observe
 from .own_proof import seeded
 from .settings import VerifyOptions
 
@@ -31,14 +31,14 @@ def list_blocks(options: VerifyOptions) -> None:
     link.tell(kind="result", text=text, json={"model": options.model, "blocks": rows}, exit_code=0)
 
 
-def _payload(observed: Observed, after: int) -> list[Crossing] | str:
+def _payload(observed: ObservedModel, after: int) -> list[Crossing] | str:
     """Return what passes the cut behind so many blocks, or why there can be none."""
     cut = [range(after), range(after, observed.num_blocks)]
     try:
         observed.check(cut)
     except ConfigError as error:
         return str(error)
-    return observed.stages(cut)[0].hands_on
+    return observed.stages(cut)[0].sends
 
 
 def _as_json(block: BlockCall, payload: list[Crossing] | str | None) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def _behind(row: dict[str, Any]) -> str:
     return f" -> {_bytes(row['payload_bytes'])}: {tensors}"
 
 
-def _always_shared(observed: Observed) -> list[str]:
+def _always_shared(observed: ObservedModel) -> list[str]:
     """Return the parameters that every cut in two leaves on both sides."""
     count = observed.num_blocks
     found = [set(observed.shared([range(after), range(after, count)])) for after in range(1, count)]

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 from ..dependency import ConfigError, Spec
-from ..model.absent import draws_at_random
-from ..model.made import Made, load
 from ..model.microbatches import Microbatches
-from ..model.partition import Partition
+from ..model.observed_partition import ObservedPartition
+from ..model.partition import LayerPartition
 from ..model.partition import replicas as copies_of
+from ..model.placeholder import draws_at_random
 from ..model.skeleton import MARK, is_mark
 from ..model.trees import mapped
-from ..model.whole import Whole
+from ..model.user_model import UserModel, load_user_model
 from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor
 from ..workers.compute.attributes import Attributes
@@ -46,22 +46,22 @@ def prove_own(options: VerifyOptions) -> None:
             f"schedule {options.schedule}: its steps overlap, which is compared for the built-in models alone; leave "
             f"out {options.model}, or take a schedule whose steps do not, such as 1f1b"
         )
-    made = seeded(options.model, options.seed)
-    alone = _alone(made, options.seed)
+    user_model = seeded(options.model, options.seed)
+    alone = _alone(user_model, options.seed)
     begin, begin_cpu = time.perf_counter(), time.process_time()
     pipe = Pipeline(
-        made.model, made.loss_fn, optimizer=_optimizer, example=made.batch, blocks=options.blocks,
+        user_model.model, user_model.loss_fn, optimizer=_optimizer, example=user_model.batch, blocks=options.blocks,
         **options.for_pipeline()
     )  # fmt: skip
     cut = {"cut_s": time.perf_counter() - begin, "cut_cpu_s": time.process_time() - begin_cpu}
     initial = pipe.state_dict()
-    losses = [pipe.step(made.batch) for _ in range(options.steps)]
+    losses = [pipe.step(user_model.batch) for _ in range(options.steps)]
     state, momenta, copies = pipe.state_dict(), pipe.gather("momenta", _momenta), pipe.gather("replicas", replicas)
     if initial is not None and state is not None and momenta is not None and copies is not None:
         whole = pipe.partition
         alone.load_state_dict(initial, strict=False)  # of a model made by a function
         randomness = Randomness(options.seed, pipe.actors[0].courier.device)
-        expected = Alone(alone, made.batch, whole, pipe.spec, randomness)
+        expected = Alone(alone, user_model.batch, whole, pipe.spec, randomness)
         compared = Compared()
         compared.losses(losses, [expected.step() for _ in range(options.steps)])
         compared.tensors(state, alone.state_dict(keep_vars=False))
@@ -75,23 +75,23 @@ def prove_own(options: VerifyOptions) -> None:
     pipe.barrier()
 
 
-def seeded(said: str, seed: int) -> Made:
+def seeded(said: str, seed: int) -> UserModel:
     """Load what `path/to/file.py:make` names; all workers draw the same."""
     torch.manual_seed(seed)
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed(seed % 2**32)
-    return load(said)
+    return load_user_model(said)
 
 
-def _alone(made: Made, seed: int) -> nn.Module:
+def _alone(user_model: UserModel, seed: int) -> nn.Module:
     """Return a copy of the model that one process can run."""
-    if made.is_layers:
-        layers = Partition(copy.deepcopy(made.layers()), 1).build(0, Randomness(seed))
+    if user_model.is_layers:
+        layers = LayerPartition(copy.deepcopy(user_model.layers()), 1).build(0, Randomness(seed))
         return nn.Sequential(*(module for _, module in layers))
-    if isinstance(made.model, nn.Module):
-        return copies_of([made.model])[0]
-    model: nn.Module = made.model()  # type: ignore[operator, assignment, call-arg]
+    if isinstance(user_model.model, nn.Module):
+        return copies_of([user_model.model])[0]
+    model: nn.Module = user_model.model()  # type: ignore[operator, assignment, call-arg]
     return model
 
 
@@ -114,7 +114,12 @@ class Alone:
     """
 
     def __init__(
-        self, model: nn.Module, batch: Tree, whole: Partition | Whole, spec: Spec, randomness: Randomness
+        self,
+        model: nn.Module,
+        batch: Tree,
+        whole: LayerPartition | ObservedPartition,
+        spec: Spec,
+        randomness: Randomness,
     ) -> None:
         self.model = model.to(randomness.device)
         self._loss_fn, self._whole, self._randomness = whole.loss_fn, whole, randomness

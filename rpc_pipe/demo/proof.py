@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.optim import AdamW
 
 from ..dependency import Spec, local_order
-from ..model.partition import Partition
+from ..model.partition import LayerPartition
 from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness
@@ -86,7 +86,7 @@ def unpiped(
     Gradients of microbatches are summed stage by stage in the schedule's own order (descending for GPipe as
     published), those of each route by themselves and then together.
     """
-    model = [module for _, module in Partition(list(problem.layers), 1).build(0, randomness)]
+    model = [module for _, module in LayerPartition(list(problem.layers), 1).build(0, randomness)]
     optimizer = _optimizer([p for module in model for p in module.parameters()])
     losses = []
     for step, (inputs, targets) in enumerate(batches):
@@ -120,7 +120,7 @@ def replayed(
     problem: Problem, spec: Spec, stages: Sequence[range], batches: Sequence[Batch], randomness: Randomness
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train in this process by the declared versions; return the losses and the final weights of all routes."""
-    layers = [module for _, module in Partition(list(problem.layers), 1).build(0, randomness)]
+    layers = [module for _, module in LayerPartition(list(problem.layers), 1).build(0, randomness)]
     replay = Replay(spec, layers, stages, problem.loss_fn, _named_optimizer, randomness)
     losses = list(replay.train(batches))
     expected = replay.state_dict()

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..dependency import G, Kind
 from ..launching.job import current_job
-from ..model.made import Made
+from ..model.user_model import UserModel
 from ..planning.merging import merged
 from ..planning.profile import LayerCost, Profile, as_json, from_json
 from ..planning.profiling import RUNTIME_MS, profile_model
@@ -20,12 +20,12 @@ from .calibration import calibrate
 
 
 def profile_together(
-    made: Made, rows: Sequence[int], num_workers: int, settings: Mapping[str, Any]
+    user_model: UserModel, rows: Sequence[int], num_workers: int, settings: Mapping[str, Any]
 ) -> tuple[Profile, int]:
     """Return what all workers of this job measured, and which of them this is; they call it alike.
 
     Args:
-        made: the same on all workers.
+        user_model: the same on all workers.
         settings: keyword arguments of `profile_model`.
 
     Raises:
@@ -40,7 +40,7 @@ def profile_together(
     def barrier(going: bool) -> bool:
         return all(actor.exchange("who goes on measuring", going))
 
-    own = profile_model(made, rows, at_least=num_workers, barrier=barrier, **settings)
+    own = profile_model(user_model, rows, at_least=num_workers, barrier=barrier, **settings)
     told = actor.exchange("profiles", json.dumps(as_json(own)))
     profiles = [from_json(json.loads(each), "the profile of a worker") for each in told]
     profile = merged(profiles, found.links)

@@ -1,4 +1,4 @@
-"""What `Pipeline` is given, refused in one sentence where it cannot work."""
+"""Validation of the arguments of `Pipeline`: each error says in one sentence what is wrong and what to write."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..workers.transport.payload import Tree, tensors_of
 def refuse_options(
     order: object, max_grad_norm: object, stall_s: object, num_workers: object, num_microbatches: object, seed: object
 ) -> None:
-    """Refuse numbers that are not whole or too small, and an unknown order."""
+    """Refuse impossible numbers, and an unknown order."""
     if num_microbatches == 0:
         raise ConfigError(
             "num_microbatches 0: must be a whole number, at least 1; without a plan there is no default: the more, the "
@@ -38,10 +38,10 @@ def refuse_options(
 
 
 def refuse_batch(batch: object, microbatches: object, *, pairs: bool = True) -> None:
-    """Refuse what is no batch, or no list of such.
+    """Refuse what is neither a batch nor a list of microbatches.
 
     Args:
-        pairs: a batch must be a pair of inputs and targets.
+        pairs: whether a batch must be a pair of inputs and targets.
     """
     if (batch is None) == (microbatches is None):
         raise ConfigError("pass a batch, (inputs, targets), or else microbatches=, a list of such")
@@ -62,7 +62,7 @@ def _refuse_pair(name: str, pair: object) -> None:
 
 
 def refuse_lists(tree: Tree, rows: int) -> None:
-    """Refuse a list that has something for each row, such as strings: it would go whole to every microbatch.
+    """Refuse a list with an item for each row, such as strings, which every microbatch would get whole.
 
     Raises:
         ConfigError: there is one.
@@ -81,7 +81,7 @@ def refuse_lists(tree: Tree, rows: int) -> None:
 
 
 def _takes_one(function: Callable[..., object]) -> bool:
-    """Tell whether one argument alone can be given, as far as the signature shows."""
+    """Return whether a function can be called with one argument, as far as its signature shows."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # written in C, or hidden
@@ -94,7 +94,7 @@ def _takes_one(function: Callable[..., object]) -> bool:
 
 
 def refuse_training(loss_fn: object, training: Training) -> None:
-    """Refuse what cannot be called, or has been made already, and numbers that make no sense."""
+    """Refuse factories that cannot be called, objects in their place, and impossible numbers."""
     optimizer: object = training.optimizer
     lr_scheduler: object = training.lr_scheduler
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
@@ -134,10 +134,10 @@ def refuse_training(loss_fn: object, training: Training) -> None:
 
 
 def refuse_sums(loss_fn: object, name: str) -> None:
-    """Refuse a loss function of torch that gives no mean: it would count by its microbatch's share of the rows.
+    """Refuse a loss function of torch that returns no mean, as losses are weighted by their shares of the rows.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: it returns a sum, or a value for each row.
     """
     of_torch, how = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch."), None
     if isinstance(loss_fn, nn.Module) and of_torch:
@@ -152,7 +152,7 @@ def refuse_sums(loss_fn: object, name: str) -> None:
 
 
 def refuse_untrainable(spec: Spec, training: Training) -> None:
-    """What can be checked and simulated but not trained is refused, not trained wrongly."""
+    """Refuse training options that asynchronous schedules cannot honour."""
     for name in ("accumulate", "grad_scaler", "deferred_batch_norm"):
         if not spec.synchronous and getattr(training, name) != getattr(Training, name):
             raise ConfigError(
@@ -161,7 +161,7 @@ def refuse_untrainable(spec: Spec, training: Training) -> None:
 
 
 def refuse_shared(spec: Spec, sharing: Sequence[Sequence[int]]) -> None:
-    """Refuse weights that several stages hold where stages update at different times."""
+    """Refuse weights of several stages in asynchronous schedules, where these update at different times."""
     shared = next((stages for stages in sharing if len(stages) > 1), None)
     if shared and not spec.synchronous:
         raise ConfigError(
@@ -171,6 +171,6 @@ def refuse_shared(spec: Spec, sharing: Sequence[Sequence[int]]) -> None:
 
 
 def describe(spec: Spec, ranges: Sequence[range], seed: int) -> str:
-    """Return in one short line what must be equal on all workers, without addresses of objects."""
+    """Return, in one short line, the settings that must be equal on all workers."""
     text = f"{re.sub(' at 0x[0-9a-f]+', '', repr(spec))}, split {'+'.join(str(len(r)) for r in ranges)}, seed {seed}"
     return text if len(text) < 200 else f"{text[:180]}... {zlib.crc32(text.encode()):x}"

@@ -1,4 +1,4 @@
-"""From an observed forward and a cut to what each stage does: which events it runs, what it takes and hands on.
+"""The assignment of an observed forward's events to stages, and the tensors that cross each cut.
 
 An event that depends on parameters or blocks runs on exactly one stage; what depends on fields alone runs on every
 stage. The order of the program is the order of the stages: backward then meets every tensor's uses in the same order
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..dependency import ConfigError
-from .absent import storage_of
 from .observation import Depends, Event, Observation, Value, Version
+from .placeholder import storage_of
 
 _IN_PLACE = "leave out the change in place"
 _FUNCTION = "call it inside a block"
@@ -24,32 +24,32 @@ Owners = dict[str, set[int]]
 
 @dataclass(eq=False, slots=True)
 class Role:
-    """What one stage does of an observed forward."""
+    """The part of one stage in an observed forward."""
 
-    #: what arrives and what is handed on, in order
-    takes: list[Version]
-    hands: list[Version]
-    #: events that run here and not everywhere
+    #: the tensors that it gets from the stage before, and sends to the next, in order
+    receives: list[Version]
+    sends: list[Version]
+    #: events that run on this stage and not on all
     own: set[int]
-    #: value -> place in `takes`, for those that are needed here and not only handed on
-    given: dict[Value, int] = field(default_factory=dict)
-    #: those of them that are written here, so that a copy is needed
+    #: value -> place in `receives` of the values that this stage itself reads
+    used: dict[Value, int] = field(default_factory=dict)
+    #: those of them that it writes in place, so that it needs a copy
     copied: set[Value] = field(default_factory=set)
-    #: the event after which the forward may end
+    #: the event after which the stage's forward may end
     last: int = -1
-    #: questions behind its part about the form of what it makes and keeps, which others were told when it was observed
-    told: set[int] = field(default_factory=set)
+    #: later events that ask for the shape of a tensor that only this stage has; other stages use the observed answer
+    shared_answers: set[int] = field(default_factory=set)
 
 
 class Assignment:
-    """Which stage runs which event of an observed forward.
+    """The stage of each event of an observed forward.
 
     Args:
         cut: the calls of blocks of each stage.
-        owners: which stages may use a parameter, where that is settled already.
+        owners: the stages that hold each parameter, if that has been decided already.
 
     Raises:
-        ConfigError: something would have to cross a cut that cannot.
+        ConfigError: something that cannot cross a cut would have to.
     """
 
     def __init__(self, observation: Observation, cut: Sequence[range], owners: Owners | None = None) -> None:
@@ -66,18 +66,18 @@ class Assignment:
         for event in observation.events:
             for value, version in event.reads:
                 self._readers.setdefault(value, []).append((event, version))
-        #: parameters and buffers that are written where not every stage does
+        #: parameters and buffers that are written by events that not every stage runs
         self.written = {
             observation.stored[storage]
             for event in observation.events
             for storage in (event.writes if event.depends else ())
             if storage in observation.stored
         }
-        #: first and last user of what is written there and kept in the model, which one stage should be
-        self._kept_together = self._spans()
-        #: where the places of parameters are settled: by event, the parameters and buffers that are used where it is
+        #: (first, last) user of each state that is written, which should be in one stage
+        self._kept_together = self._state_spans()
+        #: with `owners`: by event, the parameters and buffers that its stage uses for it
         self._used_at = [] if owners is None else self._find_uses()
-        #: by event; None: on every stage
+        #: stage by event; None: every stage runs it
         self.stage_of: list[int | None] = self._place()
         self.owners = self._find_owners()
         #: parameter or buffer -> the stages that use it; None: all
@@ -85,7 +85,7 @@ class Assignment:
         if self.num_stages > 1:
             self._refuse_state()
             self._refuse_decisions()
-        #: buffer -> the last stage that uses it as not every stage does
+        #: buffer -> the last stage that uses it in an event that not every stage runs
         self.buffers = {
             name: stage
             for event, stage in zip(observation.events, self.stage_of, strict=True)
@@ -97,7 +97,7 @@ class Assignment:
 
     def _place(self) -> list[int | None]:
         last = self.num_stages - 1
-        switch = [self._switch(k) for k in range(len(self._stage_of_call) - 1)]
+        next_stage_begins = [self._first_of_next_stage(k) for k in range(len(self._stage_of_call) - 1)]
         stage_of: list[int | None] = []
         for event in self._observation.events:
             after = event.position  # calls before it
@@ -108,31 +108,33 @@ class Assignment:
             elif after == 0 or after == len(self._stage_of_call):
                 stage_of.append(0 if after == 0 < len(self._stage_of_call) else last)
             else:
-                stage_of.append(self._stage_of_call[after - 1 if event.index < switch[after - 1] else after])
+                stage_of.append(self._stage_of_call[after - 1 if event.index < next_stage_begins[after - 1] else after])
         written = {storage for event in self._observation.events if event.depends for storage in event.writes}
         for event in reversed(self._observation.events):
             if event.depends is Depends.WEIGHTS and not any(
                 storage_of(value.tensor) in written for value in (*event.made, *(read for read, _ in event.reads))
             ):
-                takers = [stage_of[reader.index] for value in event.made for reader, _ in self._readers.get(value, ())]
-                wanted = [stage for stage in takers if stage is not None]
+                stages_using = [
+                    stage_of[reader.index] for value in event.made for reader, _ in self._readers.get(value, ())
+                ]
+                wanted = [stage for stage in stages_using if stage is not None]
                 stage_of[event.index] = min(wanted) if wanted else stage_of[event.index]
         for event in self._observation.events:
             makers = [value.made for value, _ in event.reads if event.is_hook and value.made >= 0]
-            if makers:  # where the tensor was made its whole gradient comes together
+            if makers:  # the whole gradient of a tensor is on the stage that makes it
                 stage_of[event.index] = stage_of[makers[0]]
         return stage_of
 
-    def _switch(self, call: int) -> int:
-        """Return the first event after `call` that the next stage runs: where the fewest bytes cross."""
+    def _first_of_next_stage(self, call: int) -> int:
+        """Return the first event after `call` that the next stage runs, so that the fewest bytes cross."""
         calls, stages = self._observation.calls, self._stage_of_call
         first, end = calls[call].index + 1, calls[call + 1].index
         if stages[call] == stages[call + 1]:
             return end
         for event in self._observation.events[first:end]:
-            if event.in_function and event.depends:  # what it is called with may cross, not what it computes
+            if event.in_function and event.depends:  # its inputs may cross the cut, not its outputs
                 end = min(end, event.index)
-            # where the place of a parameter or buffer is settled, its uses stay on that side
+            # events that use a parameter or buffer stay on the side of the stage that holds it
             if self._owners is not None and event.depends is Depends.BLOCKS:
                 settled = [self._owners[name] for name in self._used_at[event.index] if name in self._owners]
                 if any(stages[call] in stages_of and stages[call + 1] not in stages_of for stages_of in settled):
@@ -149,7 +151,7 @@ class Assignment:
         return min(whole or places, key=self._bytes_crossing)
 
     def _find_uses(self) -> list[set[str]]:
-        """Return, by event, the names that are used on its stage: what weights alone make is made where it is taken."""
+        """Return, by event, the parameters and buffers that it reads, also through values made of weights alone."""
         events = self._observation.events
         found = [event.params | event.buffers for event in events]
         placed: set[int] = set()
@@ -163,7 +165,7 @@ class Assignment:
                     makers += [value.made for value, _ in events[made].reads]
         return found
 
-    def _spans(self) -> list[tuple[int, int]]:
+    def _state_spans(self) -> list[tuple[int, int]]:
         using = [event for event in self._observation.events if event.depends]  # all others run on every stage
         users = ([event.index for event in using if name in event.buffers | event.params] for name in self.written)
         spans = [(places[0], places[-1]) for places in users if places]
@@ -171,17 +173,17 @@ class Assignment:
         return spans + [(min(places), max(places)) for places in carried if places]
 
     def _is_own(self, event: Event) -> bool:
-        """Tell whether an event is of this forward, and not of a second one."""
+        """Return whether an event belongs to this forward and not to the second one."""
         events = self._observation.events
         return event.index < len(events) and events[event.index] is event
 
     def _is_inside_checkpoint(self, before: int) -> bool:
-        """Tell whether an event and the one before it belong to one call of `checkpoint`."""
+        """Return whether an event and the one before it are inside one call of `checkpoint`."""
         events = self._observation.events
         return 0 < events[before].checkpoint == events[before - 1].checkpoint
 
     def _bytes_crossing(self, before: int) -> int:
-        """Return the size of the tensors that are made before an event and taken from it on."""
+        """Return the bytes that would cross a cut before this event."""
         return sum(
             value.tensor.nbytes
             for value, readers in self._readers.items()
@@ -208,13 +210,13 @@ class Assignment:
         users: dict[str, set[int | None]] = {}
         for event, stage in zip(self._observation.events, self.stage_of, strict=True):
             for name in event.buffers | event.params:
-                users.setdefault(name, set()).update([stage] if event.depends else self._takers(event))
+                users.setdefault(name, set()).update([stage] if event.depends else self._stages_using(event))
         return users
 
     def _refuse_state(self) -> None:
-        """Refuse what one stage would leave in the model for another to use in the next forward."""
+        """Refuse state that one stage would write and another use in the next forward."""
         for each in self._observation.carried:
-            stages = {stage for event in each.events for stage in self._near(event)}
+            stages = {stage for event in each.events for stage in self._possible_stages(event)}
             if len(stages) > 1:
                 raise ConfigError(
                     f"model: {each.what} is left by one forward and used by the next on stages "
@@ -239,7 +241,7 @@ class Assignment:
                     )
 
     def _refuse_decisions(self) -> None:
-        """Refuse questions, which every stage asks, about the numbers of a field that one stage has written."""
+        """Refuse decisions of the model, which every stage makes, by data of a field that one stage has written."""
         events = self._observation.events
         for event in events:
             if any(value.depends or (version >= 0 and events[version].depends) for value, version in event.asked):
@@ -249,16 +251,16 @@ class Assignment:
                     f"let the block write a copy"
                 )
 
-    def _takers(self, event: Event) -> set[int | None]:
-        """Return the stages that use what an event makes that runs on every stage; None: all do."""
+    def _stages_using(self, event: Event) -> set[int | None]:
+        """Return the stages that use the results of an event that all stages run; None: all."""
         if event.decides or event.writes:
             return {None}
         readers = {reader for value in event.made for reader, _ in self._readers.get(value, ())}
-        found = ([self.stage_of[reader.index]] if reader.depends else self._takers(reader) for reader in readers)
+        found = ([self.stage_of[reader.index]] if reader.depends else self._stages_using(reader) for reader in readers)
         return {stage for stages in found for stage in stages}
 
-    def _near(self, event: Event) -> set[int]:
-        """Return the stages that may run an event, which may be of another forward, as its position tells."""
+    def _possible_stages(self, event: Event) -> set[int]:
+        """Return the stages that may run an event, by its position if it is of another forward."""
         stage = self.stage_of[event.index] if self._is_own(event) else None
         if stage is not None:
             return {stage}
@@ -269,7 +271,7 @@ class Assignment:
 
     @cached_property
     def crossing(self) -> list[list[Version]]:
-        """What stage s hands to stage s + 1, for every s but the last."""
+        """By stage except the last, the values that it sends to the next."""
         crossing: list[list[Version]] = [[] for _ in range(self.num_stages - 1)]
         found: dict[Version, tuple[int, int]] = {}
         for value, readers in self._readers.items():
@@ -295,7 +297,7 @@ class Assignment:
         return crossing
 
     def role(self, stage: int) -> Role:
-        """Return what `stage` does."""
+        """Return the part of `stage`."""
         crossing = self.crossing
         last = stage == self.num_stages - 1
         role = Role(
@@ -303,31 +305,33 @@ class Assignment:
             [] if last else crossing[stage],
             {i for i, at in enumerate(self.stage_of) if at == stage},
         )
-        self._give(stage, role)
-        made_here = [value.made for value, version in role.hands if (value, version) not in role.takes]
-        # Where the forward goes another way behind a decision, other tensors may cross, also before it.
+        self._find_used(stage, role)
+        made_here = [value.made for value, version in role.sends if (value, version) not in role.receives]
+        # Behind a decision the forward may diverge, and then other tensors cross, even before the decision.
         decisions = [e.index for e in self._observation.events if e.decides and e.depends is Depends.FIELDS]
         role.last = max([*role.own, *made_here, *decisions], default=-1)
         kept = {value for i in role.own for value in self._observation.events[i].made}
-        kept -= {value for value, _ in role.hands}
-        role.told = {e.index for e in self._observation.events[role.last + 1 :] if not kept.isdisjoint(e.looked_at)}
-        role.last = max([role.last, *role.told])
+        kept -= {value for value, _ in role.sends}
+        role.shared_answers = {
+            e.index for e in self._observation.events[role.last + 1 :] if not kept.isdisjoint(e.form_asked_of)
+        }
+        role.last = max([role.last, *role.shared_answers])
         return role
 
-    def _give(self, stage: int, role: Role) -> None:
+    def _find_used(self, stage: int, role: Role) -> None:
         writes = [event for event in self._observation.events if event.index in role.own and event.writes]
-        for place, (value, version) in enumerate(role.takes):
+        for place, (value, version) in enumerate(role.receives):
             readers = [
                 (reader, seen) for reader, seen in self._readers[value] if self.stage_of[reader.index] in (stage, None)
             ]
             if not any(seen == version for _, seen in readers):
                 continue
-            if value in role.given or any(seen < version for _, seen in readers):
+            if value in role.used or any(seen < version for _, seen in readers):
                 raise self._refuse(value, f"is written between two of its uses on stage {stage}")
-            role.given[value] = place
+            role.used[value] = place
             storage = storage_of(value.tensor)
             if any(storage in event.writes for event in writes):
-                if any(storage == storage_of(other.tensor) for other in role.given if other is not value):
+                if any(storage == storage_of(other.tensor) for other in role.used if other is not value):
                     raise self._refuse(value, f"is written on stage {stage} while another view of it is used there")
                 role.copied.add(value)
 

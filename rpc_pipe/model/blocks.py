@@ -1,4 +1,4 @@
-"""Which modules of a model are its blocks: the members of its lists, or what its forward was seen to call."""
+"""Choice of a model's blocks, between which it can be cut: members of its lists, or other modules that it calls."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from torch import nn
 
 from ..dependency import ConfigError
 from .observation import Observation
-from .observing import observe_forward
+from .observe_forward import observe_forward
 from .skeleton import Skeleton
 
 _LISTS = (nn.ModuleList, nn.Sequential)
-#: Lists of fewer calls are looked into for lists inside their members (the stages of a Swin or a ResNet).
+#: with fewer calls of blocks, lists inside the blocks are tried instead (the stages of a Swin or a ResNet)
 _FEW_CALLS = 8
 #: modules without a forward of their own
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 def named_blocks(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules of these names, and the members of those that are lists.
+    """Return the modules with these names; in place of lists their members.
 
     Raises:
-        ConfigError: there is none of one of these names.
+        ConfigError: the model has no module of one of the names.
     """
     found: list[nn.Module] = []
     for name in names:
@@ -39,11 +39,12 @@ def named_blocks(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
 
 
 def find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any], at_least: int) -> Observation:
-    """Choose the members of the outermost lists that are called, or of lists inside them where those are few.
+    """Choose blocks by trial observations of the forward, and return the observation with the chosen blocks.
 
-    Where there are no lists, the children that are called. Where that gives fewer calls than wanted, what is beside
-    the lists and inside their members, as long as it can be cut. What is beside the lists also where the forward does
-    something around the blocks that stages could not do alike.
+    Tried are first the members of the outermost lists, or of lists inside them if those are few; the children, if the
+    model has no lists. With fewer calls than `at_least`, modules beside the lists and inside their members are added
+    as long as the model can be cut there. Modules beside the lists are also added if the forward does something around
+    the blocks that the stages could not do alike.
     """
     chosen: list[nn.Module] = []
     observation: Observation | None = None
@@ -62,9 +63,9 @@ def find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, An
             wider = _beside(skeleton.module, set(candidates))
             if set(wider) == set(candidates):
                 raise
-            candidates = wider  # what cannot be seen, or be decided, around blocks may be inside of one
+            candidates = wider  # what is refused around blocks is allowed inside one
             continue
-        if observation is not None and not finer.calls:  # blocks whose parts others use without a call
+        if observation is not None and not finer.calls:  # the modules are used, but not called
             candidates = chosen if len(observation.calls) >= at_least else _beside(skeleton.module, set(chosen))
             continue
         observation = finer
@@ -72,7 +73,7 @@ def find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, An
         candidates = _finer(skeleton.module, chosen, len(observation.calls), at_least)
     assert observation is not None
     skeleton.choose(chosen)
-    if len(observation.calls) < at_least:  # torch's own marks may say where else it can be cut
+    if len(observation.calls) < at_least:  # calls of pipe_split() may be further places to cut
         skeleton.marked = True
         marked = observe_forward(skeleton, args, kwargs)
         skeleton.marked = len(marked.calls) > len(observation.calls)
@@ -81,7 +82,7 @@ def find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, An
 
 
 def _finer(model: nn.Module, chosen: list[nn.Module], num_calls: int, at_least: int) -> list[nn.Module]:
-    """Return what to look at instead of the blocks that were called; the same, if they will do."""
+    """Return the modules to try as blocks instead of `chosen`; the same, if these suffice."""
     # Blocks of one form are layers; those of several forms, such as the stages of a Swin, may consist of layers.
     few = num_calls < _FEW_CALLS
     alike = len({tuple(p.shape for p in block.parameters()) for block in chosen}) == 1 < len(chosen)
@@ -93,7 +94,7 @@ def _finer(model: nn.Module, chosen: list[nn.Module], num_calls: int, at_least: 
 
 
 def _beside(module: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
-    """Return the chosen modules and, whole, the largest ones with parameters that hold none of them."""
+    """Return the chosen modules, and the largest modules with parameters that contain none of them."""
     if module in chosen:
         return [module]
     if not any(inner in chosen for inner in module.modules()):
@@ -102,12 +103,12 @@ def _beside(module: nn.Module, chosen: set[nn.Module]) -> list[nn.Module]:
 
 
 def _parts(module: nn.Module) -> list[nn.Module]:
-    """Return the children with parameters, those of lists in their place; the module, if it has none."""
+    """Return the children with parameters, in place of lists their members; without such children the module itself."""
     return _with_parameters(_children(module)) or [module]
 
 
 def _children(module: nn.Module) -> list[nn.Module]:
-    """Return the children, those of lists and dicts in their place."""
+    """Return the children, in place of lists and dicts their members."""
     found: list[nn.Module] = []
     for child in module.children():
         found += _children(child) if isinstance(child, _CONTAINERS) else [child]
@@ -138,6 +139,6 @@ def _members(module: nn.Module) -> list[nn.Module]:
 
 
 def num_bytes(module: nn.Module | Iterable[nn.Module]) -> int:
-    """Return the size of the parameters of a module, or of several, each counted once."""
+    """Return the bytes of the parameters of one or several modules, each counted once."""
     modules = [module] if isinstance(module, nn.Module) else module
     return sum(p.nbytes for p in dict.fromkeys(p for each in modules for p in each.parameters()))

@@ -1,4 +1,4 @@
-"""How many layers each stage gets. Torch-free, so that a wrong cut is refused before a worker starts."""
+"""The number of layers of each stage. Loads without torch, so that a wrong cut is refused before workers start."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A model made by a function, without its parameters' numbers; they are computed for whoever holds them.
+"""Deferred initialisation of a model that a function makes: parameters are computed only where they are held.
 
-The function runs once, on shapes; what it does to tensors is noted. To fill a parameter, what concerns it is done
-again for real: exactly the model's own initialisation, whatever it is. Random numbers are keyed by the place of the
-operation in the function, so a parameter has the same numbers on any worker and in any cut (and not those that the
-function would have drawn one after another from one generator).
+The function runs once on placeholders while its operators are recorded. To fill a parameter, the operators on which it
+depends are run again on real tensors, so it gets exactly the model's own initialisation. Random numbers are keyed by
+the number of the operator, so a parameter has the same initial values on every worker and with every cut; they are not
+those of one sequence of draws from one generator.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..dependency import ConfigError
 from ..workers.compute.operators import OperatorMode
 from ..workers.compute.randomness import Randomness
-from .absent import NEEDS_NUMBERS, Absent, Shapes, on_shapes, storage_of, written
+from .placeholder import NEEDS_NUMBERS, Placeholder, PlaceholderFactory, on_shapes, storage_of, written
 from .trees import Path, leaves, replaced, tensors
 
-#: tensors up to this many elements are made at once: tables of positions, rates of dropout, biases
+#: tensors of at most this many elements are computed at once: tables of positions, dropout rates, biases
 _SMALL = 2**14
 
 
@@ -35,14 +35,14 @@ class _Operation:
     result: Any
 
 
-class Deferred:
+class DeferredModel:
     """The model that `factory` makes.
 
     Args:
-        seed: of its initial weights.
+        seed: seed of its initial weights.
 
     Attributes:
-        model: its large parameters are absent; small ones and all buffers are there.
+        model: its large parameters are placeholders; small ones and all buffers have data.
     """
 
     def __init__(self, factory: Callable[[], nn.Module], seed: int) -> None:
@@ -59,22 +59,22 @@ class Deferred:
     def _fill(self, owner: dict[str, Any]) -> None:
         for name, tree in list(owner.items()):
             if isinstance(tree, (Tensor, tuple, list, dict)) and not name.startswith("_"):
-                if any(isinstance(tensor, Absent) for tensor in tensors(tree)):
+                if any(isinstance(tensor, Placeholder) for tensor in tensors(tree)):
                     owner[name] = replaced(tree, {path: self.filled(tensor) for path, tensor in leaves(tree)})
 
     def filled(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` with its numbers."""
+        """Return `tensor` with its data."""
         return self._recorder.filled(tensor)
 
 
 class _Recorder(OperatorMode):
     def __init__(self, randomness: Randomness) -> None:
         super().__init__()
-        self._shapes = Shapes()
+        self._placeholders = PlaceholderFactory()
         self._randomness = randomness
         self._count = 0
         #: storage -> the operations that wrote it or made views of it, in order
-        self._of: dict[int, list[_Operation]] = {}
+        self._operations_on: dict[int, list[_Operation]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,36 +82,36 @@ class _Recorder(OperatorMode):
             return func(*args, **kwargs)
         self._count += 1
         given = list(tensors((args, kwargs)))
-        absent = any(isinstance(tensor, Absent) for tensor in given)
-        if not absent and not given:
-            result = self._shapes.without_numbers(func, args, kwargs)
-            absent = any(t.numel() > _SMALL and isinstance(t, Absent) for t in tensors(result))
-        elif absent and all(isinstance(tensor, Absent) for tensor in written(func, args, kwargs)):
+        is_placeholder = any(isinstance(tensor, Placeholder) for tensor in given)
+        if not is_placeholder and not given:
+            result = self._placeholders.construct(func, args, kwargs)
+            is_placeholder = any(t.numel() > _SMALL and isinstance(t, Placeholder) for t in tensors(result))
+        elif is_placeholder and all(isinstance(tensor, Placeholder) for tensor in written(func, args, kwargs)):
             try:
                 result = on_shapes(func, args, kwargs)
             except NEEDS_NUMBERS:
-                absent = False
+                is_placeholder = False
         else:
-            absent = False
+            is_placeholder = False
         operation = _Operation(self._count, func, args, kwargs, None)
-        if not absent:
+        if not is_placeholder:
             return self._run(operation, {id(tensor): self.filled(tensor) for tensor in given})
-        # As they are now: small ones may be written later, and what stands for a parameter may be exchanged.
+        # As they are now: small tensors may be written later, and placeholders of parameters may get other data.
         now: dict[Path, Tensor] = {}
         for path, tensor in leaves((args, kwargs)):
-            if isinstance(tensor, Absent):
+            if isinstance(tensor, Placeholder):
                 now[path] = tensor.fake
             elif tensor.numel() <= _SMALL:
                 now[path] = tensor.clone()
         operation.args, operation.kwargs = replaced((args, kwargs), now)
-        made = {path: tensor.fake for path, tensor in leaves(result) if isinstance(tensor, Absent)}
+        made = {path: tensor.fake for path, tensor in leaves(result) if isinstance(tensor, Placeholder)}
         operation.result = replaced(result, made)
         for storage in {storage_of(tensor) for tensor in (*tensors(result), *written(func, args, kwargs))}:
-            self._of.setdefault(storage, []).append(operation)
+            self._operations_on.setdefault(storage, []).append(operation)
         return result
 
     def _run(self, operation: _Operation, now: dict[int, Tensor]) -> Any:
-        """Do an operation for real; `now` has what stands for its arguments, by their ids."""
+        """Run an operation on real tensors; `now` maps the ids of its recorded arguments to these."""
         places = {path: now[id(t)] for path, t in leaves((operation.args, operation.kwargs)) if id(t) in now}
         args, kwargs = replaced((operation.args, operation.kwargs), places)
         if torch.Tag.nondeterministic_seeded in operation.func.tags:
@@ -120,11 +120,11 @@ class _Recorder(OperatorMode):
         return operation.func(*args, **kwargs)
 
     def filled(self, tensor: Tensor) -> Tensor:
-        """Do again what made a tensor."""
-        if not isinstance(tensor, Absent):
+        """Return a tensor with data, by running the operations that made it."""
+        if not isinstance(tensor, Placeholder):
             return tensor
         storage = storage_of(tensor)
-        operations = self._concerning(storage)
+        operations = self._operations_for(storage)
         last_use = {
             id(each): operation.number
             for operation in operations
@@ -143,12 +143,12 @@ class _Recorder(OperatorMode):
             raise ConfigError(f"model: nothing is known of how a tensor of shape {tuple(tensor.shape)} was made")
         return found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
-    def _concerning(self, storage: int) -> list[_Operation]:
-        """Return, in order, all operations on which the numbers of a storage depend."""
+    def _operations_for(self, storage: int) -> list[_Operation]:
+        """Return, in order, all operations on which the data of a storage depend."""
         found: dict[int, _Operation] = {}
         seen, waiting = {storage}, [storage]
         while waiting:
-            for operation in self._of.get(waiting.pop(), ()):
+            for operation in self._operations_on.get(waiting.pop(), ()):
                 found[operation.number] = operation
                 arguments = tensors((operation.args, operation.kwargs))
                 needed = {storage_of(tensor) for tensor in arguments if isinstance(tensor, FakeTensor)} - seen

@@ -1,4 +1,4 @@
-"""Where in the model the forward is that runs now, as Python's frames tell."""
+"""The place in the model's source that runs now, found by Python's stack frames."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHECKPOINT = inspect.unwrap(torch.utils.checkpoint.checkpoint).__code__
 
 
 def is_of_model(filename: str) -> bool:
-    """Tell whether a file is neither torch's nor of those that observe and run models."""
+    """Return whether a file belongs neither to torch nor to this package."""
     return not filename.startswith(_NOT_OF_MODEL)
 
 
@@ -31,7 +31,7 @@ def caller() -> str:
 
 
 def in_function() -> bool:
-    """Tell whether the forward of an `autograd.Function` runs: no mode sees that one was called."""
+    """Return whether the forward of an `autograd.Function` is running; function modes do not see its call."""
     functions: list[type] = [torch.autograd.Function]
     for function in functions:
         functions += function.__subclasses__()
@@ -50,7 +50,7 @@ def _forwards(functions: tuple[type, ...]) -> frozenset[CodeType]:
 
 
 def checkpoint_frame() -> FrameType | None:
-    """Return the outermost call of `torch.utils.checkpoint.checkpoint` in which the forward is, if it is in one."""
+    """Return the frame of the outermost running call of `torch.utils.checkpoint.checkpoint`; None: there is none."""
     found = _innermost(_CHECKPOINT, sys._getframe(1))
     while found is not None and (outer := _innermost(_CHECKPOINT, found.f_back)) is not None:
         found = outer

@@ -1,60 +1,60 @@
-"""A batch that is read where it is used: a worker reads the inputs, the targets, both, some fields or nothing."""
+"""A batch that each worker reads as far as it uses it: inputs, targets, both, some fields, or nothing."""
 
 from __future__ import annotations
 
 from ..workers.transport.payload import Tree, map_tensors
 
-#: of inputs, or of targets: all, none, or the named fields of a dict
-Some = bool | frozenset[str]
+#: the part of inputs, or of targets, to read: all, none, or these fields of a dict
+FieldSelection = bool | frozenset[str]
 
 
 class LazyBatch:
-    """Rows that every worker knows by name and only some read."""
+    """A batch that every worker can name without reading it."""
 
-    #: of the batch
+    #: number of rows
     rows: int
-    #: names the rows and the data that they come from: what all workers must have alike
+    #: names the rows and their source; must be equal on all workers
     label: str
-    #: whether the worker of the first stage alone can read it; others pull what they use from there
+    #: whether only the worker of the first stage can read it; the others pull from there what they use
     lent: bool = False
     #: how long its last reader waited, in ns, and for what: disk, network or decode
     waited_ns: int = 0
     waited_for: str = ""
 
-    def read(self, inputs: Some, targets: Some) -> tuple[Tree, Tree]:
-        """Return (inputs, targets), None for what is not asked for; of a dict the fields that are."""
+    def read(self, inputs: FieldSelection, targets: FieldSelection) -> tuple[Tree, Tree]:
+        """Return (inputs, targets) as far as they are selected; None for what is not."""
         raise NotImplementedError
 
     def look(self) -> tuple[Tree, Tree]:
-        """Return all of it, and read nothing ahead: others of the kind may be read otherwise."""
+        """Return the whole batch without reading ahead, as later batches may be read in part."""
         return self.read(True, True)
 
     @property
     def form(self) -> tuple[Tree, Tree] | None:
-        """What batches from there look like, of tensors without numbers; None: no batch has been noted."""
+        """A batch of this source as meta tensors; None: unknown."""
         return None
 
     @property
     def uniform(self) -> bool:
-        """Whether the rows of all batches from there have that form."""
+        """Whether all batches of this source have this form, except for the number of rows."""
         return False
 
     def note(self, form: tuple[Tree, Tree], *, uniform: bool) -> None:
-        """Hear what batches from there look like."""
+        """Record the form of batches of this source."""
 
     def follow(self) -> None:
-        """Hear that `finished` will be called, unless what is asked of the batch fails."""
+        """Announce that `finished` will be called, unless the call with the batch fails."""
 
     def finished(self) -> None:
-        """Hear that every worker has done what it was asked to do with the batch."""
+        """Announce that every worker has finished the call with the batch."""
 
 
 def label_of(batch: object) -> str:
-    """Return what a batch is called; nothing, if it has no name."""
+    """Return the label of a lazy batch; "" for others."""
     return batch.label if isinstance(batch, LazyBatch) else ""
 
 
 def form_of(batch: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-    """Return what a batch looks like, of tensors without numbers."""
+    """Return a batch as meta tensors."""
     found: tuple[Tree, Tree] = map_tensors(batch, lambda tensor: tensor.new_empty(tensor.shape, device="meta"))
     return found

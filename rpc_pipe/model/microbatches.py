@@ -1,4 +1,4 @@
-"""A user's batch as microbatches."""
+"""A user's batch, split into microbatches."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from ..workers.transport.call import pack_description
 from ..workers.transport.lending import Lending
 from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, shapes_in, split_rows, tensors_of
 from .arguments import refuse_batch, refuse_lists
+from .batch_memory import BatchMemory, refuse_rewritten
 from .lazy_batch import LazyBatch, label_of
-from .rewritten import BatchMemory, refuse_rewritten
 
-#: takes a batch apart into inputs and targets
+#: splits a batch into (inputs, targets)
 Pair = Callable[[Tree], tuple[Tree, Tree]]
 
 
 @dataclass(frozen=True)
 class Microbatches:
-    """Inputs and targets, cut alike."""
+    """The microbatches of one batch."""
 
     inputs: list[Tree]
     targets: list[Tree]
-    #: each one's share of the rows
+    #: each microbatch's share of the rows
     shares: list[float]
     rows: int
-    #: how many whole numbers the inputs are, such as bytes or words
+    #: number of integers in the inputs, such as tokens
     tokens: int
-    #: form and digests of inputs and targets, to be compared with other workers'
+    #: shapes and digests of inputs and targets, which are compared between workers
     described: tuple[str, str]
-    #: what they were cut from, if it was read here, where it is used
+    #: the lazy batch that they were read from; None: the user passed the batch itself
     lazy: LazyBatch | None = None
-    #: who reads it, if it is not everybody who uses it and this is not for all models alike
+    #: the worker that reads it for others, if these do not read for themselves
     lending: Lending | None = None
 
     @classmethod
@@ -51,15 +51,15 @@ class Microbatches:
         used: tuple[bool, bool] = (True, True),
         pair: Pair | None = None,
     ) -> Microbatches:
-        """Cut `batch`, (inputs, targets), into at most `num_microbatches`, or take what has been cut by the user.
+        """Split `batch`, (inputs, targets), into at most `num_microbatches`, or take those that the user has split.
 
         Args:
             used: whether the workers of this process use inputs and targets; the rest of a lazy batch is not read.
-            number: of the calls so far; which of many tensors are compared with other workers' depends on it.
-            pair: what makes such a pair of a batch that is none.
+            number: number of calls so far, by which the tensors are chosen that are compared between workers.
+            pair: makes (inputs, targets) of a batch of another form.
 
         Raises:
-            ConfigError: there is neither, or it is no pair, or has no rows.
+            ConfigError: neither was given, or it is no pair, or has no rows.
         """
         if isinstance(batch, LazyBatch) and microbatches is None:
             return cls._lazily(batch, num_microbatches, used, pair)
@@ -71,7 +71,7 @@ class Microbatches:
         else:
             assert batch is not None
             inputs, targets = batch = batch if pair is None else pair(batch)
-            # A worker may have been given one of the two only.
+            # A worker may have been given inputs or targets only.
             whole = inputs if targets is None else targets if inputs is None else (inputs, targets)
             num = count(whole)
             parts = min(num_microbatches, max(1, num))
@@ -98,27 +98,27 @@ class Microbatches:
 
     @property
     def waited(self) -> tuple[int, str]:
-        """How many ns reading was waited for, and what for."""
+        """How long reading was waited for, in ns, and for what."""
         return (0, "") if self.lazy is None else (self.lazy.waited_ns, self.lazy.waited_for)
 
     def finished(self) -> None:
-        """Tell who made the batch that what was asked of it has been done."""
+        """Tell the lazy batch's loader that the call with it has ended."""
         if self.lazy is not None:
             self.lazy.finished()
 
     @classmethod
     def _lazily(cls, batch: LazyBatch, most: int, used: tuple[bool, bool], pair: Pair | None) -> Microbatches:
-        """Read what is used of a batch that all workers know by name."""
+        """Read a lazy batch as far as it is used."""
         batch.follow()
         parts = min(most, batch.rows)
         return cls.read(batch, batch.read(*used) if pair is None else pair(batch.read(True, True)), parts)
 
     @classmethod
     def read(cls, batch: LazyBatch, pair: tuple[Tree, Tree], parts: int, form: Tree = None) -> Microbatches:
-        """Cut what has been read of a batch that all workers know by name.
+        """Split what has been read of a lazy batch.
 
         Args:
-            form: the whole batch, as this worker believes it to look, to be compared with other workers'.
+            form: the whole batch, of which only shapes and dtypes matter, to be compared between workers.
         """
         inputs, targets = pair
         rows = [batch.rows // parts + (number < batch.rows % parts) for number in range(parts)]  # as split_rows does
@@ -138,7 +138,7 @@ class Microbatches:
 
 
 def _refuse_masks(batch: Tree, rows: int) -> None:
-    """Refuse a mask of positions by positions: it is for all rows, but has as many as the batch, and would be split.
+    """Refuse a square attention mask for all rows that has as many rows as the batch, so that it would be split.
 
     Raises:
         ConfigError: there is one.
@@ -156,7 +156,7 @@ def _refuse_masks(batch: Tree, rows: int) -> None:
 
 
 def _num_rows(tree: Tree) -> int:
-    """Return the size of dimension 0 of a batch whose tensors may also be for all rows: single numbers, or one row."""
+    """Return the rows of a batch, in which tensors without dimension, or with one row, count for all rows."""
     sizes = {tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()}
     if len(sizes) > 1:
         sizes.discard(1)
@@ -169,12 +169,12 @@ def _num_rows(tree: Tree) -> int:
 
 
 def _first_rows(tree: Tree) -> int:
-    """Return the rows of the first tensor that has any: by it the mean of a microbatch counts."""
+    """Return the rows of the first tensor that has any, which weight the mean of a microbatch."""
     return next((tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()), 0)
 
 
 def _split_rows(tree: Tree, parts: int, rows: int) -> list[Tree]:
-    """Split the tensors that have `rows` rows, as `split_rows` does; the others go to every piece."""
+    """Split tensors of `rows` rows as `split_rows` does; every piece gets the others whole."""
     pieces = {id(t): t.tensor_split(parts) for t in tensors_of(tree) if t.dim() and t.shape[0] == rows}
 
     def piece(i: int) -> Tree:
@@ -184,7 +184,7 @@ def _split_rows(tree: Tree, parts: int, rows: int) -> list[Tree]:
 
 
 def update_shares(spec: Spec, shares: Sequence[float]) -> list[float]:
-    """Return each microbatch's share of the rows of the update that takes its gradients."""
+    """Return each microbatch's share of the rows of its update."""
     if takes_steps(spec):
         return list(shares)
     taken = [update_of(spec, 0, m) for m in range(len(shares))]
@@ -195,11 +195,11 @@ def update_shares(spec: Spec, shares: Sequence[float]) -> list[float]:
     return [share / rows[update] for share, update in zip(shares, taken, strict=True)]
 
 
-class Ahead:
-    """Reads a user's batches on the user's thread, ahead of the step that runs, for all workers of this process.
+class Prefetcher:
+    """Takes batches from the user's iterable ahead of the running step, on the user's thread.
 
     Args:
-        count: how many ahead.
+        count: how many batches ahead.
     """
 
     def __init__(self, batches: Iterable[Tree], cut: Callable[[Tree], Microbatches], count: int = 1) -> None:
@@ -210,7 +210,7 @@ class Ahead:
         self._memory: dict[int, BatchMemory] = {}
 
     def advance(self, step: int) -> None:
-        """Read the batches of `step` and those ahead; forget those before."""
+        """Read the batches up to `count` ahead of `step`, and drop those before it."""
         self._read.pop(step - 1, None)
         self._memory.pop(step - 1, None)
         for wanted in range(step, step + 1 + self._count):
@@ -225,7 +225,7 @@ class Ahead:
         refuse_rewritten([self._memory[number] for number in sorted(self._memory)])
 
     def finished(self, step: int) -> str:
-        """Tell who made the batch of `step` that it has been trained on; return what it is called."""
+        """Tell the loader that the batch of `step` has been trained on; return its label."""
         self._read[step].finished()
         return label_of(self._read[step].lazy)
 
@@ -237,7 +237,7 @@ class Ahead:
 
 
 def join_rows(pieces: list[Tree]) -> Tree:
-    """Put outputs of microbatches together along dimension 0.
+    """Concatenate outputs of microbatches along dimension 0.
 
     Raises:
         ConfigError: an output has no such dimension.

@@ -1,4 +1,4 @@
-"""The record of one forward: its events, and the tensors that pass between them."""
+"""The record of one observed forward: its events, and the tensors that pass between them."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .absent import Absent
-from .promise import Promise
+from .output_contract import OutputContract
+from .placeholder import Placeholder
 
 
 class Depends(IntEnum):
-    """What a tensor depends on."""
+    """The most that a tensor depends on."""
 
-    #: fields, buffers and constants alone: every stage computes it
+    #: fields of the batch, buffers and constants alone: every stage computes it
     FIELDS = 0
     #: parameters, but no block
     WEIGHTS = 1
-    #: a block
+    #: outputs of blocks
     BLOCKS = 2
 
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A tensor that an event made, or that was there before.
+    """A tensor that an event made, or that existed before the forward.
 
     Args:
-        made: the event; -1 if it was there.
+        made: index of the event; -1: it existed before.
     """
 
     tensor: Tensor
@@ -39,9 +39,14 @@ class Value:
 
 @dataclass(eq=False, slots=True)
 class Output:
-    """A tree that an event left somewhere: what it returned; and of blocks what a module inside returned under the
-    eyes of a hook (`arguments` are then the call's), or what it left in an attribute (`name`): in the very list or dict
-    that was there before, if `inside`, which others may hold too."""
+    """A tree of tensors that an event leaves: its result, or a side effect of a block.
+
+    Args:
+        module: the module inside the block whose hooks see the result of its call, or that holds the attribute.
+        arguments: (args, kwargs) of that call.
+        name: of the attribute that the block has set.
+        inside: whether it has filled the list or dict that was there before, which others may hold too.
+    """
 
     tree: Any
     module: nn.Module | None = None
@@ -50,7 +55,7 @@ class Output:
     inside: bool = False
 
 
-#: a value as it is after the event that made or last wrote it
+#: a value, with the event that made or last wrote it before it was read; -1: none
 Version = tuple[Value, int]
 
 
@@ -59,40 +64,40 @@ class Event:
     """A call of a block, or of a torch function around the blocks."""
 
     index: int
-    #: how many calls of blocks came before
+    #: number of calls of blocks before it
     position: int
     func: Any = None
     module: nn.Module | None = None
     where: str = ""
     depends: Depends = Depends.FIELDS
     outputs: list[Output] = field(default_factory=list)
-    #: what a later forward must be told too, if it is to go the same way: a number, or the shape of a tensor
+    #: what it must return again for a later forward to take the same path: a number, or the shape of a tensor
     answer: Any = None
     made: list[Value] = field(default_factory=list)
     reads: set[Version] = field(default_factory=set)
     params: set[str] = field(default_factory=set)
     buffers: set[str] = field(default_factory=set)
-    #: storages that were there before and that it writes
+    #: storages from before the event that it writes
     writes: set[int] = field(default_factory=set)
-    #: what a block must return again
-    promise: Promise | None = None
-    #: draws random numbers: counted from 1 among those at its position
+    #: what a block must return again, besides its tensors' data
+    contract: OutputContract | None = None
+    #: its number from 1 among the events at its position that draw random numbers; 0: it draws none
     random: int = 0
-    #: runs in the forward of an `autograd.Function`, whose backward stands for its own
+    #: whether it runs inside the forward of an `autograd.Function`, which has a backward of its own
     in_function: bool = False
-    #: number of the call of `checkpoint` that will compute it again; 0: none
+    #: number of the call of `checkpoint` that recomputes it; 0: none
     checkpoint: int = 0
-    #: depends on fields alone, of which some are not read here: it cannot be computed
-    hollow: bool = False
-    #: then what it was called with beside tensors: on that and their forms the form of its result depends
-    said: Any = None
-    #: of a question about numbers, what it was asked of
+    #: whether it depends on fields alone, some of them unread, so that it cannot be computed
+    unread: bool = False
+    #: of an unread event, the arguments besides tensors: with the tensors' shapes they determine the result's shape
+    static_arguments: Any = None
+    #: if it returns data of tensors, such as `item`: these tensors
     asked: set[Version] = field(default_factory=set)
-    #: of a question about a form, such as a shape, what it was asked of
-    looked_at: set[Value] = field(default_factory=set)
+    #: if it returns a property of the form, such as a shape: the tensors that it was asked of
+    form_asked_of: set[Value] = field(default_factory=set)
     #: whether operators ran
     computes: bool = False
-    #: whether for other numbers the forward may go another way behind it
+    #: whether the forward may take another path behind it for other data
     decides: bool = False
 
     @property
@@ -102,15 +107,15 @@ class Event:
 
     @property
     def is_hook(self) -> bool:
-        """Whether it hangs a hook on a tensor's gradient."""
+        """Whether it registers a gradient hook on a tensor."""
         return self.func is Tensor.register_hook
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
-    """Something that a forward leaves in the model for the next one, and the events that leave or use it.
+class CarriedState:
+    """State that one forward leaves in the model for the next, with the events that write or read it.
 
-    Those of a second forward are known by their positions alone.
+    Events of the second forward are known by their positions only.
     """
 
     what: str
@@ -119,7 +124,7 @@ class Carried:
 
 @dataclass(eq=False, slots=True)
 class Observation:
-    """What one forward did. The last event stands for the output."""
+    """The record of one forward. Its last event stands for the output."""
 
     events: list[Event]
     values: list[Value]
@@ -127,25 +132,25 @@ class Observation:
     calls: list[Event]
     #: the (args, kwargs) that the forward was given
     fields: Any
-    #: whether Python's or numpy's generator was drawn from
+    #: whether numbers were drawn from Python's or numpy's generator
     draws_in_python: bool = False
     fields_written: bool = False
-    carried: list[Carried] = field(default_factory=list)
-    #: parameters that a block has exchanged for others, with the modules that hold them
+    carried: list[CarriedState] = field(default_factory=list)
+    #: parameters whose modules a block has replaced
     renamed: list[str] = field(default_factory=list)
     #: storage -> name of the weight or buffer
     stored: dict[int, str] = field(default_factory=dict)
-    #: attributes that are others behind the forward, by module and name
+    #: (module, name) of the attributes that the forward has changed
     changed: set[tuple[nn.Module, str]] = field(default_factory=set)
-    #: whether all stages must run to the end, since the model counts something around the blocks
+    #: whether all stages must run to the end, since the model changes state around the blocks
     to_the_end: bool = False
 
     @property
     def end(self) -> Event:
-        """The event that takes what the model returns."""
+        """The event that reads what the model returns."""
         return self.events[-1]
 
 
-def is_hollow(value: Value, events: Sequence[Event]) -> bool:
-    """Tell whether a value has no numbers because a field that it depends on is not read here."""
-    return events[value.made].hollow if value.made >= 0 else not value.depends and isinstance(value.tensor, Absent)
+def is_unread(value: Value, events: Sequence[Event]) -> bool:
+    """Return whether a value has no data because a field that it depends on is not read here."""
+    return events[value.made].unread if value.made >= 0 else not value.depends and isinstance(value.tensor, Placeholder)

@@ -1,9 +1,8 @@
-"""One forward of a model as it is, on shapes alone: which operation takes what from where.
+"""The observer of one forward: it records which operation reads which tensor.
 
-The forward runs on fake tensors: whatever depends on a parameter or a block has a shape and no numbers, so nothing
-large is computed. What depends on the microbatch's fields alone (masks, positions) has its numbers, so that a model
-may decide by them. The record is a list of events in the order of the program: the calls of blocks, and the torch
-functions that the model calls around its blocks.
+Parameters are placeholders, so whatever depends on a parameter or a block has a shape and no data, and nothing large is
+computed. What depends on the fields of the microbatch alone (masks, positions) is computed, so that the model may make
+decisions by it. The record is a list of events in program order: calls of blocks, and of torch functions around them.
 """
 
 from __future__ import annotations
@@ -18,32 +17,30 @@ from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError
 from ..dependency.errors import first_sentence
-from .absent import (
+from .frames import caller, checkpoint_frame, in_function
+from .observation import Depends, Event, Observation, Output, Value, is_unread
+from .operator_observer import OperatorObserver
+from .output_contract import OutputContract, alias_given
+from .placeholder import (
     NEEDS_NUMBERS,
-    Absent,
+    Placeholder,
     draws_at_random,
-    numbers,
+    random_like,
     storage_of,
     written,
 )
-from .frames import caller, checkpoint_frame, in_function
-from .hollow import NeedsField, said
-from .observation import Depends, Event, Observation, Output, Value, is_hollow
-from .operations import Operators
-from .promise import Promise, its_own
 from .skeleton import Skeleton, is_mark
 from .trees import leaves, mapped, replaced, tensors
+from .unread_fields import FieldNeeded, static_arguments
 
-#: what tells the numbers of a tensor and runs no operator
-_NUMBERS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
-
-
-#: what runs backward inside a forward
+#: functions that read the data of a tensor without an operator
+_DATA_ACCESS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
+#: functions that run backward inside a forward
 _BACKWARD = {torch.autograd.grad: "torch.autograd.grad", Tensor.backward: "backward"}
 
 
 class Observer(TorchFunctionMode):
-    """The record of a forward while it runs; `skeleton.run` while it does."""
+    """Records a forward. While that runs it is the skeleton's `run`."""
 
     def __init__(self, skeleton: Skeleton, given: Any) -> None:
         super().__init__()
@@ -53,15 +50,15 @@ class Observer(TorchFunctionMode):
         self.values: dict[int, Value] = {id(t): Value(t, Depends.FIELDS) for t in tensors(given)}
         self._fields = given
         self._given = list(self.values.values())
-        #: tensors (their ids) without numbers that depend on fields alone, of which some are not read here
-        self._hollow = {key for key, value in self.values.items() if is_hollow(value, self.events)}
+        #: ids of the tensors without data because they depend on an unread field
+        self._unread = {key for key, value in self.values.items() if is_unread(value, self.events)}
         self._params = {id(p): name for name, p in skeleton.parameters.items()}
         self._buffers = {id(b): name for name, b in skeleton.module.named_buffers(remove_duplicate=False)}
         self._standing = [(b, name) for name, b in skeleton.module.named_buffers(remove_duplicate=False)]
         self._standing += [(parameter, name) for name, parameter in skeleton.parameters.items()]
-        #: what runs now
+        #: the event that runs now
         self.current: Event | None = None
-        #: of every tensor that an operator made: by which event; and the tensors, so that no id is used again
+        #: id of a tensor -> the event whose operator made it; the tensors are kept alive, so that no id is reused
         self._made_by: dict[int, Event | None] = {}
         self._alive: list[Tensor] = []
         self._born: set[int] = {storage_of(t) for t in skeleton.all_tensors()}
@@ -69,9 +66,9 @@ class Observer(TorchFunctionMode):
         #: storage -> the last event that wrote it and depends on more than fields
         self._writer: dict[int, Event] = {}
         self._randoms = 0
-        #: calls of `checkpoint`, by the ids of their frames, which live on so that no id is used again
+        #: id of a frame of `checkpoint` -> number of the call, and the frame, kept so that no id is reused
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}
-        self._ops = Operators(self, skeleton.shapes)
+        self._ops = OperatorObserver(self, skeleton.placeholders)
 
     # --- around the blocks
 
@@ -95,7 +92,7 @@ class Observer(TorchFunctionMode):
         try:
             result = func(*args, **kwargs)
         except Exception as error:
-            self.refuse_hollow(event)
+            self.refuse_unread(event)
             if not isinstance(error, NEEDS_NUMBERS):
                 raise
             raise ConfigError(
@@ -106,7 +103,7 @@ class Observer(TorchFunctionMode):
         finally:
             self.current = None
         self._end(event, result)
-        event.said = said((args, kwargs)) if event.hollow else None
+        event.static_arguments = static_arguments((args, kwargs)) if event.unread else None
         return result
 
     def _begin(self, **what: Any) -> Event:
@@ -120,12 +117,12 @@ class Observer(TorchFunctionMode):
         event.outputs.append(Output(result))
         found = list(tensors(result))
         if not found and not event.writes and not event.is_hook:
-            # A question about a tensor, such as its shape: every stage may ask it of whatever stands there
-            # (not all such answers must be the same for what arrived: is_leaf).
-            mere_form = isinstance(result, bool) and any(self._depends(event))
-            if isinstance(result, (int, torch.Size, list)) and not mere_form:
-                event.answer, event.looked_at = result, {value for value, _ in event.reads}
-            if event.computes or event.func in _NUMBERS:
+            # A query of a tensor, such as its shape: every stage can ask its placeholder.
+            # Answers that are bools may differ for the tensors that cross a cut (is_leaf).
+            is_flag = isinstance(result, bool) and any(self._depends(event))
+            if isinstance(result, (int, torch.Size, list)) and not is_flag:
+                event.answer, event.form_asked_of = result, {value for value, _ in event.reads}
+            if event.computes or event.func in _DATA_ACCESS:
                 event.asked, event.decides = set(event.reads), True
             event.reads.clear()
             event.params.clear()
@@ -133,8 +130,8 @@ class Observer(TorchFunctionMode):
             event.depends = Depends.WEIGHTS
         event.depends = max([event.depends, *self._depends(event)])
         if event.depends is Depends.FIELDS:
-            event.hollow = any(is_hollow(value, self.events) for value, _ in event.reads)
-            self._refuse_spoiling(event)
+            event.unread = any(is_unread(value, self.events) for value, _ in event.reads)
+            self._refuse_unread_writes(event)
         if event.depends is Depends.FIELDS and isinstance(result, Tensor):
             event.answer = result.shape
         self._note_made(event)
@@ -149,7 +146,7 @@ class Observer(TorchFunctionMode):
         for output in event.outputs:
             for tensor in tensors(output.tree):
                 if id(tensor) in self.values or id(tensor) in self._params or id(tensor) in self._buffers:
-                    continue  # handed through
+                    continue  # an input that is returned
                 value = Value(tensor, event.depends, event.index)
                 self.values[id(tensor)] = value
                 self._born.add(storage_of(tensor))
@@ -160,16 +157,16 @@ class Observer(TorchFunctionMode):
     # --- blocks
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block's own forward and note it as one event."""
+        """Run a block's own forward and record it as one event."""
         with self._skeleton.inside_block(self):
             return self._block(module, forward, args, kwargs)
 
     def _block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         event = self._begin(module=module, where=self._skeleton.name_of(module))
         event.depends = Depends.BLOCKS
-        # others stand in their place where torch.func.functional_call has put them
+        # torch.func.functional_call may have put others in their places
         event.params = {self._params[id(p)] for p in module.parameters() if id(p) in self._params}
-        # hooks may write them
+        # even if the forward does not use them, hooks may write them
         event.buffers = {self._buffers[id(b)] for b in module.buffers() if id(b) in self._buffers}
         outputs: list[Output] = []
 
@@ -189,42 +186,44 @@ class Observer(TorchFunctionMode):
             except ConfigError:
                 raise
             except Exception:
-                self.refuse_hollow(event)
-                # What it does by its numbers is its own business; any numbers show the shape of what it returns.
+                self.refuse_unread(event)
+                # A block may decide by data of its own tensors; with random data it shows the shapes of its outputs.
                 outputs.clear()
                 result = self._on_numbers(event, forward, args, kwargs)
             left = {id(tensor) for tensor in tensors((args, kwargs))} - given
-            result = its_own(
-                result, lambda tensor: id(tensor) in self.values, lambda tensor: id(tensor) in left, self.is_hollow
+            result = alias_given(
+                result, lambda tensor: id(tensor) in self.values, lambda tensor: id(tensor) in left, self.is_unread
             )
         finally:
             self.current = None
             for handle in handles:
                 handle.remove()
-        event.promise = Promise(event.where, result, (args, kwargs), self._owned)
+        event.contract = OutputContract(event.where, result, (args, kwargs), self._owned)
         there = set(map(id, boxes))
         outputs += [Output(tree, inner, None, name, id(tree) in there) for inner, name, tree in self._left_by(event)]
         event.outputs = [Output(result), *outputs]
         for output in event.outputs:
-            real = {path: t for path, t in leaves(output.tree) if not isinstance(t, Absent) and self._is_of(event, t)}
-            absent = {path: self._skeleton.shapes.like(tensor) for path, tensor in real.items()}
-            output.tree = replaced(output.tree, absent)
+            real = {
+                path: t for path, t in leaves(output.tree) if not isinstance(t, Placeholder) and self._is_of(event, t)
+            }
+            placeholders = {path: self._skeleton.placeholders.like(tensor) for path, tensor in real.items()}
+            output.tree = replaced(output.tree, placeholders)
         self._note_made(event)
         self.calls.append(event)
         self._randoms = 0
         result = event.outputs[0].tree
-        for output in event.outputs:  # the model, and later calls of the block, may write in the lists and dicts
+        for output in event.outputs:  # copies, since the model and later calls may change the lists and dicts
             output.tree = mapped(output.tree, lambda tensor: tensor)
         return result
 
     def _on_numbers(self, event: Event, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run a block's forward once more with numbers, where it cannot do without: it counts as taking all of them."""
-        given = {id(tensor): tensor for tensor in tensors((args, kwargs)) if isinstance(tensor, Absent)}
+        """Run a block's forward again with random data, and record all of its inputs as read."""
+        given = {id(tensor): tensor for tensor in tensors((args, kwargs)) if isinstance(tensor, Placeholder)}
         for tensor in given.values():
             self.read(event, tensor)
-        standing = {key: numbers(tensor) for key, tensor in given.items()}
+        standing = {key: random_like(tensor) for key, tensor in given.items()}
         fakes = {name: self._skeleton.parameters[name] for name in event.params}
-        self._skeleton.put({name: nn.Parameter(numbers(p), p.requires_grad) for name, p in fakes.items()})
+        self._skeleton.put({name: nn.Parameter(random_like(p), p.requires_grad) for name, p in fakes.items()})
         try:
             args, kwargs = mapped((args, kwargs), lambda tensor: standing.get(id(tensor), tensor))
             result = forward(*args, **kwargs)
@@ -236,9 +235,9 @@ class Observer(TorchFunctionMode):
     def _owned(self, tensor: Tensor) -> str | None:
         return self._params.get(id(tensor)) or self._buffers.get(id(tensor))
 
-    def is_hollow(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor would have numbers if all fields were read here."""
-        return id(tensor) in self._hollow
+    def is_unread(self, tensor: Tensor) -> bool:
+        """Return whether a tensor has no data because of an unread field."""
+        return id(tensor) in self._unread
 
     def made_by(self, tensor: Tensor) -> Event | None:
         return self._made_by.get(id(tensor))
@@ -257,7 +256,7 @@ class Observer(TorchFunctionMode):
     # --- tensors
 
     def read(self, event: Event | None, tensor: Tensor) -> None:
-        """Note that `event` takes `tensor`."""
+        """Record that `event` reads `tensor`."""
         key = id(tensor)
         if event is not None and self._made_by.get(key) is event and key not in self.values:
             return
@@ -269,12 +268,12 @@ class Observer(TorchFunctionMode):
             return
         value = self.values.get(key)
         if value is None and (maker := self._made_by.get(key)) is not None and maker.is_block and event is not None:
-            # What is written in place was a view of something that its block made, as of linear layers.
+            # A view of an output that the block made, returned by an operation in place.
             value = next((each for each in maker.made if storage_of(each.tensor) == storage_of(tensor)), None)
         if value is None:
             if key in self._made_by:
                 raise self._lost(tensor, self._made_by[key])
-            if isinstance(tensor, Absent):
+            if isinstance(tensor, Placeholder):
                 raise self._lost(tensor, None)
             value = self.values[key] = Value(tensor, Depends.FIELDS)
             self._born.add(storage_of(tensor))
@@ -282,18 +281,18 @@ class Observer(TorchFunctionMode):
             writer = self._writer.get(storage_of(tensor))
             event.reads.add((value, max(value.made, writer.index if writer else -1)))
 
-    def refuse_hollow(self, event: Event | None, given: Sequence[Tensor] = ()) -> None:
-        """Raise NeedsField, rather than guess, where numbers of a field are wanted that is not read here."""
-        taken = event is not None and any(is_hollow(value, self.events) for value, _ in event.reads)
-        if taken or not self._hollow.isdisjoint(map(id, given)):
-            raise NeedsField("an operation whose outcome depends on the numbers of a field")
+    def refuse_unread(self, event: Event | None, given: Sequence[Tensor] = ()) -> None:
+        """Raise FieldNeeded if an event needs the data of an unread field."""
+        taken = event is not None and any(is_unread(value, self.events) for value, _ in event.reads)
+        if taken or not self._unread.isdisjoint(map(id, given)):
+            raise FieldNeeded("an operation whose outcome depends on the numbers of a field")
 
-    def _refuse_spoiling(self, event: Event) -> None:
-        """Raise NeedsField where what is made of a field that is not read is written to a tensor with numbers."""
-        if event.hollow and event.writes:
-            hollow = [value for value in self.values.values() if is_hollow(value, self.events)]
-            if event.writes - {storage_of(value.tensor) for value in hollow}:
-                raise NeedsField("a tensor is written by the numbers of a field")
+    def _refuse_unread_writes(self, event: Event) -> None:
+        """Raise FieldNeeded if an event writes results of an unread field to a tensor with data."""
+        if event.unread and event.writes:
+            unread = [value for value in self.values.values() if is_unread(value, self.events)]
+            if event.writes - {storage_of(value.tensor) for value in unread}:
+                raise FieldNeeded("a tensor is written by the numbers of a field")
 
     def _lost(self, tensor: Tensor, maker: Event | None) -> ConfigError:
         if self.current is not None and (called := _BACKWARD.get(self.current.func)):
@@ -314,22 +313,22 @@ class Observer(TorchFunctionMode):
         )
 
     def ran(self, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Note what an operator did, inside the event that runs now."""
+        """Record an operator in the event that runs now."""
         event = self.current
         if event is not None:
             event.computes = True
             event.random |= draws_at_random(operator, kwargs)
             event.decides |= torch.Tag.dynamic_output_shape in getattr(operator, "tags", ())
             event.writes |= self._born & {storage_of(tensor) for tensor in written(operator, args, kwargs)}
-        if self._hollow:
-            absent = [id(tensor) for tensor in tensors((args, kwargs)) if isinstance(tensor, Absent)]
-            if absent and self._hollow.issuperset(absent):
-                self._hollow.update(map(id, tensors(result)))
+        if self._unread:
+            placeholders = [id(tensor) for tensor in tensors((args, kwargs)) if isinstance(tensor, Placeholder)]
+            if placeholders and self._unread.issuperset(placeholders):
+                self._unread.update(map(id, tensors(result)))
         for tensor in tensors(result):
-            if id(tensor) not in self.values and self._owned(tensor) is None:  # as what is written in place
+            if id(tensor) not in self.values and self._owned(tensor) is None:  # not the result of an operation in place
                 self._made_by.setdefault(id(tensor), event)
                 self._alive.append(tensor)
-                # what the event itself makes may be written in it: that is nobody else's business
+                # writes to tensors that the event itself makes need not be recorded
                 if event is None:
                     self._born.add(storage_of(tensor))
 
@@ -361,7 +360,7 @@ class Observer(TorchFunctionMode):
 
 
 def name_of(func: Any) -> str:
-    """Return what to call a torch function, or a block, in a sentence."""
+    """Return the name of a torch function, or of a block, for messages."""
     if isinstance(func, nn.Module):
         return type(func).__name__
     return getattr(func, "__qualname__", None) or getattr(func, "__name__", None) or str(func)

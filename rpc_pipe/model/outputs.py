@@ -1,4 +1,4 @@
-"""What a prediction gives, and to which workers it goes."""
+"""The outputs of a prediction, and the workers that get them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from .microbatches import join_rows
 
 
 class Outputs:
-    """The way of outputs from where they are computed straight to who wants them.
+    """The workers that compute outputs, and those that want them.
 
     Args:
-        to: a worker, or several; None: all.
+        to: the worker or workers that want them; None: all.
 
     Attributes:
-        name: told to other workers, who must want the same.
+        name: compared with other workers, which must ask for the same.
         senders, takers: the workers that have outputs, and those that want them.
 
     Raises:
@@ -36,7 +36,7 @@ class Outputs:
 
     @staticmethod
     def joined(found: Iterable[list[Tree] | None]) -> Tree:
-        """Return what the workers of a process were given, in the order of microbatches; None: nothing."""
+        """Return the outputs that the workers of a process got, joined in the order of microbatches; None: none."""
         parts = next((each for each in found if each is not None), None)
         if parts is None:
             return None

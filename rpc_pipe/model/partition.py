@@ -1,4 +1,4 @@
-"""Cut a model into stages. A layer is the unit of cutting, of initial weights and of random numbers."""
+"""The partition of a list of layers. A layer is the unit of cutting, of initial weights and of random numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
-from .attached import attach
 from .cut import cut
-from .following import Following
-from .objects import is_object
+from .module_copies import ModuleCopies
+from .object_state import is_object
+from .parameter_hooks import copy_attachments
 from .skeleton import refuse_lazy
 from .ties import Ties, groups
 
@@ -32,7 +32,7 @@ LayerLike = nn.Module | Callable[[], nn.Module]
 
 @dataclass(frozen=True)
 class StageToBuild:
-    """What a builder is told about the stage to build."""
+    """The stage that a builder shall build."""
 
     index: int
     num_stages: int
@@ -54,16 +54,16 @@ class Builder(Protocol):
 Layered = nn.Sequential | Sequence[LayerLike] | Builder
 
 
-class Partition:
-    """A model that is a list of layers, and its cut.
+class LayerPartition:
+    """A list of layers (or a builder of stages), and its cut.
 
     Args:
-        split: number of layers of each stage; evenly by default.
-        loss_fn: what the last stage computes after its layers.
+        split: number of layers of each stage; None: as evenly as possible.
+        loss_fn: the loss function, which the last stage computes.
     """
 
     config = None
-    #: batches are pairs already
+    #: batches are pairs (inputs, targets) already
     pair: Callable[[Tree], tuple[Tree, Tree]] | None = None
 
     def __init__(
@@ -71,11 +71,11 @@ class Partition:
     ) -> None:
         self.loss_fn = loss_fn
         self._model: Layered | None = model
-        #: what has been built, of which a replica must not get the same
+        #: modules that have been built; a replica must not get the same objects
         self._made: set[nn.Module] = set()
-        self.following = Following()
+        self.module_copies = ModuleCopies()
         if isinstance(model, nn.Sequential):
-            self.following.watch(model)
+            self.module_copies.watch(model)
         self._num_stages = num_stages
         self._is_list = isinstance(model, (nn.Sequential, Sequence))
         if isinstance(model, (nn.Sequential, Sequence)):
@@ -88,7 +88,7 @@ class Partition:
         #: parameters that several stages hold -> those stages
         self.shared = self._ties.shared
         self.sharing = groups(self.shared, num_stages)
-        #: ids of modules that are in several stages, and of what several may write in attributes
+        #: ids of modules in several stages, and of attributes' objects that several stages may write
         listed = list(model) if isinstance(model, (nn.Sequential, Sequence)) else None
         self._held_by_several = frozenset[int]() if listed is None else _held_by_several(listed, self.ranges)
         self.block_names = [str(layer) for layer in range(self.num_layers)]
@@ -102,7 +102,7 @@ class Partition:
         return Layers(layers, self._ties.names, shared, self._common(layers))
 
     def _common(self, layers: Sequence[tuple[int, nn.Module]]) -> Common | None:
-        """Return what the layers of a stage have in common with those of others."""
+        """Return the modules and objects that the layers of a stage share with other stages; None: none."""
         if not self._held_by_several or not isinstance(self._model, (nn.Sequential, Sequence)):
             return None
         modules: dict[nn.Module, None] = {}
@@ -119,14 +119,14 @@ class Partition:
         return Common(list(modules), list(objects.values())) if modules or objects else None
 
     def build(self, stage: int, randomness: Randomness, route: int = 0) -> list[tuple[int, nn.Module]]:
-        """Build the layers of `stage`, and only those; return them with their index in the whole model.
+        """Build the layers of `stage` only; return them with their indices in the whole model.
 
         Args:
-            route: others than the first in this process, 0, get layers of their own, copied where the user made them.
+            route: 0 for the first replica in this process; others get layers of their own: copies of the user's.
         """
         layers, built = self._layers(stage, randomness)
         made = [_realize(layer, i, randomness) for i, layer in zip(layers, built, strict=True)]
-        # What a callable returns may have been made by the user, or be what it returned before.
+        # A callable may return a module that the user has made, or one that it has returned before.
         pairs = list(zip(built, made, strict=True))
         taken = [module for layer, module in pairs if (route > 0 if layer is module else module in self._made)]
         self._made.update(made)
@@ -136,9 +136,9 @@ class Partition:
             copies |= zip(tied, replicas(tied, parameters), strict=True)
         if route > 0:
             for module, copy_of in copies.items():
-                self.following.add(module, copy_of, runs=True)
+                self.module_copies.add(module, copy_of, runs=True)
         for module in {module for layer, module in pairs if layer is module} - copies.keys():
-            self.following.keep(module)
+            self.module_copies.refuse_new_parts(module)
         return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
 
     def _layers(self, stage: int, randomness: Randomness) -> tuple[Sequence[int], list[LayerLike]]:
@@ -161,25 +161,25 @@ class Partition:
 
     @property
     def given(self) -> Any:
-        """What the user has made, until it is released."""
+        """The user's model, until it is released."""
         return self._model
 
     @property
     def name(self) -> str:
-        """Of the model, until it is released."""
+        """The name of the model, until it is released."""
         return getattr(self._model, "__qualname__", type(self._model).__name__)
 
     def release(self) -> None:
-        """Let go of the model: what no stage here is made of may be freed."""
+        """Drop the reference to the model, so that layers of other processes can be freed."""
         self._model = None
         self._made.clear()
 
-    measured: Callable[[Tree], tuple[Tree, Tree]] | None = None
-    #: the first stage uses inputs, the last targets
+    pair_for_metric: Callable[[Tree], tuple[Tree, Tree]] | None = None
+    #: fields that stages do not use; the first stage of a list uses inputs, the last targets
     unused: Sequence[frozenset[Any]] = ()
 
     def observe(self, inputs: Tree, *, trained: bool) -> None:
-        """Layers are cut without a batch."""
+        """Do nothing: layers are cut without a batch."""
 
     def first_stage_of(self, parameter: str) -> int:
         """Return the stage that holds a parameter."""
@@ -192,12 +192,12 @@ class Partition:
         return inputs, None
 
     def place_of(self, name: str) -> Any:
-        """Return what sorts tensors as the model does."""
+        """Return a sort key that orders tensors as the model does."""
         layer, _, rest = name.partition(".")
         return int(layer), rest
 
     def output(self, tree: Tree) -> Tree:
-        """Return an output that has travelled as the model gives it."""
+        """Return an output in the type that the model returns."""
         return tree
 
 
@@ -213,16 +213,16 @@ def _held_by_several(layers: Sequence[object], ranges: Sequence[range]) -> froze
 
 
 def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = None) -> list[nn.Module]:
-    """Return copies of layers with all that they have, the hooks of their parameters included.
+    """Return copies of layers, hooks and attributes of their parameters included.
 
     Args:
-        parameters: ids of those that are copied; the copies of layers have all others, and buffers, in common with the
-            layers. None: all.
+        parameters: ids of the parameters to copy; other parameters, and buffers, are shared with the layers. None: all
+            are copied.
 
     Raises:
-        ConfigError: one cannot be copied.
+        ConfigError: a layer cannot be copied.
     """
-    # What every forward computes anew, as `torch.nn.utils.weight_norm` does, is an attribute that cannot be copied.
+    # deepcopy refuses attributes that every forward computes, as `torch.nn.utils.weight_norm` does.
     values = [value for layer in layers for module in layer.modules() for value in vars(module).values()]
     computed = [value for value in values if isinstance(value, Tensor) and not value.is_leaf]
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in computed}
@@ -243,15 +243,15 @@ def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = N
             ) from error
     for parameter in dict.fromkeys(parameter for layer in layers for parameter in layer.parameters()):
         if memo[id(parameter)] is not parameter:
-            attach(memo[id(parameter)], parameter, lambda value: copy.deepcopy(value, memo))
+            copy_attachments(memo[id(parameter)], parameter, lambda value: copy.deepcopy(value, memo))
     return copies
 
 
 def refuse_no_layer(layer: object, index: int) -> None:
-    """Refuse what is neither a module nor makes one.
+    """Refuse an item that is neither a module nor a callable.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: it is neither.
     """
     if not isinstance(layer, nn.Module) and not callable(layer):
         raise ConfigError(

@@ -1,4 +1,7 @@
-"""What one stage answers to every event of the forward: prepared once, followed by every microbatch of these shapes."""
+"""The script of a stage: for every event of the forward, whether the stage runs it or what it returns in its place.
+
+A script is made of one observation and followed by every microbatch of the same shapes (`scripted_forward`).
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,26 @@ from torch import Tensor
 
 from ..dependency import ConfigError
 from ..workers.compute.attributes import Attributes
-from .absent import Absent
 from .assignment import Assignment, Owners, Role
-from .hollow import Hollow, NeedsField
-from .observation import Event, Observation, Output, is_hollow
-from .promise import Promise, form_of
+from .buffer_users import BufferUsers
+from .observation import Event, Observation, Output, is_unread
+from .output_contract import OutputContract, form_of
+from .placeholder import Placeholder
 from .skeleton import Skeleton
 from .trees import Path, leaves, replaced
-from .users import Users
+from .unread_fields import FieldNeeded, UnreadField
 
-#: number of an output, path in it, tensor as it was observed (by its id)
+#: number of an output, path in it, id of the observed tensor
 _Place = tuple[int, Path, int]
 
 
-class Departed(BaseException):
-    """The forward left the script; not an Exception, so that no model swallows it.
+class Diverged(BaseException):
+    """The forward has diverged from the script. A BaseException, so that no model catches it.
 
     Args:
-        event: where.
-        func: what the model called there instead, or the block.
-        answer: or what it was told there instead.
+        event: index of the event.
+        func: the function or block that the model called there.
+        answer: the answer that it got there, if the call was as expected.
     """
 
     def __init__(self, event: int, func: Any, answer: Any = None) -> None:
@@ -39,18 +42,18 @@ class Departed(BaseException):
 
 
 @dataclass(eq=False, slots=True)
-class Cue:
+class ScriptLine:
     """What to do at one event.
 
     Args:
-        func: the torch function, or the block, that must be called here.
-        runs: whether to run it; otherwise `outputs` says what to return in its place.
-        swapped: what of that has a real counterpart on this stage.
-        noted: what of the result others need later.
-        promise: what of it others have been told already; None: there are none. For what a block leaves in attributes
-            the form of it stands in `outputs` in place of a tree.
-        said: what it must be called with beside tensors, where nothing computes what it returns; None: anything.
-        number: of the random operation at its position; 0 if it draws nothing.
+        func: the torch function or block that must be called here.
+        runs: whether to run it; otherwise `outputs` are returned in its place.
+        substituted: tensors of these outputs that this stage has.
+        recorded: tensors of the result that are needed later.
+        contract: what other stages take from the observation; None: nothing. Of attributes that a block sets,
+            `outputs` have the form in place of a tree.
+        static_arguments: the arguments besides tensors that it must have, if nothing computes its result; None: any.
+        number: number of the random operation at its position; 0: it draws nothing.
     """
 
     func: Any
@@ -61,21 +64,21 @@ class Cue:
     number: int
     answer: Any
     outputs: list[Output] = field(default_factory=list)
-    swapped: list[_Place] = field(default_factory=list)
-    noted: list[_Place] = field(default_factory=list)
-    promise: Promise | None = None
-    said: Any = None
+    substituted: list[_Place] = field(default_factory=list)
+    recorded: list[_Place] = field(default_factory=list)
+    contract: OutputContract | None = None
+    static_arguments: Any = None
 
 
 class Script:
-    """The cues of one stage.
+    """The script of one stage.
 
     Args:
-        observation: the forward that was observed; not kept.
-        users: hears which stages use what.
+        observation: the observed forward; not kept.
+        users: records which stages use which state.
 
     Raises:
-        NeedsField: the stage takes something that is made of a field that is not read here.
+        FieldNeeded: the stage needs the result of an unread field.
     """
 
     def __init__(
@@ -85,7 +88,7 @@ class Script:
         stage: int,
         cut: Sequence[range],
         owners: Owners,
-        users: Users,
+        users: BufferUsers,
     ) -> None:
         self._skeleton, self.stage = skeleton, stage
         assignment = Assignment(observation, cut, owners)
@@ -97,54 +100,56 @@ class Script:
         self.fields_written = observation.fields_written
         self._to_the_end = observation.to_the_end
         self._changed = observation.changed
-        #: whether it has been seen what a forward leaves that ends with the stage's last event
+        #: whether the attributes have been compared that a forward leaves which ends with the stage's last event
         self.is_settled = self.is_last or self._to_the_end
-        #: names of the weights and buffers that are written here, if only by what was there
+        #: names of the weights and buffers that are written here, even with equal values
         self.writes = {
             observation.stored[storage]
             for event, at in zip(observation.events, assignment.stage_of, strict=True)
             if at in (stage, None)
             for storage in event.writes & observation.stored.keys()
         }
-        #: questions whose answers others have been told
-        self._told = role.told
-        #: what arrives: observed tensor, shape, where it came from
-        self.takes = [
-            (id(value.tensor), value.tensor.shape, observation.events[value.made].where) for value, _ in role.takes
+        #: events whose observed answers other stages use
+        self._shared_answers = role.shared_answers
+        #: what arrives: (id of the observed tensor, shape, maker)
+        self.receives = [
+            (id(value.tensor), value.tensor.shape, observation.events[value.made].where) for value, _ in role.receives
         ]
-        #: where what is handed on, and what arrives, was made, in words
-        self.handed = ", ".join([observation.events[value.made].where for value, _ in role.hands])
-        self.taken = ", ".join([where for _, _, where in self.takes])
-        #: whether the next stage has been told
-        self.is_told = self.is_last
-        #: (observed tensor, place in what arrives, whether to copy it)
-        self.given = [(id(value.tensor), place, value in role.copied) for value, place in role.given.items()]
-        arrives = {version: place for place, version in enumerate(role.takes)}
-        #: place in what arrives, or the observed tensor
-        self.hands = [(arrives.get(version), id(version[0].tensor)) for version in role.hands]
+        #: makers of the tensors that are sent and received, as text
+        self.sent_from = ", ".join([observation.events[value.made].where for value, _ in role.sends])
+        self.received_from = ", ".join([where for _, _, where in self.receives])
+        #: whether these makers have been sent to the next stage
+        self.is_announced = self.is_last
+        #: (id of the observed tensor, place in what arrives, whether to copy it)
+        self.used = [(id(value.tensor), place, value in role.copied) for value, place in role.used.items()]
+        arrives = {version: place for place, version in enumerate(role.receives)}
+        #: (place in what arrives or None, id of the observed tensor)
+        self.sends = [(arrives.get(version), id(version[0].tensor)) for version in role.sends]
         self.fields = [(path, id(tensor)) for path, tensor in leaves(observation.fields)]
         self._stand_ins: dict[int, Tensor] = {}
-        # The observed tensors must live as long as their ids are used.
+        # The observed tensors are kept alive as long as their ids are used.
         self._alive = [value.tensor for value in observation.values]
-        self._hollow = _hollow(observation, role)
+        self._unread = _unread(observation, role)
         self._prepare(observation, assignment, role)
 
     def _prepare(self, observation: Observation, assignment: Assignment, role: Role) -> None:
-        given = {id(value.tensor) for value in role.given}
-        wanted = {key for place, key in self.hands if place is None}
+        given = {id(value.tensor) for value in role.used}
+        wanted = {key for place, key in self.sends if place is None}
         events = zip(observation.events, assignment.stage_of, strict=True)
-        runs = [not event.hollow if at is None else event.index in role.own for event, at in events]
+        runs = [not event.unread if at is None else event.index in role.own for event, at in events]
         for event in observation.events:
             if not runs[event.index]:
                 wanted |= {id(tensor) for output in event.outputs for _, tensor in leaves(output.tree)}
         real = {key for _, key in self.fields} | given
         real |= {id(value.tensor) for value in observation.values if runs[value.made]}
-        self.cues = [
-            self._cue(event, runs[event.index], role, given, wanted, real) for event in observation.events[:-1]
+        self.lines = [
+            self._line(event, runs[event.index], role, given, wanted, real) for event in observation.events[:-1]
         ]
 
-    def _cue(self, event: Event, runs: bool, role: Role, given: set[int], wanted: set[int], real: set[int]) -> Cue:
-        cue = Cue(
+    def _line(
+        self, event: Event, runs: bool, role: Role, given: set[int], wanted: set[int], real: set[int]
+    ) -> ScriptLine:
+        line = ScriptLine(
             func=event.module if event.is_block else event.func,
             position=event.position,
             is_block=event.is_block,
@@ -152,25 +157,25 @@ class Script:
             last=event.index == role.last and not self.is_last and not self._to_the_end,
             number=event.random if not event.is_block else 0,
             answer=event.answer,
-            promise=None if self.is_last else event.promise,
-            said=event.said,
+            contract=None if self.is_last else event.contract,
+            static_arguments=event.static_arguments,
         )
         for number, output in enumerate(event.outputs):
             found = [(number, path, id(tensor)) for path, tensor in leaves(output.tree)]
             if not runs:
-                cue.outputs.append(self._stand_in(output))
-                cue.swapped += [place for place in found if place[2] in real]
+                line.outputs.append(self._stand_in(output))
+                line.substituted += [place for place in found if place[2] in real]
             else:
                 if not event.is_block and event.index not in role.own:
-                    cue.swapped += [place for place in found if place[2] in given]
+                    line.substituted += [place for place in found if place[2] in given]
                 made = {id(value.tensor) for value in event.made}
-                cue.noted += [place for place in found if place[2] in (made & wanted) - given]
+                line.recorded += [place for place in found if place[2] in (made & wanted) - given]
                 form = form_of(output.tree) if output.name and not self.is_last else None
-                cue.outputs.append(Output(form, output.module, None, output.name, output.inside))
-        return cue
+                line.outputs.append(Output(form, output.module, None, output.name, output.inside))
+        return line
 
     def _stand_in(self, output: Output) -> Output:
-        """Return an output in which nothing has numbers or a history."""
+        """Return an output of placeholders without autograd graph."""
 
         def plain(tree: Any) -> Any:
             return replaced(tree, {path: self._plain(tensor) for path, tensor in leaves(tree)})
@@ -180,56 +185,59 @@ class Script:
     def _plain(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._stand_ins:
             self._alive.append(tensor)
-            if id(tensor) in self._hollow:
-                fake: Tensor = self._skeleton.shapes.like(tensor, kind=Hollow)
+            if id(tensor) in self._unread:
+                fake: Tensor = self._skeleton.placeholders.like(tensor, kind=UnreadField)
             else:
-                fake = tensor.detach() if isinstance(tensor, Absent) else self._skeleton.shapes.like(tensor)
+                fake = tensor.detach() if isinstance(tensor, Placeholder) else self._skeleton.placeholders.like(tensor)
             self._stand_ins[id(tensor)] = fake.requires_grad_(tensor.requires_grad)
         return self._stand_ins[id(tensor)]
 
     def settle(self, before: Attributes) -> bool:
-        """Tell whether the script's first forward, after `before`, has left the attributes that a whole one leaves.
+        """Return whether the script's first forward has left the same attributes as a whole forward.
 
-        If not, forwards run to the model's end from now on: what a model sets for some blocks (`block.eval()`) it may
-        put back behind others only, and what it counts for them it may write behind the last.
+        If not, forwards run to the model's end from now on: a model may restore behind later blocks what it sets for
+        earlier ones (`block.eval()`), or update a counter behind the last block.
+
+        Args:
+            before: the attributes before that forward.
         """
         self.is_settled = True
-        own = {module for cue in self.cues if cue.is_block and cue.runs for module in cue.func.modules()}
+        own = {module for line in self.lines if line.is_block and line.runs for module in line.func.modules()}
         changed = before.changed_places()
         if changed <= self._changed and {place for place in self._changed if place[0] in own} <= changed:
             return True
         self._to_the_end = True
-        for cue in self.cues:
-            cue.last = False
+        for line in self.lines:
+            line.last = False
         return False
 
-    def suits(self, payload: Sequence[Tensor]) -> bool:
-        """Whether what arrives is what it takes; on other ways through the forward other tensors may cross."""
-        return [shape for _, shape, _ in self.takes] == [tensor.shape for tensor in payload]
+    def accepts(self, payload: Sequence[Tensor]) -> bool:
+        """Return whether what arrives has the shapes of this script; on another path other tensors may cross."""
+        return [shape for _, shape, _ in self.receives] == [tensor.shape for tensor in payload]
 
     def check(self, payload: Sequence[Tensor]) -> None:
-        """Raise ConfigError if the stage before has gone another way."""
-        if len(payload) != len(self.takes):
+        """Raise ConfigError if the stage before has taken another path."""
+        if len(payload) != len(self.receives):
             raise ConfigError(
                 f"model: stage {self.stage - 1} handed on {len(payload)} tensors where stage {self.stage} takes "
-                f"{len(self.takes)}: the forward goes another way there on the same inputs; it must depend on its "
+                f"{len(self.receives)}: the forward goes another way there on the same inputs; it must depend on its "
                 f"inputs alone"
             )
 
-    def check_handed(self, handed: str) -> None:
-        """Raise ConfigError if what the stage before says it hands on is not what this one takes."""
-        if handed != self.taken:
+    def check_sources(self, handed: str) -> None:
+        """Raise ConfigError if the stage before has sent other tensors than this one expects, by their makers."""
+        if handed != self.received_from:
             raise ConfigError(
                 f"model: stage {self.stage - 1} hands on what was made at {handed}, and stage {self.stage} takes it "
-                f"for what was made at {self.taken}: the forward goes another way there; it must depend on its inputs "
-                f"alone"
+                f"for what was made at {self.received_from}: the forward goes another way there; it must depend on its "
+                f"inputs alone"
             )
 
-    def refuse_untold(self, event: int, answer: Any) -> None:
-        """Raise ConfigError if other stages go by another answer, which they were told when it was observed."""
-        if event in self._told:
+    def refuse_other_answer(self, event: int, answer: Any) -> None:
+        """Raise ConfigError if other stages use the observed answer of an event with another answer now."""
+        if event in self._shared_answers:
             found, observed = (
-                tuple(each) if isinstance(each, torch.Size) else each for each in (answer, self.cues[event].answer)
+                tuple(each) if isinstance(each, torch.Size) else each for each in (answer, self.lines[event].answer)
             )
             raise ConfigError(
                 f"model: something behind stage {self.stage} asks for the form of a tensor that a block made there and "
@@ -237,32 +245,32 @@ class Script:
                 f"the block return a tensor that says it, or cut elsewhere"
             )
 
-    def admits(self, departed: Departed) -> bool:
-        """Whether this script goes the way on which another was left."""
-        if departed.event >= len(self.cues):
+    def allows(self, diverged: Diverged) -> bool:
+        """Return whether this script agrees with the path on which another was left."""
+        if diverged.event >= len(self.lines):
             return False
-        cue = self.cues[departed.event]
-        return bool(cue.func == departed.func) and (departed.answer is None or agrees(cue.answer, departed.answer))
+        line = self.lines[diverged.event]
+        return bool(line.func == diverged.func) and (diverged.answer is None or agrees(line.answer, diverged.answer))
 
 
 def agrees(expected: Any, found: Any) -> bool:
-    """Whether what a question was answered, or the shape of a result, is as it was observed."""
+    """Return whether an answer, or the shape of a result, is as it was observed."""
     if isinstance(found, Tensor):
         found = found.shape
     return bool(type(expected) is type(found) and expected == found)
 
 
-def _hollow(observation: Observation, role: Role) -> set[int]:
-    """Return the tensors (their ids) that have no numbers here because fields are not read.
+def _unread(observation: Observation, role: Role) -> set[int]:
+    """Return the ids of the tensors that have no data here because of unread fields.
 
     Raises:
-        NeedsField: the stage takes one of them.
+        FieldNeeded: the stage reads one of them.
     """
     events = observation.events
     for event in events:
-        taken = (event.hollow and event.checkpoint) or event.index in role.own
-        if taken and any(is_hollow(value, events) for value, _ in event.reads):
-            raise NeedsField(f"{event.where} takes a field")
-    return {id(value.tensor) for value in observation.values if is_hollow(value, events)} | {
-        id(tensor) for _, tensor in leaves(observation.fields) if isinstance(tensor, Absent)
+        taken = (event.unread and event.checkpoint) or event.index in role.own
+        if taken and any(is_unread(value, events) for value, _ in event.reads):
+            raise FieldNeeded(f"{event.where} takes a field")
+    return {id(value.tensor) for value in observation.values if is_unread(value, events)} | {
+        id(tensor) for _, tensor in leaves(observation.fields) if isinstance(tensor, Placeholder)
     }

@@ -1,5 +1,7 @@
-"""A copy of a model in which parameters are placeholders until someone puts real ones there, and whose blocks tell
-who runs the forward that they are called."""
+"""A copy of a model with placeholders for parameters, whose blocks report their calls to the running forward.
+
+The observer and the scripted forward run on skeletons. A stage puts its own parameters into one.
+"""
 
 from __future__ import annotations
 
@@ -19,72 +21,74 @@ from ..dependency import ConfigError
 from ..dependency.errors import first_sentence
 from ..workers.compute.attributes import Attributes
 from ..workers.compute.inner_state import OF_TORCH
-from .absent import Absent, Shapes
+from .placeholder import Placeholder, PlaceholderFactory
 from .trees import at, leaves
 
-#: what a mark is called among the blocks
+#: name of a mark among the blocks
 MARK = "pipe_split()"
 
 
-class Run(Protocol):
-    """A forward that runs now, as seen by the blocks."""
+class RunningForward(Protocol):
+    """A running forward, as the blocks use it."""
 
     def block(self, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Answer the call of a block; `forward` is its own."""
+        """Return the result of a call of a block; `forward` is the block's own."""
 
 
 class Skeleton:
-    """A model's modules with fake parameters (shapes, no numbers) in place of the model's own, by the model's names.
+    """A copy of a model's modules with placeholders for parameters, by the model's names.
 
     Args:
-        model: left as it is; its buffers are copied.
-        device: of the placeholders, and where the copied buffers go.
+        model: not changed; its buffers are copied.
+        device: device of placeholders and copied buffers.
 
     Raises:
         ConfigError: the model cannot be copied.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self.shapes = Shapes()
+        self.placeholders = PlaceholderFactory()
         self.device = device
         self.module = self._copied(model)
         modules = list(self.module.named_modules())
-        #: name in the unsplit model (the first, where it has several) -> what stands there now
+        #: name in the unsplit model (the first, if it has several) -> the present parameter
         self.parameters: dict[str, nn.Parameter] = {}
         self._places: dict[str, list[tuple[nn.Module, str]]] = {}
-        #: lists and dicts that hold one besides, and where
-        self._held: dict[str, list[tuple[Any, Any]]] = {}
+        #: name -> (list or dict that also holds the parameter, index or key)
+        self._in_containers: dict[str, list[tuple[Any, Any]]] = {}
         self._names = {id(module): name for name, module in modules}
         self._note_places(modules)
         self._fakes = dict(self.parameters)
         self.blocks: list[nn.Module] = []
-        #: what stood where the blocks' calls are told: attribute, and what it was
+        #: of each block, the attribute that has been wrapped, and its value before
         self._forwards: list[tuple[str, Callable[..., Any] | None]] = []
-        #: stands for a call of torch's `pipe_split()`, which counts as a block that does nothing if `marked`
+        #: the block of calls of torch's `pipe_split()`, which count as calls of an empty block if `marked`
         self.mark = nn.Identity()
         self.marked = False
         self._names[id(self.mark)] = MARK
-        #: who runs a forward now; None: blocks run as they are
-        self.run: Run | None = None
-        #: copies of buffers that stand there for a while
-        self._standing: list[tuple[nn.Module, str, Tensor]] = []
-        #: modules that have been seen to change attributes of theirs in a forward
+        #: the running forward; None: blocks run on their own
+        self.run: RunningForward | None = None
+        #: copies of buffers that are in use during `with_placeholders`
+        self._buffer_copies: list[tuple[nn.Module, str, Tensor]] = []
+        #: modules whose attributes a forward has changed
         self.counting: set[nn.Module] = set()
-        #: buffers in whose place a forward has been seen to put others
+        #: buffers that a forward has replaced by other tensors
         self.exchanged: dict[tuple[nn.Module, str], None] = {}
 
     def _copied(self, model: nn.Module) -> nn.Module:
-        modules = list(model.named_modules())  # listed once: it takes long
+        modules = list(model.named_modules())  # once, since it is slow
         _refuse_modules(modules, type(model).__name__)
         memo: dict[int, Any] = {}
         for _, module in modules:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in memo:
-                    memo[id(parameter)] = self.shapes.parameter_like(parameter, self.device)
+                    memo[id(parameter)] = self.placeholders.parameter_like(parameter, self.device)
             for value in vars(module).values():
-                if type(value) in (OrderedDict, set) and not value:  # of hooks: most of a deep copy's time
+                # Empty containers of hooks take most of the time of a deepcopy; what every forward computes, as
+                # weight_norm does, is refused by it.
+                if type(value) in (OrderedDict, set) and not value:
                     memo[id(value)] = type(value)()
-                elif isinstance(value, Tensor) and not value.is_leaf:  # computed anew by every forward: weight_norm
+                elif isinstance(value, Tensor) and not value.is_leaf:
                     memo[id(value)] = value.detach().clone()
         try:
             return copy.deepcopy(model, memo)
@@ -95,7 +99,7 @@ class Skeleton:
             ) from None
 
     def _note_places(self, modules: Sequence[tuple[str, nn.Module]]) -> None:
-        """Move buffers to the device; note where parameters are held, and by which names."""
+        """Move buffers to the device; record where parameters are held, and by which names."""
         names: dict[int, str] = {}
         for prefix, module in modules:
             for name, buffer in module._buffers.items():
@@ -109,53 +113,53 @@ class Skeleton:
         for _, module in modules:
             for attribute, value in vars(module).items():
                 if type(value) in (list, dict) and attribute not in OF_TORCH:
-                    self._note_held(value, names)
+                    self._note_container(value, names)
 
     def all_tensors(self) -> list[Tensor]:
-        """Return the parameters and buffers that stand there now."""
+        """Return the present parameters and buffers."""
         return [*self.parameters.values(), *self.module.buffers()]
 
     def path_of(self, module: nn.Module) -> str:
-        """Return a module's name in the model, empty for the model itself."""
+        """Return a module's name in the model; "" for the model itself."""
         path: str = self._names[id(module)]
         return path
 
     def name_of(self, module: nn.Module) -> str:
-        """Return what to call a module in a sentence."""
+        """Return a module's name for messages."""
         return self.path_of(module) or type(module).__name__
 
     def place_of(self, name: str) -> tuple[nn.Module, str]:
-        """Return the module that has a parameter or a buffer, and what it calls it."""
+        """Return the module that has a parameter or buffer, and its name there."""
         module, _, attribute = name.rpartition(".")
         return self.module.get_submodule(module), attribute
 
     def owned(self, name: str) -> Tensor:
-        """Return a parameter or a buffer, whatever stands there now."""
+        """Return the present parameter or buffer of a name."""
         found: Tensor = getattr(*self.place_of(name))
         return found
 
     def put(self, parameters: dict[str, nn.Parameter]) -> None:
-        """Let real parameters stand where placeholders stood; by name."""
+        """Replace parameters, by name."""
         for name, parameter in parameters.items():
             for module, attribute in self._places[name]:
                 setattr(module, attribute, parameter)
-            for held, key in self._held.get(name, ()):
+            for held, key in self._in_containers.get(name, ()):
                 held[key] = parameter
             self.parameters[name] = parameter
 
-    def _note_held(self, held: Any, names: dict[int, str]) -> None:
+    def _note_container(self, held: Any, names: dict[int, str]) -> None:
         for path, tensor in leaves(held):
             inside = at(held, path[:-1])
             if id(tensor) in names and type(inside) in (list, dict):
-                self._held.setdefault(names[id(tensor)], []).append((inside, path[-1][1]))
+                self._in_containers.setdefault(names[id(tensor)], []).append((inside, path[-1][1]))
 
     @contextmanager
-    def without_numbers(self) -> Iterator[Attributes]:
-        """Put placeholders back for a while, and copies of all buffers, which a forward may write.
+    def with_placeholders(self) -> Iterator[Attributes]:
+        """Return a context in which all parameters are placeholders and all buffers copies, which a forward may write.
 
-        Attributes that change meanwhile, such as counters, are put back too; the context is what they were.
+        Attributes that change in it, such as counters, are restored; it yields their state before.
         """
-        real = {name: p for name, p in self.parameters.items() if not isinstance(p, Absent)}
+        real = {name: p for name, p in self.parameters.items() if not isinstance(p, Placeholder)}
         for name, parameter in real.items():
             self._fakes[name].requires_grad_(parameter.requires_grad)
         buffers = [(m, n, b) for m in self.module.modules() for n, b in m._buffers.items() if b is not None]
@@ -166,13 +170,13 @@ class Skeleton:
         copies = {id(buffer): buffer.clone() for _, _, buffer in buffers}
         for module, name, buffer in buffers:
             module._buffers[name] = copies[id(buffer)]
-        self._standing = [(module, name, copies[id(buffer)]) for module, name, buffer in buffers]
+        self._buffer_copies = [(module, name, copies[id(buffer)]) for module, name, buffer in buffers]
         try:
             yield before
         finally:
             changed = before.changed()
             self.counting |= changed | before.put_back()
-            self._standing = []
+            self._buffer_copies = []
             self.put(real)
             for parameters, name, version in held:  # of the weights, where several are in use
                 parameters[name] = version
@@ -180,46 +184,52 @@ class Skeleton:
                 module._buffers[name] = buffer
 
     def replaced_buffers(self) -> list[tuple[nn.Module, str]]:
-        """Return the buffers in whose place a forward without numbers has put others."""
-        return [(module, name) for module, name, copy in self._standing if module._buffers.get(name) is not copy]
+        """Return the buffers that the forward in `with_placeholders` has replaced."""
+        return [(module, name) for module, name, copy in self._buffer_copies if module._buffers.get(name) is not copy]
 
     def choose(self, blocks: Sequence[nn.Module]) -> None:
-        """Let `blocks` be the modules that tell whoever runs the forward that they are called."""
+        """Choose the modules that report their calls to the running forward."""
         for block, (name, forward) in zip(self.blocks, self._forwards, strict=True):
             vars(block)[name] = forward
         self.blocks = list(blocks)
-        self._forwards = [("_compiled_call_impl", None) if _sees_ends(b) else ("forward", b.forward) for b in blocks]
+        self._forwards = [
+            ("_compiled_call_impl", None) if _has_backward_hooks(b) else ("forward", b.forward) for b in blocks
+        ]
         for block in self.blocks:
             self._wrap(block)
 
     def refuse_hooks(self) -> None:
-        """Refuse modules around the blocks whose backward hooks would have to see what passes through several stages.
+        """Refuse backward hooks of modules that contain blocks of several stages.
 
         Raises:
-            ConfigError: there is one.
+            ConfigError: there is such a module.
         """
         for module in self.module.modules():
-            if _sees_ends(module) and module not in self.blocks and any(m in self.blocks for m in module.modules()):
+            if (
+                _has_backward_hooks(module)
+                and module not in self.blocks
+                and any(m in self.blocks for m in module.modules())
+            ):
                 raise ConfigError(
                     f"model: a backward hook of {self.name_of(module)} would have to see what goes into the first of "
                     f"its blocks and comes out of the last; register it on a block, or on a module inside one"
                 )
 
     def _wrap(self, block: nn.Module) -> None:
-        # Backward hooks see what goes into a call and what comes out: they are inside of what is told.
-        name = "_compiled_call_impl" if _sees_ends(block) else "forward"
-        forward: Callable[..., Any] = block._call_impl if _sees_ends(block) else block.forward
+        # Backward hooks wrap the inputs and outputs of a call, so they must run inside the reported call.
+        name = "_compiled_call_impl" if _has_backward_hooks(block) else "forward"
+        forward: Callable[..., Any] = block._call_impl if _has_backward_hooks(block) else block.forward
 
         @wraps(forward)
-        def told(*args: Any, **kwargs: Any) -> Any:
-            # Without a run: backward computes a forward again, or the block is called inside another one.
+        def reported(*args: Any, **kwargs: Any) -> Any:
+            # Without a running forward: backward recomputes, or the block is called inside another block.
             return forward(*args, **kwargs) if self.run is None else self.run.block(block, forward, args, kwargs)
 
-        vars(block)[name] = told  # a compiled module would hand an attribute on to the module inside
+        vars(block)[name] = reported  # setattr on a compiled module would set the attribute of the module inside
 
     @contextmanager
     def inside_block(self, mode: TorchFunctionMode) -> Iterator[None]:
-        """Return a context in which the running forward sees neither torch functions nor blocks."""
+        """Return a context in which neither torch functions nor blocks are reported."""
         run, self.run = self.run, None
         if _get_current_function_mode() is not mode:
             raise ConfigError("model: calls its blocks under a torch function mode of its own, which cannot be cut")
@@ -232,16 +242,16 @@ class Skeleton:
 
 
 def is_mark(func: Any) -> bool:
-    """Tell whether a torch function is `torch.distributed.pipelining.pipe_split`."""
+    """Return whether a torch function is `torch.distributed.pipelining.pipe_split`."""
     return getattr(func, "_qualified_op_name", "") == "pippy::_pipe_split"
 
 
-def _sees_ends(module: nn.Module) -> bool:
+def _has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> None:
-    """Refuse modules, by name, of which no copy with other weights can be made."""
+    """Refuse modules that cannot be copied with other weights; `modules` are (name, module)."""
     for name, module in modules:
         if module._compiled_call_impl is not None:
             raise ConfigError(
@@ -262,15 +272,15 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
             refuse_lazy(module, name or whole)
 
 
-def refuse_lazy(module: nn.Module, said: str) -> None:
-    """Refuse parameters that get their shapes from the first batch: an optimizer needs them before.
+def refuse_lazy(module: nn.Module, where: str) -> None:
+    """Refuse lazy parameters, whose shapes are unknown when the optimizer is made.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: the module has one.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise ConfigError(
-                f"model: {name} of {said} ({type(module).__name__}) has no shape before a first forward; run one, or "
+                f"model: {name} of {where} ({type(module).__name__}) has no shape before a first forward; run one, or "
                 "use a layer whose sizes are given"
             )

@@ -1,4 +1,4 @@
-"""What the end of a step asks for: known from the training's options, and from what came out of the steps before."""
+"""What updates must know of other stages at the end of a step, by the options and the results of earlier steps."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from ..workers.compute.updating import Training
 
 
 class StepEnd:
-    """What updates must know of other stages, step by step; all workers come to the same.
+    """Decides step by step what updates must know of other stages; all workers decide the same.
 
     Args:
-        post_validation: whether updates may be made before the norm of all gradients is known; None: as the schedule
-            says.
+        post_validation: whether updates may precede the norm of all gradients (and be undone); None: the schedule's
+            own choice.
 
     Raises:
-        ConfigError: they cannot, although it is wanted.
+        ConfigError: post-validation is wanted and impossible.
     """
 
     def __init__(
@@ -30,21 +30,21 @@ class StepEnd:
                 "for no norm, or must not overflow; leave it out"
             )
         self._validates = possible and (spec.post_validation if post_validation is None else post_validation)
-        #: by stage, those that hold some of its parameters too; known when the model has been cut
+        #: by stage, the stages that share parameters with it; known when the model has been cut
         self.sharing: tuple[tuple[int, ...], ...] = ()
-        # Whether the loss is given as sums, so that updates wait for its weight, is known after the first step; and
-        # it is clipped often at first.
+        # Only the first step shows whether the loss is a sum with a weight, for which updates wait; and clipping is
+        # frequent at first.
         self._asked = Asked(weight=True, norms=max_grad_norm is not None or scaled)
 
     def updates(self, step: int) -> bool:
-        """Tell whether training step `step` ends with an update."""
+        """Return whether training step `step` ends with an update."""
         return (step + 1) % self._accumulate == 0
 
     def asked(self, step: int, *, streamed: bool) -> Asked:
         """Return what the updates of training step `step` must know.
 
         Args:
-            streamed: whether the next step may begin before it has ended; if not, an early update helps nobody.
+            streamed: whether the next step may begin before this one has ended; if not, an early update saves nothing.
         """
         if not self.updates(step):
             asked = self._asked._replace(norms=False, validated=False)
@@ -52,7 +52,7 @@ class StepEnd:
             asked = self._asked._replace(validated=self._asked.validated and streamed)
         return asked_of(self._spec, asked._replace(sharing=self.sharing))
 
-    def told(self, result: Result) -> None:
-        """Take note of what a step came to: who was clipped in one step is likely to be in the next."""
+    def observe_result(self, result: Result) -> None:
+        """Record the result of a step: after a clipped step the next is likely to be clipped too."""
         quiet = self._validates and result.norm_tensor is not None and not clips(self._max_norm, result.norm_tensor)
         self._asked = self._asked._replace(weight=result.summed, validated=quiet)

@@ -1,7 +1,7 @@
-"""Parameters that layers of a list share, and what becomes of them where the layers are cut apart.
+"""Parameters that layers of a list share across a cut (tied weights).
 
-Each stage holds a parameter of its own by the first of the names that it has in the unsplit model; their gradients are
-summed before every update, so they stay alike.
+Each stage has a copy by the parameter's first name in the unsplit model. The copies' gradients are summed before every
+update, so the copies stay equal.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from torch import nn
 
 from ..dependency import ConfigError
 from ..workers.compute.inner_state import has_generator
-from .attached import refuse_hooks
+from .parameter_hooks import refuse_hooks
 
 
 class Ties:
     """What the layers of a list share across a cut.
 
     Args:
-        layers: those that are modules are looked into; what others build is theirs alone.
+        layers: modules are searched; layers that callables build share nothing.
         ranges: the layers of each stage.
 
     Attributes:
-        names: `<layer>.<name>` of a parameter -> what the unsplit model calls it first, where that is something else.
-        shared: parameters that several stages hold -> those stages.
+        names: `<layer>.<name>` of a parameter -> its first name in the unsplit model, if that differs.
+        shared: parameter that several stages hold -> these stages.
 
     Raises:
-        ConfigError: a module that has buffers or a generator is in several stages, or a hook would see a part of a
+        ConfigError: a module with buffers or a generator is in several stages, or a hook would see a part of a
             gradient.
     """
 
@@ -68,10 +68,10 @@ class Ties:
             refuse_hooks(parameters[name], name, stages)
 
     def copied(self, stage: int, layers: Iterable[tuple[int, nn.Module]]) -> tuple[list[nn.Module], set[int]]:
-        """Return the layers of a stage that hold what an earlier one trains too, and the ids of those parameters.
+        """Return the layers of a stage that share parameters with an earlier stage, and the ids of these parameters.
 
         Args:
-            layers: with their indices in the whole model.
+            layers: the layers with their indices in the whole model.
         """
         earlier = {name for name, stages in self.shared.items() if min(stages) < stage}
         found: list[nn.Module] = []
@@ -85,7 +85,7 @@ class Ties:
 
 
 def groups(shared: Mapping[str, Sequence[int]], num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return for each stage those that it shares parameters with, and itself; none if no parameter is shared."""
+    """Return, by stage, the stages that share parameters with it, itself included; empty if none are shared."""
     holders = shared.values()
     found = [{s for stages in holders if stage in stages for s in stages} for stage in range(num_stages)]
     return tuple(tuple(sorted(group)) for group in found) if holders else ()

@@ -1,6 +1,6 @@
-"""Tensors inside what a model's modules pass to each other: containers, dataclasses and plain objects.
+"""Trees of tensors in the values that modules pass to each other: containers, dataclasses and plain objects.
 
-What travels between workers is narrower (`workers.transport.payload`): only the tensors found here.
+Payloads between workers (`workers.transport.payload`) allow fewer types; they carry only the tensors found here.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 Path = tuple[tuple[str, Any], ...]
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, type, torch.dtype, torch.device, torch.Size)
-#: objects whose attributes belong to the model or to Python, not to what is passed
+#: types whose attributes are not searched
 _CLOSED = (nn.Module, torch.Generator, FunctionType, BuiltinFunctionType, MethodType, ModuleType)
 
 
 def leaves(tree: Any) -> Iterator[tuple[Path, Tensor]]:
-    """Yield every tensor of `tree` with its path, in a fixed order; what is met twice on a path's way is left out."""
+    """Yield every tensor of `tree` with its path, in a fixed order; cycles are cut."""
     return _leaves(tree, (), set())
 
 
@@ -35,7 +35,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def _collect(tree: Any, found: list[Tensor], above: set[int]) -> None:
-    # As `_leaves`, without paths: every operator's arguments go through here.
+    # Like `_leaves`, without paths, for speed: it is called for every operator.
     if isinstance(tree, Tensor):
         found.append(tree)
     elif not isinstance(tree, PLAIN) and id(tree) not in above:
@@ -78,7 +78,7 @@ def at(tree: Any, path: Path) -> Any:
 
 
 def replaced(tree: Any, new: Mapping[Path, Any]) -> Any:
-    """Return a copy of `tree` with what is at some paths replaced; what lies beside those paths is shared."""
+    """Return a copy of `tree` with new values at some paths; everything beside these paths is shared."""
     if () in new:
         return new[()]
     below: dict[tuple[str, Any], dict[Path, Any]] = {}

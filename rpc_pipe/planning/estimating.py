@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..dependency import B, F, G, I, Kind, R, U, W
-from ..model.made import Made
+from ..model.user_model import UserModel
 from ..workers.compute.split_backward import Saved
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
@@ -54,11 +54,11 @@ def operations_a_ms(device: str) -> float:
     return 2 * _MATRIX_SIDE**3 / (1e3 * best)
 
 
-def estimate_layers(made: Made, batch: Tree, speed: float, optimizer: OptimizerFactory) -> list[LayerCost]:
+def estimate_layers(user_model: UserModel, batch: Tree, speed: float, optimizer: OptimizerFactory) -> list[LayerCost]:
     """Estimate each layer of a list. `speed` in operations a millisecond."""
-    inputs, target = made.pair(_on_meta(batch))
+    inputs, target = user_model.pair(_on_meta(batch))
     costs: list[LayerCost] = []
-    layers = made.layers()
+    layers = user_model.layers()
     count = len(layers)
     for i, made_layer in enumerate(layers):
         with torch.device("meta"):
@@ -68,8 +68,8 @@ def estimate_layers(made: Made, batch: Tree, speed: float, optimizer: OptimizerF
         saved = Saved()
         with _OperationCounter() as counter, saved.hooks():
             outputs = layer(inputs)
-            if i == count - 1 and made.loss_fn is not None:
-                made.loss_fn(outputs, target)
+            if i == count - 1 and user_model.loss_fn is not None:
+                user_model.loss_fn(outputs, target)
         crossing = num_bytes(outputs) if i < count - 1 else 0
         name = f"{i} {type(layer).__name__}"
         named = list(layer.named_parameters())
@@ -82,10 +82,10 @@ def estimate_layers(made: Made, batch: Tree, speed: float, optimizer: OptimizerF
     return costs
 
 
-def estimate_whole(made: Made, batch: Tree, speed: float, optimizer: OptimizerFactory) -> list[LayerCost]:
+def estimate_whole(user_model: UserModel, batch: Tree, speed: float, optimizer: OptimizerFactory) -> list[LayerCost]:
     """Estimate each block of any other model. The blocks run one at a time, with uninitialised weights."""
-    args, kwargs = made.call(batch)
-    observed = made.observe(args, kwargs)
+    args, kwargs = user_model.call(batch)
+    observed = user_model.observe(args, kwargs)
     cut = [range(i, i + 1) for i in range(observed.num_blocks)]
     payload: Sequence[Tensor] = ()
     costs = []

@@ -1,8 +1,8 @@
 """The profile of a user's model: times and bytes by block, measured for microbatches of several sizes.
 
 A list of layers is measured layer by layer. Any other module is cut where its own forward calls its blocks
-(`model.observed`), and each block is measured as a stage of its own. What a stage computes besides its block (masks,
-positions) is the time by which all these stages together exceed the whole model, divided among them.
+(`model.observed_model`), and each block is measured as a stage of its own. What a stage computes besides its block
+(masks, positions) is the time by which all these stages together exceed the whole model, divided among them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..dependency import B, ConfigError, F, G, I, Kind, PipeError, R, U, W
-from ..model.made import Made, load, resized, rows_of
+from ..model.user_model import UserModel, load_user_model, resize_batch, rows_of
 from ..workers.compute.allocator import keep_freed_memory
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
@@ -31,7 +31,7 @@ from .profile import LayerCost, Profile, Tie
 from .update_times import Barrier, BlockParameters, PeerOutOfMemoryError, Synchronize, with_update_times
 from .working_memory import Forward
 
-__all__ = ["OPTIMIZERS", "Made", "load", "profile_model", "rows_of", "signature"]
+__all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "rows_of", "signature"]
 
 #: called with (blocks measured so far, their total number)
 Progress = Callable[[int, int], None]
@@ -54,16 +54,16 @@ OPTIMIZERS: dict[str, OptimizerFactory] = {
 }
 
 
-def signature(made: Made, *more: Any) -> str:
+def signature(user_model: UserModel, *more: Any) -> str:
     """Return a hash of the model's structure, of which parameters are trained, of its batch's shapes, and of `more`."""
-    parts = [_name(made)]
-    for layer in made.layers() if made.is_layers else [made.model]:
+    parts = [_name(user_model)]
+    for layer in user_model.layers() if user_model.is_layers else [user_model.model]:
         if isinstance(layer, nn.Module):
             parts += [f"{name}{tuple(p.shape)}{p.dtype}{p.requires_grad}" for name, p in layer.named_parameters()]
             parts += [f"{type(part).__name__}{_settings_of(part)}" for part in layer.modules()]
         else:
             parts.append(_function_name(layer))
-    parts += [f"{tuple(t.shape)}{t.dtype}" for t in tensors_of(made.batch)]
+    parts += [f"{tuple(t.shape)}{t.dtype}" for t in tensors_of(user_model.batch)]
     return hashlib.sha256("|".join([*parts, *map(str, more)]).encode()).hexdigest()[:16]
 
 
@@ -80,13 +80,13 @@ def _function_name(thing: Any) -> str:
     return getattr(thing, "__qualname__", type(thing).__name__)
 
 
-def _name(made: Made) -> str:
-    model = made.model
-    return type(model).__name__ if isinstance(model, nn.Module) or made.is_layers else _function_name(model)
+def _name(user_model: UserModel) -> str:
+    model = user_model.model
+    return type(model).__name__ if isinstance(model, nn.Module) or user_model.is_layers else _function_name(model)
 
 
 def profile_model(
-    made: Made,
+    user_model: UserModel,
     rows: Sequence[int],
     *,
     device: str = "cpu",
@@ -119,22 +119,30 @@ def profile_model(
         keep_freed_memory()  # as workers do
     for number, count in enumerate(sorted(set(rows))):
         of = partial(_advance, tell, number, len(set(rows)))
-        batch = resized(made.batch, count)
+        batch = resize_batch(user_model.batch, count)
         found: _Measured | None = None
-        with _named_errors(made):
+        with _named_errors(user_model):
             if not estimate:
-                attempt = partial(_measure, made, batch, device, factory, repeats, of, at_least)
+                attempt = partial(_measure, user_model, batch, device, factory, repeats, of, at_least)
                 found = _all_or_none(attempt, barrier)
             if found is None:
-                estimated = estimate_layers if made.is_layers else estimate_whole
-                measured[count] = estimated(made, batch, operations_a_ms(device), factory)
+                estimated = estimate_layers if user_model.is_layers else estimate_whole
+                measured[count] = estimated(user_model, batch, operations_a_ms(device), factory)
             else:
                 measured[count], around, ties = found
     measured = _with_one_update(measured)
-    if made.is_layers:
-        ties = _ties_of_layers(made)
+    if user_model.is_layers:
+        ties = _ties_of_layers(user_model)
     around = {kind: around.get(kind, 0) + RUNTIME_MS for kind in (F, B, I, W, R)}
-    return Profile(measured, around, ties, _name(made), signature(made, device, optimizer), device, rows_of(made.batch))
+    return Profile(
+        measured,
+        around,
+        ties,
+        _name(user_model),
+        signature(user_model, device, optimizer),
+        device,
+        rows_of(user_model.batch),
+    )
 
 
 def _with_one_update(measured: Mapping[int, Sequence[LayerCost]]) -> dict[int, list[LayerCost]]:
@@ -162,16 +170,22 @@ def _all_or_none(attempt: Callable[[Barrier], _Measured], barrier: Barrier) -> _
 
 
 def _measure(
-    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Progress, at_least: int,
+    user_model: UserModel,
+    batch: Tree,
+    device: str,
+    optimizer: OptimizerFactory,
+    repeats: int,
+    tell: Progress,
+    at_least: int,
     barrier: Barrier,
-) -> _Measured:  # fmt: skip
-    if made.is_layers:
-        return _measure_layers(made, batch, device, optimizer, repeats, barrier), {}, ()
-    return _measure_whole(made, batch, device, optimizer, repeats, tell, at_least, barrier)
+) -> _Measured:
+    if user_model.is_layers:
+        return _measure_layers(user_model, batch, device, optimizer, repeats, barrier), {}, ()
+    return _measure_whole(user_model, batch, device, optimizer, repeats, tell, at_least, barrier)
 
 
 @contextmanager
-def _named_errors(made: Made) -> Iterator[None]:
+def _named_errors(user_model: UserModel) -> Iterator[None]:
     """Turn an error of the model on its own batch into one that names the model.
 
     Raises:
@@ -183,7 +197,7 @@ def _named_errors(made: Made) -> Iterator[None]:
         raise
     except Exception as error:
         what = ", ".join(line.strip() for line in traceback.format_exception_only(error))
-        raise ConfigError(f"model {_name(made)}: cannot be measured on its batch: {what}") from error
+        raise ConfigError(f"model {_name(user_model)}: cannot be measured on its batch: {what}") from error
 
 
 def _advance(tell: Progress, number: int, of: int, done: int, total: int) -> None:
@@ -196,12 +210,12 @@ def _synchronize(device: str) -> Synchronize:
 
 
 def _measure_layers(
-    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, barrier: Barrier
+    user_model: UserModel, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, barrier: Barrier
 ) -> list[LayerCost]:
-    inputs, target = made.pair(batch)
-    layers = [(layer if isinstance(layer, nn.Module) else layer()).to(device) for layer in made.layers()]
+    inputs, target = user_model.pair(batch)
+    layers = [(layer if isinstance(layer, nn.Module) else layer()).to(device) for layer in user_model.layers()]
     costs = measure_layers(
-        layers, _to(inputs, device), target=_to(target, device), loss_fn=made.loss_fn, optimizer=optimizer,
+        layers, _to(inputs, device), target=_to(target, device), loss_fn=user_model.loss_fn, optimizer=optimizer,
         repeats=repeats, synchronize=_synchronize(device), barrier=barrier,
     )  # fmt: skip
     names = [f"{i} {type(layer).__name__}" for i, layer in enumerate(layers)]
@@ -212,11 +226,11 @@ def _to(tree: Tree, device: str) -> Tree:
     return map_tensors(tree, lambda tensor: tensor.to(device))
 
 
-def _ties_of_layers(made: Made) -> tuple[Tie, ...]:
+def _ties_of_layers(user_model: UserModel) -> tuple[Tie, ...]:
     """Return the ties of layers that share parameters. Stages have whole layers, so these must be in one stage."""
     seen: dict[nn.Parameter, int] = {}
     ties: dict[tuple[int, int], float] = {}
-    for i, layer in enumerate(made.layers()):
+    for i, layer in enumerate(user_model.layers()):
         for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
             first = seen.setdefault(parameter, i)
             if first != i:
@@ -228,11 +242,17 @@ def _ties_of_layers(made: Made) -> tuple[Tie, ...]:
 
 
 def _measure_whole(
-    made: Made, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, tell: Progress, at_least: int,
+    user_model: UserModel,
+    batch: Tree,
+    device: str,
+    optimizer: OptimizerFactory,
+    repeats: int,
+    tell: Progress,
+    at_least: int,
     barrier: Barrier,
-) -> _Measured:  # fmt: skip
-    args, kwargs = made.call(_to(batch, device))
-    observed = made.observe(args, kwargs, at_least)
+) -> _Measured:
+    args, kwargs = user_model.call(_to(batch, device))
+    observed = user_model.observe(args, kwargs, at_least)
     cut = [range(i, i + 1) for i in range(observed.num_blocks)]
     payload: Sequence[Tensor] = ()
     blocks: list[TimedBlock] = []
@@ -242,7 +262,7 @@ def _measure_whole(
     total = (1 + repeats) * (len(cut) + 1)
     for i in range(len(cut)):
         stage = observed.build(i, cut, device)
-        run = _stage_forward(made, stage, payload, args, kwargs, batch, last=i == len(cut) - 1)
+        run = _stage_forward(user_model, stage, payload, args, kwargs, batch, last=i == len(cut) - 1)
         named.append(list(stage.named_parameters()))
         for name, parameter in named[-1]:
             holders.setdefault(name, ([], parameter))[0].append(i)
@@ -253,7 +273,7 @@ def _measure_whole(
         payload = outputs if i < len(cut) - 1 else ()
         tell(i + 1, total)
     stage = observed.build(0, [range(observed.num_blocks)], device)
-    run = _stage_forward(made, stage, (), args, kwargs, batch, last=True)
+    run = _stage_forward(user_model, stage, (), args, kwargs, batch, last=True)
     whole = TimedBlock(run, [p for _, p in stage.named_parameters()], _synchronize(device))
     whole.run()
     time_blocks([*blocks, whole], repeats, lambda done: tell(len(cut) + 1 + done, total))
@@ -294,7 +314,7 @@ def _ties(holders: Mapping[str, tuple[list[int], nn.Parameter]], costs: Sequence
 
 
 def _stage_forward(
-    made: Made, stage: Any, payload: Sequence[Tensor], args: Any, kwargs: Any, batch: Tree, *, last: bool
+    user_model: UserModel, stage: Any, payload: Sequence[Tensor], args: Any, kwargs: Any, batch: Tree, *, last: bool
 ) -> Forward:
     def forward() -> tuple[list[Tensor], Tree, list[Tensor]]:
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in payload]
@@ -302,6 +322,6 @@ def _stage_forward(
         differentiable = [tensor for tensor in leaves if tensor.requires_grad]
         if not last:
             return differentiable, output, [tensor for tensor in output if tensor.requires_grad]
-        return differentiable, (), [made.loss(output, batch)]
+        return differentiable, (), [user_model.loss(output, batch)]
 
     return forward

@@ -11,8 +11,8 @@ from torch import nn
 
 from rpc_pipe import Pipeline
 from rpc_pipe.data import Loader, dataset
-from rpc_pipe.model.hollow import NeedsField
-from rpc_pipe.model.observed import observe
+from rpc_pipe.model.observed_model import observe
+from rpc_pipe.model.unread_fields import FieldNeeded
 
 
 class Columns(dict):
@@ -226,5 +226,5 @@ def test_what_is_done_to_a_field_that_is_not_read_must_be_what_was_seen():
         payload = observed.build(0, cut).forward((), (), batch)
         assert torch.equal(stage.forward(payload, args, kwargs), model(**batch))
         stage.module.length = 2
-        with pytest.raises(NeedsField, match="is called with other numbers, and takes a field"):
+        with pytest.raises(FieldNeeded, match="is called with other numbers, and takes a field"):
             stage.forward(payload, args, kwargs)

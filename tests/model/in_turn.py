@@ -11,8 +11,8 @@ import unsplit_models as models
 from torch import Tensor, nn
 
 from rpc_pipe.model.cut import cut
-from rpc_pipe.model.observed import Observed
-from rpc_pipe.model.stage import ObservedStage
+from rpc_pipe.model.observed_model import ObservedModel
+from rpc_pipe.model.observed_stage import ObservedStage
 from rpc_pipe.model.trees import leaves, tensors
 
 
@@ -68,7 +68,7 @@ def in_turn(stages: list[ObservedStage], *args: Any, seed: Any = None, **kwargs:
     return Outcome(output, loss.detach(), total)
 
 
-def stages_of(observed: Observed, count: int) -> list[ObservedStage]:
+def stages_of(observed: ObservedModel, count: int) -> list[ObservedStage]:
     ranges = cut(observed.num_blocks, count)
     return [observed.build(stage, ranges) for stage in range(count)]
 

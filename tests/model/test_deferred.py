@@ -13,9 +13,9 @@ import unsplit_models as models
 from torch import Tensor, nn
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.model.absent import Absent
-from rpc_pipe.model.deferred import Deferred
-from rpc_pipe.model.observed import observe
+from rpc_pipe.model.deferred import DeferredModel
+from rpc_pipe.model.observed_model import observe
+from rpc_pipe.model.placeholder import Placeholder
 
 
 class Elaborate(nn.Module):
@@ -71,8 +71,8 @@ def test_each_stage_computes_what_the_model_would_be():
 
 
 def test_what_is_no_parameter_is_there_on_every_stage():
-    made = Deferred(Elaborate, 0).model
-    assert isinstance(made.layers[0][0].weight, Absent)
+    made = DeferredModel(Elaborate, 0).model
+    assert isinstance(made.layers[0][0].weight, Placeholder)
     assert torch.equal(made.table, Elaborate().table)
     assert made.chosen["signs"].abs().min() == 1
 
@@ -83,7 +83,7 @@ def test_a_function_leaves_the_generators_as_they_were():
     expected = torch.rand(2), numpy.random.rand()
     torch.manual_seed(1)
     numpy.random.seed(1)
-    Deferred(Elaborate, 0)
+    DeferredModel(Elaborate, 0)
     assert torch.equal(torch.rand(2), expected[0])
     assert numpy.random.rand() == expected[1]
 
@@ -109,7 +109,7 @@ def test_what_has_no_numbers_is_refused_unless_it_is_to_be_loaded():
 MEASURE = """
 import torch
 from torch import nn
-from rpc_pipe.model.observed import observe
+from rpc_pipe.model.observed_model import observe
 
 def make(width):
     return lambda: nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(16)))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from rpc_pipe.dependency import ConfigError, PipeError
-from rpc_pipe.model.observed import observe
+from rpc_pipe.model.observed_model import observe
 from rpc_pipe.pipeline import Pipeline
 
 

@@ -15,7 +15,7 @@ from unkind_layers import WIDTH, Penalty
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.cut import cut
-from rpc_pipe.model.observed import observe
+from rpc_pipe.model.observed_model import observe
 from rpc_pipe.workers.compute.randomness import preserved
 
 

@@ -11,7 +11,7 @@ from in_turn import assert_same, floats, ids, in_turn, stages_of, uncut
 from torch import Tensor, nn
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.model.observed import observe
+from rpc_pipe.model.observed_model import observe
 
 
 def test_a_stage_holds_what_it_needs_under_the_names_of_the_whole():
@@ -21,9 +21,9 @@ def test_a_stage_holds_what_it_needs_under_the_names_of_the_whole():
     assert observed.shared(ranges) == {"embed.weight": [0, 1]}
     first, second = observed.stages(ranges)
     assert [block.name for block in first.blocks] == ["encoder.0", "encoder.1", "encoder.2"]
-    assert [(tensor.shape, tensor.num_bytes) for tensor in first.hands_on] == [((2, 5, 8), 320)]
+    assert [(tensor.shape, tensor.num_bytes) for tensor in first.sends] == [((2, 5, 8), 320)]
     assert {name.split(".")[0] for name in second.parameters} == {"embed", "decoder"}
-    assert not second.hands_on
+    assert not second.sends
     stages = [observed.build(i, ranges) for i in range(2)]
     assert [stage.names for stage in stages] == [first.parameters, second.parameters]
     own = dict(stages[0].named_parameters())
@@ -54,7 +54,7 @@ def test_a_cut_moves_to_where_the_fewest_bytes_cross(wide):
             return x
 
     first, _ = observe(Changing(), [floats(3, 8)]).stages([range(1), range(1, 2)])
-    assert [tensor.shape for tensor in first.hands_on] == [(3, 8)]
+    assert [tensor.shape for tensor in first.sends] == [(3, 8)]
 
 
 class Asks(models.Nested):
@@ -190,7 +190,7 @@ def test_more_blocks_are_looked_for_where_more_are_wanted():
 
 
 def test_forms_that_have_not_come_for_long_are_forgotten(monkeypatch):
-    monkeypatch.setattr("rpc_pipe.model.stage._MOST_FORMS", 2)
+    monkeypatch.setattr("rpc_pipe.model.observed_stage._MOST_FORMS", 2)
     (stage,) = stages_of(observe(models.Nested(), [floats(1, 6)]), 1)
     for rows in (1, 2, 1, 3, 1):
         stage.forward((), [floats(rows, 6)], {})

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.cut import cut
-from rpc_pipe.model.observed import observe
+from rpc_pipe.model.observed_model import observe
 from rpc_pipe.pipeline import Pipeline
 
 

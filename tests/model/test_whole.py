@@ -14,7 +14,7 @@ from in_turn import CASES, PADDED, floats, ids, loss_of
 from torch import Tensor, nn
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.model.whole import loss_of_output
+from rpc_pipe.model.call_form import loss_of_output
 from rpc_pipe.pipeline import Pipeline
 
 SGD = partial(torch.optim.SGD, lr=0.001, momentum=0.9)

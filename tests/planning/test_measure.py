@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from rpc_pipe.dependency import F, G, U, W
-from rpc_pipe.model.made import Made
+from rpc_pipe.model.user_model import UserModel
 from rpc_pipe.planning import update_times
 from rpc_pipe.planning.block_timing import TimedBlock, _forward, measure_layers, time_blocks
 from rpc_pipe.planning.profile import Chain
@@ -112,7 +112,7 @@ def test_what_a_backward_reads_is_no_longer_in_the_caches(monkeypatch, walk, ord
 def test_where_memory_suffices_to_some_workers_only_all_estimate():
     """Those that it suffices to would wait for the others at their next round of update_times."""
     x, told = torch.randn(4, 8), []
-    made = Made([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], (x, x), nn.functional.mse_loss)
+    made = UserModel([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], (x, x), nn.functional.mse_loss)
 
     def is_estimated(others):
         told.clear()
@@ -139,7 +139,7 @@ def test_where_memory_suffices_to_some_workers_only_all_estimate():
 
 def test_an_update_takes_as_long_whatever_the_rows():
     x = torch.randn(4, 64)
-    made = Made([nn.Linear(64, 64)] * 2, (x, x), nn.functional.mse_loss)
+    made = UserModel([nn.Linear(64, 64)] * 2, (x, x), nn.functional.mse_loss)
     measured = profile_model(made, [1, 2, 4], repeats=1).measured
     assert {len({costs[block].times[kind] for costs in measured.values()}) for block in (0, 1) for kind in (U, G)} == {
         1
@@ -158,5 +158,5 @@ def test_a_profile_is_of_what_is_trained_and_of_how_blocks_compute(change):
 
     changed = net()
     same = change(changed) is None and changed[0].weight.requires_grad and changed[1].p == 0.1
-    names = [signature(Made(model, (x, x), nn.functional.mse_loss)) for model in (net(), changed)]
+    names = [signature(UserModel(model, (x, x), nn.functional.mse_loss)) for model in (net(), changed)]
     assert (names[0] == names[1]) is same

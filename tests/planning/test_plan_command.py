@@ -11,7 +11,7 @@ from torch import nn
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.drawing.plans import front_svg
-from rpc_pipe.model.made import Made, load, resized, rows_of
+from rpc_pipe.model.user_model import UserModel, load_user_model, resize_batch, rows_of
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.plan import Plan, read_plan
 from rpc_pipe.planning.profile import from_json
@@ -111,11 +111,11 @@ def test_a_plan_is_run_as_it_says(model, capsys, tmp_path):
     drawn = capsys.readouterr().out
     assert "proven" in drawn and "…" not in drawn
     plan = read_plan(out)
-    made = load(f"{model}:make")
+    made = load_user_model(f"{model}:make")
     with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
         assert pipe.num_workers == 2 and pipe.spec.num_microbatches == plan.num_microbatches
         assert [len(layers) for layers in pipe.partition.ranges] == list(plan.cut)
-        pipe.step(resized(made.batch, 8))
+        pipe.step(resize_batch(made.batch, 8))
     with pytest.raises(ConfigError, match="leave them out"):
         Pipeline(made.model, made.loss_fn, plan=plan, num_microbatches=2)
     with pytest.raises(ConfigError, match="plan is for 2 workers"):
@@ -126,7 +126,7 @@ def test_a_plan_of_another_model_is_said_to_be_one(model, caplog, tmp_path):
     """It said nothing of the model, so that one of another with as many blocks ran without a word."""
     out = tmp_path / "plan.json"
     main(["plan", f"{model}:make", "--alone", "--workers", "2", "--output", str(out)])
-    made = load(f"{model}:make")
+    made = load_user_model(f"{model}:make")
     with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
         pipe.step(made.batch)
     assert not caplog.messages, "the model that was planned, though a Sequential has buffers nowhere"
@@ -270,7 +270,7 @@ def test_a_profile_says_what_blocks_take_and_hold(model, capsys):
 
 def test_a_model_is_estimated_without_running_it():
     layers = [nn.Linear(256, 256) for _ in range(3)]
-    made = Made(layers, (torch.randn(4, 256), torch.randn(4, 256)), nn.functional.mse_loss)
+    made = UserModel(layers, (torch.randn(4, 256), torch.randn(4, 256)), nn.functional.mse_loss)
     found = profile_model(made, [64], estimate=True).measured[64]
     assert [cost.size.weights for cost in found] == [4 * (256 * 256 + 256)] * 3
     assert found[1].size.outputs == 64 * 256 * 4 and found[1].size.optimizer == pytest.approx(
@@ -281,8 +281,8 @@ def test_a_model_is_estimated_without_running_it():
 def test_a_batch_is_made_larger_or_smaller_by_its_rows():
     batch = {"ids": torch.arange(6).view(3, 2), "scale": torch.tensor(2.0)}
     assert rows_of(batch) == 3
-    assert resized(batch, 4)["ids"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
-    assert resized(batch, 2)["scale"] == 2
+    assert resize_batch(batch, 4)["ids"].tolist() == [[0, 1], [2, 3], [4, 5], [0, 1]]
+    assert resize_batch(batch, 2)["scale"] == 2
 
 
 def test_the_picture_has_scales_and_no_name_upon_another():

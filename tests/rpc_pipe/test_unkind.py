@@ -17,7 +17,7 @@ from unkind_layers import EMA, WIDTH, Bounded, Linear, OwnHooks, Product
 
 from rpc_pipe import pipeline as module
 from rpc_pipe.dependency import ConfigError, WorkerFailure
-from rpc_pipe.model.partition import Partition
+from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.compute.randomness import Randomness
@@ -140,7 +140,7 @@ def test_a_callable_that_returns_what_is_there_gives_no_two_replicas_one_layer()
 
 def test_a_pipeline_lets_go_of_layers_that_it_does_not_hold():
     """In a job a worker kept the layers of all stages alive, if they were given as modules."""
-    partition = Partition(nn.Sequential(Linear(), Linear()), 2)
+    partition = LayerPartition(nn.Sequential(Linear(), Linear()), 2)
     ((_, mine),) = partition.build(0, Randomness(0))
     other = weakref.ref(partition.build(1, Randomness(0))[0][1])
     partition.release()

@@ -9,7 +9,7 @@ from torch import nn
 
 from rpc_pipe import Pipeline
 from rpc_pipe.dependency import ConfigError, WorkerFailure
-from rpc_pipe.model.habits import Habits
+from rpc_pipe.model.api_advice import ApiAdvice
 from rpc_pipe.workers.compute.foreign import Foreign
 
 SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
@@ -233,7 +233,7 @@ def test_habits_of_other_frameworks_are_answered_by_what_to_write(call, message)
 
 
 def test_an_error_inside_of_a_property_is_not_taken_for_a_missing_name():
-    class Made(Habits):
+    class Made(ApiAdvice):
         @property
         def loss(self):
             return torch.inside

@@ -1,4 +1,4 @@
-"""Make the shards of a worker: their slices of the model, and what trains them."""
+"""Making of a worker's shards: slices of the model with their optimizers."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.stash import StashingShard
 from ..workers.compute.updating import Training
 from .arguments import refuse_sums
-from .elsewhere import refuse_untrained
-from .partition import Layered, Partition
-from .whole import Whole, WholeLike, is_whole
+from .observed_partition import ModuleOrFactory, ObservedPartition, needs_observation
+from .partition import Layered, LayerPartition
+from .stale_weights import refuse_stale_weights
 
-#: everything that can be cut
-Model = Layered | WholeLike
+#: every kind of model that a pipeline takes
+Model = Layered | ModuleOrFactory
 
 
-def cuttable(
+def make_partition(
     model: Model,
     loss_fn: LossFn | None,
     num_stages: int,
@@ -36,14 +36,14 @@ def cuttable(
     *,
     blocks: str | Sequence[str] | None,
     seed: int,
-) -> Partition | Whole:
-    """Return what cuts a model: between its layers, or where its own forward calls its blocks.
+) -> LayerPartition | ObservedPartition:
+    """Return the partition of a model: between its layers, or where its own forward calls its blocks.
 
     Raises:
-        ConfigError: it cannot be cut, or lacks a loss.
+        ConfigError: the model cannot be cut, or there is no loss.
     """
-    if is_whole(model):
-        whole = Whole(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
+    if needs_observation(model):
+        whole = ObservedPartition(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
         if training.deferred_batch_norm:
             defer(whole.modules())
         return whole
@@ -51,11 +51,11 @@ def cuttable(
         raise ConfigError(f"blocks {blocks!r}: the model is a list of layers, which are its blocks; leave it out")
     if loss_fn is None:
         raise ConfigError("loss_fn is None: layers compute no loss; pass one, such as nn.functional.cross_entropy")
-    return Partition(model, num_stages, split, loss_fn)  # type: ignore[arg-type]
+    return LayerPartition(model, num_stages, split, loss_fn)  # type: ignore[arg-type]
 
 
 @contextmanager
-def measuring(shards: Iterable[Shard], metric: LossFn | None) -> Iterator[None]:
+def with_metric(shards: Iterable[Shard], metric: LossFn | None) -> Iterator[None]:
     """Return a context in which the last stage computes `metric` instead of the loss; None: the loss."""
     refuse_sums(metric, "metric")
     last = [] if metric is None else [(shard, shard.loss_fn) for shard in shards if shard.loss_fn is not None]
@@ -75,18 +75,18 @@ def measuring(shards: Iterable[Shard], metric: LossFn | None) -> Iterator[None]:
 
 
 class ShardMaker:
-    """Makes shards, alike on every worker."""
+    """Makes shards, with the same initial weights on every worker."""
 
     def __init__(
         self,
-        model: Partition | Whole,
+        model: LayerPartition | ObservedPartition,
         seed: int,
         training: Training,
     ) -> None:
         self._model = model
         self.seed = seed
         self._training = training
-        #: digests of the initial weights that replicas must have alike, as `Call.weights`
+        #: digests of the initial weights, which must be equal in all replicas, for `Call.weights`
         self.weights = ""
 
     def hosted(
@@ -95,8 +95,8 @@ class ShardMaker:
         """Return the shards of `worker`, on `device`, by (stage, route).
 
         Args:
-            here: the workers of this process. Of a stage that they hold by several routes the first computes by the
-                user's own modules, which he may change between two steps, and the others by copies.
+            here: the workers of this process. If they hold a stage by several routes, the first uses the user's own
+                modules, which the user may change between two steps, and the others use copies.
         """
         randomness = Randomness(self.seed, device)
         first: dict[int, int] = {}
@@ -105,9 +105,9 @@ class ShardMaker:
         return {(s, r): self._make(spec, s, r, randomness, r - first[s]) for s, r in spec.hosted(worker)}
 
     def end(self, shards: Sequence[Shard]) -> None:
-        """All shards of this process have been made: let go of the model."""
-        refuse_untrained(self._model.given, [parameter for shard in shards for parameter in shard.parameters()])
-        self._model.following.begin()
+        """Record the state of the user's modules and drop the model, when all shards of this process have been made."""
+        refuse_stale_weights(self._model.given, [parameter for shard in shards for parameter in shard.parameters()])
+        self._model.module_copies.begin()
         self._model.release()
 
     def _make(self, spec: Spec, stage: int, route: int, randomness: Randomness, replica: int) -> Shard:

@@ -1,6 +1,7 @@
-"""Refuses to compute by hand, or in another pipeline, with weights that other processes train.
+"""Refusal of forwards that would use stale weights, called by hand or by another pipeline.
 
-In a job a user's model has the trained weights of this process's stages; the others are what they were before.
+In a job of several processes, a user's model has the trained weights of this process's stages only; all others still
+have their values from before.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from ..workers.compute.by_hand import OfWeight
 from ..workers.compute.digest import digest
 
 
-class _Untrained:
-    """Weights of a module that other processes train, and whether they are what was trained.
+class _StaleWeights:
+    """The weights of a module that only other processes train.
 
     Args:
-        weights: by name.
-        here: those that this process trains, of the whole model.
+        weights: these, by name.
+        here: the weights of the whole model that this process trains.
     """
 
     def __init__(self, weights: dict[str, nn.Parameter], here: Sequence[nn.Parameter]) -> None:
@@ -38,10 +39,10 @@ class _Untrained:
         return [(_state(weight), digest([weight])) for weight in self._weights.values()]
 
     def refuse(self) -> None:
-        """Refuse them, unless nothing has been trained, or what was trained has been loaded since.
+        """Refuse their use, unless nothing has been trained or trained values have been loaded since.
 
         Raises:
-            ConfigError: they are from before.
+            ConfigError: they are stale.
         """
         if self._trained == [_state(parameter()) for parameter in self._here]:
             return
@@ -57,31 +58,31 @@ class _Untrained:
 
 
 class _Refusal:
-    """A forward pre-hook of a user's module; copies of the module, and files, have one that refuses nothing."""
+    """A forward pre-hook of a user's module. Copies of the module and pickles of it have one that refuses nothing."""
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self._module = None if module is None else ref(module)
-        #: one of each pipeline of it
-        self.untrained: list[_Untrained] = []
+        #: one entry for each pipeline of the module
+        self.stale: list[_StaleWeights] = []
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self._module is not None and module is self._module():
-            for each in self.untrained:
+            for each in self.stale:
                 each.refuse()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _Refusal, ()
 
 
-def refuse_untrained(model: nn.Module | Iterable[Any], here: Sequence[nn.Parameter]) -> None:
-    """Let modules that a user has given refuse to be called with weights that only other processes train.
+def refuse_stale_weights(model: nn.Module | Iterable[Any], here: Sequence[nn.Parameter]) -> None:
+    """Make a user's modules refuse calls that would use weights which only other processes train.
 
     Args:
-        model: as it was given, or its layers.
+        model: the user's model or list of layers.
         here: the parameters that this process trains.
 
     Raises:
-        ConfigError: another worker of a pipeline before has trained some of them.
+        ConfigError: another worker of an earlier pipeline has trained some of them.
     """
     known, trained = set(here), [parameter for parameter in here if parameter.requires_grad]
     for prefix, module in _modules(model):
@@ -93,7 +94,7 @@ def refuse_untrained(model: nn.Module | Iterable[Any], here: Sequence[nn.Paramet
         if weights and trained and not isinstance(module, torch.jit.ScriptModule):  # which takes no hooks
             if refusal is None:
                 module.register_forward_pre_hook(refusal := _Refusal(module))
-            refusal.untrained.append(_Untrained(weights, trained))
+            refusal.stale.append(_StaleWeights(weights, trained))
 
 
 def _state(parameter: Tensor | None) -> tuple[int, ...]:
@@ -101,7 +102,7 @@ def _state(parameter: Tensor | None) -> tuple[int, ...]:
 
 
 def _modules(model: Any) -> list[tuple[str, nn.Module]]:
-    """Return all modules, each with what stands before the names of its parameters."""
+    """Return all modules, each with the prefix of its parameters' names."""
     if isinstance(model, nn.Module):
         named = list(model.named_modules())
     elif isinstance(model, Sequence):

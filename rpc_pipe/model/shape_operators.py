@@ -1,7 +1,6 @@
-"""Operators whose results are a function of shapes alone, which torch's kernels for meta tensors know.
+"""The operators that placeholders run on meta tensors: their results' shapes, strides and dtypes are those on a CPU.
 
-Fake tensors find out for every operator how it is to be treated, which takes many times longer. A test compares all
-with what real tensors give.
+Fake tensors support all operators but are many times slower. A test compares each of these with real tensors.
 """
 
 from __future__ import annotations
@@ -41,20 +40,20 @@ _CONSTRUCTORS = """
 
 
 def _named(text: str) -> Iterator[Any]:
-    for said in text.split():
-        name, overload = said.split(".")
+    for full_name in text.split():
+        name, overload = full_name.split(".")
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None and overload in packet.overloads():
             yield getattr(packet, overload)
 
 
-def _takes_numbers(operator: Any) -> bool:
-    # Of the running means of a batch normalisation nothing is returned.
+def _takes_data(operator: Any) -> bool:
+    # The aliased arguments of a batch normalisation are its running means, which it does not return.
     is_batch_norm = operator is torch.ops.aten.native_batch_norm.default
     return is_batch_norm or not any(argument.alias_info for argument in operator._schema.arguments)
 
 
-#: each with whether it may take tensors that have numbers: its results are not views of those
-OPERATORS = {operator: _takes_numbers(operator) for operator in _named(_OPERATORS)}
-#: what makes tensors from nothing
+#: operator -> whether its arguments may be real tensors too: if its results are no views of them
+OPERATORS = {operator: _takes_data(operator) for operator in _named(_OPERATORS)}
+#: operators without tensor arguments
 CONSTRUCTORS = frozenset(_named(_CONSTRUCTORS))

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rpc_pipe.model.absent import Absent, Shapes, on_shapes, storage_of
-from rpc_pipe.model.of_shapes import OPERATORS
+from rpc_pipe.model.placeholder import Placeholder, PlaceholderFactory, on_shapes, storage_of
+from rpc_pipe.model.shape_operators import OPERATORS
 from rpc_pipe.model.trees import mapped, tensors
 
 aten = torch.ops.aten
@@ -67,10 +67,10 @@ def form(tensor: Tensor):
 @pytest.mark.parametrize("operator", OPERATORS, ids=lambda operator: operator.name())
 def test_operators_of_shapes_alone_make_the_forms_that_real_ones_do(operator, layout):
     real = mapped(arguments(operator, layout), torch.clone)
-    shapes = Shapes()
+    shapes = PlaceholderFactory()
     given = mapped(real, shapes.like)
     made, expected = on_shapes(operator, given, {}), operator(*real)
-    assert all(isinstance(tensor, Absent) for tensor in tensors(made))
+    assert all(isinstance(tensor, Placeholder) for tensor in tensors(made))
     assert [form(t) for t in tensors(made)] == [form(t) for t in tensors(expected)]
 
     def from_whom(results, given):

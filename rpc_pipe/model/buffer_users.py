@@ -1,7 +1,7 @@
-"""Which stages use what the model keeps, over all the ways that its forwards go.
+"""The stages that use each parameter and buffer, over all paths of the forward.
 
-Each stage has a copy of the model's buffers. What a forward writes on one stage another stage does not see: not the one
-that uses it in the same forward, and not one that uses it where the forward goes another way, as in evaluation.
+Each stage has a copy of the model's buffers, so a buffer that one stage writes must not be used by another, neither in
+the same forward nor on another path, as in evaluation.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from ..dependency import ConfigError
 from .assignment import Assignment
 
 
-class Users:
-    """What was seen of forwards so far."""
+class BufferUsers:
+    """The users of parameters and buffers in the forwards that were observed so far."""
 
     def __init__(self) -> None:
-        #: parameter or buffer -> the stages that use it; None: all
+        #: parameter or buffer -> the stages that use it; None stands for all stages
         self._users: dict[str, set[int | None]] = {}
         self._written: set[str] = set()
 
     def note(self, assignment: Assignment) -> None:
-        """Hear of another way.
+        """Add another path of the forward.
 
         Raises:
-            ConfigError: what is written on one stage is used on another.
+            ConfigError: a state that one stage writes is used by another.
         """
         for name, stages in assignment.users.items():
             self._users.setdefault(name, set()).update(stages)

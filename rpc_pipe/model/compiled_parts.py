@@ -1,4 +1,4 @@
-"""What workers run for batches of so many microbatches, compiled once for each."""
+"""The compiled parts of workers, cached by number of microbatches and what a step needs."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from dataclasses import replace
 from ..dependency import Asked, Part, Spec, check, entries
 
 
-class Programs:
-    """Parts of some workers.
+class CompiledParts:
+    """A cache of the parts of this process's workers.
 
     Args:
-        workers: those of this process; `spec` has been checked for them.
+        workers: these; `spec` has been checked for them.
     """
 
     def __init__(self, spec: Spec, workers: Sequence[int]) -> None:
@@ -31,7 +31,7 @@ class Programs:
             chained: returns it, as for `entries`.
 
         Raises:
-            ScheduleError: so many microbatches cannot run.
+            ScheduleError: the schedule cannot run this number of microbatches.
         """
         if num_microbatches not in self._plans:
             spec = replace(self._spec, num_microbatches=num_microbatches)

@@ -1,4 +1,4 @@
-"""One forward on shapes, from which generators, buffers, attributes and inputs come back as they were."""
+"""The observation of one forward on shapes, which leaves generators, buffers, attributes and inputs unchanged."""
 
 from __future__ import annotations
 
@@ -18,43 +18,43 @@ from ..dependency import ConfigError
 from ..dependency.errors import first_sentence
 from ..dependency.garbage import uncollected
 from ..workers.compute.randomness import Randomness, preserved, python_state, python_too
-from .absent import quiet
-from .carried import look
+from .carried_state import find_carried_state
 from .frames import is_of_model
-from .hollow import Hollow, NeedsField, observable
-from .objects import Objects
+from .object_state import ObjectState
 from .observation import Observation
 from .observer import Observer
+from .placeholder import quiet
 from .skeleton import Skeleton
 from .trees import mapped, tensors
+from .unread_fields import FieldNeeded, UnreadField, observable
 
 
 @uncollected()
 def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Observation:
-    """Run the model once on shapes and return what it did; generators, buffers and inputs are left as they were.
+    """Run the model once on shapes and return the record.
 
     Raises:
         ConfigError: the model does something that stages could not do alike; the text names it.
-        NeedsField: it goes by numbers of a field that is not read here, and for which something hollow stands.
+        FieldNeeded: it needs the data of a field that is not read here.
     """
     skeleton.refuse_hooks()
     given = mapped((tuple(args), dict(kwargs)), observable)
     cache = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)  # a cast of a weight is part of every operation that uses it
+    torch.set_autocast_cache_enabled(False)  # so that every operation casts its weights itself
     try:
-        with preserved(skeleton.device), skeleton.without_numbers() as held, _eager(), quiet(), _saving():
+        with preserved(skeleton.device), skeleton.with_placeholders() as held, _eager(), quiet(), _saving():
             python_too(partial(Randomness(0, skeleton.device).seed_forward, 0, 0))(0, 0)  # alike on all workers
-            before, objects = python_state(), Objects(skeleton)
-            # in dicts and lists of its own, which the model may take something out of
+            before, objects = python_state(), ObjectState(skeleton)
+            # in new dicts and lists, from which the model may remove items
             observer = Observer(skeleton, given)
             observation = observer.run(*mapped(given, lambda tensor: tensor))
             observation.draws_in_python = python_state() != before
             objects.refuse_changed()
-            look(observer, observation, skeleton, held, (tuple(args), dict(kwargs)))
+            find_carried_state(observer, observation, skeleton, held, (tuple(args), dict(kwargs)))
             return observation
     except Exception as error:
-        if any(isinstance(tensor, Hollow) for tensor in tensors((args, kwargs))):
-            raise NeedsField(str(error)) from error
+        if any(isinstance(tensor, UnreadField) for tensor in tensors((args, kwargs))):
+            raise FieldNeeded(str(error)) from error
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(_raised(skeleton.module, error)) from error
@@ -63,7 +63,7 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
 
 
 def _raised(model: nn.Module, error: Exception) -> str:
-    """Say what a forward raised, and where in the model."""
+    """Return the message about an error of the forward, with its place in the model."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if is_of_model(frame.filename)]
     where = f" at {File(own[-1].filename).name}:{own[-1].lineno}" if own else ""
@@ -75,12 +75,14 @@ def _raised(model: nn.Module, error: Exception) -> str:
 
 def _eager() -> AbstractContextManager[Any]:
     """Return a context in which compiled functions run as they were written."""
-    # Importing the compiler takes seconds; whoever uses it has done so.
+    # Importing the compiler takes seconds; a model that is compiled has imported it.
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def _saving() -> AbstractContextManager[Any]:
-    """Return a context in which shapes are saved for the model's own `autograd.grad`, whatever becomes of what the
-    caller's forward saves; if nothing does, `torch.func` can be used, which allows no such context."""
+    """Return a context that overrides the caller's saved-tensor hooks, so that the model's own `autograd.grad` works.
+
+    Without such hooks it is empty, since `torch.func` does not run under any.
+    """
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)(False)
     return nullcontext() if hooks is None else saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

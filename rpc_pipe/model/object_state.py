@@ -1,7 +1,7 @@
-"""What a forward changes in plain objects that modules hold, such as a configuration that counts.
+"""Refusal of forwards that change numbers in plain objects of modules, such as a configuration with a counter.
 
-Of modules it is known what they hold, and put back where a forward is observed, or run again; what is inside of an
-object of one's own is anybody's business, so it is only seen that it changes.
+The attributes of modules are restored where a forward is observed or run again. The state of arbitrary objects cannot
+be restored in general, so a change of it is refused.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NO_STATE = (nn.Module, Tensor, random.Random, type, FunctionType, MethodType, B
 _NUMBERS = (int, float, complex, Tensor)
 
 
-class Objects:
-    """Numbers and tensors in the objects that modules hold in attributes, as they are now.
+class ObjectState:
+    """The numbers and tensors in objects that modules hold in attributes, at the time of its making.
 
-    Words and switches are not looked at: a forward that sets one, as Hugging Face's `config.problem_type`, sets it to
-    the same each time.
+    Strings and booleans are ignored: a forward that sets one, such as Hugging Face's `config.problem_type`, sets it to
+    the same value each time.
     """
 
     def __init__(self, skeleton: Skeleton) -> None:
@@ -36,10 +36,10 @@ class Objects:
         self._held = [(value, where, _state(value)) for value, where in held.values()]
 
     def refuse_changed(self) -> None:
-        """Put back what has been changed since, and refuse it.
+        """Restore and refuse what has changed since.
 
         Raises:
-            ConfigError: something was.
+            ConfigError: something has.
         """
         for value, where, before in self._held:
             now = _state(value)
@@ -54,7 +54,7 @@ class Objects:
 
 
 def is_object(value: Any) -> bool:
-    """Tell whether a value is an object of somebody's that may hold numbers."""
+    """Return whether a value is an arbitrary object that may hold numbers."""
     return hasattr(value, "__dict__") and not isinstance(value, _NO_STATE)
 
 

@@ -1,4 +1,4 @@
-"""What a user's `make()` returns, `path/to/file.py:make`: a model, a batch and perhaps a loss function."""
+"""The model of a user, as a function `path/to/file.py:make` returns it: model, batch and perhaps a loss function."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from ..dependency.errors import first_sentence
 from ..dependency.files import load_module
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
-from .deferred import Deferred
-from .observed import Observed, observe
+from .call_form import CallForm, loss_of_output
+from .deferred import DeferredModel
+from .observed_model import ObservedModel, observe
+from .observed_partition import needs_observation
 from .partition import LayerLike, refuse_no_layer
-from .shards import Model
-from .whole import CallForm, is_whole, loss_of_output
+from .shard_maker import Model
 
 
 @dataclass(frozen=True)
-class Made:
-    """A model with a batch that it takes."""
+class UserModel:
+    """A model with an example batch."""
 
     model: Model
     batch: Tree
@@ -35,13 +36,13 @@ class Made:
     @property
     def is_layers(self) -> bool:
         """Whether the model is a list of layers; else its blocks are found by observation."""
-        return not is_whole(self.model)
+        return not needs_observation(self.model)
 
     def layers(self) -> list[LayerLike]:
-        """Return the layers of a list, as they are given.
+        """Return the layers of a list, as they were given.
 
         Raises:
-            ConfigError: the model is a builder of stages, which has no list, or what is listed is no layer.
+            ConfigError: the model is a builder of stages, which has no list, or an item is no layer.
         """
         if not isinstance(self.model, (nn.Sequential, Sequence)):
             raise ConfigError("model: a builder of stages has no layers to measure; return a list of them, or a module")
@@ -70,17 +71,17 @@ class Made:
     @cached_property
     def _form(self) -> CallForm:
         model = self.model
-        return CallForm(model if isinstance(model, nn.Module) else Deferred(model, 0).model, self.loss_fn)  # type: ignore[arg-type]
+        return CallForm(model if isinstance(model, nn.Module) else DeferredModel(model, 0).model, self.loss_fn)  # type: ignore[arg-type]
 
-    def observe(self, args: Sequence[Any], kwargs: Mapping[str, Any], at_least: int = 1) -> Observed:
-        """Find the blocks of a model that is no list of layers, so many if it can be."""
+    def observe(self, args: Sequence[Any], kwargs: Mapping[str, Any], at_least: int = 1) -> ObservedModel:
+        """Find the blocks of a model that is no list of layers, at least `at_least` if possible."""
         return observe(self.model, args, kwargs, at_least=at_least)  # type: ignore[arg-type]
 
     def loss(self, output: Any, batch: Tree) -> Tensor:
-        """Return the loss that the model's output is, or that the loss function makes of it.
+        """Return the loss of the loss function, or the one in the model's output.
 
         Raises:
-            ConfigError: there is none.
+            ConfigError: there is no loss.
         """
         if self.loss_fn is None:
             return loss_of_output(output)
@@ -89,11 +90,11 @@ class Made:
         return summed
 
 
-def load(said: str) -> Made:
-    """Call what `path/to/file.py:name` names and return what it made.
+def load_user_model(said: str) -> UserModel:
+    """Call the function `path/to/file.py:name` and return its model.
 
     Raises:
-        ConfigError: there is no such file or name, it raises, or what it returns is no model and batch.
+        ConfigError: there is no such function, it raises, or does not return a model and a batch.
     """
     path, colon, name = said.rpartition(":")
     if not colon or not path.endswith(".py"):
@@ -118,17 +119,17 @@ def load(said: str) -> Made:
         raise ConfigError(f"{said}: the batch has no tensor")
     if not rows_of(batch):
         raise ConfigError(f"{said}: the batch has no rows; at least 1")
-    return Made(model, batch, loss_fn)
+    return UserModel(model, batch, loss_fn)
 
 
 def rows_of(batch: Tree) -> int:
-    """Return how many rows a batch has: the size of dimension 0 on which its tensors agree."""
+    """Return the number of rows of a batch: the size of dimension 0 of its tensors."""
     sizes = [tensor.shape[0] for tensor in tensors_of(batch) if tensor.dim()]
     return max(sizes, default=1)
 
 
-def resized(batch: Tree, rows: int) -> Tree:
-    """Return a batch of so many rows, repeating its own or leaving some out."""
+def resize_batch(batch: Tree, rows: int) -> Tree:
+    """Return a batch of `rows` rows, by repeating rows or leaving some out."""
     now = rows_of(batch)
 
     def change(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Batches that were read ahead, and whether somebody has written them before their step."""
+"""Refusal of batches that were read ahead and then overwritten before their step."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..workers.transport.payload import Tree, tensors_of
 
 
 class BatchMemory:
-    """The memory of a batch's inputs and of its targets, as it was read.
+    """Addresses, versions and digests of a batch's tensors when it was read.
 
     Args:
-        sides: of both a piece, which is a view of all.
-        rows: of the whole.
-        described: form and digest of both.
+        sides: a microbatch of inputs and one of targets, views of the batch.
+        rows: rows of the batch.
+        described: shapes and digests of inputs and targets.
     """
 
     def __init__(self, sides: Iterable[Tree], rows: int, described: Sequence[str]) -> None:
@@ -26,11 +26,11 @@ class BatchMemory:
         self._described = described
 
     def written(self) -> bool:
-        """Tell whether torch has written it since."""
+        """Return whether torch has written the batch since."""
         return self._versions != [[tensor._version for tensor in side] for side in self._sides]
 
     def holds(self, later: BatchMemory) -> bool:
-        """Tell whether a later batch is where this one was: what numpy writes has no versions."""
+        """Return whether a later batch has the same addresses and other data: numpy's writes do not raise versions."""
         for side, places, other, mine, theirs in zip(
             self._sides, self._places, later._places, self._described, later._described, strict=True
         ):
@@ -40,10 +40,10 @@ class BatchMemory:
 
 
 def refuse_rewritten(batches: Sequence[BatchMemory]) -> None:
-    """Refuse batches, given in their order, that are not what they were when they were read.
+    """Refuse batches, given in order, that have changed since they were read.
 
     Raises:
-        ConfigError: there is one.
+        ConfigError: one has.
     """
     if any(each.written() for each in batches) or any(each.holds(later) for each, later in pairwise(batches)):
         raise ConfigError(

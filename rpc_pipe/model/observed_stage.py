@@ -1,4 +1,4 @@
-"""A stage of a model that was cut by observation: its parameters, and the ways that it knows through the forward."""
+"""A stage of a model that is cut by observation: its parameters, and its scripts for the paths of the forward."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from torch import Tensor, nn
 from ..dependency import ConfigError
 from ..workers.compute.attributes import Attributes
 from ..workers.compute.randomness import Seed, drawn_since, python_place
-from .absent import Absent
 from .assignment import Owners
-from .forward import ScriptedForward
-from .hollow import Hollow, NeedsField, StandIns, Unread
+from .buffer_users import BufferUsers
+from .forward_writes import ForwardWrites
+from .observe_forward import observe_forward
 from .observer import name_of
-from .observing import observe_forward
-from .script import Departed, Script
+from .placeholder import Placeholder
+from .script import Diverged, Script
+from .scripted_forward import ScriptedForward
 from .skeleton import Skeleton
 from .trees import tensors
-from .undoing import Writes
-from .users import Users
+from .unread_fields import FieldNeeded, UnreadField, UnreadFieldFiller, UnreadForms
 
-#: ways through the forward that are remembered for inputs of one form
+#: most scripts for inputs of one form
 _MOST_SCRIPTS = 8
-#: forms of inputs whose ways are remembered: those that were used last
+#: most forms of inputs with scripts; the least recently used are dropped
 _MOST_FORMS = 512
-#: observations of one forward before it counts as one that goes another way each time
+#: most observations of one forward; then it counts as one that takes another path each time
 _MOST_TRIES = 3
 
 
 class ObservedStage:
-    """What a stage holds of the model, and how it runs.
+    """A stage, which runs the model's own forward by scripts.
 
     Args:
-        skeleton: a copy of the model with the stage's own parameters in their places.
+        skeleton: a copy of the model with the stage's own parameters.
         cut: the calls of blocks of every stage.
-        owners: which stages need a parameter.
+        owners: the stages that hold each parameter.
         foreign: blocks that only other stages run.
 
     Attributes:
-        module: the whole model's modules. Parameters of other stages have shapes, but no numbers.
-        names: its own parameters, named as in the unsplit model.
-        writes: what forwards write.
+        module: the whole model's modules. Parameters of other stages are placeholders.
+        names: names of its own parameters in the unsplit model.
+        writes: the buffers and weights that forwards write.
     """
 
     def __init__(
@@ -51,28 +51,28 @@ class ObservedStage:
     ) -> None:
         self.module = skeleton.module
         self.index = index
-        self.names = [name for name, tensor in skeleton.parameters.items() if not isinstance(tensor, Absent)]
+        self.names = [name for name, tensor in skeleton.parameters.items() if not isinstance(tensor, Placeholder)]
         self._skeleton = skeleton
         self._foreign = foreign
         self._cut = list(cut)
         self._owners = owners
-        #: form of the inputs, and modes -> ways through the forward; the form that was used last is the last
+        #: (form of the inputs, modes) -> scripts; the most recently used is the last
         self._scripts: dict[Any, list[Script]] = {}
-        self.filled = StandIns(skeleton).filled
+        self.filled = UnreadFieldFiller(skeleton).filled
         self._modules = list(self.module.modules())
         self._own = self.own_modules()
-        self.writes = Writes(self._own)
-        self._users = Users()
-        #: what the last forward went by
+        self.writes = ForwardWrites(self._own)
+        self._users = BufferUsers()
+        #: the script of the last forward
         self.script: Script | None = None
 
     @property
     def ranks(self) -> dict[str, int]:
-        """Return the places of all parameters in the unsplit model, by name."""
+        """The positions of all parameters in the unsplit model, by name."""
         return {name: place for place, name in enumerate(self._skeleton.parameters)}
 
     def own_modules(self) -> list[nn.Module]:
-        """Return the modules that are not inside of blocks that only other stages run."""
+        """Return the modules that are not inside blocks of other stages only."""
         foreign = {module for block in self._foreign for module in block.modules()}
         return [module for module in self._modules if module not in foreign]
 
@@ -86,32 +86,32 @@ class ObservedStage:
         """Run the stage for one microbatch.
 
         Args:
-            payload: what the stage before returned, as leaves of this stage's graph; empty on the first stage.
+            payload: the tensors from the stage before, leaves of this stage's graph; empty on the first stage.
             args: the model's own positional arguments, which every stage has.
             kwargs: its keyword arguments.
-            seed: called before numbers are drawn, with a place in the model; the caller keeps the global generators.
+            seed: seeds the generators for a place in the model before numbers are drawn; the caller restores them.
 
         Returns:
-            The tensors for the next stage, as a tuple; on the last stage what the model returns.
+            The tensors for the next stage, as a tuple; on the last stage the model's output.
 
         Raises:
             ConfigError: the model cannot run in stages on these inputs.
-            NeedsField: it wants numbers of a field for which something hollow stands; nothing has been changed.
+            FieldNeeded: it needs the data of an unread field; nothing has been changed.
         """
         modes = self._modes()
         scripts = self._scripts_of((_signature((args, kwargs)), modes))
-        departures: list[Departed] = []
+        divergences: list[Diverged] = []
         observed: list[Script] = []
         while True:
-            suited = [each for each in scripts if each in observed or each.suits(payload)]
-            script = next((each for each in suited if all(map(each.admits, departures))), None)
+            accepting = [each for each in scripts if each in observed or each.accepts(payload)]
+            script = next((each for each in accepting if all(map(each.allows, divergences))), None)
             if script is None:
                 if len(observed) == _MOST_TRIES:
-                    if any(isinstance(tensor, Hollow) for tensor in tensors((args, kwargs))):
-                        raise NeedsField("the forward goes another way each time")
-                    raise self._wayward(observed[-1], departures[-1])
+                    if any(isinstance(tensor, UnreadField) for tensor in tensors((args, kwargs))):
+                        raise FieldNeeded("the forward goes another way each time")
+                    raise self._diverges_each_time(observed[-1], divergences[-1])
                 if observed:
-                    departures.clear()  # a first forward may have changed the model for good
+                    divergences.clear()  # the first forward may have changed the model permanently
                 script = self._observed(args, kwargs)
                 script.check(payload)
                 observed.append(script)
@@ -121,16 +121,16 @@ class ObservedStage:
             place = python_place()
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
-            except (Departed, NeedsField) as departed:
+            except (Diverged, FieldNeeded) as diverged:
                 before.put_back()
-                if isinstance(departed, NeedsField):
+                if isinstance(diverged, FieldNeeded):
                     raise
-                if isinstance(departed.__context__, NeedsField):  # whose way out went through contexts of the model
-                    raise departed.__context__ from None
-                departures.append(departed)
+                if isinstance(diverged.__context__, FieldNeeded):  # contexts of the model raised on the way out
+                    raise diverged.__context__ from None
+                divergences.append(diverged)
                 continue
             if not script.draws_in_python and drawn_since(place, "the model"):
-                script.draws_in_python = True  # which it did not when it was observed: once more, with its own numbers
+                script.draws_in_python = True  # unlike in the observation: run again with seeded generators
                 before.put_back()
                 continue
             if first is not None and not script.settle(first):
@@ -141,13 +141,13 @@ class ObservedStage:
             self.script = script
             return output
 
-    def _wayward(self, script: Script, departed: Departed) -> ConfigError:
-        """Say where a forward left the way that it had just been observed to go."""
-        cue = script.cues[departed.event] if departed.event < len(script.cues) else None
-        observed = "its end" if cue is None else self._called(cue.func, cue.answer)
+    def _diverges_each_time(self, script: Script, diverged: Diverged) -> ConfigError:
+        """Return the error that a forward diverges even from its latest observation."""
+        line = script.lines[diverged.event] if diverged.event < len(script.lines) else None
+        observed = "its end" if line is None else self._called(line.func, line.answer)
         return ConfigError(
             f"model: its forward goes another way each time on the same inputs ({observed} was observed, then came "
-            f"{self._called(departed.func, departed.answer)}); it must depend on its inputs alone: set layer drop to "
+            f"{self._called(diverged.func, diverged.answer)}); it must depend on its inputs alone: set layer drop to "
             f"0, or let each block decide for itself whether it does anything"
         )
 
@@ -155,12 +155,12 @@ class ObservedStage:
         name = self._skeleton.name_of(func) if isinstance(func, nn.Module) else name_of(func)
         return name if answer is None else f"{name} {answer}"
 
-    def goes_without(self, tree: Any, unread: Unread) -> bool:
-        """Tell by a forward on shapes whether the stage can run on (args, kwargs) of which some are not read."""
+    def goes_without(self, tree: Any, unread: UnreadForms) -> bool:
+        """Return whether the stage can run without the unread fields of (args, kwargs), by a forward on shapes."""
         args, kwargs = self.filled(tree, unread)
         try:
             script = self._observed(args, kwargs)
-        except (ConfigError, NeedsField):
+        except (ConfigError, FieldNeeded):
             return False
         self._scripts_of((_signature((args, kwargs)), self._modes())).insert(0, script)
         return True
@@ -171,7 +171,7 @@ class ObservedStage:
         parameters = self._skeleton.parameters
         weights = [parameters[name] for name in script.writes & parameters.keys()]
         buffers = [self._skeleton.place_of(name) for name in script.writes - parameters.keys()]
-        self.writes.expect(buffers, [weight for weight in weights if not isinstance(weight, Absent)])
+        self.writes.expect(buffers, [weight for weight in weights if not isinstance(weight, Placeholder)])
         return script
 
     def _modes(self) -> Any:
@@ -181,7 +181,7 @@ class ObservedStage:
         return grad, tuple([module.training for module in self._modules]), autocast
 
     def _scripts_of(self, form: Any) -> list[Script]:
-        """Return the ways that are known for inputs of a form; forget what has not been used for long."""
+        """Return the scripts for inputs of a form; drop the least recently used forms."""
         scripts = self._scripts[form] = self._scripts.pop(form, [])
         while len(self._scripts) > _MOST_FORMS:
             del self._scripts[next(iter(self._scripts))]
@@ -189,9 +189,9 @@ class ObservedStage:
 
 
 def _signature(tree: Any) -> Any:
-    """Return what inputs of one form have in common, as a key."""
+    """Return the form of inputs, as a key: shapes, dtypes, devices and plain values."""
     if isinstance(tree, Tensor):
-        return tree.shape, tree.dtype, tree.device, type(tree) is Hollow
+        return tree.shape, tree.dtype, tree.device, type(tree) is UnreadField
     if isinstance(tree, dict):
         return tuple((key, _signature(child)) for key, child in tree.items())
     if isinstance(tree, (tuple, list)):

@@ -1,4 +1,4 @@
-"""What other frameworks call what `Pipeline` has, told to those who bring the habit."""
+"""Advice in errors for names of other frameworks: what `Pipeline` calls the same thing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 T = TypeVar("T")
 
 _BATCH = "pass one batch, (inputs, targets), or the dict or tuple that the model is called with"
-#: methods -> how they are called
+#: method -> how it is called
 _CALLS = {
     "Pipeline": "the model and the loss function come first, everything else by name, as optimizer=",
     "step": _BATCH,
@@ -19,7 +19,7 @@ _CALLS = {
     "evaluate": _BATCH,
     "predict": "pass the inputs as one value, a tensor, tuple or dict",
 }
-#: arguments of others -> what to write
+#: argument in another framework -> what to write
 _ARGUMENTS = {
     **dict.fromkeys(("n_microbatches", "chunks", "micro_batches"), "use num_microbatches="),
     **dict.fromkeys(
@@ -42,7 +42,7 @@ _ARGUMENTS = {
     **dict.fromkeys(("target", "targets", "labels"), _BATCH),
     "losses": "the loss is what step returns",
 }
-#: attributes of others -> what to write
+#: attribute in another framework -> what to write
 _ATTRIBUTES = {
     "train_batch": "call pipe.step(batch), or loop: for loss in pipe.train(batches)",
     "eval_batch": "call pipe.evaluate(batch)",
@@ -67,18 +67,18 @@ _ATTRIBUTES = {
 }
 
 
-class Habits:
-    """A class whose calls with other arguments, and whose missing attributes, are answered by what to write instead."""
+class ApiAdvice:
+    """A base class whose errors about unknown arguments and attributes say what to write instead."""
 
     def __init_subclass__(cls) -> None:
         for name in ("__init__", *_CALLS):
             if name in vars(cls):
                 setattr(cls, name, _advised(vars(cls)[name]))
 
-    if not TYPE_CHECKING:  # type checkers would take every attribute for one that there is
+    if not TYPE_CHECKING:  # with it type checkers would accept every attribute
 
         def __getattr__(self, name: str) -> Any:
-            if hasattr(type(self), name):  # a property has raised an AttributeError, which says what is wrong
+            if hasattr(type(self), name):  # the error comes from inside a property
                 return object.__getattribute__(self, name)
             known = [known for known in dir(type(self)) if known[0] != "_"]
             raise AttributeError(
@@ -89,7 +89,7 @@ class Habits:
 
 
 def _advised(method: Callable[..., T]) -> Callable[..., T]:
-    """Let calls with arguments that `method` does not take raise a TypeError that says what to write instead."""
+    """Return `method` with an advising TypeError for arguments that it does not take."""
     signature = inspect.signature(method)
 
     @wraps(method)
@@ -97,7 +97,7 @@ def _advised(method: Callable[..., T]) -> Callable[..., T]:
         try:
             return method(*args, **kwargs)
         except TypeError:
-            refuse(args, kwargs)  # only now, as it takes longer than a call
+            refuse(args, kwargs)  # only after an error, since binding takes longer than a call
             raise
 
     def refuse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -1,25 +1,24 @@
-"""Which fields of a batch a stage was seen to use the numbers of, from an observed forward.
+"""The fields of a batch whose data a stage does not use, by an observed forward.
 
-What is made of fields alone every stage would compute. It needs to where one of its own operations takes it, and where
-the model asks for numbers of it (`if mask.all()`), since every stage must go the same way. To ask a field for its shape
-or its device is no use. Whether a stage does without a field is not decided here: its own forward is then observed with
-something hollow in the field's place, of which nothing can be computed.
+A stage uses a field if one of its own operations reads the field or results of it, and if the model makes a decision by
+its data (`if mask.all()`), since every stage must take the same path. Reading a shape or device is no use. The result
+is a guess: the stage's own forward is then observed with placeholders for these fields.
 """
 
 from __future__ import annotations
 
-from .absent import storage_of
 from .assignment import Assignment
 from .observation import Observation, Value
+from .placeholder import storage_of
 from .trees import Path, leaves
 
 
 def unused_fields(observation: Observation, assignment: Assignment, stage: int) -> frozenset[Path]:
-    """Return the places in (args, kwargs) of fields whose numbers a stage was not seen to use."""
+    """Return the paths in (args, kwargs) of the fields whose data a stage does not use."""
     role = assignment.role(stage)
     is_last = stage == assignment.num_stages - 1
     wanted: set[Value] = set()
-    #: of what is wanted: who writes there before is wanted, too
+    #: storages of wanted values, whose writers are wanted too
     storages: set[int] = set()
     for event in reversed(
         observation.events if is_last or observation.to_the_end else observation.events[: role.last + 1]

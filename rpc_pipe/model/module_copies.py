@@ -1,8 +1,8 @@
-"""Copies of a user's modules follow them: what is changed there by hand between two calls is changed here.
+"""Synchronisation of the copies of a user's modules: what the user changes between two calls is changed in them too.
 
-Stages of a model with a forward of its own compute by copies of its modules, and so do replicas of a stage. In one
-process all of it would be the user's own modules: modes, a factor in an attribute, weights and buffers that are loaded.
-What copies cannot follow is refused: other parameters, modules, hooks and forwards than those they were made of.
+Stages of a model with its own forward compute with copies of its modules, and so do replicas of a stage. A user who
+changes a mode, a plain attribute, a weight or a buffer by hand expects the pipeline to follow, as one process would.
+What cannot be followed is refused: parameters, modules, hooks and forwards that were added, removed or replaced.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from ..dependency import ConfigError
 from ..workers.compute.by_hand import HOOKS, PLAIN, OfWeight
 from ..workers.compute.digest import digest
 from ..workers.compute.inner_state import OF_TORCH
-from .absent import Absent
-from .undoing import Writes
+from .forward_writes import ForwardWrites
+from .placeholder import Placeholder
 
 _NONE: list[Any] = []
-#: what is changed by hand inside, such as a list of names
-_BOXES = frozenset((list, dict, set))
-#: larger ones are taken for tables, which nobody changes
-_MOST = 64
+#: containers whose contents are followed, such as a list of names
+_CONTAINERS = frozenset((list, dict, set))
+#: larger containers are taken for tables that nobody changes
+_MAX_ITEMS = 64
 
 
-class _Group:
-    """The modules of one that a user has, and those of a copy, by weak references: nothing is kept alive for this.
+class _Copy:
+    """A user's module and one copy, module by module. References are weak, so that nothing is kept alive.
 
     Args:
-        runs: whether the user's own modules compute too, and so change by themselves.
+        runs: whether the user's own modules compute too, and so change without the user.
     """
 
     def __init__(self, own: nn.Module, copy: nn.Module, runs: bool) -> None:
@@ -50,39 +50,41 @@ class _Group:
         self._parameters = [
             (name, ref(parameter), ref(other))
             for name, parameter, other in pairs
-            if other is not None and other is not parameter and not isinstance(other, Absent)
+            if other is not None and other is not parameter and not isinstance(other, Placeholder)
         ]
         self._runs = runs or bool(self._parameters)
         self._noted: list[tuple[list[Any], list[Any], list[Any]]] = []
         self._weights: list[Any] = []
 
     def note(self, anew: bool = False) -> None:
-        """Take note of the user's modules as they are, if that may have changed otherwise than by hand."""
+        """Record the state of the user's modules, if something else than the user may have changed it."""
         if anew or self._runs:
-            self._noted = [_state(module(), names, boxes) for module, _, names, boxes in self._modules]
+            self._noted = [_state(module(), names, containers) for module, _, names, containers in self._modules]
             self._weights = [_of_weight(parameter()) for _, parameter, _ in self._parameters]
 
     def note_buffers(self, modules: Iterable[nn.Module]) -> None:
-        """Take note of buffers that it was not the user who has changed."""
+        """Record the buffers of modules that the pipeline has written."""
         for module in modules:
             if (number := self._numbers.get(id(module))) is not None:
                 self._noted[number] = (*self._noted[number][:2], _state(module, [], [])[2])
 
     def follow(self) -> None:
-        """Change the copies as the user's modules have been changed since."""
+        """Apply to the copy what has changed in the user's modules since the last record."""
         changed = False
-        for (own, other, names, boxes), noted in zip(self._modules, self._noted, strict=True):
+        for (own, other, names, containers), noted in zip(self._modules, self._noted, strict=True):
             module, made = own(), other()
-            if module is None or made is None or (now := _state(module, names, boxes)) == noted:
+            if module is None or made is None or (now := _state(module, names, containers)) == noted:
                 continue
             changed = True
-            for name, value, before in zip(names + boxes, now[0] + now[1], noted[0] + noted[1], strict=True):
+            for name, value, before in zip(names + containers, now[0] + now[1], noted[0] + noted[1], strict=True):
                 if value != before and value is not None:
                     setattr(made, name, copy.copy(value))
             for (name, buffer), before in zip(module._buffers.items(), noted[2], strict=False):
                 held = made._buffers.get(name)
                 if buffer is not None and held is not None and held is not buffer and _of_buffer(buffer) != before:
-                    held.data = buffer.detach().to(held.device, copy=True)  # others may have saved what it was
+                    held.data = buffer.detach().to(
+                        held.device, copy=True
+                    )  # autograd graphs may have saved the old memory
         for (name, theirs, mine), before in zip(self._parameters, self._weights, strict=True):
             parameter, mine_now = theirs(), mine()
             if parameter is None or mine_now is None or _of_weight(parameter) == before:
@@ -93,15 +95,15 @@ class _Group:
             self.note(True)
 
 
-class _Mirror:
-    """Lets a user's buffers be what a stage has made of its copies: running means belong to the trained weights.
+class _BufferMirror:
+    """Copies buffers that a stage has written, such as running means, back to the user's module.
 
     Args:
-        buffers: names of those that are this stage's to tell.
-        writes: those of the copy's that forwards have been seen to write, which need not count as versions.
+        buffers: names of the buffers of which this stage has the valid values.
+        writes: the writes of forwards that were observed, which may not raise a tensor's version.
     """
 
-    def __init__(self, own: nn.Module, copy: nn.Module, buffers: Collection[str], writes: Writes) -> None:
+    def __init__(self, own: nn.Module, copy: nn.Module, buffers: Collection[str], writes: ForwardWrites) -> None:
         self._buffers = [
             (ref(module), ref(made), name)
             for (prefix, module), made in zip(own.named_modules(), copy.modules(), strict=True)
@@ -112,7 +114,7 @@ class _Mirror:
         self._writes = ref(writes)
 
     def reflect(self) -> Iterator[nn.Module]:
-        """Copy what has been written, and yield the user's module; elsewhere the weights are not the user's either."""
+        """Copy buffers that were written, if they are on the device of the user's; yield the user's modules."""
         writes = self._writes()
         for i, (own, other, name) in enumerate(self._buffers):
             module, made = own(), other()
@@ -130,46 +132,45 @@ class _Mirror:
                 yield module
 
 
-class Following:
-    """All copies of a user's modules that this process computes by."""
+class ModuleCopies:
+    """All copies of a user's modules with which this process computes."""
 
     def __init__(self) -> None:
-        self._groups: list[_Group] = []
-        self._mirrors: list[_Mirror] = []
-        #: by id: modules of which others are copies, whether they compute too, and what they consist of
-        self._forms: dict[int, list[Any]] = {}
-        #: of modules by which stages compute themselves: the kind, where it has parameters or members, and what they
-        #: have been so far; and all of them as they are
+        self._copies: list[_Copy] = []
+        self._mirrors: list[_BufferMirror] = []
+        #: by id: (module that has copies, whether it computes too, its structure)
+        self._structures: dict[int, list[Any]] = {}
+        #: of the user's modules that stages use directly: class, dict of parameters or members, ids of all that the
+        #: dict has held; and the ids of all that the dicts hold now
         self._held: list[tuple[str, dict[str, Any], set[int]]] = []
         self._parts: list[int] = []
 
-    def keep(self, module: nn.Module) -> None:
-        """Refuse new parameters and members of a user's module that a stage computes by itself: no stage has them, or
-        another one, perhaps in another process."""
+    def refuse_new_parts(self, module: nn.Module) -> None:
+        """Refuse new parameters and members of a user's module that a stage uses: no stage would have them."""
         for part in module.modules():
             held = [part.__dict__[name] for name in ("_parameters", "_modules")]
             self._held += [(type(part).__name__, each, set(map(id, each.values()))) for each in held]
 
     def add(self, own: nn.Module, copy: nn.Module, *, runs: bool) -> None:
-        """Let `copy` follow `own`, of which it has just been made."""
-        self._groups.append(_Group(own, copy, runs))
+        """Register `copy`, which has just been made of `own`."""
+        self._copies.append(_Copy(own, copy, runs))
         for module in own.modules():
             if not isinstance(module, torch.jit.ScriptModule):
                 self.watch(module, runs)
 
-    def mirror(self, own: nn.Module, copy: nn.Module, buffers: Collection[str], writes: Writes) -> None:
-        """Let buffers of `own` be what becomes of those of `copy`. Arguments as of `_Mirror`."""
-        self._mirrors.append(_Mirror(own, copy, buffers, writes))
+    def mirror(self, own: nn.Module, copy: nn.Module, buffers: Collection[str], writes: ForwardWrites) -> None:
+        """Copy buffers of `copy` back to `own` after every call. Arguments as of `_BufferMirror`."""
+        self._mirrors.append(_BufferMirror(own, copy, buffers, writes))
 
     def watch(self, module: nn.Module, runs: bool = True) -> None:
-        """Refuse other parameters, members and hooks of a module; `runs`: but for those that it exchanges itself."""
-        self._forms[id(module)] = [ref(module), runs, _form(module)]
+        """Refuse structural changes of a module; `runs`: except those that it makes itself in a call."""
+        self._structures[id(module)] = [ref(module), runs, _structure(module)]
 
     def begin(self) -> None:
-        """Take note of all as it is: what has been made is complete."""
-        for group in self._groups:
-            group.note(True)
-        self._note_forms()
+        """Record the state of all modules, when every copy has been made."""
+        for copied in self._copies:
+            copied.note(True)
+        self._note_structures()
         self._note_parts()
 
     def _note_parts(self) -> None:
@@ -185,50 +186,54 @@ class Following:
                 if not had.issuperset(map(id, held.values())):
                     raise _changed(kind, "a parameter or a module in", "exchanged or registered")
 
-    def _note_forms(self, runs_only: bool = False) -> None:
-        for watched in self._forms.values():
+    def _note_structures(self, runs_only: bool = False) -> None:
+        for watched in self._structures.values():
             if (watched[1] or not runs_only) and (module := watched[0]()) is not None:
-                watched[2] = _form(module)
+                watched[2] = _structure(module)
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Return a context for a call: the copies become what the user's modules are, whose changes by it are noted."""
-        for own, _, form in self._forms.values():
-            if (module := own()) is not None and _form(module) != form:
-                raise _cannot_follow(module, form)
+        """Return a context for a call: copies are updated before it; changes that it makes are recorded after it."""
+        for own, _, structure in self._structures.values():
+            if (module := own()) is not None and _structure(module) != structure:
+                raise _cannot_follow(module, structure)
         self._refuse_parts()
-        for group in self._groups:
-            group.follow()
+        for copied in self._copies:
+            copied.follow()
         try:
             yield
         finally:
             written = [module for mirror in self._mirrors for module in mirror.reflect()]
-            for group in self._groups:
-                group.note()
-                group.note_buffers(written)
-            self._note_forms(runs_only=True)
+            for copied in self._copies:
+                copied.note()
+                copied.note_buffers(written)
+            self._note_structures(runs_only=True)
             self._note_parts()
 
 
 def _names_of(module: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the attributes that a user may set, and those whose inside he may change."""
+    """Return the plain attributes, and those that are containers, whose changes are followed."""
     held = vars(module).items()
-    boxes = [name for name, value in held if name not in OF_TORCH and type(value) in _BOXES and _inside(value)]
-    return [name for name, value in held if _is_set(name, value)], boxes
+    containers = [
+        name for name, value in held if name not in OF_TORCH and type(value) in _CONTAINERS and _is_followed(value)
+    ]
+    return [name for name, value in held if _is_set(name, value)], containers
 
 
 def _is_set(name: str, value: Any) -> bool:
     return type(value) in PLAIN and (name == "training" or name not in OF_TORCH)
 
 
-def _inside(box: Any) -> bool:
-    """Tell whether plain values are in a box, and only those."""
-    if len(box) > _MOST:
+def _is_followed(container: Any) -> bool:
+    """Return whether a container holds a few plain values and nothing else."""
+    if len(container) > _MAX_ITEMS:
         return False
-    return PLAIN.issuperset(map(type, box)) and (type(box) is not dict or PLAIN.issuperset(map(type, box.values())))
+    return PLAIN.issuperset(map(type, container)) and (
+        type(container) is not dict or PLAIN.issuperset(map(type, container.values()))
+    )
 
 
-def _state(module: nn.Module | None, names: list[str], boxes: list[str]) -> tuple[list[Any], list[Any], list[Any]]:
+def _state(module: nn.Module | None, names: list[str], containers: list[str]) -> tuple[list[Any], list[Any], list[Any]]:
     if module is None:
         return [], [], []
     held = module.__dict__
@@ -236,15 +241,18 @@ def _state(module: nn.Module | None, names: list[str], boxes: list[str]) -> tupl
     if not PLAIN.issuperset(map(type, plain)):
         plain = [value if type(value) in PLAIN else None for value in plain]
     inside = _NONE
-    if boxes:
-        found = (held.get(name) for name in boxes)
-        inside = [copy.copy(box) if type(box) in _BOXES and _inside(box) else None for box in found]
+    if containers:
+        found = (held.get(name) for name in containers)
+        inside = [
+            copy.copy(container) if type(container) in _CONTAINERS and _is_followed(container) else None
+            for container in found
+        ]
     buffers = held["_buffers"]
     return plain, inside, [_of_buffer(buffer) for buffer in buffers.values()] if buffers else _NONE
 
 
-def _form(module: nn.Module) -> list[int]:
-    """Return what a module consists of: forward, numbers of hooks and of buffers, parameters and members."""
+def _structure(module: nn.Module) -> list[int]:
+    """Return a module's structure: forward, numbers of hooks and buffers, parameters, members."""
     held = module.__dict__
     found = [
         id(held.get("forward")),
@@ -257,8 +265,8 @@ def _form(module: nn.Module) -> list[int]:
 
 
 def _cannot_follow(module: nn.Module, before: list[int]) -> ConfigError:
-    """Say what a user has done to a module of which others are copies."""
-    now = _form(module)
+    """Return the error about a structural change of a module that has copies."""
+    now = _structure(module)
     parameters, members = now[6 : now.index(-1)], now[now.index(-1) :]
     what, done = "a buffer of", "registered or removed"
     if now[0] != before[0]:
@@ -302,5 +310,5 @@ def _of_buffer(buffer: Tensor | None) -> Any:
 
 
 def _of_weight(parameter: Tensor | None) -> Any:
-    """Return what tells whether a weight was changed, also through `.data`, which counts no versions."""
+    """Return a state that differs if a weight was written, even through `.data`, which keeps its version."""
     return () if parameter is None else (OfWeight.now(parameter), digest([parameter]))

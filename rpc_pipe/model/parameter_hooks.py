@@ -1,4 +1,4 @@
-"""What hangs on a parameter and no copy keeps: hooks of its gradient, and attributes such as `no_weight_decay`."""
+"""Gradient hooks and attributes of parameters (such as `no_weight_decay`), which torch does not copy with them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 from torch import nn
 
 from ..dependency import ConfigError
-from .absent import attributes_of
+from .placeholder import attributes_of
 
-#: a hook, or the attributes -> those of a copy
+#: maps a hook, or a dict of attributes, to that of a copy
 Change = Callable[[Any], Any]
 Hook = Callable[[Any], Any]
 
 
-def attach(copied: nn.Parameter, parameter: nn.Parameter, change: Change = lambda value: value) -> None:
-    """Give a copy of a parameter, which has its numbers, what hangs on the parameter.
+def copy_attachments(copied: nn.Parameter, parameter: nn.Parameter, change: Change = lambda value: value) -> None:
+    """Give a copy of a parameter the attributes and gradient hooks of the parameter.
 
     Args:
-        change: makes what is the copy's; by default the two have the same objects.
+        change: maps each of them to that of the copy; by default both have the same objects.
     """
     vars(copied).update(change(attributes_of(parameter)))
     before, after = _hooks(parameter)
@@ -31,8 +31,8 @@ def attach(copied: nn.Parameter, parameter: nn.Parameter, change: Change = lambd
         copied.register_post_accumulate_grad_hook(change(hook))
 
 
-def moved_to(modules: Mapping[nn.Module, nn.Module]) -> Change:
-    """Return what makes a method of a module one of its copy; what is bound to nothing else stays as it is."""
+def rebinding(modules: Mapping[nn.Module, nn.Module]) -> Change:
+    """Return a change that binds methods of modules to the copies of these modules and leaves other hooks alone."""
 
     def change(hook: Any) -> Any:
         if isinstance(hook, MethodType):
@@ -50,16 +50,16 @@ def moved_to(modules: Mapping[nn.Module, nn.Module]) -> Change:
     return change
 
 
-def is_moved(parameter: nn.Parameter, change: Change) -> bool:
-    """Tell whether a hook of a parameter is another one where its module has been copied."""
+def needs_rebinding(parameter: nn.Parameter, change: Change) -> bool:
+    """Return whether a hook of a parameter must be changed for a copy."""
     return any(change(hook) != hook for hooks in _hooks(parameter) for hook in hooks)
 
 
 def refuse_hooks(parameter: nn.Parameter, name: str, stages: Sequence[int]) -> None:
-    """Refuse a parameter of several stages whose gradient has hooks: none of them has the whole of it.
+    """Refuse gradient hooks of a parameter of several stages, none of which has the whole gradient.
 
     Raises:
-        ConfigError: it has some.
+        ConfigError: the parameter has hooks.
     """
     if parameter.requires_grad and any(_hooks(parameter)):
         raise ConfigError(
@@ -69,6 +69,6 @@ def refuse_hooks(parameter: nn.Parameter, name: str, stages: Sequence[int]) -> N
 
 
 def _hooks(parameter: nn.Parameter) -> tuple[list[Hook], list[Hook]]:
-    """Return the hooks of a parameter's gradient: those before it is added up, and those after."""
+    """Return the hooks that run before a gradient is accumulated, and those after."""
     before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [*(before or {}).values()], [*(after or {}).values()]

@@ -1,9 +1,10 @@
-"""What a worker reads of batches for a model that is cut as it is: the fields that its stages were seen to use.
+"""Reading of batches, limited to the fields that the stages of a worker use, for models that are cut by observation.
 
-    first batch of a loader    read whole, which shows what batches look like; the model may be cut with it
-    those behind it            the fields that are used; of others the stages get the form
+    first batch of a loader    read whole, for its shapes; the model may be cut with it
+    later batches              the fields that are used; in place of the others stages get placeholders
 
-If only the worker of the first stage can read, it hands the first batch to all and lends them of others what they use.
+If only the worker of the first stage can read, it sends the first batch to all workers, and of later batches to each
+worker what that uses.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from ..workers.compute.shard import Shard
 from ..workers.compute.slices import Partly
 from ..workers.transport.lending import Lending, lending
 from ..workers.transport.payload import Tree, map_tensors, split_rows, tensors_of
-from .lazy_batch import LazyBatch, Some, form_of
+from .lazy_batch import FieldSelection, LazyBatch, form_of
 from .microbatches import Microbatches, Pair
+from .observed_slice import ObservedSlice
 from .trees import Path, at, leaves, replaced
-from .whole import ObservedSlice
 
 logger = logging.getLogger(__name__)
 
@@ -35,38 +36,38 @@ _NOTHING: frozenset[Path] = frozenset()
 
 
 class Peer(Protocol):
-    """A worker, as far as it hands something to others."""
+    """A worker, as far as it exchanges values with others."""
 
     worker: int
 
     def hand(self, name: str, value: Tree, senders: Collection[int], takers: Collection[int]) -> list[Tree] | None:
-        """Return the `value`s of `senders` on `takers`; all workers call this alike."""
+        """Return, on `takers`, the `value`s of `senders`. All workers must call it."""
 
 
-class Reads:
+class BatchReader:
     """Reads batches for the workers of a process.
 
     Args:
-        peers: those workers.
-        whole: whether the model is cut as it is.
+        peers: these workers.
+        whole: whether the model is cut by observation.
     """
 
     def __init__(self, spec: Spec, peers: Sequence[Peer], *, whole: bool) -> None:
         self._spec, self._peers = spec, peers
         self._has_all = len(peers) == spec.num_workers
-        #: whether fields are read that are used
+        #: whether only the fields in use are read
         self._by_fields = whole and not self._has_all
         self._peer, self._me = peers[0], peers[0].worker
         self._reader, self._all = spec.place(0, 0), range(spec.num_workers)
         self._stages = {worker: {stage for stage, _ in spec.hosted(worker)} for worker in self._all}
         self._last = spec.last_stage
-        #: what this worker's stages were not seen to use, and they; none until the model has been cut
-        self._unseen = _NOTHING
+        #: paths of the fields that this worker's stages do not use, and its slices; empty until the model has been cut
+        self._unused_here = _NOTHING
         self._slices: list[ObservedSlice] = []
-        #: worker -> places in (args, kwargs) that it does not read; of others only where this one reads for them
+        #: worker -> paths in (args, kwargs) that it does not read; of other workers only if this one reads for them
         self._unused: dict[int, frozenset[Path]] = {}
-        #: whether the reader has been told what others do not read
-        self._told = False
+        #: whether this worker's unused fields have been sent to the reader
+        self._has_told = False
 
     def cut(
         self,
@@ -76,9 +77,9 @@ class Reads:
         number: int,
         pair: Pair | None,
     ) -> Microbatches:
-        """Cut a batch, read as far as workers of this process use it, or others if only this one can read.
+        """Split a batch. A lazy one is read as far as this process uses it, or all do if only this one can read.
 
-        Args: as of `Microbatches.of`.
+        Arguments as of `Microbatches.of`.
         """
         lazy = batch if isinstance(batch, LazyBatch) and microbatches is None else None
         if lazy is not None and self._by_fields:
@@ -95,22 +96,22 @@ class Reads:
         return replace(found, lending=lending(self._spec, found.inputs, None if pair is not None else found.targets))
 
     def learn(self, unused: Sequence[frozenset[Path]], shards: Iterable[Shard], found: Microbatches) -> Microbatches:
-        """Hear what each stage was not seen to use when the model was cut; return the microbatches it was cut with."""
+        """Record the fields that each stage does not use; return the microbatches with which the model was cut."""
         if not self._by_fields:
             return found
-        self._unseen = frozenset.intersection(*(unused[stage] for stage in self._stages[self._me]))
-        if self._me == self._reader:  # so that somebody sees the form of every field, which all compare
-            self._unseen -= frozenset.intersection(*unused)
+        self._unused_here = frozenset.intersection(*(unused[stage] for stage in self._stages[self._me]))
+        if self._me == self._reader:  # one worker must have every field, whose shapes all workers compare
+            self._unused_here -= frozenset.intersection(*unused)
         self._slices = [shard.slice for shard in shards if isinstance(shard.slice, ObservedSlice)]
-        return found if found.lazy is None else self._narrowed(found)
+        return found if found.lazy is None else self._without_unused(found)
 
     def _cut(self, batch: LazyBatch, num_microbatches: int, pair: Pair) -> Microbatches:
-        """Read what this worker uses of a batch, or what others use too if only this one can, and cut it."""
+        """Read the fields of a batch that this worker uses, or those of all if only this one can read, and split it."""
         batch.follow()
         parts = min(num_microbatches, batch.rows)
         if batch.form is None:
             found = Microbatches.read(batch, pair(self._first(batch)), parts)
-            return self._narrowed(found) if self._slices else found
+            return self._without_unused(found) if self._slices else found
         self._tell(batch)
         form = pair(batch.form)
         known = frozenset(path for path, _ in leaves(form[0]))
@@ -123,19 +124,19 @@ class Reads:
         if not batch.lent or self._me == self._reader:
             whole = self._rereading(batch, pair, parts)
         if not batch.lent:
-            return _partly(found, mine, whole)
+            return _without_fields(found, mine, whole)
         own = [_without(piece, mine) for piece in found.inputs]
         lends = self._lend(found, form, unused, known, own)
-        return replace(_partly(found, mine, whole, own), lending=lends)
+        return replace(_without_fields(found, mine, whole, own), lending=lends)
 
     def _readers(self, batch: LazyBatch) -> Collection[int]:
-        """Return the workers for which this one reads."""
+        """Return the workers for which this worker reads."""
         if batch.lent:
             return self._all if self._me == self._reader else []
         return [self._me]
 
     def _first(self, batch: LazyBatch) -> tuple[Tree, Tree]:
-        """Return the whole of the first batch of a loader."""
+        """Return the first batch of a loader, whole."""
         read: Tree = [batch.look(), batch.uniform] if self._readers(batch) else None
         if batch.lent:
             handed = self._peer.hand(f"first batch, {batch.label}", read, [self._reader], self._all)
@@ -145,32 +146,34 @@ class Reads:
         batch.note(form_of(both), uniform=read[1])
         return both
 
-    def _narrowed(self, found: Microbatches) -> Microbatches:
-        """Leave out of whole microbatches what stages were not seen to use, if they do without indeed."""
+    def _without_unused(self, found: Microbatches) -> Microbatches:
+        """Drop from whole microbatches the fields that stages do not use, after a check that they run without these."""
         piece = found.inputs[0]
         if self._me not in self._unused:
-            less = self._unseen & {path for path, _ in leaves(piece)}
+            less = self._unused_here & {path for path, _ in leaves(piece)}
             tree, forms = _without(piece, less), _forms(piece, less)
             does = bool(less) and all(each.stage.goes_without(tree, forms) for each in self._slices)
             self._unused[self._me] = less if does else _NOTHING
-        return _partly(found, self._unused[self._me] & {path for path, _ in leaves(piece)}, found.inputs.__getitem__)
+        return _without_fields(
+            found, self._unused[self._me] & {path for path, _ in leaves(piece)}, found.inputs.__getitem__
+        )
 
     def _tell(self, batch: LazyBatch) -> None:
-        """Tell who reads for all what this worker does not read, once."""
-        if batch.lent and not self._told:
-            self._told = True
+        """Send this worker's unused fields once to the worker that reads for all."""
+        if batch.lent and not self._has_told:
+            self._has_told = True
             less = sorted(self._unused.get(self._me, ()), key=repr)
             handed = self._peer.hand("fields that are not read", less, self._all, [self._reader])
             if handed is not None:
                 self._unused = {worker: frozenset(paths) for worker, paths in zip(self._all, handed, strict=True)}
 
     def _used(self, worker: int, form: tuple[Tree, Tree], unused: Mapping[int, frozenset[Path]]) -> list[Tensor]:
-        """Return the leaves of a batch that a worker uses."""
+        """Return the tensors of a batch that a worker uses."""
         inputs = [leaf for path, leaf in leaves(form[0]) if path not in unused.get(worker, _NOTHING)]
         return inputs + list(tensors_of(form[1]) if self._last in self._stages[worker] else ())
 
     def _rereading(self, batch: LazyBatch, pair: Pair, parts: int) -> Callable[[int], Tree]:
-        """Return what reads the whole of a batch, if a stage asks for it after all, and gives a microbatch's fields."""
+        """Return a function from a microbatch to all its fields, which reads the whole batch when first called."""
 
         @cache
         def whole() -> list[Tree]:
@@ -189,7 +192,7 @@ class Reads:
         known: frozenset[Path],
         own: list[Tree],
     ) -> Lending:
-        """Return who has what of a batch that one worker reads; `own` is where this worker's fields come."""
+        """Return which worker gets what of a batch that one worker reads; `own` receives this worker's fields."""
         reads = self._me == self._reader
         lends = Lending(self._reader, {}, {})
         for worker in (each for each in self._all if each != self._reader and (reads or each == self._me)):
@@ -206,7 +209,7 @@ class Reads:
 
 
 def _owners(form: tuple[Tree, Tree]) -> dict[int, _Field]:
-    """Return which field each leaf (its id) belongs to."""
+    """Return the field of each tensor, by its id."""
     found: dict[int, _Field] = {}
     for side, tree in enumerate(form):
         for key, part in tree.items() if isinstance(tree, dict) else [(None, tree)]:
@@ -215,9 +218,9 @@ def _owners(form: tuple[Tree, Tree]) -> dict[int, _Field]:
 
 
 def _read(batch: LazyBatch, wanted: Collection[_Field]) -> tuple[Tree, Tree]:
-    """Read fields of a batch; in the places of others stand tensors without numbers."""
+    """Read fields of a batch; the others are meta tensors."""
     assert batch.form is not None
-    some: list[Some] = []
+    some: list[FieldSelection] = []
     for side, tree in enumerate(batch.form):
         keys = frozenset(key for number, key in wanted if number == side and key is not None)
         has_all = keys >= tree.keys() if isinstance(tree, dict) else (side, None) in wanted
@@ -227,25 +230,25 @@ def _read(batch: LazyBatch, wanted: Collection[_Field]) -> tuple[Tree, Tree]:
     return inputs, targets
 
 
-def _filled(form: Tree, some: Some, read: Tree, rows: int) -> Tree:
-    """Return what was read of inputs or targets, with tensors without numbers in the places of other fields."""
+def _filled(form: Tree, some: FieldSelection, read: Tree, rows: int) -> Tree:
+    """Return what was read of inputs or targets, with meta tensors in place of other fields."""
     if some is True:
         return read
     empty = map_tensors(form, lambda leaf: leaf.new_empty((rows, *leaf.shape[1:])))
     return {key: read[key] if some and key in some else part for key, part in empty.items()} if some else empty
 
 
-def _partly(
+def _without_fields(
     found: Microbatches,
     unread: frozenset[Path],
     whole: Callable[[int], Tree] | None,
     lists: list[Tree] | None = None,
 ) -> Microbatches:
-    """Leave fields out of microbatches.
+    """Return microbatches without the unread fields.
 
     Args:
-        whole: gives all fields of a microbatch.
-        lists: where microbatches without those fields are, or come; they are made by default.
+        whole: returns all fields of a microbatch.
+        lists: microbatches without these fields, possibly received later; None: they are made here.
     """
     if not unread:
         return found if lists is None else replace(found, inputs=lists)

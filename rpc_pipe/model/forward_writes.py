@@ -1,4 +1,4 @@
-"""What a stage's forward may write, kept while it runs: when it goes another way than was observed it is run again."""
+"""Buffers, weights and attributes that a forward may write, saved so that a forward that diverges can be undone."""
 
 from __future__ import annotations
 
@@ -15,41 +15,41 @@ from ..workers.compute.digest import few, sample
 from ..workers.compute.sharing import address
 
 _T = TypeVar("_T")
-#: where a buffer is, itself, its version and memory, and a copy
+#: module and name of a buffer, the buffer, its version, its memory, and a copy
 _Buffer = tuple[nn.Module, str, Tensor, int, Tensor, Tensor]
-#: a weight, its version and memory, and a copy of it or of a part of it
+#: a weight, its version, its memory, and a copy of it or of a sample
 _Weight = tuple[Tensor, int, Tensor, Tensor]
 
 
-class Writes:
-    """Finds out which buffers and weights forwards write: by the first in each mode, and by what was observed.
+class ForwardWrites:
+    """The buffers and weights that forwards write, found by the first forward in each mode and by observations.
 
     Args:
-        modules: those that compute.
+        modules: the modules of the stage.
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         #: modes -> buffers and weights
         self._known: dict[Any, tuple[list[tuple[nn.Module, str]], list[Tensor]]] = {}
-        #: buffers that have been seen to be written, in any modes
+        #: buffers that have been written in any mode
         self.buffers: set[tuple[nn.Module, str]] = set()
-        #: buffers and weights that forwards on shapes have written
+        #: buffers and weights that observed forwards have written
         self.observed: tuple[list[tuple[nn.Module, str]], list[Tensor]] = [], []
 
     def expect(self, buffers: Iterable[tuple[nn.Module, str]], weights: Iterable[Tensor]) -> None:
-        """Hear what a forward on shapes has written: a real one may write what is there, which `.data` hides."""
+        """Record what an observed forward has written: a real one may write equal values through `.data`, unnoticed."""
         self.observed = _joined(self.observed[0], buffers), _joined(self.observed[1], weights)
         self.buffers.update(self.observed[0])
         for modes, (places, held) in self._known.items():
             self._known[modes] = _joined(places, self.observed[0]), _joined(held, self.observed[1])
 
-    def before(self, modes: Any, weights: Iterable[Tensor], counting: Iterable[nn.Module]) -> BeforeForward:
-        """Return what a forward in these modes may write.
+    def before(self, modes: Any, weights: Iterable[Tensor], counting: Iterable[nn.Module]) -> StateBefore:
+        """Return the state that a forward in these modes may write.
 
         Args:
-            weights: all that it uses.
-            counting: modules that change attributes.
+            weights: all weights that it uses.
+            counting: modules whose attributes change.
         """
         known = self._known.get(modes)
         if known is None:
@@ -57,10 +57,10 @@ class Writes:
         else:
             places, held = known
         in_full = known is not None or few(held)
-        return BeforeForward(places, held, in_full, counting)
+        return StateBefore(places, held, in_full, counting)
 
-    def note(self, modes: Any, before: BeforeForward) -> None:
-        """A forward in these modes has come to its end."""
+    def note(self, modes: Any, before: StateBefore) -> None:
+        """Record what a completed forward has written."""
         if modes not in self._known:
             buffers = [(module, name) for module, name, *_ in before.changed_buffers()]
             self.buffers.update(buffers)
@@ -72,7 +72,7 @@ def _joined(some: Iterable[_T], others: Iterable[_T]) -> list[_T]:
     return list(dict.fromkeys((*some, *others)))
 
 
-class BeforeForward:
+class StateBefore:
     """Buffers, weights and attributes as they were before a forward.
 
     Args:
@@ -94,10 +94,10 @@ class BeforeForward:
         self._attributes = Attributes(counting)
 
     def put_back(self) -> None:
-        """Let all be as it was, in the same memory: it is known by that what backward must not read later.
+        """Restore this state in the same memory, by whose addresses later checks know the tensors.
 
         Raises:
-            ConfigError: a weight cannot.
+            ConfigError: a weight was written of which only a sample was kept.
         """
         with torch.no_grad():
             for module, name, buffer, _, memory, before in self.changed_buffers():
@@ -114,16 +114,16 @@ class BeforeForward:
         self._attributes.put_back()
 
     def changed_buffers(self) -> list[_Buffer]:
-        """Return the buffers that have been written, if only by what was there, or have been exchanged for others."""
+        """Return the buffers that have been written, even with equal values, or replaced."""
         held = self._buffers
         return [each for each in held if each[0]._buffers.get(each[1]) is not each[2] or _differ(*each[2:], each[2])]
 
     def changed_weights(self) -> list[_Weight]:
-        """Return the weights that have been written, if only by what was there, or have been given other memory."""
+        """Return the weights that have been written, even with equal values, or moved to other memory."""
         return [held for held in self._weights if _differ(*held, self._part(held[0]))]
 
     def _part(self, weight: Tensor) -> Tensor:
-        return weight.data if self._in_full else sample(weight)  # autograd is not told of what is put back
+        return weight.data if self._in_full else sample(weight)  # .data, so that autograd does not see the restoring
 
 
 def _differ(tensor: Tensor, version: int, memory: Tensor, before: Tensor, compared: Tensor) -> bool:

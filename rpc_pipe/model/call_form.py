@@ -1,0 +1,105 @@
+"""The form of calls: which parts of a batch a model and its loss function take, and where the loss is found."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..dependency import ConfigError
+from ..workers.compute.shard import LossFn
+from ..workers.transport.payload import Tree
+
+
+class CallForm:
+    """Splits a batch into the arguments of a model's forward and of its loss function.
+
+    Items of a dict are passed by the names of the forward's parameters, and the other items are the loss function's. If
+    no item is named like a parameter, a forward with one required argument gets the whole dict. A tuple holds
+    positional arguments. With a loss function, a pair for a model of one argument is (inputs, targets).
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None) -> None:
+        parameters = inspect.signature(model.forward).parameters.values()
+        positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self._names = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
+        self._num_required = sum(p.default is p.empty for p in positional)
+        self._takes_one = self._names is not None and self._num_required == 1
+        self.loss_is_inside = loss_fn is None
+        self._wants_batch = False if loss_fn is None else _second_name(loss_fn) == "batch"
+
+    def pair(self, batch: Tree) -> tuple[Tree, Tree]:
+        """Return ((args, kwargs) of the model, second argument of the loss function)."""
+        if batch is None:
+            raise ConfigError("batch is None: every worker runs the model's own forward, so every worker needs it")
+        batch = self._joined(batch)
+        if self.loss_is_inside:
+            return self.inputs(batch), None
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            inputs, targets = batch
+            if self._num_required <= 1 or isinstance(inputs, (Mapping, tuple, list)):
+                return self.inputs(inputs), batch if self._wants_batch else targets
+        return self.inputs(batch), dict(batch) if isinstance(batch, Mapping) else batch
+
+    def pair_for_metric(self, batch: Tree) -> tuple[Tree, Tree]:
+        """Return the same for a metric; its second argument is the batch, or the targets that a loss function gets."""
+        inputs, target = self.pair(batch)
+        batch = self._joined(batch)
+        return inputs, dict(batch) if isinstance(batch, Mapping) else batch if self.loss_is_inside else target
+
+    def _joined(self, batch: Tree) -> Tree:
+        """Merge a pair of dicts, as loaders return it, if the model computes its loss itself."""
+        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, Mapping) for x in batch)
+        if is_pair and self.loss_is_inside and (self._names is None or {*batch[0], *batch[1]} & self._names):
+            return {**batch[0], **batch[1]}
+        return batch
+
+    def inputs(self, batch: Tree) -> tuple[Tree, Tree]:
+        """Return (args, kwargs) of the model."""
+        batch = self._joined(batch)
+        if isinstance(batch, Mapping):
+            if self._takes_one and not batch.keys() & (self._names or set()):
+                return (batch if isinstance(batch, dict) else dict(batch),), {}
+            others_are_of_the_loss = not self.loss_is_inside and self._names is not None
+            names = self._names if others_are_of_the_loss else batch.keys()
+            return (), {name: value for name, value in batch.items() if name in (names or ())}
+        return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def _second_name(loss_fn: LossFn) -> str:
+    try:
+        signature = inspect.signature(loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn)
+    except (TypeError, ValueError):
+        return ""
+    return [*signature.parameters, "", ""][1]
+
+
+def loss_of_output(output: Any, target: Any = None) -> Tensor:
+    """Return the loss in a model's output.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = output
+    if isinstance(output, (tuple, list)):
+        numbers = [part for part in output if isinstance(part, Tensor) and part.dim() == 0]
+        first = output[0] if output else None
+        # (logits, loss), as nanoGPT returns it, or (loss, logits)
+        found = numbers[0] if len(numbers) == 1 and not _is_number(first) else first
+    elif isinstance(output, Mapping):
+        found = output.get("loss")
+    elif not isinstance(output, (Tensor, tuple, list)):
+        found = getattr(output, "loss", None)
+    if isinstance(found, Tensor) and _is_number(found):
+        return found
+    what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
+    raise ConfigError(
+        f"model: returned {what} and no loss: pass a batch from which it computes one, such as a dict with labels, "
+        f"or a loss_fn, called as loss_fn(output, batch)"
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1

@@ -1,0 +1,188 @@
+"""The partition of an arbitrary model, which is cut where its own forward calls its blocks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
+from typing import Any
+
+from torch import nn
+
+from ..workers.compute.by_hand import HOOKS
+from ..workers.compute.randomness import Randomness
+from ..workers.compute.shard import LossFn
+from ..workers.compute.slices import Slice
+from ..workers.transport.payload import Tree
+from .call_form import CallForm, loss_of_output
+from .cut import cut
+from .deferred import DeferredModel
+from .module_copies import ModuleCopies
+from .observed_model import ObservedModel, observe
+from .observed_slice import ObservedSlice
+from .skeleton import refuse_lazy
+from .ties import groups
+from .trees import Path
+
+#: a model, or a function that makes one
+ModuleOrFactory = nn.Module | Callable[[], nn.Module]
+
+
+class ObservedPartition:
+    """A module, or a function that makes one, and its cut, which is made with the first batch.
+
+    Args:
+        split: number of calls of blocks of each stage; None: as evenly as possible.
+        loss_fn: None: the model computes its loss itself.
+        blocks: names of blocks, or of lists of blocks; None: they are found.
+        seed: seed of the initial weights of a model made by a function.
+    """
+
+    def __init__(
+        self,
+        model: ModuleOrFactory,
+        num_stages: int,
+        split: Sequence[int] | None = None,
+        loss_fn: LossFn | None = None,
+        *,
+        blocks: str | Sequence[str] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self._source: nn.Module | DeferredModel | None = (
+            model if isinstance(model, nn.Module) else DeferredModel(model, seed)
+        )
+        self._num_stages = num_stages
+        self._split = split
+        self._blocks = blocks
+        self._observed: ObservedModel | None = None
+        whole = self._whole()
+        refuse_lazy(whole, "the model")
+        self._call = CallForm(whole, loss_fn)
+        self.pair, self.pair_for_metric = self._call.pair, self._call.pair_for_metric
+        self.loss_fn: LossFn = loss_of_output if loss_fn is None else loss_fn
+        self.module_copies = ModuleCopies()
+        self._names = {name: place for place, name in enumerate(whole.state_dict())}
+        #: the model's configuration, if it can be saved
+        self.config = config if hasattr(config := getattr(whole, "config", None), "save_pretrained") else None
+        self._output_type: type = dict
+        #: calls of blocks of each stage; empty until the model has been cut
+        self.ranges: list[range] = []
+        self.sharing: tuple[tuple[int, ...], ...] = ()
+        #: parameters that several stages hold -> those stages
+        self.shared: dict[str, list[int]] = {}
+        #: path of each call's block; "" for the model itself
+        self.block_names: list[str] = []
+        self._stage_of: dict[str, int] = {}
+        #: by stage, the paths in (args, kwargs) of the fields whose data it does not use
+        self.unused: list[frozenset[Path]] = []
+
+    def observe(self, inputs: tuple[Sequence[Any], Mapping[str, Any]], *, trained: bool) -> None:
+        """Find the blocks and cut between them.
+
+        Args:
+            inputs: (args, kwargs) of one microbatch.
+            trained: whether there must be a loss.
+
+        Raises:
+            ConfigError: the model cannot be cut like this.
+        """
+        assert self._source is not None, "released"
+        observed = observe(self._source, *inputs, blocks=self._blocks, at_least=self._num_stages)
+        self._observed, self._output_type = observed, type(observed.output)
+        if trained and self._call.loss_is_inside:
+            loss_of_output(observed.output)
+        self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
+        observed.check(self.ranges)
+        self.shared = observed.shared(self.ranges)
+        self.unused = observed.unused(self.ranges)
+        self.block_names = [block.path for block in observed.blocks]
+        for stage, told in reversed(list(enumerate(observed.stages(self.ranges)))):
+            self._stage_of |= dict.fromkeys(told.parameters, stage)
+        self.sharing = groups(self.shared, len(self.ranges))
+
+    def first_stage_of(self, parameter: str) -> int:
+        """Return the first stage that holds a parameter."""
+        return self._stage_of[parameter]
+
+    def modules(self) -> list[nn.Module]:
+        """Return all modules of the model, until it is released."""
+        return list(self._whole().modules())
+
+    def _whole(self) -> nn.Module:
+        assert self._source is not None, "released"
+        return self._source if isinstance(self._source, nn.Module) else self._source.model
+
+    def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
+        """Return a stage's slice of the model, on the device of `randomness`.
+
+        Args:
+            route: 0 for the first replica in this process; others get copies.
+        """
+        assert self._observed is not None, "not observed, or released"
+        made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
+        buffers = self._observed.own_buffers(stage, self.ranges)
+        if isinstance(self._source, nn.Module):
+            self.module_copies.add(self._source, made.module, runs=False)
+            if route == 0:
+                self.module_copies.mirror(self._source, made.module, buffers, made.writes)
+        shared = {name: stages for name, stages in self.shared.items() if stage in stages}
+        return ObservedSlice(made, self.ranges, shared, buffers)
+
+    def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:
+        """Return a batch without targets."""
+        return self._call.inputs(inputs), None
+
+    @property
+    def given(self) -> Any:
+        """The user's model, until it is released."""
+        return self._source
+
+    @property
+    def name(self) -> str:
+        """The name of the model, until it is released."""
+        return type(self._whole()).__name__
+
+    def release(self) -> None:
+        """Drop the reference to the model, so that parameters of other processes can be freed."""
+        self._source = self._observed = None
+
+    def place_of(self, name: str) -> Any:
+        """Return a sort key that orders tensors as the model does."""
+        return self._names.get(name, len(self._names)), name
+
+    def output(self, tree: Tree) -> Tree:
+        """Return an output in the type that the model returns."""
+        own = issubclass(self._output_type, dict) or is_dataclass(self._output_type)
+        if type(tree) is not self._output_type and isinstance(tree, dict) and own:
+            try:
+                return self._output_type(**tree)
+            except TypeError:  # its constructor takes something else
+                return tree
+        return tree
+
+
+def takes_stage(model: object) -> bool:
+    """Return whether a callable is a builder of stages, and not a function that makes the whole model."""
+    if hasattr(model, "num_layers"):
+        return True
+    try:
+        inspect.signature(model).bind()  # type: ignore[arg-type]
+    except TypeError:
+        return True
+    except ValueError:  # built in: no signature is known
+        return False
+    return False
+
+
+def needs_observation(model: object) -> bool:
+    """Return whether a model is to be cut by observation, as neither a list of layers nor a builder of stages."""
+    if isinstance(model, nn.Module):
+        return not isinstance(model, nn.Sequential) or _does_more(model)
+    return callable(model) and not takes_stage(model)
+
+
+def _does_more(model: nn.Sequential) -> bool:
+    """Return whether a call does more than call the members in turn."""
+    held = vars(model)
+    more = "forward" in held or type(model).forward is not nn.Sequential.forward
+    return more or any(held[hooks] for hooks in HOOKS)
