@@ -1,88 +1,19 @@
 """What a user changes by hand between two steps counts from there on, as in one process, or is refused."""
 
 import copy
-import pickle
 from functools import partial
 
 import pytest
 import torch
-from replayed import ASYNCHRONOUS, X, pipeline, replay_of
-from threads_as_processes import each_worker
+from replayed import X, pipeline
 from torch import nn
-from torch.nn.functional import mse_loss
 from torch.nn.utils import prune
 
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.shard_maker import ShardMaker, make_partition
-from rpc_pipe.model.stale_weights import refuse_stale_weights
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.compute.updating import Training
-
-
-class Counting(nn.Module):
-    """Computes by a counter in an attribute, and by a factor that users set."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.calls, self.factor = nn.Linear(8, 8), 0, 1.0
-
-    def forward(self, x):
-        y = self.linear(x) * self.factor * (1 + self.calls % 3)
-        self.calls += self.training
-        return y
-
-
-@pytest.mark.parametrize("schedule", ASYNCHRONOUS)
-def test_the_loop_sees_counters_of_the_step_that_is_complete(schedule):
-    """They were those that forwards of later steps had left, in attributes, though not in buffers."""
-    pipe = pipeline(schedule, [Counting] * 4)
-    replay = replay_of(pipe, [Counting] * 4)
-    steps = X[:4]
-    for x, _, _ in zip(steps, pipe.train((x, x) for x in X), replay.train((x, x) for x in X), strict=False):
-        assert pipe.evaluate((x, x)) == pytest.approx(replay.evaluate(x, x), rel=1e-6)
-
-
-def _loaded(layer, optimizer):
-    with torch.no_grad():
-        layer.linear.weight.copy_(torch.eye(8))
-
-
-CHANGES = {
-    "parameter 0.linear.weight was changed": _loaded,
-    "requires_grad of parameter 0.linear.bias was changed": lambda layer, _: layer.linear.bias.requires_grad_(False),
-    "factor of a Counting was changed": lambda layer, _: setattr(layer, "factor", 2.0),
-    "the mode of a Linear was changed": lambda layer, _: layer.linear.eval(),
-    "hooks of a Linear was changed": lambda layer, _: layer.linear.register_forward_hook(print),
-    "a hook of parameter 0.linear.weight was registered": lambda layer, _: layer.linear.weight.register_hook(print),
-}
-
-
-@pytest.mark.parametrize("says", CHANGES)
-def test_what_forwards_under_way_have_not_met_is_refused(says):
-    """They went backward by other weights than their own, or what was changed was put back, and nobody was told."""
-    layers = [Counting() for _ in range(4)]
-    pipe = pipeline("pipedream-2bw", layers)
-    with pytest.raises(WorkerFailure, match=f"{says}.* between two steps of `train`"):
-        for _ in pipe.train((x, x) for x in X[:4]):
-            CHANGES[says](layers[0], None)
-
-
-def test_rates_and_what_is_changed_behind_a_flush_count():
-    """Learning rates are for the next update, which nobody has begun."""
-    layers = [Counting() for _ in range(4)]
-    pipe = pipeline("pipedream-2bw", layers)
-    optimizers = [shard.optimizer for actor in pipe.actors for shard in actor.shards.values()]
-    losses = []
-    for loss in pipe.train((x, x) for x in X[:5]):
-        losses.append(loss)
-        for optimizer in optimizers:
-            optimizer.param_groups[0]["lr"] = 0.1 / len(losses)
-        if len(losses) == 1:
-            pipe.flush()
-        if len(losses) == 2:
-            layers[0].factor = 3.0
-    assert len(losses) == 5
 
 
 def test_a_weight_that_no_optimizer_has_is_not_thawed_silently():
@@ -105,15 +36,6 @@ def test_a_weight_that_no_optimizer_has_is_not_thawed_silently():
         pipe.step((X[0], X[0]))
     pipe.actors[0].shards[0, 0].optimizer.add_param_group({"params": [layers[0].weight]})
     pipe.step((X[0], X[0]))
-
-
-def test_statistics_of_whole_batches_need_steps_that_end():
-    """Those of the next step were taken over with them."""
-    with pytest.raises(ConfigError, match="deferred_batch_norm: schedule PipeDream2BW updates within a step"):
-        Pipeline(
-            [nn.Linear(8, 8), nn.BatchNorm1d(8)], nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1),
-            schedule="pipedream-2bw", num_workers=2, num_microbatches=4, deferred_batch_norm=True,
-        )  # fmt: skip
 
 
 class Scaled(nn.Module):
@@ -297,57 +219,6 @@ def test_the_users_modules_compute_in_a_process_that_has_one_replica(whole):
     assert all(p.data_ptr() in own for shard in shards.values() for p in shard.parameters())
 
 
-def test_what_a_script_changes_by_hand_counts_once_where_it_is_resumed(tmp_path):
-    """A learning rate that the script had divided was divided again, by the calls that are answered."""
-
-    def script(stop, resume):
-        torch.manual_seed(0)
-        layers = [nn.Linear(8, 8) for _ in range(4)]
-        told = []
-        with pipeline("1f1b", layers) as pipe:
-            pipe.checkpoint_every(4, tmp_path)
-            if resume:
-                assert pipe.resume(tmp_path).step == 4
-            for step, x in enumerate(X[:stop]):
-                told.append(pipe.step((x, x)))
-                for shard in (shard for actor in pipe.actors for shard in actor.shards.values()):
-                    for group in shard.optimizer.param_groups if step in (1, 3) else ():
-                        group["lr"] /= 10
-                    for parameter in shard.parameters() if step == 2 else ():
-                        parameter.data.mul_(0.5)
-        return told
-
-    undisturbed = script(7, False)
-    assert script(7, True) == undisturbed
-
-
-@pytest.mark.parametrize("call", ["step", "train"])
-def test_what_is_changed_before_a_script_saves_counts_once_where_it_is_resumed(tmp_path, call):
-    """It was in the checkpoint, and counted again: behind the last answer nobody looked.
-
-    Earlier calls wrote what had been changed twice beside the checkpoint.
-    """
-
-    def script(stop, resume, save=3):
-        torch.manual_seed(0)
-        told = []
-        with pipeline("1f1b", [nn.Linear(8, 8) for _ in range(4)]) as pipe:
-            if resume:
-                assert pipe.resume(tmp_path).step == save + 1
-            batches = [(x, x) for x in X[:stop]]
-            for step, loss in enumerate(pipe.train(batches) if call == "train" else map(pipe.step, batches)):
-                told.append(loss)
-                for shard in (shard for actor in pipe.actors for shard in actor.shards.values()):
-                    shard.optimizer.param_groups[0]["lr"] *= 0.7
-                if step in (1, save):
-                    assert pipe.save_checkpoint(tmp_path).name == f"step-{step + 1:08}"
-        return told
-
-    undisturbed = script(7, False)
-    assert script(7, True) == undisturbed
-    assert len(list(tmp_path.glob("step-*"))) == 2
-
-
 @pytest.mark.parametrize("deferred", [False, True])
 def test_running_means_of_the_users_model_are_those_of_its_weights(deferred):
     """A whole model had trained weights and the running means of its beginning: read, saved or trained further."""
@@ -416,85 +287,52 @@ def test_a_weight_that_is_thawed_is_averaged():
         assert torch.equal(layers[0].weight, before.lerp(after, 0.5)) and not torch.equal(before, after)
 
 
-class TestCallsByHand:
-    """In a job a process has the trained weights of its own stages only."""
+def test_what_a_script_changes_by_hand_counts_once_where_it_is_resumed(tmp_path):
+    """A learning rate that the script had divided was divided again, by the calls that are answered."""
 
-    x, y = torch.linspace(-1, 1, 32).reshape(8, 4), torch.linspace(1, -1, 32).reshape(8, 4)
-
-    @staticmethod
-    def chain():
+    def script(stop, resume):
         torch.manual_seed(0)
-        return nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)])
+        layers = [nn.Linear(8, 8) for _ in range(4)]
+        told = []
+        with pipeline("1f1b", layers) as pipe:
+            pipe.checkpoint_every(4, tmp_path)
+            if resume:
+                assert pipe.resume(tmp_path).step == 4
+            for step, x in enumerate(X[:stop]):
+                told.append(pipe.step((x, x)))
+                for shard in (shard for actor in pipe.actors for shard in actor.shards.values()):
+                    for group in shard.optimizer.param_groups if step in (1, 3) else ():
+                        group["lr"] /= 10
+                    for parameter in shard.parameters() if step == 2 else ():
+                        parameter.data.mul_(0.5)
+        return told
 
-    class Blocks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(4)])
+    undisturbed = script(7, False)
+    assert script(7, True) == undisturbed
 
-        def forward(self, x):
-            for block in self.blocks:
-                x = torch.tanh(block(x))
-            return x
 
-    @pytest.mark.parametrize("make", [Blocks, chain.__func__, lambda: list(TestCallsByHand.chain())])
-    def test_weights_that_another_worker_trains_are_not_computed_with(self, monkeypatch, make):
-        """A user called `model.generate` on worker 0 after training, and got what half a trained model says."""
+@pytest.mark.parametrize("call", ["step", "train"])
+def test_what_is_changed_before_a_script_saves_counts_once_where_it_is_resumed(tmp_path, call):
+    """It was in the checkpoint, and counted again: behind the last answer nobody looked.
 
-        def work(worker):
-            model = make()
-            called = nn.Sequential(*model) if isinstance(model, list) else model
-            pipe = Pipeline(model, mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=2)
-            pipe.evaluate((self.x, self.y))
-            untrained = mse_loss(called(self.x), self.y).item()
-            pipe.step((self.x, self.y))
-            with pytest.raises(ConfigError, match=r"weight is trained by another worker.*pipe.state_dict"):
-                called(self.x)
-            copied = copy.deepcopy(called)  # nobody trains it
-            assert mse_loss(copied(self.x), self.y).item() != untrained
-            trained, state = pipe.evaluate((self.x, self.y)), pipe.state_dict()
-            if worker == 0:
-                called.load_state_dict(state)
-                assert mse_loss(called(self.x), self.y).item() == pytest.approx(trained, rel=1e-6)
-            pipe.step((self.x, self.y))
-            with pytest.raises(ConfigError, match="another worker"):
-                called(self.x)
-            return pickle.loads(pickle.dumps(called))(self.x).shape
+    Earlier calls wrote what had been changed twice beside the checkpoint.
+    """
 
-        assert each_worker(monkeypatch, work, 2) == [(8, 4), (8, 4)]
+    def script(stop, resume, save=3):
+        torch.manual_seed(0)
+        told = []
+        with pipeline("1f1b", [nn.Linear(8, 8) for _ in range(4)]) as pipe:
+            if resume:
+                assert pipe.resume(tmp_path).step == save + 1
+            batches = [(x, x) for x in X[:stop]]
+            for step, loss in enumerate(pipe.train(batches) if call == "train" else map(pipe.step, batches)):
+                told.append(loss)
+                for shard in (shard for actor in pipe.actors for shard in actor.shards.values()):
+                    shard.optimizer.param_groups[0]["lr"] *= 0.7
+                if step in (1, save):
+                    assert pipe.save_checkpoint(tmp_path).name == f"step-{step + 1:08}"
+        return told
 
-    @pytest.mark.parametrize("make", [Blocks, chain.__func__])
-    def test_another_pipeline_with_the_same_stages_goes_on_from_what_was_trained(self, monkeypatch, make):
-        def work(worker):
-            model = make()
-            first = Pipeline(model, mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_microbatches=2)
-            first.step((self.x, self.y))
-            again = Pipeline(model, mse_loss, num_microbatches=2)
-            assert again.evaluate((self.x, self.y)) == first.evaluate((self.x, self.y))
-            with pytest.raises(ConfigError, match="another worker"):
-                model(self.x)
-            return first.step((self.x, self.y))
-
-        assert len(set(each_worker(monkeypatch, work, 2))) == 1
-
-    @pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is deprecated")
-    def test_a_scripted_layer_takes_no_hook_and_is_trained(self):
-        """Any model with one failed in a job: "register_forward_pre_hook is not supported on ScriptModules"."""
-        model = self.chain().append(torch.jit.script(nn.Linear(4, 4)))
-        refuse_stale_weights(model, list(model[0].parameters()))
-        model[0](self.x)
-        with torch.no_grad():
-            model[0].weight.add_(1)
-        assert model[4](self.x).shape == self.x.shape
-        with pytest.raises(ConfigError, match="another worker"):
-            model(self.x)
-
-    def test_other_stages_are_refused_where_their_weights_are_from_before(self):
-        model = self.chain()
-        here = [*model[0].parameters(), *model[1].parameters()]
-        refuse_stale_weights(model, here)
-        refuse_stale_weights(model, [*here, *model[2].parameters()])  # nothing has been trained
-        with torch.no_grad():
-            here[0].add_(1)
-        with pytest.raises(ConfigError, match=r"model: 2\.weight is trained by another worker"):
-            refuse_stale_weights(model, [*here, *model[2].parameters()])
+    undisturbed = script(7, False)
+    assert script(7, True) == undisturbed
+    assert len(list(tmp_path.glob("step-*"))) == 2

@@ -1,0 +1,145 @@
+"""What of a batch goes into a model and what into its loss function, and where the loss is found."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+import unsplit_models as models
+from alone import SGD, assert_same_state, lm_batch, made, plain, rows_of
+from in_turn import floats, ids
+from torch import Tensor, nn
+
+from rpc_pipe.dependency import ConfigError
+from rpc_pipe.model.call_form import loss_of_output
+from rpc_pipe.pipeline import Pipeline
+
+
+def test_a_dict_goes_in_by_name_and_the_loss_comes_from_inside():
+    model = made(models.Tied)
+    expected = copy.deepcopy(model)
+    pipe = Pipeline(model, optimizer=SGD, num_workers=2, num_microbatches=2)
+    batch = lm_batch()
+    pieces = [((), rows_of(batch, rows)) for rows in (slice(0, 2), slice(2, 4))]
+    assert pipe.step(batch) == plain(expected, [pieces])[0]
+    assert_same_state(pipe, expected, exactly=False)
+    logits = pipe.predict({"ids": batch["ids"], "mask": batch["mask"]})["logits"]
+    torch.testing.assert_close(logits, expected(batch["ids"], batch["mask"])["logits"])
+    assert pipe.evaluate(batch) == pytest.approx(expected(**batch)["loss"].item(), rel=1e-5)
+
+
+class LossLast(nn.Module):
+    """Returns (logits, loss), as nanoGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        for block in self.blocks:
+            x = block(x)
+        return x, nn.functional.mse_loss(x, targets)
+
+
+def test_the_only_number_in_a_tuple_is_the_loss_wherever_it_stands():
+    model = made(LossLast)
+    expected = model(x := floats(4, 4), y := floats(4, 4))[1].item()
+    pipe = Pipeline(model, optimizer=SGD, num_workers=2, num_microbatches=2)
+    assert pipe.step((x, y)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "output, at",
+    [
+        ((torch.ones(1), torch.zeros(())), 0),
+        ((torch.ones(3), torch.zeros(())), 1),
+        ((torch.zeros(()), torch.ones(())), 0),
+    ],
+)
+def test_a_loss_that_stands_first_is_taken_first(output, at):
+    assert loss_of_output(output) is output[at]
+
+
+def test_what_is_left_over_is_the_loss_functions():
+    model = made(models.Nested)
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(output, batch["wanted"])
+
+    pipe = Pipeline(model, loss, optimizer=SGD, num_workers=2, num_microbatches=2)
+    x, y = floats(4, 6), floats(4, 8)
+    expected = nn.functional.mse_loss(model(x), y).item()
+    assert pipe.step({"x": x, "wanted": y}) == pytest.approx(expected)
+    pair = Pipeline(made(models.Nested), nn.functional.mse_loss, optimizer=SGD, num_workers=2, num_microbatches=2)
+    assert pair.step((x, y)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("batch", "says"),
+    [
+        (None, "pass a batch"),
+        ({"ids": ids(2, 5)}, "returned a dict and no loss: pass a batch from which it computes one"),
+        ({"ids": ids(2, 5), "labels": ids(3, 5)}, r"agree in dimension 0, or have 1 there; found \(2, 5\), \(3, 5\)"),
+        ({"ids": ids(2, 5), "word": ids(2, 5)}, r"Tied.* unexpected keyword argument 'word'"),
+    ],
+)
+def test_batches_that_cannot_be_trained_on_are_refused_in_a_sentence(batch, says):
+    pipe = Pipeline(made(models.Tied), optimizer=SGD, num_workers=2, num_microbatches=2)
+    with pytest.raises(ConfigError, match=says):
+        pipe.step(batch)
+
+
+def test_a_metric_takes_the_place_of_the_loss_where_the_output_is():
+    model, batch = made(models.Tied), lm_batch()
+    pipe = Pipeline(model, optimizer=SGD, num_workers=3, num_microbatches=2)
+
+    def right(output: Any, batch: Any) -> tuple[Tensor, int]:
+        return (output["logits"].argmax(-1) == batch["labels"]).sum(), batch["labels"].numel()
+
+    expected = right(model(**batch), batch)
+    assert pipe.evaluate(batch, metric=right) == expected[0].item() / expected[1]
+    assert pipe.evaluate(batch, metric=lambda output, batch: 3.0) == 3.0
+    assert pipe.evaluate(batch) == pytest.approx(model(**batch)["loss"].item(), rel=1e-5)
+    plain = Pipeline(nn.Sequential(nn.Linear(2, 3), nn.Tanh()), nn.MSELoss(), num_microbatches=2, num_workers=2)
+    assert plain.evaluate((floats(4, 2), floats(4, 3)), metric=lambda output, target: target.mean()) == pytest.approx(
+        floats(4, 3).mean().item(), rel=1e-5
+    )
+
+
+@dataclasses.dataclass
+class Answer:
+    """What a model may return: no dict, no tuple."""
+
+    logits: Tensor
+    loss: Tensor | None = None
+
+
+class TakesBatch(nn.Module):
+    """Takes a batch as one nested dict, and things out of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, batch: dict[str, Any], scale: float = 1.0) -> Answer:
+        x, y = batch["inputs"].pop("x"), batch.pop("y", None)  # out of what is its own
+        for layer in self.layers:
+            x = layer(x).tanh() * scale
+        return Answer(x, None if y is None else nn.functional.mse_loss(x, y))
+
+
+def test_a_nested_dict_goes_in_whole_and_a_dataclass_comes_out():
+    model = made(TakesBatch)
+    batch = {"inputs": {"x": floats(4, 4)}, "y": floats(4, 4)}
+    expected = model(copy.deepcopy(batch))
+    pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=3, num_microbatches=1)
+    assert pipe.step(batch) == expected.loss.item()
+    pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=3, num_microbatches=2, example=batch)
+    found = pipe.predict({"inputs": batch["inputs"]})
+    assert isinstance(found, Answer) and found.loss is None
+    torch.testing.assert_close(found.logits, expected.logits)
+    with pytest.raises(ConfigError, match="leave labels out of the batch if it is a loss"):
+        pipe.predict(batch)
