@@ -38,14 +38,14 @@ class Loopback(RemoteCarrier):
         return time.perf_counter_ns()
 
     def serve(self, what, peer, reply, args):
-        with self.answering_for_errors():
+        with self.answering_for_errors:
             self.handle(what, peer, reply, *args)
 
     def answer(self, then, value):
         self.handlers.submit(self.take_reply, then, value)
 
     def take_reply(self, then, value):
-        with self.answering_for_errors():
+        with self.answering_for_errors:
             then(value)
 
 

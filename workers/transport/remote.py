@@ -13,8 +13,8 @@ import threading
 import time
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Container
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -41,6 +41,25 @@ _RECENTLY = 5
 Reply = Callable[[Any], None]
 
 
+class AnsweringForErrors:
+    """A context for what another thread does: the worker fails with what goes wrong there, where nobody would hear it.
+
+    Entered for each message, so no generator.
+    """
+
+    def __init__(self, fault: Callable[[BaseException], None]) -> None:
+        self._fault = fault
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._fault(error)
+        return True
+
+
 def nothing(value: Any) -> None:
     """What to do with an answer that says nothing."""
 
@@ -54,6 +73,7 @@ class RemoteCarrier(Carrier):
 
     def __init__(self, worker: int, num_workers: int, *, shared_memory: bool = True) -> None:
         super().__init__(worker, num_workers)
+        self.answering_for_errors = AnsweringForErrors(self.fault)
         self._exchanges: dict[int, Exchange] = {}
         self._gathered: deque[int] = deque()  # peers that the compute thread has something to say to
         self._compute_thread = threading.get_ident()
@@ -162,14 +182,6 @@ class RemoteCarrier(Carrier):
         # setdefault, in one step of the interpreter: handlers and the compute thread may both come first
         return self._exchanges.setdefault(peer, Exchange()) if exchange is None else exchange
 
-    @contextmanager
-    def answering_for_errors(self) -> Iterator[None]:
-        """Let the worker fail with what goes wrong in another thread, where nobody would hear of it."""
-        try:
-            yield
-        except Exception as error:
-            self.fault(error)
-
     def handle(self, what: str, peer: int, reply: Reply | None, *args: Any) -> None:
         """Do what a request of `peer` wants and `reply`, now or, to an exchange, when there is something to say.
 
@@ -238,7 +250,7 @@ class RemoteCarrier(Carrier):
     def _send_all(self) -> None:
         """The sender's thread."""
         while (peer := self._to_send.get()) is not None:
-            with self.answering_for_errors():
+            with self.answering_for_errors:
                 self._send(peer)
 
     def _send(self, peer: int) -> None:

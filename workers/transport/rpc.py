@@ -54,7 +54,7 @@ def _handle(what: str, peer: int, *args: Any) -> Future[Any]:
     assert _endpoint is not None
     _keep_thread_state()
     future: Future[Any] = Future()
-    with _endpoint.answering_for_errors():
+    with _endpoint.answering_for_errors:
         _endpoint.handle(what, peer, future.set_result, *args)
     return future
 
@@ -124,7 +124,7 @@ class RpcCarrier(RemoteCarrier):
     def _request(self, peer: int, what: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         def replied(future: Future[Any]) -> None:
             _keep_thread_state()
-            with self.answering_for_errors():
+            with self.answering_for_errors:
                 try:
                     value = future.value()
                 except RuntimeError as error:

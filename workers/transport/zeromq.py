@@ -211,7 +211,7 @@ class ZmqCarrier(RemoteCarrier):
 
     def _hear(self, by: Sockets) -> None:
         while True:
-            with self.answering_for_errors():
+            with self.answering_for_errors:
                 try:
                     pieces = by.hear()
                 except zmq.ContextTerminated:
@@ -286,7 +286,7 @@ class ZmqCarrier(RemoteCarrier):
         for monitor in monitors:
             poller.register(monitor, zmq.POLLIN)
         while True:
-            with self.answering_for_errors():
+            with self.answering_for_errors:
                 try:
                     for monitor, _ in poller.poll(int(1000 * _TICK_S)):
                         for change in monitors[monitor].changes(monitor):
