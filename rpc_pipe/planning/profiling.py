@@ -109,7 +109,7 @@ def profile_model(
         ConfigError: the model cannot be cut, or its loss cannot be computed.
     """
     measured: dict[int, list[LayerCost]] = {}
-    around: dict[Kind, float] = {}
+    around: dict[int, Mapping[Kind, float]] = {}
     ties: tuple[Tie, ...] = ()
     factory = OPTIMIZERS[optimizer]
     where = torch.device(device)
@@ -129,14 +129,16 @@ def profile_model(
                 estimated = estimate_layers if user_model.is_layers else estimate_whole
                 measured[count] = estimated(user_model, batch, operations_a_ms(device), factory)
             else:
-                measured[count], around, ties = found
+                measured[count], around[count], ties = found
     measured = _with_one_update(measured)
+    per_stage = {kind: median(found[kind] for found in around.values()) if around else 0.0 for kind in (F, B, I, W, R)}
+    for count in around:
+        measured[count] = [_without(cost, per_stage) for cost in measured[count]]
     if user_model.is_layers:
         ties = _ties_of_layers(user_model)
-    around = {kind: around.get(kind, 0) + RUNTIME_MS for kind in (F, B, I, W, R)}
     return Profile(
         measured,
-        around,
+        {kind: took + RUNTIME_MS for kind, took in per_stage.items()},
         ties,
         _name(user_model),
         signature(user_model, device, optimizer),
@@ -180,7 +182,8 @@ def _measure(
     barrier: Barrier,
 ) -> _Measured:
     if user_model.is_layers:
-        return _measure_layers(user_model, batch, device, optimizer, repeats, barrier), {}, ()
+        costs = _measure_layers(user_model, batch, device, optimizer, repeats, barrier)
+        return costs, dict.fromkeys((F, B, I, W, R), 0.0), ()
     return _measure_whole(user_model, batch, device, optimizer, repeats, tell, at_least, barrier)
 
 
@@ -282,21 +285,26 @@ def _measure_whole(
         costs.append(LayerCost(block.times, block.kept.size(*sizes[i]), observed.blocks[i].name))
     shards = [BlockParameters(own, [], block.gradients) for own, block in zip(named, blocks, strict=True)]
     costs = with_update_times(costs, shards, optimizer, repeats, _synchronize(device), barrier)
-    times = whole.times
-    around = {kind: _around(costs, kind, times[kind]) for kind in (F, B, I, W, R)}
-    costs = [
-        replace(cost, times={kind: max(0.0, t - around.get(kind, 0)) for kind, t in cost.times.items()})
-        for cost in costs
-    ]
-    return with_working_memory(costs, blocks), around, _ties(holders, costs)
+    return with_working_memory(costs, blocks), _around(costs, whole.times), _ties(holders, costs)
 
 
-def _around(costs: Sequence[LayerCost], kind: Kind, whole: float) -> float:
-    """Return the time of a kind that each stage takes besides its block."""
-    if len(costs) < 2:
-        return 0
-    more = (sum(cost.times[kind] for cost in costs) - whole) / (len(costs) - 1)
-    return min(max(0.0, more), *(cost.times[kind] for cost in costs))
+def _around(costs: Sequence[LayerCost], whole: Mapping[Kind, float]) -> dict[Kind, float]:
+    """Return the time of each kind that a stage takes besides its blocks.
+
+    The whole model, as a first stage, does all its backward in W, so its I and W do not tell. What is around blocks has
+    no weights, so it is counted as part of I.
+    """
+    around = {kind: 0.0 for kind in (F, B)}
+    if len(costs) > 1:
+        for kind in around:
+            more = (sum(cost.times[kind] for cost in costs) - whole[kind]) / (len(costs) - 1)
+            around[kind] = min(max(0.0, more), *(cost.times[kind] for cost in costs))
+    return {F: around[F], R: around[F], B: around[B], I: around[B], W: 0.0}
+
+
+def _without(cost: LayerCost, per_stage: Mapping[Kind, float]) -> LayerCost:
+    """Return the cost of a block without what its stage takes besides."""
+    return replace(cost, times={kind: max(0.0, took - per_stage.get(kind, 0)) for kind, took in cost.times.items()})
 
 
 def _ties(holders: Mapping[str, tuple[list[int], nn.Parameter]], costs: Sequence[LayerCost]) -> tuple[Tie, ...]:

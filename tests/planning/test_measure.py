@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe.dependency import F, G, U, W
+from rpc_pipe.dependency import B, F, G, I, U, W
 from rpc_pipe.model.user_model import UserModel
-from rpc_pipe.planning import update_times
+from rpc_pipe.planning import profiling, update_times
 from rpc_pipe.planning.block_timing import TimedBlock, _forward, measure_layers, time_blocks
 from rpc_pipe.planning.profile import Chain
 from rpc_pipe.planning.profiling import profile_model, signature
@@ -160,3 +160,36 @@ def test_a_profile_is_of_what_is_trained_and_of_how_blocks_compute(change):
     same = change(changed) is None and changed[0].weight.requires_grad and changed[1].p == 0.1
     names = [signature(UserModel(model, (x, x), nn.functional.mse_loss)) for model in (net(), changed)]
     assert (names[0] == names[1]) is same
+
+
+def test_what_stages_take_besides_their_blocks_is_the_same_for_all_rows_and_for_split_backwards(monkeypatch):
+    """It was that of the most rows, noise and all, and of I it was the first block's, which has none."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    wholes = iter([37.0, 37.0, 10.0])  # ms of a backward in one piece; the last one was disturbed
+
+    def fake_times(blocks, repeats, tell):
+        first, *others, whole = blocks
+        first._times = {F: [5.0], B: [10.0], I: [0.3], W: [10.0]}
+        for block in others:
+            block._times = {F: [5.0], B: [10.0], I: [6.0], W: [4.0]}
+        took = next(wholes)
+        whole._times = {F: [20.0], B: [took], I: [0.3], W: [took]}
+
+    monkeypatch.setattr(profiling, "time_blocks", fake_times)
+    user_model = UserModel(Net(), (torch.randn(8, 4), torch.randn(8, 4)), nn.functional.mse_loss)
+    profile = profile_model(user_model, [2, 4, 8], repeats=1)
+    for rows in (2, 4, 8):
+        chain = Chain(profile.at(rows), profile.per_stage)
+        one, three = ({kind: chain.time(kind, 1, stop) for kind in (F, B, I, W)} for stop in (2, 4))
+        assert one == pytest.approx({F: 5.15, B: 10.15, I: 6.15, W: 4.15}), "a stage of one block is what was measured"
+        assert three == pytest.approx({F: 15.15, B: 28.15, I: 16.15, W: 12.15}), "1 ms besides its blocks, once"
