@@ -13,7 +13,7 @@ from carriers import loopback_carriers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unkind import MODELS, batches_for, differences, mse, pipeline, repeated
-from unkind_layers import EMA, WIDTH, Bounded, Linear, OwnHooks, Product
+from unkind_layers import EMA, WIDTH, Bounded, JustMoved, Linear, OwnHooks, Product
 
 from rpc_pipe import pipeline as module
 from rpc_pipe.dependency import ConfigError, WorkerFailure
@@ -217,12 +217,13 @@ class OfGradientsInPlace(OfGradients):
         return super().forward(x.mul_(self.calls).add_(torch.randn_like(x)))
 
 
-@pytest.mark.parametrize("layer", [OfGradients, OfGradientsInPlace])
+@pytest.mark.parametrize("layers", [[OfGradients], [OfGradientsInPlace], [OfGradients, JustMoved]])
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe-recompute", "zb-h1", "zb-v", "zb-h1 recomputed"])
-def test_a_forward_that_bears_no_hooks_is_run_without(schedule, layer):
-    """It was refused beside a buffer, where forwards are run again, and where backward is split."""
+def test_a_forward_that_bears_no_hooks_is_run_without(schedule, layers):
+    """It was refused beside a buffer, where forwards are run again, where backward is split, and beside a layer that
+    writes what backward reads."""
     torch.manual_seed(0)
-    model = repeated(layer)
+    model = repeated(*layers)
     schedule, _, recomputed = schedule.partition(" ")
     options = {"schedule_options": {"recompute": "all"}} if recomputed else {}
     pipe = pipeline(model, schedule, num_workers=2, num_microbatches=3, seed=1, **options)

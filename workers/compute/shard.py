@@ -178,22 +178,22 @@ class Shard:
             recompute: keep the inputs instead of the activations; `recompute` will be called before backward.
         """
         given = step, microbatch, inputs, fields, target, share, split
-        if not ((split or recompute) and torch.is_grad_enabled()):
+        holds = split or (self._unhooked.known is None and self._written.found)
+        if not ((holds or recompute) and torch.is_grad_enabled()):
             tree = self._forward(*given)
         else:
-            forward: Callable[..., Tree] = partial(self._forward, *given)
-            if split:
-                forward = partial(self._unhooked.run, forward, self._written.begin_anew)
-            tree = self._noted(microbatch, forward) if recompute else forward()
+            first: Callable[..., Tree] = partial(self._forward, *given)
+            forward = partial(self._unhooked.run, first, self._written.begin_anew) if holds else first
+            tree = self._noted(microbatch, forward if split else first, forward) if recompute else forward()
         self._reruns.forwarded()
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
             tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
         return borders.stage_output(tree, lambda: self._staying(inputs), self._keepers) if share is None else None
 
-    def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
+    def _noted(self, microbatch: int, first: Callable[..., Tree], forward: Callable[..., Tree]) -> Tree:
         with self._randomness.lock:  # modules may be those of other threads too
             # With the graph, not without: the outputs say what owes a gradient.
-            tree, noted = self.recomputation.first(partial(forward, again=True))
+            tree, noted = self.recomputation.first(partial(first, again=True))
         del self._forwarded[microbatch]
         self._inputs[microbatch] = forward, noted
         return tree
@@ -230,8 +230,8 @@ class Shard:
             target = self._targets.take(target, known=self.loss_fn is self._own_loss_fn, copied=spared)
         looks = backward and self._written.has_to_look()
         known = self._written.begin() if looks else {}
-        seen = not (split and self._unhooked.known)
-        saved = Saved({} if again else known, seen) if backward and (split or (known and not again)) else None
+        seen = not self._unhooked.known
+        saved = Saved({} if again else known, seen) if backward and (split or (known and seen and not again)) else None
         compute = partial(self._compute, step, microbatch, entered.tree, fields, target, share)
         if saved is None:
             with self._randomness.lock:
@@ -254,7 +254,7 @@ class Shard:
             roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
             self._casts.look(roots)
             if looks:
-                self._written.keep(roots, saved, hidden, known if split and not again else {}, self._under_way)
+                self._written.keep(roots, saved, hidden, {} if again else known, self._under_way)
             self._forwarded[microbatch] = _Forwarded(step, owing, roots, saved)
         return tree
 

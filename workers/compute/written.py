@@ -52,6 +52,11 @@ class Written:
         #: where what lies that a forward wrote and the first ones did not, and what to call it
         self._late: dict[_Address, str] = {}
 
+    @property
+    def found(self) -> bool:
+        """Whether forwards have been seen to write something."""
+        return bool(self.buffers or self.weights)
+
     def has_to_look(self) -> bool:
         """Tell whether anything has to be done for the next forward."""
         self._again = self._looks is not None and self._looks.due() and self.weights is not None
