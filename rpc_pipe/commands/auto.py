@@ -20,7 +20,7 @@ from ..planning.correcting import MeasuredRun, corrected, measured_run, predicte
 from ..planning.plan import Plan, read_plan
 from ..planning.profile import as_json
 from ..planning.search import PlanRequest, search
-from ..tracing.lost import Lost
+from ..tracing.lost_time import LostTime
 from ..tracing.trace import Trace
 from .files import write
 
@@ -132,7 +132,7 @@ def noting() -> bool:
     return PLAN in os.environ
 
 
-def note(trace: Trace, lost: Lost) -> None:
+def note(trace: Trace, lost: LostTime) -> None:
     """Note what a run took."""
     path = os.environ[PLAN]
     ran = measured_run(read_plan(path), trace.spec, trace.cost(), trace.step_ms, lost.sentence)

@@ -24,7 +24,7 @@ from ..launching.launcher import How, as_worker, launch
 from ..launching.report import Reporter
 from ..planning.plan import read_plan
 from ..planning.specs import make_spec
-from ..tracing.outcome import FILES
+from ..tracing.run_summary import FILES
 from .auto import let_note
 from .files import try_files
 from .options import (

@@ -20,8 +20,8 @@ from ..launching import overrides
 from ..launching.job import Job
 from ..pipeline import Pipeline
 from ..planning.compare import describe_staleness
-from ..tracing.outcome import FILES, figures, last_steps, sentence, write_timelines
 from ..tracing.own_boards import collect, record
+from ..tracing.run_summary import FILES, figures, last_steps, sentence, write_timelines
 from .auto import note, noting
 from .options import typed_checkpoints
 

@@ -14,7 +14,7 @@ from ..dependency.files import DAMAGED
 from ..dispatch.recording import Replay
 from ..dispatch.watcher import Watcher, Wishes
 from ..tracing import run_folders
-from ..tracing.boards import Boards, NewsSource
+from ..tracing.boards import RunBoards, UpdateSource
 from .files import try_files
 from .options import Parser, filled, number
 
@@ -72,7 +72,7 @@ def _watch(typed: dict[str, Any], argv: list[str]) -> int:
     return 0
 
 
-def _open_source(address: str | None) -> NewsSource:
+def _open_source(address: str | None) -> UpdateSource:
     """Return the recording, or the run on this machine, that `address` names.
 
     Raises:
@@ -82,7 +82,7 @@ def _open_source(address: str | None) -> NewsSource:
         return Replay(Path(address))
     if address is not None and address.endswith(".jsonl"):
         raise ConfigError(f"watch {address}: there is no such file")
-    return Boards(run_folders.find(address))
+    return RunBoards(run_folders.find(address))
 
 
 def _refuse_idle(typed: dict[str, Any]) -> None:

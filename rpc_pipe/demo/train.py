@@ -19,8 +19,8 @@ from ..drawing.timeline import draw
 from ..launching import launcher_link as link
 from ..pipeline import Pipeline
 from ..planning.compare import describe_staleness
-from ..tracing.outcome import FILES, figures, last_steps, write_timelines
 from ..tracing.own_boards import collect, record
+from ..tracing.run_summary import FILES, figures, last_steps, write_timelines
 from .corpus import Corpus
 from .gpt import gpt_layers, next_byte_loss
 from .settings import TrainOptions

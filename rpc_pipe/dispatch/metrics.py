@@ -1,4 +1,4 @@
-"""A run for Prometheus: OpenMetrics names with units. Needs the extra `rpc-pipe[dispatch]`."""
+"""Metrics of a run for Prometheus, in OpenMetrics. Needs the extra `rpc-pipe[dispatch]`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STATES = ("runs", "waits", "between", "starts", "stopped", "left", "gone")
 
 
 def render(view: View) -> tuple[bytes, str]:
-    """Return what a scrape gets, and its content type."""
+    """Return the response to a scrape, and its content type."""
     registry = CollectorRegistry()
     registry.register(_Collector(view))
     return generate_latest(registry), CONTENT_TYPE_LATEST

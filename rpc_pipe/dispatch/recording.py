@@ -21,8 +21,8 @@ from typing import Any, TextIO
 from ..dependency import Action, ConfigError, Kind
 from ..dependency.files import DAMAGED, opened
 from ..tracing.board import Live, State
-from ..tracing.boards import News
-from ..tracing.ending import Ending
+from ..tracing.boards import RunUpdate
+from ..tracing.run_ending import Ending
 from ..workers.hooks import Arrived, LayerTime, Record, StepRecord
 from .view import View
 
@@ -31,7 +31,7 @@ _MOST_STEPS = 32
 
 
 class Recording:
-    """Writes what a view learns, as it learns it.
+    """Writes the updates of a view to a file.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -50,7 +50,7 @@ class Recording:
         self._ending: Ending | None = None
 
     def write(self, view: View) -> None:
-        """Write what is new since the last call."""
+        """Write everything that is new since the last call."""
         if view.spec is not None and (view.pipelines != self._run or len(view.listings) != self._num_listed):
             if view.pipelines != self._run:
                 self._run, self._last_step = view.pipelines, -1
@@ -107,7 +107,7 @@ _HEADER = {"worker": int, "num_workers": int, "schedule": str, "microbatches": i
 
 
 class Replay:
-    """A recording, step after step at the pace at which it ran, or as fast as it is read.
+    """A recording as a source of updates, at the pace of the run or as fast as it can be read.
 
     Args:
         speed: how many times as fast as it ran; None: as fast as it is read.
@@ -126,36 +126,38 @@ class Replay:
         self._first_ns = min(record.start_ns for record in steps[0]["records"])
         self._began = time.monotonic()
         self._at = 0
-        self._news = News()
+        self._update = RunUpdate()
 
-    def look(self) -> News:
+    def look(self) -> RunUpdate:
         now = self._first_ns + 1e9 * (time.monotonic() - self._began) * (self.speed or math.inf)
-        news = News(self._news.headers, self._news.listings, self._news.lives, clock_error_ms=self._news.clock_error_ms)
-        news.ending = self._news.ending
-        while self._at < len(self._lines) and len(news.records) < _MOST_STEPS * len(news.headers or "1"):
+        update = RunUpdate(
+            self._update.headers, self._update.listings, self._update.lives, clock_error_ms=self._update.clock_error_ms
+        )
+        update.ending = self._update.ending
+        while self._at < len(self._lines) and len(update.records) < _MOST_STEPS * len(update.headers or "1"):
             line = self._lines[self._at]
             if line["kind"] == "run":
-                news.headers = {header["worker"]: header for header in line["workers"]}
-                news.listings = {(found["worker"], found["microbatches"]): found for found in line["listings"]}
-                news.clock_error_ms = line["clock_error_ms"]
-                news.ending = None
+                update.headers = {header["worker"]: header for header in line["workers"]}
+                update.listings = {(found["worker"], found["microbatches"]): found for found in line["listings"]}
+                update.clock_error_ms = line["clock_error_ms"]
+                update.ending = None
             elif line["kind"] == "step":
                 if max(record.end_ns for record in line["records"]) > now:
                     break
-                news.records += line["records"]
+                update.records += line["records"]
             elif line["kind"] == "event":
-                news.events.append((line["at"], line["text"], line["warning"]))
+                update.events.append((line["at"], line["text"], line["warning"]))
             elif line["kind"] == "end":
-                news.ending = Ending(line["what"], line["text"], line["consequence"])
+                update.ending = Ending(line["what"], line["text"], line["consequence"])
             self._at += 1
-        if news.records:
-            news.lives = {
+        if update.records:
+            update.lives = {
                 record.worker: Live(State.BETWEEN, record.step, since_ns=record.end_ns)
-                for record in news.records
+                for record in update.records
             }  # fmt: skip
-        news.now_ns = max((live.since_ns for live in news.lives.values()), default=0)
-        self._news = news
-        return news
+        update.now_ns = max((live.since_ns for live in update.lives.values()), default=0)
+        self._update = update
+        return update
 
     @property
     def over(self) -> bool:

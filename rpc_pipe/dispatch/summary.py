@@ -1,4 +1,4 @@
-"""What a view knows, as data for programs and for the page."""
+"""The contents of a view as JSON, for programs and for the page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from ..drawing.page import Picture
 from ..planning.waits import waits
 from .view import View
 
-#: more spans than these are not shown, but fewer steps; and for more the causes of waits are not looked for
+#: most spans that are shown (fewer steps are shown then), and most for which causes of waits are computed
 _MOST_SPANS, _MOST_EXPLAINED = 100_000, 6_000
 
 
 def draw_steps(view: View, count: int) -> list[Picture]:
-    """Return the last `count` steps, planned and actual; fewer steps if they are very large."""
+    """Return the last `count` steps, planned and actual; fewer if they are very large."""
     trace = view.trace(count)
     if trace is None:
         return [Picture("planned", [], view.num_workers), Picture("actual", [], view.num_workers)]
@@ -30,7 +30,7 @@ def draw_steps(view: View, count: int) -> list[Picture]:
 
 
 def describe(view: View) -> dict[str, Any]:
-    """Return what is known of the run now, for JSON; unknown numbers are null."""
+    """Return the present state of the run, for JSON; unknown numbers are null."""
     lost, steps, rate = view.lost(), view.complete_steps(1), view.throughput()
     header = next(iter(view.headers.values()), {})
     return {
@@ -54,5 +54,5 @@ def describe(view: View) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Return a number as it is, and what JSON has no word for as null."""
+    """Return a number, or None if it is not finite, which JSON cannot express."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

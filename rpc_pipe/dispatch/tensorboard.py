@@ -1,4 +1,4 @@
-"""A run's scalars for TensorBoard. Needs the extra `rpc-pipe[tensorboard]`."""
+"""Scalars of a run for TensorBoard. Needs the extra `rpc-pipe[tensorboard]`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run in the terminal: a line a worker, the last step, where the time goes, what happened. 80 columns will do."""
+"""The terminal display of a run: workers, the last step, the lost time, the log. It needs 80 columns."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from rich.table import Table
 from rich.text import Text
 
 from ..drawing.timeline import draw
-from ..tracing.rollcall import duration
+from ..tracing.stall_report import duration
 from .view import View, WorkerRow
 
-#: a worker that has waited for so long is worth a colour
+#: a worker that has waited longer than this is coloured
 _LONG_WAIT_S = 1.0
 _COLOURS = {
     "runs": "green", "waits": "yellow", "between": "cyan", "starts": "dim", "left": "dim",
     "gone": "bold red", "stopped": "bold red",
 }  # fmt: skip
-#: columns of a worker's cell where there are too many workers for a line each
+#: width of a worker's cell where workers are too many for a line each
 _CELL = 19
 _LEAST_ROWS = 24
 
 
 class Screen:
-    """Draws a view into the room that there is."""
+    """Draws a view into the console's width and height."""
 
     def __init__(self, view: View, name: str) -> None:
         self._view = view
@@ -58,7 +58,7 @@ class Screen:
         return Group(*parts)
 
     def title(self) -> Text:
-        """Return how the run goes, in a line."""
+        """Return the state of the run in one line."""
         view = self._view
         header = next(iter(view.headers.values()))
         seen = f"{len(view.headers)} of " * (len(view.headers) < view.num_workers) + f"{view.num_workers} workers"
@@ -96,7 +96,7 @@ class Screen:
         return table
 
     def _cells(self, rows: list[WorkerRow], width: int) -> Text:
-        """Draw many workers, a few to a line: number, action or whom it waits for, bubble."""
+        """Draw many workers, several on a line: number, action or awaited worker, bubble."""
         columns = max(1, width // _CELL)
         text = _cropped("worker, what it does or waits for, idle", width, "dim")
         for i, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""What is known of a run that is watched: its history, what each worker does now, what that means."""
+"""The view of a watched run: its history, the state of each worker, and findings such as a stall."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from dataclasses import dataclass
 from statistics import median
 
 from ..tracing.board import Live, State
-from ..tracing.boards import News
-from ..tracing.ending import Ending
+from ..tracing.boards import RunUpdate
 from ..tracing.history import KEPT_STEPS, RECENT, History
-from ..tracing.rollcall import blame, duration, roll_call
-from ..tracing.trace import spans_of, ways
+from ..tracing.run_ending import Ending
+from ..tracing.stall_report import duration, roll_call, waiting_chain
+from ..tracing.trace import spans_of, transfers
 
-#: nothing has finished for so long, and for so many times a usual step: a stall
+#: a stall: nothing has finished for this many seconds, and this many times a usual step
 _STALL_S, _STALL_STEPS = 10.0, 10
-#: so many times as long if no worker has been asked for anything
+#: factor of both if no worker has been called
 _MORE_BETWEEN = 6
-#: how often it is told that records are left out
+#: seconds between messages about records that were missed
 _TELL_DROPPED_S = 10.0
-#: a step that takes so many times as long as usual, and so many ms longer, is told
+#: a step is reported as slow above this multiple of the usual time, and this many ms more
 _SLOW_STEP, _SLOWER_MS = 2.0, 50.0
 
 
 @dataclass(frozen=True)
 class WorkerRow:
-    """What is said of a worker in a line."""
+    """The statistics of a worker."""
 
     worker: int
     state: str
     action: str
     stages: str
     step: int
-    #: mean time of an action that takes time, over the recent steps
+    #: mean ms of an action over the recent steps
     action_ms: float
     #: share of the recent steps in which it did not compute, 0 to 1
     bubble: float
-    #: what it waits for, and of whom
+    #: the action that it waits for, with its worker, as text
     waits_for: str
     for_s: float
     peak_mb: float
@@ -47,11 +47,11 @@ class WorkerRow:
 
 @dataclass(frozen=True)
 class LinkRow:
-    """How payloads fare from one worker to another, over the recent steps."""
+    """The statistics of transfers from one worker to another, over the recent steps."""
 
     source: int
     target: int
-    #: median time that a payload is on its way
+    #: median transfer time of a payload
     ms: float
     mb_per_s: float
     payloads: int
@@ -59,7 +59,7 @@ class LinkRow:
 
 
 class View(History):
-    """Takes in news and answers questions; knows neither where they come from nor who asks."""
+    """The history of a run, with the workers' present states, a log, and statistics for displays."""
 
     def __init__(self, keep: int = KEPT_STEPS) -> None:
         super().__init__(keep)
@@ -67,11 +67,11 @@ class View(History):
         self.gone: frozenset[int] = frozenset()
         self.now_ns = 0
         self.dropped = 0
-        #: (seconds since the epoch, what happened, whether it is a warning)
+        #: log: (seconds since the epoch, message, whether it is a warning)
         self.events: deque[tuple[float, str, bool]] = deque(maxlen=200)
-        #: how the run ended, if it did otherwise than well
+        #: how the run ended, if it failed or was stopped
         self.ending: Ending | None = None
-        #: nothing has finished for a while
+        #: whether the run stalls
         self.stalled = False
         self._progress_ns = 0
         self._told_dropped = -math.inf
@@ -79,29 +79,29 @@ class View(History):
 
     # --- news
 
-    def take(self, news: News) -> None:
-        self.lives, self.now_ns = dict(news.lives), news.now_ns
-        for worker in sorted(news.gone - self.gone):
+    def take(self, update: RunUpdate) -> None:
+        self.lives, self.now_ns = dict(update.lives), update.now_ns
+        for worker in sorted(update.gone - self.gone):
             self.note(f"worker {worker} has gone", warning=not self._left(worker))
-        self.gone = news.gone
-        super().take(news)
-        self._longest_ns = max([self._longest_ns, *(record.end_ns - record.start_ns for record in news.records)])
-        self.events.extend(news.events)
-        self._take_ending(news.ending)
-        if news.dropped > self.dropped and time.monotonic() > self._told_dropped + _TELL_DROPPED_S:
+        self.gone = update.gone
+        super().take(update)
+        self._longest_ns = max([self._longest_ns, *(record.end_ns - record.start_ns for record in update.records)])
+        self.events.extend(update.events)
+        self._take_ending(update.ending)
+        if update.dropped > self.dropped and time.monotonic() > self._told_dropped + _TELL_DROPPED_S:
             self._told_dropped = time.monotonic()
-            self.note(f"{news.dropped - self.dropped} records are left out: too fast, or too large", warning=True)
-            self.dropped = news.dropped
+            self.note(f"{update.dropped - self.dropped} records are left out: too fast, or too large", warning=True)
+            self.dropped = update.dropped
         self._watch_for_stall()
 
     def _take_ending(self, ending: Ending | None) -> None:
-        """Note how the run ended; None: it goes on, perhaps after it has been started again."""
+        """Record how the run ended; None: it goes on, perhaps after a restart."""
         if ending is not None and ending != self.ending:
             self.note(f"the run {ending}".splitlines()[0], warning=True)
         self.ending = ending
 
     def note(self, text: str, *, warning: bool = False) -> None:
-        """Enter something into the log."""
+        """Add a message to the log."""
         self.events.append((time.time(), text, warning))
 
     def _left(self, worker: int) -> bool:
@@ -121,7 +121,7 @@ class View(History):
         latest = max((live.since_ns for live in self.lives.values()), default=0)
         idle = all(live.state in (State.STARTING, State.LEFT) for live in self.lives.values())
         patience = max(_STALL_S * 1e9, _STALL_STEPS * self._longest_ns)
-        if all(live.state is State.BETWEEN for live in self.lives.values()):  # saving, perhaps, or loading data
+        if all(live.state is State.BETWEEN for live in self.lives.values()):  # perhaps saving or loading data
             patience *= _MORE_BETWEEN
         if latest > self._progress_ns or idle or self.gone.issuperset(self.lives):
             self._progress_ns = max(latest, self._progress_ns)
@@ -135,12 +135,12 @@ class View(History):
     # --- questions
 
     def bubble(self) -> float | None:
-        """Return the share of the workers' time in the recent steps that was not spent computing."""
+        """Return the share of the workers' time in the recent steps in which they did not compute."""
         rows = self.rows() if self.complete_steps(1) else []
         return sum(row.bubble for row in rows) / len(rows) if rows else None
 
     def rows(self) -> list[WorkerRow]:
-        """Return a row for each worker that can be seen."""
+        """Return a row for each visible worker."""
         steps = self.complete_steps(RECENT)
         return [self._row(worker, steps) for worker in sorted(self.headers)]
 
@@ -148,7 +148,7 @@ class View(History):
         live, header = self.lives.get(worker, Live()), self.headers[worker]
         records = [self._steps[step][worker] for step in steps]
         busy = sum(record.busy_ns for record in records)
-        # From the start of the first to the end of the last step: what lies between steps is not computing either.
+        # From the start of the first to the end of the last step, the time between steps included.
         length = records[-1].end_ns - records[0].start_ns if records else 0
         timed = [span.end - span.start for span in spans_of(records)]
         waits_for = ""
@@ -181,10 +181,10 @@ class View(History):
         return words.get(live.state, "left")
 
     def links(self) -> list[LinkRow]:
-        """Return how payloads fare between workers."""
+        """Return the statistics of transfers by link."""
         steps = self.complete_steps(RECENT)
         seconds = len(steps) * (self.step_ms() or 0.0) / 1e3
-        found = sorted(ways(map(self.records, steps)).items()) if seconds else []
+        found = sorted(transfers(map(self.records, steps)).items()) if seconds else []
         return [
             LinkRow(
                 *pair,
@@ -197,13 +197,13 @@ class View(History):
         ]
 
     def roll_call(self) -> list[str]:
-        """Return who does what, and the worker that everybody waits for."""
+        """Return the lines of the stall report."""
         return roll_call(self.lives, self._last_host(), self.now_ns)
 
     def culprit(self) -> int | None:
-        """Return the worker that the others wait for in the end."""
-        return blame(self.lives, self._last_host())[-1] if self.lives else None
+        """Return the worker at the end of the chain of waits."""
+        return waiting_chain(self.lives, self._last_host())[-1] if self.lives else None
 
     def _last_host(self) -> int:
-        """Return a worker that has the last stage, and so tells the result."""
+        """Return a worker of the last stage, which has the result."""
         return max(self.headers, key=lambda w: max(stage for stage, _, _ in self.headers[w]["shards"]), default=0)

@@ -1,4 +1,4 @@
-"""Look at a run, live or recorded, until it ends or the user has seen enough: what `rpc-pipe watch` does."""
+"""The loop of `rpc-pipe watch`: it polls a run, live or recorded, and updates screen, page, files and metrics."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rich.text import Text
 
 from ..dependency import ConfigError
 from ..tracing.board import MOST_SLOTS
-from ..tracing.boards import Boards, NewsSource
-from ..tracing.rollcall import newest_frames
+from ..tracing.boards import RunBoards, UpdateSource
+from ..tracing.stall_report import newest_frames
 from ..tracing.trace import Trace
 from .recording import Recording, Replay
 from .terminal import Screen
 from .view import View
 
-#: between two looks; workers keep more steps than pass meanwhile, unless they are very short
+#: seconds between polls; boards keep more steps than pass meanwhile, unless steps are very short
 _LOOK_EVERY_S = 0.5
-#: how long `--once` waits for a first step
+#: seconds that `--once` waits for a first step
 _ONCE_S = 10.0
-#: how often a line is written where the screen cannot be redrawn
+#: seconds between lines where the screen cannot be redrawn
 _LINE_EVERY_S = 5.0
 
 
@@ -39,7 +39,7 @@ class Wishes:
     record: str | None = None
     tensorboard: str | None = None
     trace: str | None = None
-    #: first and last one for `trace`
+    #: first and last step for `trace`
     steps: tuple[int, int] | None = None
     speed: float = 1.0
     once: bool = False
@@ -47,15 +47,15 @@ class Wishes:
 
 
 class Watcher:
-    """Looks at `source` and does with it what is wished."""
+    """Polls `source` and passes what is new to the view and the outputs."""
 
-    def __init__(self, source: NewsSource, wishes: Wishes) -> None:
+    def __init__(self, source: UpdateSource, wishes: Wishes) -> None:
         self._source = source
         self._wishes = wishes
-        # Who wants all steps, or certain ones, may not be woken before many have been done.
+        # Outputs of all steps, or of certain ones, may get many at once.
         self._view = View(keep=MOST_SLOTS) if wishes.trace or wishes.record else View()
         self.console = Console(highlight=False, emoji=False)
-        #: a recording that is not shown is read as fast as it can be
+        #: a recording that is not shown is read as fast as possible
         self._hurry = isinstance(source, Replay) and bool(wishes.once or wishes.trace or wishes.record)
         if isinstance(source, Replay):
             source.speed = None if self._hurry else wishes.speed
@@ -99,7 +99,7 @@ class Watcher:
     def _look(self, sinks: list[Any]) -> None:
         stalled = self._view.stalled
         self._view.take(self._source.look())
-        if self._view.stalled and not stalled and isinstance(self._source, Boards):
+        if self._view.stalled and not stalled and isinstance(self._source, RunBoards):
             culprit = self._view.culprit()
             if culprit is not None and (where := self._frames(culprit)):
                 self._view.note(f"worker {culprit} is in {where}", warning=True)
@@ -107,7 +107,7 @@ class Watcher:
             sink.write(self._view)
 
     def _frames(self, worker: int) -> str:
-        assert isinstance(self._source, Boards)
+        assert isinstance(self._source, RunBoards)
         return newest_frames(self._source.stacks(worker), self._view.lives[worker].thread)
 
     async def _follow(self, stack: contextlib.AsyncExitStack, sinks: list[Any]) -> None:
@@ -128,7 +128,7 @@ class Watcher:
                 self.console.print(screen.title(), soft_wrap=True)
             if over and over_before and not self._wishes.web:
                 break
-            over_before = over  # twice, as workers that failed may just be started again
+            over_before = over  # twice in a row, as failed workers may be restarting
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S)
         if display is not None:
             display.stop()
@@ -147,7 +147,7 @@ class Watcher:
     async def _once(self, sinks: list[Any]) -> None:
         deadline = time.monotonic() + _ONCE_S
         self._look(sinks)
-        # Two steps, so that the time from one to the next can be told; of a recording all.
+        # Two steps, for the time between them; of a recording all.
         while not self._source.over and (
             self._hurry or (len(self._view.complete_steps(2)) < 2 and time.monotonic() < deadline)
         ):
@@ -161,7 +161,7 @@ class Watcher:
             self.console.print(Screen(self._view, self._source.name))
 
     async def _trace(self) -> None:
-        """Gather the wanted steps until the last has been done, then write them."""
+        """Collect the wanted steps until the last is done, then write them."""
         deadline = time.monotonic() + _ONCE_S
         found: dict[int, Trace] = {}
         wanted, told = "-".join(map(str, self._wishes.steps or ())), False

@@ -22,12 +22,12 @@ from aiohttp import web
 
 from ..dependency import ConfigError
 from ..drawing.page import encode, with_parts
-from ..tracing.boards import NewsSource
+from ..tracing.boards import UpdateSource
 from .metrics import render
 from .summary import describe, draw_steps, finite
 from .view import View
 
-#: drawing may take one part in so many of a core
+#: drawing may use at most this fraction (1 / n) of a core
 _REST = 5
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -48,7 +48,7 @@ def parse_address(option: str, text: str) -> tuple[str, int]:
 class _Drawn(NamedTuple):
     version: str
     pictures: dict[str, object]
-    #: not to be drawn again before this `time.monotonic`
+    #: earliest `time.monotonic` at which to draw again
     until: float
 
 
@@ -60,7 +60,7 @@ class Server:
         page: whether the page is served, besides the metrics.
     """
 
-    def __init__(self, view: View, source: NewsSource, option: str, host: str, port: int, *, page: bool) -> None:
+    def __init__(self, view: View, source: UpdateSource, option: str, host: str, port: int, *, page: bool) -> None:
         self._view = view
         self._source = source
         self._option = option
@@ -96,11 +96,11 @@ class Server:
         return f"http://{shown}:{self._port}/{'' if self._page else 'metrics'}{token}"
 
     async def stop(self) -> None:
-        """End at once, whoever is connected."""
+        """Stop serving at once, even with open connections."""
         if self._runner is not None:
             await self._runner.cleanup()
 
-    # --- who may ask
+    # --- access
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -135,7 +135,7 @@ class Server:
         sent = [token.encode(errors="surrogateescape") for token in given]
         return any([hmac.compare_digest(token, self._token.encode()) for token in sent])
 
-    # --- what is answered
+    # --- responses
 
     async def _index(self, request: web.Request) -> web.Response:
         nonce = secrets.token_urlsafe(16)
@@ -172,7 +172,7 @@ class Server:
         return web.Response(text=json.dumps(state, separators=(",", ":")), content_type="application/json")
 
     def _drawn(self, version: str, count: int) -> _Drawn:
-        """Return the pictures of so many steps; those drawn before if they are large and would be drawn too often."""
+        """Return the pictures of `count` steps; earlier ones if drawing again would exceed the share of a core."""
         before, now = self._pictures.get(count), time.monotonic()
         if before is None or (before.version != version and now > before.until):
             pictures = encode(draw_steps(self._view, count))

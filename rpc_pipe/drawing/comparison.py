@@ -10,8 +10,11 @@ from ..planning.compare import Row, format_bytes
 
 
 def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table:
-    """Draw rows; 80 columns are enough. `acts`: activations in worker's shares; `copies`: of the weights, on
-    the worker with most. What is not synchronous says how many updates late its gradients are."""
+    """Return a table of at most 80 columns.
+
+    `acts` are activations in worker's shares; `copies` those of the weights on the worker with most. Asynchronous
+    schedules are marked with the staleness of their gradients, in updates.
+    """
     drawn = Table(title=f"{num_workers} workers, {num_microbatches} microbatches", box=None, pad_edge=False)
     drawn.add_column("schedule", no_wrap=True)
     headings = ["makespan", "step", "bubble", "acts"]

@@ -1,4 +1,4 @@
-"""Draw planned and actual runs as one HTML page, to zoom into in any browser, without a network.
+"""Timelines as one self-contained HTML page, in which a browser can zoom.
 
 The page is `page.html` with the script, the style and the data (as JSON) put in; what is drawn follows from the data
 alone. Loads without torch.

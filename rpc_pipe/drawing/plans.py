@@ -1,4 +1,4 @@
-"""Plans as a table, and what nothing beats in time and memory as text and as a picture."""
+"""Plans as a table, and the Pareto front of time and memory as text and as a picture."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..planning.plan import Plan
 from ..planning.profile import TIMED, Profile
 from .svg import nice_step
 
-#: kinds that a profile is shown of
+#: kinds whose times are shown of a profile
 _SHOWN = tuple(kind for kind in TIMED if kind not in (R, G))
-#: of the picture, in pixels
+#: size and margin of the picture, in pixels
 _WIDTH, _HEIGHT, _MARGIN = 640, 400, 56
 #: mean width of a character of a label
 _CHARACTER = 7
@@ -25,16 +25,16 @@ _STYLE = (
     ".axis{fill:none;stroke:#59636e}.bound{fill:none;stroke:#d55e00;stroke-dasharray:4 3}circle{fill:#0072b2}"
     "@media(prefers-color-scheme:dark){text{fill:#e6edf3}.dim{fill:#9198a1}.line{stroke:#56b4e9}circle{fill:#56b4e9}}"
 )
-#: plans of a table
+#: most plans in a table
 _MOST_PLANS = 10
-#: characters of a bar
+#: characters of the longest bar
 _BAR = 20
-#: blocks of stages that are listed one by one
+#: most stages whose blocks are listed one by one
 _MOST_STAGES = 7
 
 
 def plans_table(plans: Sequence[Plan]) -> Table:
-    """Draw the best plans, one a schedule and its parameters."""
+    """Return a table of the best plan of each schedule with its parameters."""
     drawn = Table(box=None, pad_edge=False)
     drawn.add_column("schedule", max_width=20)
     drawn.add_column("cut", no_wrap=True, max_width=12)
@@ -59,7 +59,7 @@ def plans_table(plans: Sequence[Plan]) -> Table:
 
 
 def profile_table(profile: Profile, rows: int) -> Table:
-    """Draw what each block takes and holds for microbatches of so many rows."""
+    """Return a table of the times and bytes of each block, for microbatches of `rows` rows."""
     drawn = Table(title=f"{profile.model}, {rows} rows a microbatch, on {profile.device}", box=None, pad_edge=False)
     drawn.add_column("block", overflow="fold")  # alone may wrap: of a narrow table no number is cut off
     for heading in (
@@ -102,7 +102,7 @@ def cut_text(cut: Sequence[int]) -> str:
 
 
 def beside(plan: Plan, best: Plan) -> str:
-    """Say what a plan costs beside the best: time and memory, relatively."""
+    """Return a plan's time and memory relative to the best."""
     if plan is best:
         return "best"
     time = plan.predicted_ms / best.predicted_ms - 1 if best.predicted_ms else 0
@@ -111,7 +111,7 @@ def beside(plan: Plan, best: Plan) -> str:
 
 
 def why(plan: Plan, limits: Sequence[float | None]) -> str:
-    """Say in a few words what a plan's time is made of, and what it fills."""
+    """Return the parts of a plan's time, and the workers whose memory it fills, as text."""
     share, worker = max((busy, w) for w, busy in enumerate(plan.busy_by_worker)) if plan.busy_by_worker else (0, 0)
     said = [f"worker {worker} computes {share / plan.predicted_ms:.0%} of the time"] if plan.predicted_ms else []
     for at, (used, limit) in enumerate(zip(plan.memory_by_worker, limits, strict=False)):
@@ -122,7 +122,7 @@ def why(plan: Plan, limits: Sequence[float | None]) -> str:
 
 
 def front_text(front: Sequence[Plan]) -> str:
-    """Return a line for each plan that nothing beats both in time and in memory, with a bar for each."""
+    """Return a line for each plan of the Pareto front, with a bar of its time."""
     slowest = max((plan.predicted_ms for plan in front), default=0) or 1
     largest = max((plan.predicted_memory for plan in front), default=0) or 1
     lines = []
@@ -137,7 +137,7 @@ def front_text(front: Sequence[Plan]) -> str:
 
 
 def front_svg(front: Sequence[Plan], title: str = "", bound: float = 0) -> str:
-    """Return an SVG document of time against memory; nothing is below the line of the bound."""
+    """Return an SVG document of time against memory, with a line for the lower bound."""
     slowest = max([bound, *(plan.predicted_ms for plan in front)], default=1) * 1.1 or 1
     largest = max((plan.predicted_memory for plan in front), default=1) * 1.1 or 1
     right, bottom = _WIDTH - _MARGIN, _HEIGHT - _MARGIN
@@ -198,5 +198,5 @@ def _ticks(largest: float) -> list[float]:
 
 
 def left_out_text(left_out: Mapping[str, float]) -> str:
-    """Say of which schedules nothing was priced, and what none of their cuts can be below."""
+    """Return the schedules that were not simulated, with their lower bounds, as text."""
     return ", ".join(f"{name} (not below {least:.4g} ms)" for name, least in sorted(left_out.items()))

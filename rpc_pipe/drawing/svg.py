@@ -1,4 +1,4 @@
-"""Draw spans as one SVG file for documents, without scripts. Loads without torch.
+"""Timelines as SVG for documents, without scripts. Loads without torch.
 
 Kinds keep their pure colours, because lighter and darker ones collide for colour-blind eyes: several stages of a
 worker differ by a dark stripe along the bottom of the cell, the higher the later the stage.
@@ -62,7 +62,7 @@ def draw_svg(
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where things are, in pixels."""
+    """The layout, in pixels."""
 
     num_workers: int
     #: first start, and time from there to the last end
@@ -247,7 +247,7 @@ def nice_step(length: float, most: float) -> float:
 
 
 def _label(span: Span) -> str:
-    """Return the microbatch; the letter where the number names a replica or an update instead."""
+    """Return the microbatch as label; the letter of a kind whose index is a replica or an update."""
     return str(span.action.index) if span.action.kind.per_microbatch else span.action.kind.letter
 
 

@@ -1,4 +1,4 @@
-"""Draw what workers did, or will do: one line a worker, one cell a unit of time. Loads without torch.
+"""Timelines for the terminal: one line a worker, one cell a unit of time. Loads without torch.
 
 What every picture shares stands here: the bubble. `draw` is the terminal's picture,
 `svg` draws for documents and `page` for browsers.
@@ -17,7 +17,7 @@ from ..planning.span import Span
 
 
 def bubble(spans: Sequence[Span], num_workers: int) -> float:
-    """Return the share of the workers' time, from the first start to the last end, in which nothing ran: 0 to 1."""
+    """Return the share of the workers' time from the first start to the last end in which nothing ran, 0 to 1."""
     if not spans:
         return 0.0
     first = min(span.start for span in spans)
@@ -25,7 +25,7 @@ def bubble(spans: Sequence[Span], num_workers: int) -> float:
     busy = 0.0
     until = [first] * num_workers
     for span in sorted(spans, key=lambda s: s.start):
-        # An exchange may overlap a computation; the worker is busy once.
+        # A transfer may overlap a computation; the worker counts as busy once.
         busy += max(0.0, span.end - max(span.start, until[span.worker]))
         until[span.worker] = max(until[span.worker], span.end)
     return 1 - busy / (num_workers * length) if length > 0 else 0.0
@@ -92,7 +92,7 @@ def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_line
 
 
 class _Grid:
-    """Which columns a moment has."""
+    """The mapping of times to columns."""
 
     def __init__(self, spans: Sequence[Span], num_workers: int, width: int, *, several: bool) -> None:
         self._several = several

@@ -18,8 +18,8 @@ from typing import Any
 from ..dependency import ConfigError
 from ..dispatch.view import View
 from ..tracing.board import Live, State
-from ..tracing.boards import Boards
-from ..tracing.rollcall import told_stacks
+from ..tracing.boards import RunBoards
+from ..tracing.stall_report import told_stacks
 from .cause import FAILED, INTERRUPTED, LAST_LINES, WRONG_INPUT, Cause, killed, memory_kills, of_death, of_stall
 from .logs import Logs
 from .report import Reporter
@@ -50,7 +50,7 @@ class Attempt:
         num_processes: int,
         environment: dict[str, str],
         reporter: Reporter,
-        boards: Boards | None,
+        boards: RunBoards | None,
         logs: Logs,
         *,
         rpc: bool,

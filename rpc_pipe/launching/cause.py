@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..tracing.board import Live, State
-from ..tracing.rollcall import told_stacks, waits_for_unseen
+from ..tracing.stall_report import told_stacks, waits_for_unseen
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 #: what a C++ library prints when TensorPipe reads a length that nobody meant

@@ -19,8 +19,8 @@ from typing import NamedTuple
 from ..dependency import ConfigError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled
 from ..dependency.errors import MOST_TRACEBACK, shortened
 from ..tracing import run_folders
-from ..tracing.boards import Boards
-from ..tracing.ending import RUN_FAILED, RUN_STOPPED, Ending, tell_end
+from ..tracing.boards import RunBoards
+from ..tracing.run_ending import RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from . import launcher_link as link
 from .attempt import Attempt
 from .cause import FAILED, INTERRUPTED, WRONG_INPUT, Cause
@@ -150,17 +150,17 @@ class Launcher:
             if boards is not None:
                 shutil.rmtree(boards.folder, ignore_errors=True)
 
-    def _make_boards(self) -> Boards | None:
+    def _make_boards(self) -> RunBoards | None:
         """Make the folder for the workers' boards; without it the run cannot be watched, and goes on all the same."""
         if os.environ.get(run_folders.FOLDER) == run_folders.OFF:
             return None
         try:
-            return Boards(run_folders.new_launchers_folder())
+            return RunBoards(run_folders.new_launchers_folder())
         except (OSError, ConfigError) as error:
             self._reporter.text(f"this run cannot be watched: {error}")
             return None
 
-    def _environment(self, folder: Path, boards: Boards | None) -> dict[str, str]:
+    def _environment(self, folder: Path, boards: RunBoards | None) -> dict[str, str]:
         return {
             **os.environ,
             **_meeting(self._how, folder),

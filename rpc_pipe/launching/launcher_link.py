@@ -25,9 +25,7 @@ from weakref import ref
 from ..dependency import ConfigError
 from ..dependency.at_exit import at_exit
 from ..tracing import run_folders
-from ..tracing.ending import RUN_FAILED, Ending, tell_end
 from ..tracing.mirror import RemoteBoards
-from ..tracing.outcome import figures, lost_lines, sentence
 from ..tracing.own_boards import (
     collect,
     end_calls,
@@ -38,6 +36,8 @@ from ..tracing.own_boards import (
     stay,
     tell_failure,
 )
+from ..tracing.run_ending import RUN_FAILED, Ending, tell_end
+from ..tracing.run_summary import figures, lost_lines, sentence
 from ..tracing.watchable import Watchable
 
 logger = logging.getLogger(__name__)

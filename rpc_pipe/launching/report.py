@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from ..tracing.outcome import lost_lines
+from ..tracing.run_summary import lost_lines
 
 #: how often a progress line is written where it cannot be overwritten
 _LINE_EVERY_S = 5.0

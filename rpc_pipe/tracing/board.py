@@ -1,16 +1,16 @@
-"""What a worker lets others see: a file in memory that it writes, and that any number of watchers map and read.
+"""A worker's board: a file in shared memory with its state and last steps, which any number of watchers map and read.
 
-    worker ──writes──> header   what does not change: JSON
+    worker ──writes──> header   constant properties, as JSON
                        live     what it does now
-                       slots    its last steps, the next one over the oldest
+                       slots    its last steps, a ring buffer
            watchers <──read──
 
-No message, no lock, no thread: a worker neither knows nor feels who reads, a reader can do nothing but read, and one
-that is slow misses steps. When a step does not fit into a slot, a file with larger ones and the same steps takes the
-place of the old one. The file outlives its worker, so the launcher can tell what a dead worker was doing.
+It takes no message, lock or thread, so watching does not disturb a worker; a slow reader misses steps. When a step does
+not fit into a slot, a file with larger slots and the same steps replaces the old one. The file outlives its worker, so
+the launcher can tell what a dead worker was doing.
 
-Live and slots begin with a version, which is 0 while they are written; a reader that finds it changed after copying
-has torn data and copies again; fences keep the order where the processor does not. All numbers are 64-bit.
+Live and slots are seqlocks: they begin with a version, which is 0 while they are written; a reader that finds it
+changed after copying copies again. Memory fences keep the order on weakly ordered processors. All numbers are 64-bit.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SLOTS_AT = _HEADER_BYTES + 64
 #: arrivals, layers, how long data were waited for and why
 _FIXED = struct.Struct("<9qd3q2q")
 _CAUSES = ("", "disk", "network", "decode")
-#: a worker's slots take about so much memory, but are at least and at most so many
+#: approximate memory of a worker's slots, and bounds of their number
 _SLOTS_BYTES, _LEAST_SLOTS, MOST_SLOTS = 2**20, 4, 512
 _TRIES = 20
 
@@ -51,26 +51,26 @@ _NONE = -1
 
 
 class State(IntEnum):
-    """What a worker is doing."""
+    """The state of a worker."""
 
     STARTING = 0
     RUNNING = 1
     WAITING = 2
-    #: its last step has been done, the next has not been asked for
+    #: between two steps: the next has not been called
     BETWEEN = 3
     LEFT = 4
-    #: by a signal, as Ctrl-Z sends it; readers find out
+    #: by a signal, as Ctrl-Z sends it; set by readers
     STOPPED = 5
 
 
 class Live(NamedTuple):
-    """What a worker does now."""
+    """What a worker does at a moment."""
 
     state: State = State.STARTING
     step: int = 0
-    #: what runs, or what cannot run yet
+    #: the running action, or the next one, which waits
     action: Action | None = None
-    #: what is waited for, and of whom
+    #: the action that it waits for, and that action's worker
     missing: Action | None = None
     peer: int | None = None
     #: `perf_counter_ns` of the worker's machine
@@ -93,11 +93,11 @@ class Live(NamedTuple):
 
 
 class BoardWriter(Listener):
-    """Keeps a worker's board.
+    """Writes a worker's board.
 
     Args:
-        path: None: a board that this process alone can read.
-        header: what does not change, for JSON; 8 kB at most.
+        path: None: memory that this process alone can read.
+        header: constant properties, for JSON; at most 8 kB.
     """
 
     def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
@@ -106,14 +106,14 @@ class BoardWriter(Listener):
         if _START.size + len(self._encoded) > _HEADER_BYTES:
             raise ValueError(f"header of {len(self._encoded)} bytes: at most {_HEADER_BYTES - _START.size}")
         self._version = 0
-        #: how many steps have been written
+        #: number of steps written
         self.written = 0
         self._make(_SLOTS_BYTES // MOST_SLOTS)
         self._write(State.STARTING, 0)
         self._show()
 
     def _make(self, slot_bytes: int) -> None:
-        """Reserve the memory of a board with slots of this size, which nobody sees yet."""
+        """Allocate a board with slots of this size, invisible to readers until `_show`."""
         num_slots = max(_LEAST_SLOTS, min(MOST_SLOTS, _SLOTS_BYTES // slot_bytes))
         size = _SLOTS_AT + num_slots * slot_bytes
         if self._path is None:
@@ -129,10 +129,10 @@ class BoardWriter(Listener):
         return path.with_name(path.name + ".new")
 
     def _show(self) -> None:
-        """Let readers see the board, whole."""
+        """Make the complete board visible to readers."""
         if self._path is not None:
             self._hidden(self._path).replace(self._path)
-        #: a reader of it
+        #: a reader of this board
         self.board = Board(self._map)
 
     def action_started(self, step: int, action: Action) -> None:
@@ -148,7 +148,7 @@ class BoardWriter(Listener):
 
     def step_finished(self, record: StepRecord) -> None:
         packed = pack_record(record)
-        self.written += 1  # also for a step that there is no room for, so that readers know that one is missing
+        self.written += 1  # even if there is no room for it, so that readers know that a step is missing
         if len(packed) + 8 > self._slot_bytes:
             try:
                 self._grow(len(packed) + 8)
@@ -165,10 +165,10 @@ class BoardWriter(Listener):
         _VERSION.pack_into(self._map, at, version)
 
     def _grow(self, slot_bytes: int) -> None:
-        """Put a board with larger slots into the place of this one.
+        """Replace this board by one with larger slots.
 
         Raises:
-            OSError: there is no room for it.
+            OSError: there is no memory for it.
         """
         live, records = self._map[_HEADER_BYTES:_SLOTS_AT], self.board.since(0)
         self._make(1 << (slot_bytes - 1).bit_length())
@@ -181,11 +181,11 @@ class BoardWriter(Listener):
         self._write(State.BETWEEN, step)
 
     def close(self) -> None:
-        """Say that the worker has left."""
+        """Record that the worker has left."""
         self._write(State.LEFT, 0)
 
     def show(self, live: Live) -> None:
-        """Write what another board says."""
+        """Write the state of another board, of which this one is a mirror."""
         at, live_bytes = self._new_version(), pack_live(live)
         self._map[at : at + len(live_bytes)] = live_bytes
         keep_order()
@@ -198,7 +198,7 @@ class BoardWriter(Listener):
         _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
 
     def _new_version(self) -> int:
-        """Begin to change what the worker does; return where it is. Its version, written last, says: it is whole."""
+        """Invalidate the live state and return its offset; its version must be written last."""
         self._version += 1
         _VERSION.pack_into(self._map, _HEADER_BYTES, 0)
         keep_order()
@@ -221,33 +221,33 @@ class Board:
         magic, length, self._num_slots, self._slot_bytes = _START.unpack_from(self._map, 0)
         if magic != _MAGIC:
             raise ValueError(f"{board} is no board")
-        #: what does not change
+        #: constant properties
         self.header: dict[str, Any] = json.loads(self._map[_START.size : _START.size + length])
-        Kind.learn(self.header.get("kinds", ()))  # else what follows could not be read
+        Kind.learn(self.header.get("kinds", ()))  # before actions of these kinds are decoded
         self._seen = -1
         #: steps that were overwritten before they were read
         self.dropped = 0
 
     def follow(self, before: Board) -> None:
-        """Go on where the reader has come to of a board that this one has replaced."""
+        """Continue behind the last step that was read of a board that this one replaces."""
         self._seen, self.dropped = before._seen, before.dropped
 
     def live(self) -> Live:
-        """Return what the worker does now, or did last."""
+        """Return the worker's present, or last, state."""
         data = self._stable(_HEADER_BYTES, lambda: _LIVE.size)
         return Live() if data is None else unpack_live(data[1], 0)[0]
 
     def records(self) -> list[StepRecord]:
-        """Return the steps that have been finished since the last call, as far as they are still there."""
+        """Return the steps finished since the last call that are not overwritten."""
         found = self.since(self._seen)
         if found:
-            if self._seen >= 0:  # what was before the first look has not been missed
+            if self._seen >= 0:  # steps before the first call do not count as missed
                 self.dropped += found[-1][0] - self._seen - len(found)
             self._seen = found[-1][0]
         return [record for _, record in found]
 
     def since(self, seen: int) -> list[tuple[int, StepRecord]]:
-        """Return the steps after version `seen` that are still there, each with its version, in order."""
+        """Return (version, step) of the steps after version `seen` that are not overwritten, in order."""
         found: list[tuple[int, StepRecord]] = []
         seen = max(0, seen)
         for slot in range(self._num_slots):
@@ -260,7 +260,7 @@ class Board:
         return sorted(found, key=lambda pair: pair[0])
 
     def _stable(self, at: int, size: Callable[[], int]) -> tuple[int, bytes] | None:
-        """Return a version and what it covers, or None if it keeps being written."""
+        """Return (version, data), or None if the data keep being written."""
         for _ in range(_TRIES):
             version = _VERSION.unpack_from(self._map, at)[0]
             keep_order()
@@ -273,7 +273,7 @@ class Board:
 
 
 def _reserved(path: Path, size: int) -> mmap.mmap:
-    """Map a new file whose room is reserved: writing to one for which there is none left kills the process."""
+    """Map a new file with allocated memory: writing to a mapped page that cannot be allocated kills the process."""
     with path.open("w+b") as file:
         try:
             os.posix_fallocate(file.fileno(), 0, size)
@@ -291,14 +291,14 @@ def _mapped(path: Path) -> mmap.mmap:
 
 
 def pack_live(live: Live) -> bytes:
-    """Encode what a worker does; `unpack_live` reads it."""
+    """Encode the state of a worker; `unpack_live` decodes it."""
     codes = [_NONE if action is None else _code(action) for action in (live.action, live.missing)]
     peer = _NONE if live.peer is None else live.peer
     return _LIVE.pack(live.state, live.step, *codes, peer, live.since_ns, live.thread)
 
 
 def unpack_live(data: bytes, at: int) -> tuple[Live, int]:
-    """Decode what `pack_live` made, at `at`; return it and where it ends."""
+    """Decode a state at offset `at`; return it and the offset behind it."""
     state, step, action, missing, peer, since_ns, thread = _LIVE.unpack_from(data, at)
     whom = None if peer == _NONE else peer
     live = Live(State(state), step, _action(action), _action(missing), whom, since_ns, thread)
@@ -306,7 +306,7 @@ def unpack_live(data: bytes, at: int) -> tuple[Live, int]:
 
 
 def pack_record(record: StepRecord) -> bytes:
-    """Encode a step of a worker; `unpack_record` reads it."""
+    """Encode a step of a worker; `unpack_record` decodes it."""
     words: list[int] = []
     for action, start_ns, end_ns in record.actions:
         words += (_code(action), start_ns, end_ns)
@@ -323,13 +323,13 @@ def pack_record(record: StepRecord) -> bytes:
 
 
 def packed_size(data: bytes | mmap.mmap, at: int) -> int:
-    """Return how many bytes the record takes that begins at `at`."""
+    """Return the bytes of the record at offset `at`."""
     *_, actions, arrivals, layers, _, _ = _FIXED.unpack_from(data, at)
     return int(_FIXED.size + 8 * (3 * actions + 4 * arrivals + 2 * layers))
 
 
 def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
-    """Decode what `pack_record` made, its times put off by `offset_ns`."""
+    """Decode a step and add `offset_ns` to its times."""
     worker, step, start_ns, end_ns, rows, tokens, peak, outbox, microbatches, loss, *counts = _FIXED.unpack_from(data)
     actions, arrivals, layers, data_wait_ns, cause = counts
     words = iter(struct.unpack_from(f"<{3 * actions + 4 * arrivals + 2 * layers}q", data, _FIXED.size))

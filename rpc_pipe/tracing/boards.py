@@ -1,4 +1,4 @@
-"""What a look at the workers of a run brings, and the boards of a run on this machine, which bring it."""
+"""The boards of all workers of a run on this machine, polled for what is new."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import Any, Protocol
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Board, Live, State
-from .ending import RUN_FAILED, Ending, EndReader
 from .mirror import WATCHED
+from .run_ending import RUN_FAILED, Ending, EndReader
 
 #: how long a stuck worker has to write its stacks
 _STACKS_S = 2.0
-#: what the newest frame of our own helper threads is
+#: newest frame of this package's helper threads, whose stacks say nothing
 _HELPERS = ("in _send_all", "in _follow")
-#: what is somewhere in the stacks of those of ZeroMQ
+#: a frame in the stacks of ZeroMQ's helper threads
 _ZMQ = re.compile(r'transport/(zeromq\.py", line \d+ in (_hear|_watch)|keys\.py)|zmq/.*garbage\.py')
 
 
 @dataclass
-class News:
-    """What a look at the workers has brought."""
+class RunUpdate:
+    """What is new in a run since the last poll."""
 
-    #: by worker, what does not change
+    #: constant properties by worker
     headers: Mapping[int, dict[str, Any]] = field(default_factory=dict)
-    #: by worker and number of microbatches, the listing of what it runs
+    #: listing of the program by worker and number of microbatches
     listings: Mapping[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     lives: Mapping[int, Live] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
@@ -39,32 +39,32 @@ class News:
     gone: frozenset[int] = frozenset()
     #: the workers' clock, `perf_counter_ns`
     now_ns: int = 0
-    #: by how much the clocks of two workers may differ
+    #: largest difference of two workers' clocks
     clock_error_ms: float = 0.0
     #: records that were overwritten before they were read
     dropped: int = 0
-    #: (seconds since the epoch, what happened, whether it is a warning), of a recording
+    #: of a recording: (seconds since the epoch, message, whether it is a warning)
     events: list[tuple[float, str, bool]] = field(default_factory=list)
-    #: how the run ended, if that was told
+    #: how the run ended; None: it goes on, or nobody has said
     ending: Ending | None = None
 
 
-class NewsSource(Protocol):
-    """What a watcher looks at."""
+class UpdateSource(Protocol):
+    """A run as a watcher sees it, live or recorded."""
 
-    #: where it comes from, for people
+    #: its name for users
     name: str
 
-    def look(self) -> News:
-        """Return what is new; never waits."""
+    def look(self) -> RunUpdate:
+        """Return what is new, without waiting."""
 
     @property
     def over(self) -> bool:
-        """True if there will be no more news."""
+        """Whether nothing new will come."""
 
 
-class Boards:
-    """The boards of a run on this machine, wherever its workers are in their lives."""
+class RunBoards:
+    """The boards of a run on this machine, of workers that start, run, restart or have ended."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -75,34 +75,34 @@ class Boards:
         self._end = EndReader(folder)
         self._end.read()  # from here on it has the file open
 
-    def look(self) -> News:
+    def look(self) -> RunUpdate:
         with contextlib.suppress(OSError):  # the run has ended
             (self.folder / WATCHED).touch()
         self._open_new()
         boards = {worker: board for worker, (_, board) in sorted(self._boards.items())}
-        news = News(
+        update = RunUpdate(
             headers={worker: board.header for worker, board in boards.items()},
             listings=self._listings,
             now_ns=time.perf_counter_ns(),
         )
         lives = {}
         for worker, board in boards.items():
-            news.records += board.records()
+            update.records += board.records()
             lives[worker] = board.live()
             process = run_folders.state_of(board.header["process"])
             if lives[worker].state is State.LEFT or process in ("", "Z", "X"):
                 self._gone.add(worker)
             elif process == "T" and "stacks_signal" in board.header:  # not of a mirror's process
                 lives[worker] = lives[worker]._replace(state=State.STOPPED)
-        news.lives = lives
-        news.gone = frozenset(self._gone)
-        news.clock_error_ms = max((board.header.get("clock_error_ms", 0.0) for board in boards.values()), default=0.0)
-        news.dropped = sum(board.dropped for board in boards.values())
-        news.ending = self._end.read() or self._deaths(boards, lives)
-        return news
+        update.lives = lives
+        update.gone = frozenset(self._gone)
+        update.clock_error_ms = max((board.header.get("clock_error_ms", 0.0) for board in boards.values()), default=0.0)
+        update.dropped = sum(board.dropped for board in boards.values())
+        update.ending = self._end.read() or self._deaths(boards, lives)
+        return update
 
     def _deaths(self, boards: Mapping[int, Board], lives: Mapping[int, Live]) -> Ending | None:
-        """Return how the run ended if no worker is left, and some went in the middle of it without a word."""
+        """Return how the run ended if all workers have gone, and some died in the middle of a step."""
         if not boards or not self._gone.issuperset(boards):
             return None
         amid = State.RUNNING, State.WAITING, State.STOPPED
@@ -113,19 +113,19 @@ class Boards:
     def over(self) -> bool:
         if not self._boards:
             return self.folder not in run_folders.running()
-        # A launcher that is still there has a last word, or starts the workers again.
+        # While the launcher lives, it may report the cause or restart the workers.
         return self._gone.issuperset(self._boards) and not run_folders.has_launcher(self.folder)
 
     def stacks(self, worker: int) -> str:
-        """Return the Python stacks of a worker that is stuck, as its process writes them on a signal; or nothing.
+        """Return the Python stacks of a worker, which its process writes on a signal; "" if it cannot.
 
-        The signal's handler touches nothing else, and what it interrupts goes on.
+        The signal's handler does nothing else, and what it interrupts goes on.
         """
         header = self._boards[worker][1].header
         number = header["process"].partition("/")[0]
         file = self.folder / f"stacks-{number}"
         try:
-            before = file.stat().st_size  # it is there, so the handler is too
+            before = file.stat().st_size  # the file exists, so the handler is installed
             if not run_folders.alive(header["process"]) or run_folders.state_of(header["process"]) == "?":
                 return ""  # another process may have its number now
             os.kill(int(number), header["stacks_signal"])
@@ -139,7 +139,7 @@ class Boards:
         return "\n\n".join(block.strip() for block in blocks if _tells(block))
 
     def _open_new(self) -> None:
-        """Open boards that are new, or that a process has replaced: by larger ones, or those of its next pipeline."""
+        """Open boards that are new or replaced, by larger ones or those of a process's next pipeline."""
         for file in self.folder.glob("worker-*"):
             if not file.name[7:].isdecimal():
                 continue
@@ -154,7 +154,7 @@ class Boards:
         self._listings |= run_folders.listings(self.folder, known=self._listings)
 
     def _replaced(self, worker: int, before: tuple[int, Board] | None) -> None:
-        """Go on reading a board that has only grown; forget what belongs to a worker's pipeline before this one."""
+        """Continue reading a board that has only grown; forget a worker's earlier pipeline."""
         board = self._boards[worker][1]
         if before is not None and before[1].header == board.header:
             board.follow(before[1])
@@ -164,7 +164,7 @@ class Boards:
 
 
 def _tells(stack: str) -> bool:
-    """Tell whether a thread's stack says what a worker is doing: not our own helpers', nor those without Python."""
+    """Return whether a thread's stack shows what a worker does: neither a helper thread's nor one without Python."""
     lines = stack.strip().splitlines()[1:2]
     if _ZMQ.search(stack):
         return False

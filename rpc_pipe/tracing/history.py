@@ -1,4 +1,4 @@
-"""The last steps of all workers of a run as they recorded them, and what they say together. Loads without torch."""
+"""The last steps of all workers of a run, and statistics of them. Loads without torch."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from typing import Any
 
 from ..dependency import ConfigError, Spec
 from ..workers.hooks import StepRecord
-from .boards import News
-from .listing import spec_of_listings
-from .lost import Lost, attribute
+from .boards import RunUpdate
+from .lost_time import LostTime, attribute_lost_time
+from .program_listing import spec_of_listings
 from .trace import Trace
 
 #: steps kept in full, and points of the loss curve
 KEPT_STEPS, _KEPT_LOSSES = 64, 20_000
-#: steps that say how it goes now
+#: number of recent steps for statistics of the present
 RECENT = 8
 #: how often, at most, the lost time is attributed: it simulates the schedule
 _ATTRIBUTE_EVERY_S = 2.0
 
 
 class History:
-    """Takes in what looks at the workers bring, and answers questions; knows neither where it comes from nor who asks.
+    """Collects updates of a run, of any source, and computes statistics.
 
     Args:
-        keep: how many steps to remember.
+        keep: number of steps to keep.
     """
 
     def __init__(self, keep: int = KEPT_STEPS) -> None:
         self._keep = keep
         self.headers: dict[int, dict[str, Any]] = {}
-        #: by worker and number of microbatches, what it runs
+        #: listing of the program by worker and number of microbatches
         self.listings: dict[tuple[int, int], dict[str, Any]] = {}
         self.clock_error_ms = 0.0
         #: (step, the loss of its batch)
         self.losses: deque[tuple[int, float]] = deque(maxlen=_KEPT_LOSSES)
         self._steps: dict[int, dict[int, StepRecord]] = {}
         self._specs: dict[int, Spec | None] = {}
-        self._lost: tuple[float, int, Lost | None] = (0.0, -1, None)
+        self._lost: tuple[float, int, LostTime | None] = (0.0, -1, None)
 
-    def take(self, news: News) -> None:
-        """Take in what a look has brought."""
+    def take(self, update: RunUpdate) -> None:
+        """Add an update."""
         before = self.pipelines
-        if news.headers.keys() - self.headers.keys() or news.listings.keys() - self.listings.keys():
+        if update.headers.keys() - self.headers.keys() or update.listings.keys() - self.listings.keys():
             self._specs.clear()
-        newest = max(news.headers.values(), key=lambda header: header["clock_ns"], default={"num_workers": 0})
+        newest = max(update.headers.values(), key=lambda header: header["clock_ns"], default={"num_workers": 0})
         # An earlier pipeline of the same process may have had more workers.
-        self.headers = {worker: found for worker, found in news.headers.items() if worker < newest["num_workers"]}
-        self.listings = dict(news.listings)
-        self.clock_error_ms = news.clock_error_ms
+        self.headers = {worker: found for worker, found in update.headers.items() if worker < newest["num_workers"]}
+        self.listings = dict(update.listings)
+        self.clock_error_ms = update.clock_error_ms
         if any(before.get(worker, made) != made for worker, made in self.pipelines.items()):
             self._steps.clear()
             self.losses.clear()
             self._specs.clear()
             self._lost = 0.0, -1, None
-        for record in (record for record in news.records if record.worker in self.headers):
+        for record in (record for record in update.records if record.worker in self.headers):
             self._steps.setdefault(record.step, {})[record.worker] = record
             if len(self._steps[record.step]) == self.num_workers:
                 self._completed(record.step)
@@ -66,30 +66,30 @@ class History:
             del self._steps[min(self._steps)]
 
     def _completed(self, step: int) -> None:
-        """All workers have finished `step`."""
+        """Handle a step that all workers have finished."""
         self.losses.append((step, next(iter(self._steps[step].values())).loss))
 
     def note(self, text: str, *, warning: bool = False) -> None:
-        """Something has been found out; nobody keeps a log here."""
+        """Report a finding; ignored here, logged by a view."""
 
     @property
     def num_workers(self) -> int:
-        """How many workers the run has, whether they can be seen or not."""
+        """The number of workers of the run, visible or not."""
         return next((header["num_workers"] for header in self.headers.values()), 0)
 
     @property
     def spec(self) -> Spec | None:
-        """The schedule that runs, for as many microbatches as the pipeline was made for; None until it is known."""
+        """The schedule, with the pipeline's number of microbatches; None until it is known."""
         header = next(iter(self.headers.values()), None)
         return None if header is None else self._spec_of(header["microbatches"])
 
     @property
     def pipelines(self) -> dict[int, int]:
-        """What tells, by worker, one pipeline from the next of the same process, whose steps count from 0 again."""
+        """By worker, an id of its pipeline, as steps of a process's next pipeline count from 0 again."""
         return {worker: header["clock_ns"] for worker, header in self.headers.items()}
 
     def length_ms(self, step: int) -> float:
-        """Return the time from the first worker's beginning of a complete step to the last one's end."""
+        """Return the time from the first start to the last end of a complete step."""
         records = self._steps[step].values()
         return (max(r.end_ns for r in records) - min(r.start_ns for r in records)) / 1e6
 
@@ -99,14 +99,14 @@ class History:
         return complete[-count:] if count else complete
 
     def records(self, step: int) -> list[StepRecord]:
-        """Return what every worker did in a complete step, in order of workers."""
+        """Return the records of a complete step, in order of workers."""
         return [record for _, record in sorted(self._steps[step].items())]
 
     def trace(self, count: int = RECENT) -> Trace | None:
-        """Return the last complete steps that follow each other and are alike; all that there are if `count` is 0.
+        """Return the last `count` complete consecutive steps with equal numbers of microbatches; 0: all that there are.
 
-        None if there is none, or the schedule is not known. A batch of few rows makes fewer microbatches: a step that
-        cannot be compared with the others, unless most are so.
+        None if there is none, or the schedule is unknown. A batch of few rows has fewer microbatches; steps of the most
+        common number are returned.
         """
         steps = self.complete_steps(0)
         sizes = {step: self._num_microbatches(step) for step in steps[-max(count, RECENT) :]}
@@ -123,7 +123,7 @@ class History:
         return self.trace_of(sorted(found[:count] if count else found))
 
     def trace_of(self, steps: Sequence[int]) -> Trace | None:
-        """Return these complete steps, if the schedule of as many microbatches is known."""
+        """Return these complete steps; None if the schedule for their number of microbatches is unknown."""
         spec = self._spec_of(self._num_microbatches(steps[0])) if steps else None
         if spec is None:
             return None
@@ -133,9 +133,9 @@ class History:
         return next(iter(self._steps[step].values())).num_microbatches
 
     def _spec_of(self, num_microbatches: int) -> Spec | None:
-        """Return the schedule for so many microbatches, from what all workers list of it; None if they do not yet.
+        """Return the schedule for a number of microbatches, from the listings of all workers; None: not all are there.
 
-        A part of what they list for more microbatches is as good where they list no more.
+        It is taken from listings for more microbatches if there are none for this number.
         """
         if num_microbatches not in self._specs:
             listed = Counter(count for _, count in self.listings)
@@ -151,8 +151,8 @@ class History:
                 self.note(str(error), warning=True)
         return self._specs[num_microbatches]
 
-    def lost(self, *, fresh: bool = False) -> Lost | None:
-        """Return where the time of the recent steps went; at most two seconds old, or `fresh`."""
+    def lost(self, *, fresh: bool = False) -> LostTime | None:
+        """Return the lost time of the recent steps; at most two seconds old, or `fresh`."""
         at, step, lost = self._lost
         complete = self.complete_steps(1)
         if complete and complete[0] != step and (fresh or time.monotonic() > at + _ATTRIBUTE_EVERY_S):
@@ -161,7 +161,7 @@ class History:
                 headers = [header for _, header in sorted(self.headers.items())]
                 one_machine = len({header["host"] for header in headers}) == 1
                 cores = headers[0].get("cores") if one_machine and headers[0]["device"] == "cpu" else None
-                lost = attribute(trace, [header["shards"] for header in headers], cores)
+                lost = attribute_lost_time(trace, [header["shards"] for header in headers], cores)
                 self._lost = time.monotonic(), complete[0], lost
         return lost
 

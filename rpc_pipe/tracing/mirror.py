@@ -1,11 +1,11 @@
-"""Boards of workers on other machines, pulled over RPC futures while somebody watches here.
+"""Mirrors of the boards of workers on other machines, pulled through the carrier while somebody watches here.
 
     machine A                                       machine B
     watcher ──touches──> `watched`                  worker 3 ──writes──> its board
             ──reads───> worker 3's mirror <──pulls── `exhibit` shows it
 
-The first worker of each machine keeps the mirrors. It pulls at its leisure, one question to a worker at a time, and not
-at all when nobody has looked for a while; what a slow link does not carry in time is left out.
+The first worker of each machine keeps the mirrors. It has at most one request to each worker in flight, and none while
+nobody watches; what a slow link does not deliver in time is left out.
 """
 
 from __future__ import annotations
@@ -27,54 +27,54 @@ from .board import Board, BoardWriter, Live, pack_live, pack_record, packed_size
 
 logger = logging.getLogger(__name__)
 
-#: touched by whoever looks; older than so many seconds: nobody does
+#: file that watchers touch; if older than this many seconds, nobody watches
 WATCHED, _FRESH_S = "watched", 5.0
 _PULL_EVERY_S = 0.5
-#: clocks drift; so often they are compared again
+#: how often clocks are compared again, as they drift
 _COMPARE_EVERY_S = 60.0
-#: instead of the version that was seen last: everything is wanted, or nothing any more
+#: in place of the version seen last: everything is wanted; nothing will be asked any more
 EVERYTHING, NO_MORE = -1, -2
-#: a message has so many steps at most: the latest
+#: most steps in a message; the latest are sent
 _MOST_STEPS = 16
 
 
 @runtime_checkable
 class RemoteBoards(Protocol):
-    """A carrier through which other machines' boards can be seen."""
+    """A carrier that transports boards of other machines."""
 
     worker: int
     num_workers: int
-    #: answers who looks at this worker: (version seen last, EVERYTHING or NO_MORE) -> bytes
+    #: answers requests for this worker's board: version seen last, EVERYTHING or NO_MORE -> bytes
     exhibit: Callable[[int], bytes] | None
 
     def look(self, peer: int, seen: int) -> futures.Future[bytes]:
-        """Ask `peer` for what `exhibit` says there."""
+        """Request the answer of `exhibit` on `peer`."""
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Return (peer's clock minus ours, error), in ns."""
 
     def end_calls(self) -> None:
-        """Begin nothing more: who calls what this worker will not is told."""
+        """Announce that this worker makes no more calls; others that wait for one get an error."""
 
     @property
     def failed(self) -> bool:
-        """Whether this worker has told the others of a failure."""
+        """Whether this worker has reported a failure to the others."""
 
     @property
     def asked_in_vain(self) -> bool:
-        """Whether others may wait for something of a run that this worker has given up."""
+        """Whether others may wait for results of a step that this worker has abandoned."""
 
 
 class BoardAnswer(NamedTuple):
-    """What a worker shows of its board."""
+    """A worker's answer about its board."""
 
-    #: version that was read last
+    #: version of its latest step
     seen: int
-    #: which tells a worker's pipelines apart
+    #: id of the worker's pipeline
     clock_ns: int
-    #: numbers of microbatches whose programs are listed
+    #: numbers of microbatches with listed programs
     listed: list[int]
-    #: None, and no listings, if only what is new was asked for
+    #: None, without listings, if only new steps were requested
     header: dict[str, Any] | None
     listings: list[dict[str, Any]]
     live: Live
@@ -82,7 +82,7 @@ class BoardAnswer(NamedTuple):
 
 
 def pack_answer(board: Board, listings: Mapping[int, dict[str, Any]], seen: int) -> bytes:
-    """Encode what is new on a board since version `seen`, or everything; `unpack_answer` reads it."""
+    """Encode the steps of a board since version `seen`, or everything; `unpack_answer` decodes it."""
     versions = board.since(max(0, seen))[-_MOST_STEPS:]
     head: dict[str, Any] = {
         "seen": versions[-1][0] if versions else max(0, seen),
@@ -97,7 +97,7 @@ def pack_answer(board: Board, listings: Mapping[int, dict[str, Any]], seen: int)
 
 
 def unpack_answer(answer: bytes, offset_ns: int) -> BoardAnswer:
-    """Decode what `pack_answer` made, its times put off by `offset_ns`."""
+    """Decode an answer and add `offset_ns` to its times."""
     at = 8 + int.from_bytes(answer[:8], "little")
     head = json.loads(answer[8:at])
     Kind.learn((head["header"] or {}).get("kinds", ()))
@@ -111,9 +111,9 @@ def unpack_answer(answer: bytes, offset_ns: int) -> BoardAnswer:
 
 
 def ask_everything(carrier: RemoteBoards, peers: Sequence[int], timeout_s: float) -> list[tuple[BoardAnswer, int]]:
-    """Ask `peers` for all that is on their boards; return their answers, by this clock, and its errors in ns.
+    """Request the boards of `peers`; return (answer in this worker's clock, clock error in ns) of each.
 
-    A worker that has left, or does not answer in time, is left out.
+    Workers that have left, or do not answer in time, are left out.
     """
     clocks: dict[int, tuple[int, int]] = {}
     for peer in peers:
@@ -124,7 +124,7 @@ def ask_everything(carrier: RemoteBoards, peers: Sequence[int], timeout_s: float
 
 
 def tell_no_more(carrier: RemoteBoards, peers: Iterable[int], timeout_s: float) -> None:
-    """Tell `peers` that they are not asked again."""
+    """Tell `peers` that no more requests will come."""
     _ask(carrier, peers, NO_MORE, timeout_s)
 
 
@@ -141,7 +141,7 @@ def _ask(carrier: RemoteBoards, peers: Iterable[int], seen: int, timeout_s: floa
 
 
 class Mirror(threading.Thread):
-    """Keeps copies of the boards of workers on other machines in `folder`, while somebody looks there."""
+    """A thread that keeps copies of other machines' boards in `folder` while somebody watches there."""
 
     def __init__(self, carrier: RemoteBoards, folder: Path, remote: list[int]) -> None:
         super().__init__(name="mirror", daemon=True)
@@ -168,7 +168,7 @@ def _is_watched(folder: Path) -> bool:
 
 
 class _Image:
-    """A copy of one worker's board, its times put to this machine's clock."""
+    """A copy of one worker's board, in this machine's clock."""
 
     def __init__(self, carrier: RemoteBoards, folder: Path, peer: int) -> None:
         self._carrier = carrier
@@ -184,7 +184,7 @@ class _Image:
         self._compared = 0.0
 
     def refresh(self) -> None:
-        """Take in the last answer, if there is one, and ask again."""
+        """Write the last answer, if it has come, and send the next request."""
         if self._asked is not None:
             if not self._asked.done():
                 return
@@ -215,7 +215,7 @@ class _Image:
         self._seen = answer.seen
 
     def _show(self, answer: BoardAnswer, header: dict[str, Any]) -> None:
-        """Write what does not change often."""
+        """Write the header and the listings."""
         another = answer.clock_ns != self._clock_ns
         self._clock_ns, self._listed = answer.clock_ns, answer.listed
         if another:

@@ -1,7 +1,7 @@
-"""The boards of this process's workers: kept while they train, shown to other machines, cleared up at the end.
+"""The boards of this process's workers: written during training, sent to other machines, removed at the end.
 
-At the end of a run worker 0 collects what all boards say. Where a launcher keeps the boards it reads them; else it asks
-the other workers, who stay until they have been asked.
+At the end of a run worker 0 collects the boards of all workers. If a launcher keeps them, they are read from the run's
+folder; otherwise worker 0 requests them from the other workers, which stay until then.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from ..dependency.kinds import BUILT_IN
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Board, BoardWriter
-from .boards import News
-from .ending import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
+from .boards import RunUpdate
 from .history import History
-from .listing import list_program, name_of
 from .mirror import NO_MORE, WATCHED, Mirror, RemoteBoards, ask_everything, pack_answer, tell_no_more
-from .stall import describe_stall
+from .program_listing import list_program, name_of
+from .run_ending import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
+from .stall_report import describe_stall
 from .watchable import Watchable
 
-#: on this signal a worker writes the stacks of its threads to `stacks-<process>`; users have others for their own
+#: signal on which a worker writes the stacks of its threads to `stacks-<process>`
 _STACKS = signal.SIGRTMIN + 7
-#: a worker lists what it runs for so many numbers of microbatches; the other programs are parts of larger ones
+#: most numbers of microbatches with a listed program; others are parts of larger ones
 _MOST_LISTED = 32
-#: how long worker 0 waits for the last step to be over everywhere, and for answers
+#: how long worker 0 waits for the end of the last step everywhere, and for answers
 _COLLECT_S = 2.0
 #: how long the others wait for worker 0 to release them
 _STAY_S = 10.0
 _PAUSE_S = 0.01
 
-#: by worker, those of the pipeline made last, until the end, which they must tell
+#: boards of the latest pipeline, by worker, kept until the process ends
 _boards: dict[int, OwnBoard] = {}
-#: the process whose they are: its forks leave them alone
+#: the process that owns them; its forks do not touch them
 _owner = 0
-#: to other workers, if they are other processes
+#: carrier to the workers in other processes
 _carrier: RemoteBoards | None = None
-#: worker 0 has asked for the last time
+#: set when worker 0 has sent its last request
 _released = threading.Event()
-#: (folder, worker) of the boards that this process writes, and its other files
+#: (folder, worker) of the boards that this process writes; its other files
 _shown: set[tuple[Path, int]] = set()
 _files: set[Path] = set()
 
 
 class OwnBoard(BoardWriter):
-    """The board of a worker of this process, beside it the listings of what the worker runs.
+    """The board of a worker of this process, with listings of its programs.
 
     Args:
-        folder: of the run; None: this process alone sees the board.
+        folder: folder of the run; None: only this process can read the board.
     """
 
     def __init__(self, training: Watchable, worker: int, folder: Path | None) -> None:
@@ -71,7 +71,7 @@ class OwnBoard(BoardWriter):
         self._spec, self._order = training.spec, training.order
         self._worker = worker
         self._folder = folder
-        #: by number of microbatches; replaced, not changed, as other threads read it
+        #: by number of microbatches; replaced instead of changed, since other threads read it
         self.listings: dict[int, dict[str, Any]] = {}
         if folder is not None:
             run_folders.remove_listings(folder, worker)
@@ -84,7 +84,7 @@ class OwnBoard(BoardWriter):
         super().step_finished(record)
 
     def answer(self, seen: int) -> bytes:
-        """Return what is new since version `seen`, for those who look from elsewhere; everything if it is -1."""
+        """Answer a request of another machine for what is new since version `seen`."""
         if seen == NO_MORE:
             _released.set()
             return b""
@@ -121,15 +121,15 @@ def _header(training: Watchable, worker: int) -> dict[str, Any]:
 
 @cache
 def _folder() -> Path | None:
-    """One for the life of the process: the boards of its next pipeline replace those of the last."""
+    """Return the run's folder, the same for all pipelines of this process."""
     return run_folders.folder(os.environ)
 
 
 def keep_boards(training: Watchable) -> bool:
-    """Keep boards of the workers of this process in the folder of the run; False: there are to be none.
+    """Write boards of this process's workers into the run's folder; return False if the run keeps none.
 
     Raises:
-        ConfigError, OSError: they cannot be kept.
+        ConfigError, OSError: they cannot be written.
     """
     folder = _folder()
     if folder is None:
@@ -142,7 +142,7 @@ def keep_boards(training: Watchable) -> bool:
 
 
 def roll_call_here() -> str:
-    """Return what the workers of this host do, and where the one is that hangs."""
+    """Return the stall report on the workers of this host; "" if there is none."""
     folder = _folder()
     try:
         return "" if folder is None else describe_stall(folder)
@@ -151,7 +151,7 @@ def roll_call_here() -> str:
 
 
 def record(training: Watchable) -> None:
-    """See to it that `collect` has the last steps of `training`, though nobody else may see its boards."""
+    """Make sure that `collect` gets the last steps of `training`, even if it has no boards for others."""
     boards = [_boards.get(actor.worker) for actor in training.actors]
     if any(board is None or board.training() is not training for board in boards):
         _keep(training, None)
@@ -178,61 +178,61 @@ def _keep(training: Watchable, folder: Path | None) -> None:
 
 
 def collect() -> History:
-    """Return what all workers have recorded of their last steps. For worker 0, at the end of a run."""
+    """Return the last steps of all workers. Called by worker 0 at the end of a run."""
     deadline = time.monotonic() + _COLLECT_S
     last = max((record.step for board in _boards.values() for _, record in board.board.since(0)), default=-1)
     while True:
         history = History()
         history.take(_everybody())
-        # The last step is over here, but perhaps not everywhere.
+        # The last step may not have ended on the other workers.
         if [last] == history.complete_steps(1) or last < 0 or time.monotonic() > deadline:
             return history
         time.sleep(_PAUSE_S)
 
 
-def _everybody() -> News:
-    """Return all that the boards of all workers have, as far as they can be read."""
+def _everybody() -> RunUpdate:
+    """Return the contents of all boards that can be read."""
     folder = _folder() if run_folders.FOLDER in os.environ else None
     boards = {} if folder is None else run_folders.boards(folder)
     boards = {worker: board for worker, board in boards.items() if not _mirrored(board)}
     boards |= {worker: own.board for worker, own in _boards.items()}
     listings = {} if folder is None else run_folders.listings(folder)
     listings |= {(worker, count): listing for worker, own in _boards.items() for count, listing in own.listings.items()}
-    news = News(
+    update = RunUpdate(
         headers={worker: board.header for worker, board in boards.items()},
         listings=listings,
         records=[record for board in boards.values() for _, record in board.since(0)],
     )
-    return news if _carrier is None else _with_others(news, _carrier)
+    return update if _carrier is None else _with_others(update, _carrier)
 
 
 def _mirrored(board: Board) -> bool:
     return "clock_error_ms" in board.header
 
 
-def _with_others(news: News, carrier: RemoteBoards) -> News:
-    """Add what workers say whose boards cannot be read here."""
-    others = [worker for worker in range(carrier.num_workers) if worker not in news.headers]
+def _with_others(update: RunUpdate, carrier: RemoteBoards) -> RunUpdate:
+    """Add the answers of workers whose boards cannot be read here."""
+    others = [worker for worker in range(carrier.num_workers) if worker not in update.headers]
     for answer, error_ns in ask_everything(carrier, others, _COLLECT_S):
         assert answer.header is not None
         worker = answer.header["worker"]
-        news.headers = {**news.headers, worker: answer.header}
-        news.listings = {**news.listings, **{(worker, found["microbatches"]): found for found in answer.listings}}
-        news.records += answer.records
-        news.clock_error_ms = max(news.clock_error_ms, error_ns / 1e6)
-    return news
+        update.headers = {**update.headers, worker: answer.header}
+        update.listings = {**update.listings, **{(worker, found["microbatches"]): found for found in answer.listings}}
+        update.records += answer.records
+        update.clock_error_ms = max(update.clock_error_ms, error_ns / 1e6)
+    return update
 
 
 def end_calls() -> None:
-    """Let who waits for a call that this ending process will not make know it, before it waits for others itself."""
+    """Announce that this process makes no more calls, before it waits for others."""
     if _carrier is not None:
         _carrier.end_calls()
 
 
 def stay() -> None:
-    """Wait, but not for long, until worker 0 has collected what it cannot read once this process has ended.
+    """Wait for a limited time until worker 0 has collected the boards, which end with this process.
 
-    Of a run that has failed it collects nothing; and who has left in the middle of a step keeps the others waiting.
+    It collects nothing of a failed run; a worker that has left in the middle of a step shortens the wait.
     """
     if _carrier is None or run_folders.FOLDER in os.environ:
         return
@@ -242,14 +242,14 @@ def stay() -> None:
 
 
 def release() -> None:
-    """Let the others end, who may `stay`: nothing more is collected."""
+    """Let the workers in `stay` end: nothing more is collected."""
     if _carrier is not None and run_folders.FOLDER not in os.environ:
         tell_no_more(_carrier, range(1, _carrier.num_workers), _COLLECT_S)
 
 
 @cache
 def _keep_mirror(carrier: RemoteBoards, folder: Path) -> None:
-    """Let the first worker of a machine show those of the others too. torchrun starts ranks machine by machine."""
+    """Start mirrors in the first worker of a machine. torchrun numbers ranks machine by machine."""
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if local == "0" and size.isdecimal() and int(size) < carrier.num_workers:
         own = range(carrier.worker, carrier.worker + int(size))
@@ -260,21 +260,21 @@ def _keep_mirror(carrier: RemoteBoards, folder: Path) -> None:
 
 @cache
 def _offer_stacks(folder: Path) -> None:
-    """Write the stacks of all threads when asked: from C, without the interpreter, so also while one is stuck."""
+    """Write the stacks of all threads on a signal, from C, so that it works while the interpreter is stuck."""
     path = folder / f"stacks-{os.getpid()}"
     faulthandler.register(_STACKS, path.open("w"))
     _files.add(path)
 
 
 def tell_failure(text: str, *, consequence: bool = False, what: str = RUN_FAILED) -> None:
-    """Let watchers know why a worker of this process ends, where no launcher does."""
+    """Tell watchers why a worker of this process ends, if no launcher does."""
     folder = _folder() if _boards and run_folders.FOLDER not in os.environ else None
     if folder is not None:
         tell_end(folder, Ending(what, text, consequence))
 
 
 def _tell_error(error: BaseException) -> None:
-    """Let watchers know of what the interpreter has shown as the end of this process."""
+    """Tell watchers of the uncaught exception that ends this process."""
     text = str(error) if isinstance(error, PipeError) else traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, KeyboardInterrupt):
         tell_failure("by Ctrl-C", what=RUN_STOPPED)
@@ -284,7 +284,7 @@ def _tell_error(error: BaseException) -> None:
 
 @atexit.register
 def leave() -> None:
-    """Say that the workers have left; clear up, unless a launcher does, which still wants to read."""
+    """Mark the workers as left, and remove files, unless a launcher does so after reading them."""
     if _owner != os.getpid():
         return
     error = getattr(sys, "last_value", None)

@@ -1,4 +1,4 @@
-"""Where the boards of the runs on this machine are: a folder of the user's, in memory, with a folder for each run."""
+"""The folders of the runs on this machine, in shared memory: boards, listings, and the launcher's identity."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ FOLDER = "RPC_PIPE_BOARDS"
 OFF = "off"
 #: file in a run's folder: the launcher's identity
 LAUNCHER = "launcher"
-#: what files begin with that say which processes need a folder
+#: prefix of files that name processes which need a folder
 _MEMBER = "member-"
-#: what files with listings of programs begin with
+#: prefix of files with listings of programs
 LISTING = "program"
-#: an empty folder may be of a run that is just starting
+#: an empty folder younger than this may belong to a run that is starting
 _YOUNG_S = 600
 
 
 def root() -> Path:
-    """Return the folder of all runs of this user; nobody else can read it.
+    """Return the folder of all runs of this user, which nobody else can read.
 
     Raises:
-        ConfigError: it belongs to somebody else.
+        ConfigError: it belongs to another user.
     """
     memory = Path("/dev/shm")
     above = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
@@ -49,10 +49,10 @@ def root() -> Path:
 
 
 def folder(environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the run that this process belongs to, made if there is none; None if it keeps no boards.
+    """Return the folder of this process's run, which is made if missing; None: the run keeps no boards.
 
     Raises:
-        ConfigError, OSError: there can be none.
+        ConfigError, OSError: it cannot be made.
     """
     given = environ.get(FOLDER)
     if given == OFF:
@@ -101,7 +101,7 @@ def new_launchers_folder() -> Path:
 
 
 def new_temporary_folder() -> Path:
-    """Make a folder for what workers need to meet; remove those of launchers that were killed."""
+    """Make a temporary folder for the rendezvous of workers; remove those of launchers that were killed."""
     for left in Path(tempfile.gettempdir()).glob("rpc-pipe-*"):
         with suppress(OSError):  # it is no launcher's, or of somebody else
             mine = left.lstat().st_uid == os.getuid() and not left.is_symlink()
@@ -115,7 +115,7 @@ def new_temporary_folder() -> Path:
 
 
 def sweep() -> None:
-    """Remove what runs that were killed have left."""
+    """Remove the folders of runs that were killed."""
     for path in root().iterdir():
         with suppress(OSError):  # another process was faster
             there = processes(path) | _members(path)
@@ -126,12 +126,12 @@ def sweep() -> None:
 
 
 def enter(path: Path) -> None:
-    """Note that this process needs the folder `path`, which is no run's: it is kept while the process is there."""
+    """Register this process as a user of the folder `path`, which is kept while the process lives."""
     (path / f"{_MEMBER}{os.getpid()}").write_text(identity())
 
 
 def leave(path: Path) -> None:
-    """Take back what `enter` has noted; the last one removes the folder."""
+    """Unregister this process; the last one removes the folder."""
     (path / f"{_MEMBER}{os.getpid()}").unlink(missing_ok=True)
     if not any(map(alive, _members(path))):
         shutil.rmtree(path, ignore_errors=True)
@@ -154,25 +154,25 @@ def processes(path: Path) -> set[str]:
 
 
 def has_launcher(path: Path) -> bool:
-    """Tell whether the launcher of the run in the folder `path` is there."""
+    """Return whether the launcher of the run in the folder `path` lives."""
     with suppress(OSError):
         return alive((path / LAUNCHER).read_text())
     return False
 
 
 def identity() -> str:
-    """Return what tells this process from all others: number, when it started, namespace of its number."""
+    """Return a unique name of this process: process id, start time, pid namespace."""
     process = os.getpid()
     return f"{process}/{_stat(process)[19]}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def alive(process: str) -> bool:
-    """Tell whether the process of this identity runs; of a process in another container that cannot be known: True."""
+    """Return whether a process lives; True for one in another container, of which that is unknown."""
     return state_of(process) not in ("", "Z", "X")
 
 
 def state_of(process: str) -> str:
-    """Return the letter of proc(5) for the state of a process, such as T: stopped; none if it has gone."""
+    """Return the state letter of a process (proc(5)), such as T: stopped; "": it has ended, "?": unknown."""
     number, started, namespace = [*process.split("/"), "", ""][:3]
     if not number.isdecimal():  # cut off where the memory was full
         return ""
@@ -186,7 +186,7 @@ def state_of(process: str) -> str:
 
 
 def _stat(process: int) -> list[str]:
-    """Return the fields of proc(5)'s stat from the third, the state, on."""
+    """Return the fields of /proc/PID/stat from the third, the state, on."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
@@ -203,20 +203,20 @@ def boards(path: Path) -> dict[int, Board]:
 
 
 def write_listing(path: Path, listing: Mapping[str, Any]) -> None:
-    """Write the listing of a worker's program into a run's folder; readers see it whole or not at all."""
+    """Write the listing of a worker's program into a run's folder, atomically."""
     file = path / f"{LISTING}-{listing['worker']}-{listing['microbatches']}"
     file.with_suffix(".new").write_text(json.dumps(listing))
     file.with_suffix(".new").replace(file)
 
 
 def remove_listings(path: Path, worker: int) -> None:
-    """Remove the listings of a worker, whose next pipeline has others."""
+    """Remove the listings of a worker's earlier pipeline."""
     for file in path.glob(f"{LISTING}-{worker}-*"):
         file.unlink(missing_ok=True)
 
 
 def files_of(path: Path, worker: int) -> list[Path]:
-    """Return what a worker has in a run's folder: its board and the listings of its programs."""
+    """Return the files of a worker in a run's folder: its board and listings."""
     return [path / f"worker-{worker}", *path.glob(f"{LISTING}-{worker}-*")]
 
 
@@ -242,10 +242,10 @@ def running() -> Iterator[Path]:
 
 
 def find(address: str | None) -> Path:
-    """Return the folder of the run that `address` names: a folder, a process of the run, or the only one there is.
+    """Return the folder of the run that `address` names: its folder or a process id; None: the only run.
 
     Raises:
-        ConfigError: there is none, or there are several.
+        ConfigError: no run, or several, have this name.
     """
     there = list(running())
     if address is None:

@@ -1,4 +1,4 @@
-"""What actually ran: consecutive steps of all workers, on one clock. Loads without torch."""
+"""A trace: consecutive steps of all workers as they ran, in one clock. Loads without torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..workers.hooks import StepRecord
 
 @dataclass(frozen=True)
 class Trace:
-    """Consecutive steps of all workers, each step with a record of every worker, in order of workers."""
+    """Consecutive steps, each with the records of all workers in order of workers."""
 
     spec: Spec
     steps: dict[int, Sequence[StepRecord]]
@@ -38,7 +38,7 @@ class Trace:
 
     @property
     def bubble(self) -> float:
-        """Share of the workers' time over the recorded steps that was not spent computing."""
+        """Share of the workers' time over the recorded steps in which they did not compute."""
         spans = self.spans()
         length = max(s.end for s in spans) - min(s.start for s in spans)
         busy = sum(s.end - s.start for s in spans if s.action.kind.resource == "compute")
@@ -46,14 +46,14 @@ class Trace:
 
     @property
     def step_ms(self) -> float:
-        """Median time from the end of a step to the end of the next; of a single step, its makespan."""
+        """Median time from the end of a step to the end of the next; of a single step its makespan."""
         ends = [max(s.end for s in spans_of(self.steps[step])) for step in sorted(self.steps)]
         if len(ends) > 1:
             return median(after - before for before, after in pairwise(ends))
         return ends[0] - min(s.start for s in self.spans())
 
     def cost(self) -> Cost:
-        """Return, for the simulator, the median ms that actions of the same worker, stage and kind took."""
+        """Return, for the simulator, the median ms of actions by worker, stage and kind."""
         times: dict[tuple[int, int, Kind], list[float]] = defaultdict(list)
         for span in self.spans():
             times[span.worker, span.action.stage, span.action.kind].append(span.end - span.start)
@@ -61,7 +61,7 @@ class Trace:
         return lambda action: medians.get((self.spec.worker(action), action.stage, action.kind), 0.0)
 
     def simulated(self, steps: int = 1) -> Simulation:
-        """Return what the schedule would do in the times that actions took, with free transfers."""
+        """Simulate the schedule with the measured costs and free transfers."""
         return simulate(self.spec, self.cost(), steps=steps)
 
     def write_chrome(self, path: str | Path, device: str = "cpu") -> None:
@@ -71,7 +71,7 @@ class Trace:
 
 
 def spans_of(records: Sequence[StepRecord]) -> list[Span]:
-    """Return what ran according to `records`, in ms, but for what only travels between workers."""
+    """Return the actions in `records`, in ms, without transfers between workers."""
     return [
         Span(record.worker, action, start_ns / 1e6, end_ns / 1e6)
         for record in records
@@ -80,17 +80,17 @@ def spans_of(records: Sequence[StepRecord]) -> list[Span]:
     ]
 
 
-class Way(NamedTuple):
-    """A payload on its way from one worker to another."""
+class Transfer(NamedTuple):
+    """A transfer of a payload from one worker to another."""
 
-    #: from when it had been made, and its receiver had begun the step and asked for it
+    #: time from its production, or from the start of the receiver's step if that is later, to its arrival
     ms: float
     num_bytes: int
 
 
-def ways(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], list[Way]]:
-    """Return how the payloads of `steps` fared, by (from, to), but for those of what only travels."""
-    found: dict[tuple[int, int], list[Way]] = defaultdict(list)
+def transfers(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], list[Transfer]]:
+    """Return the transfers of payloads in `steps`, by (source, target)."""
+    found: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for records in steps:
         ends = {(r.worker, a.action): a.end_ns for r in records for a in r.actions}
         for record in records:
@@ -98,12 +98,12 @@ def ways(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], list[Wa
                 made = ends.get((arrived.peer, arrived.action))
                 if made is not None and arrived.action.kind.resource != "link":
                     ns = arrived.at_ns - max(made, record.start_ns)
-                    found[arrived.peer, record.worker].append(Way(max(0, ns) / 1e6, arrived.num_bytes))
+                    found[arrived.peer, record.worker].append(Transfer(max(0, ns) / 1e6, arrived.num_bytes))
     return found
 
 
 def planned_and_actual(trace: Trace) -> str:
-    """Return a page with a step as it was planned, in milliseconds, above the last one as it ran."""
+    """Return a page with a simulated step above the last one as it ran, in milliseconds."""
     spec, planned, actual = trace.spec, trace.simulated().spans, trace.last_steps(1)
     return draw_page([
         Picture("planned", planned, spec.num_workers, "ms", "idle", waits(spec, planned)),

@@ -1,4 +1,4 @@
-"""A training as those see it who record it: `Pipeline` is one."""
+"""The interface of a training that can be recorded; `Pipeline` implements it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Watchable(Protocol):
-    """Workers that listeners can be added to."""
+    """A training with workers to which listeners can be added."""
 
     spec: Spec
 
@@ -23,7 +23,7 @@ class Watchable(Protocol):
 
     @property
     def order(self) -> Order:
-        """In what order workers run what is ready."""
+        """The order in which workers run ready actions."""
 
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
         """Return what `worker` runs in a training step of so many microbatches."""

@@ -12,8 +12,8 @@ from rpc_pipe.planning.simulator import Cost, Link, simulate, uniform
 from rpc_pipe.planning.span import Span
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.tracing.boards import News
-from rpc_pipe.tracing.listing import list_program
+from rpc_pipe.tracing.boards import RunUpdate
+from rpc_pipe.tracing.program_listing import list_program
 from rpc_pipe.tracing.trace import Trace
 from rpc_pipe.workers.hooks import Arrived, LayerTime, Record, StepRecord
 
@@ -80,7 +80,7 @@ def trace_of(schedule: str = "1f1b", workers: int = 4, microbatches: int = 8, **
     return Trace(spec, records_of(spec, **options))
 
 
-def news_of(spec: Spec, records: Mapping[int, Sequence[StepRecord]], lives: dict[int, Live] | None = None) -> News:
+def news_of(spec: Spec, records: Mapping[int, Sequence[StepRecord]], lives: dict[int, Live] | None = None) -> RunUpdate:
     """Return what a look at such a run would bring."""
     headers = {
         worker: {
@@ -96,7 +96,7 @@ def news_of(spec: Spec, records: Mapping[int, Sequence[StepRecord]], lives: dict
     }
     now = max(record.end_ns for found in records.values() for record in found)
     lives = lives or {w: Live(State.BETWEEN, max(records), since_ns=now) for w in range(spec.num_workers)}
-    return News(headers, listings, lives, [r for step in sorted(records) for r in records[step]], now_ns=now)
+    return RunUpdate(headers, listings, lives, [r for step in sorted(records) for r in records[step]], now_ns=now)
 
 
 def view_of(

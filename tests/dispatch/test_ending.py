@@ -9,7 +9,7 @@ import pytest
 from processes import start
 
 from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.ending import RUN_FAILED, Ending, EndReader, tell_end
+from rpc_pipe.tracing.run_ending import RUN_FAILED, Ending, EndReader, tell_end
 
 SCRIPT = """
 import os, sys, time

@@ -7,8 +7,8 @@ from synthetic import trace_of
 
 from rpc_pipe.dependency import B, F, U
 from rpc_pipe.planning.simulator import Link
-from rpc_pipe.tracing.lost import attribute
-from rpc_pipe.tracing.trace import Trace, ways
+from rpc_pipe.tracing.lost_time import attribute_lost_time
+from rpc_pipe.tracing.trace import Trace, transfers
 
 SHARDS = [[(stage, 0, 2)] for stage in range(4)]
 EVEN = {worker: [(1, 5), (1, 5)] for worker in range(4)}
@@ -33,7 +33,7 @@ def worst(lost):
 
 
 def test_a_calm_run_is_told_how_close_it_is():
-    lost = attribute(trace_of(layers=EVEN), SHARDS)
+    lost = attribute_lost_time(trace_of(layers=EVEN), SHARDS)
     assert parts(lost)["bubble"] == pytest.approx(3 / 11, abs=0.02)
     assert lost.sentence.startswith("the run reaches 9") and "of what 1f1b allows" in lost.sentence
     assert "more microbatches" in lost.sentence
@@ -41,7 +41,7 @@ def test_a_calm_run_is_told_how_close_it_is():
 
 def test_a_slow_worker_is_named():
     layers = EVEN | {2: [(1, 7.5), (1, 7.5)]}
-    lost = attribute(trace_of(cost=heavier(2, 1.5), layers=layers), SHARDS)
+    lost = attribute_lost_time(trace_of(cost=heavier(2, 1.5), layers=layers), SHARDS)
     assert worst(lost) == "slow worker"
     assert lost.sentence.startswith("worker 2 is 1.5 x the median (layers of the same kind take 1.5 x as long there")
 
@@ -53,7 +53,7 @@ def test_uneven_stages_are_named_with_a_better_cut():
         return {F: 5, B: 10, U: 1}.get(action.kind, 0) * (1, 3, 2, 2)[action.stage]
 
     shards = [[(0, 0, 1)], [(1, 0, 3)], [(2, 0, 2)], [(3, 0, 2)]]
-    lost = attribute(trace_of(cost=cost, layers=layers), shards)
+    lost = attribute_lost_time(trace_of(cost=cost, layers=layers), shards)
     assert worst(lost) == "imbalance"
     assert lost.sentence.startswith("worker 1 is 1.5 x the median (it has more to compute (3 of 8 layers)")
     assert "moving 1 layer to worker 0 (split 2,2,2,2) would save about" in lost.sentence
@@ -62,21 +62,21 @@ def test_uneven_stages_are_named_with_a_better_cut():
 def test_a_slow_worker_gets_fewer_layers_proposed():
     layers = {w: [(1, 2.5)] * 4 for w in range(4)} | {2: [(1, 5.0)] * 4}
     shards = [[(stage, 0, 4)] for stage in range(4)]
-    lost = attribute(trace_of(cost=heavier(2, 2.0), layers=layers), shards)
+    lost = attribute_lost_time(trace_of(cost=heavier(2, 2.0), layers=layers), shards)
     assert "worker 2 is 2.0 x the median" in lost.sentence and "the split 5,5,2,4" in lost.sentence
 
 
 def test_a_slow_link_is_named():
     links = {(a, b): Link(20.0 if (a, b) == (1, 2) else 0.4) for a in range(4) for b in range(4) if abs(a - b) == 1}
-    lost = attribute(trace_of(links=links, layers=EVEN), SHARDS)
+    lost = attribute_lost_time(trace_of(links=links, layers=EVEN), SHARDS)
     assert worst(lost) == "link"
     assert "from worker 1 to worker 2, 50 x the median of all links: a slow link" in lost.sentence
-    crowded = attribute(trace_of(links=links, layers=EVEN), SHARDS, cores=2).sentence
+    crowded = attribute_lost_time(trace_of(links=links, layers=EVEN), SHARDS, cores=2).sentence
     assert "as 4 workers share 2 cores of one machine" in crowded and "slow link" not in crowded
 
 
 def test_a_slow_data_loader_is_named():
-    lost = attribute(trace_of(pause_ms=150.0, layers=EVEN), SHARDS)
+    lost = attribute_lost_time(trace_of(pause_ms=150.0, layers=EVEN), SHARDS)
     assert parts(lost)["data"] == pytest.approx(150 / (150 + 33 * 10 + 5), abs=0.05)
     assert lost.sentence.startswith("workers wait 150.0 ms for data between steps")
 
@@ -91,10 +91,10 @@ def test_what_data_are_waited_for_is_named(cause, words):
         step: [replace(r, data_wait_ns=140_000_000, data_cause=cause) if r.worker == 0 else r for r in records]
         for step, records in trace.steps.items()
     }
-    lost = attribute(Trace(trace.spec, waited), SHARDS)
+    lost = attribute_lost_time(Trace(trace.spec, waited), SHARDS)
     assert lost.data_cause == cause == lost.as_json()["data_cause"] and words in lost.sentence
     brief = {step: [replace(r, data_wait_ns=r.data_wait_ns // 20) for r in records] for step, records in waited.items()}
-    assert attribute(Trace(trace.spec, brief), SHARDS).data_cause == ""
+    assert attribute_lost_time(Trace(trace.spec, brief), SHARDS).data_cause == ""
 
 
 def test_batches_that_are_read_while_a_step_drains_count_as_data():
@@ -103,7 +103,7 @@ def test_batches_that_are_read_while_a_step_drains_count_as_data():
         step: [replace(r, data_wait_ns=60_000_000, data_cause="disk") if r.worker == 0 else r for r in records]
         for step, records in trace.steps.items()
     }
-    assert attribute(Trace(trace.spec, waited), SHARDS).data_cause == "disk"
+    assert attribute_lost_time(Trace(trace.spec, waited), SHARDS).data_cause == "disk"
 
 
 def test_one_worker_that_is_late_with_its_data_is_no_slow_link():
@@ -113,9 +113,9 @@ def test_one_worker_that_is_late_with_its_data_is_no_slow_link():
         step: [r if r.worker != 1 else _late(r, records[0], 100_000_000) for r in records]
         for step, records in trace.steps.items()
     }
-    lost = attribute(Trace(trace.spec, late), SHARDS)
+    lost = attribute_lost_time(Trace(trace.spec, late), SHARDS)
     assert lost.sentence.startswith("worker 1 waits ") and parts(lost)["link"] < 0.01
-    assert all(way.ms < 1 for way in ways(late.values())[0, 1])
+    assert all(way.ms < 1 for way in transfers(late.values())[0, 1])
 
 
 def _late(record, first, ns):
@@ -125,22 +125,22 @@ def _late(record, first, ns):
 
 
 def test_without_layer_times_the_heavy_worker_is_still_named():
-    lost = attribute(trace_of(cost=heavier(1, 1.8)))
+    lost = attribute_lost_time(trace_of(cost=heavier(1, 1.8)))
     assert lost.sentence.startswith("worker 1 is 1.8 x the median (it has more to compute or is slower")
     assert "split" not in lost.sentence
 
 
 def test_crowded_machines_are_told_so():
     trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1), layers=EVEN)
-    assert attribute(trace, SHARDS, cores=2).sentence.endswith("4 workers share 2 cores of one machine")
-    assert "are short or vary" in attribute(trace, SHARDS, cores=8).sentence
+    assert attribute_lost_time(trace, SHARDS, cores=2).sentence.endswith("4 workers share 2 cores of one machine")
+    assert "are short or vary" in attribute_lost_time(trace, SHARDS, cores=8).sentence
 
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "chimera", "gpipe", "dualpipe"])
 def test_every_kind_of_schedule_can_be_looked_at(schedule):
-    lost = attribute(trace_of(schedule))
+    lost = attribute_lost_time(trace_of(schedule))
     assert parts(lost)["overhead"] < 0.3 and lost.sentence
 
 
 def test_a_single_step_is_enough():
-    assert attribute(trace_of(steps=1)).step_ms == pytest.approx(33 * 10 + 6 * 0.5 + 1, rel=0.02)
+    assert attribute_lost_time(trace_of(steps=1)).step_ms == pytest.approx(33 * 10 + 6 * 0.5 + 1, rel=0.02)

@@ -11,9 +11,9 @@ from torch import nn
 from rpc_pipe.dispatch.view import View
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.tracing import own_boards, run_folders
-from rpc_pipe.tracing.boards import Boards
+from rpc_pipe.tracing.boards import RunBoards
 from rpc_pipe.tracing.mirror import _Image
-from rpc_pipe.tracing.outcome import figures, sentence
+from rpc_pipe.tracing.run_summary import figures, sentence
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.local import local_carriers
 
@@ -41,7 +41,7 @@ def steps(pipe, *counts):
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
 def test_steps_of_any_number_of_microbatches_are_recorded(folder, schedule):
     """With more than `num_microbatches`, as to accumulate, nothing was recorded: boards had no room for it."""
-    view, boards = View(), Boards(folder)
+    view, boards = View(), RunBoards(folder)
     pipe = pipeline(num_microbatches=2, schedule=schedule)
     view.take(boards.look())
     steps(pipe, 40, 40, 40)
@@ -58,7 +58,7 @@ def test_steps_of_any_number_of_microbatches_are_recorded(folder, schedule):
 
 
 def test_the_next_pipeline_of_a_process_replaces_the_one_before(folder):
-    view, boards = View(), Boards(folder)
+    view, boards = View(), RunBoards(folder)
     steps(pipeline(num_microbatches=4), 4, 8)
     view.take(boards.look())
     assert {count for _, count in view.listings} == {4, 8}
@@ -84,7 +84,7 @@ class Network:
 
 def test_a_board_of_another_machine_is_mirrored_with_all_that_is_listed_later(folder, tmp_path_factory):
     here = tmp_path_factory.mktemp("here")
-    pipe, image, view, boards = pipeline(num_microbatches=2), _Image(Network(), here, 1), View(), Boards(here)
+    pipe, image, view, boards = pipeline(num_microbatches=2), _Image(Network(), here, 1), View(), RunBoards(here)
     steps(pipe, 2)
     for _ in range(2):
         image.refresh()
@@ -125,7 +125,7 @@ def test_boards_of_an_earlier_pipeline_with_more_workers_do_not_count(folder):
     steps(pipeline(num_microbatches=4, num_workers=4), 4)
     steps(pipeline(num_microbatches=4), 4, 4)
     view = View()
-    view.take(Boards(folder).look())
+    view.take(RunBoards(folder).look())
     assert len(view.rows()) == 2 and view.complete_steps(0) == [0, 1]
 
 

@@ -18,7 +18,7 @@ from rpc_pipe.dispatch.view import View
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.tracing.boards import News
+from rpc_pipe.tracing.boards import RunUpdate
 
 SPEC = make_spec("1f1b", 4, 8, {})
 
@@ -95,13 +95,13 @@ def test_a_stall_is_told_once_with_a_roll_call_and_ends():
     assert texts[-1].endswith("everybody waits for worker 0, which is running 0F0, step 4")
     assert view.culprit() == 0
     lives[0] = Live(State.RUNNING, 4, B(0, 0), since_ns=start + 14 * 10**9)
-    view.take(News(news.headers, news.listings, lives, now_ns=start + 14 * 10**9))
+    view.take(RunUpdate(news.headers, news.listings, lives, now_ns=start + 14 * 10**9))
     assert not view.stalled
 
 
 def test_a_worker_that_dies_is_told():
     view = view_of()
-    news = News(view.headers, view.listings, view.lives, gone=frozenset({2}))
+    news = RunUpdate(view.headers, view.listings, view.lives, gone=frozenset({2}))
     view.take(news)
     assert view.rows()[2].state == "gone"
     assert view.events[-1][1:] == ("worker 2 has gone", True)
@@ -114,7 +114,7 @@ def test_a_slow_step_is_told():
     view.take(news_of(SPEC, steps))
     offset = max(r.end_ns for r in steps[9])
     view.take(
-        News(
+        RunUpdate(
             view.headers, view.listings, view.lives,
             [replace(r, step=10, start_ns=r.start_ns + offset, end_ns=r.end_ns + offset) for r in late],
         )

@@ -15,7 +15,7 @@ from processes import SMALL, TEXT
 from rpc_pipe.dispatch.view import View
 from rpc_pipe.tracing import run_folders
 from rpc_pipe.tracing.board import MOST_SLOTS, Board
-from rpc_pipe.tracing.boards import Boards
+from rpc_pipe.tracing.boards import RunBoards
 
 TRAIN = ["--workers", "2", *SMALL, *TEXT]
 
@@ -187,7 +187,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
         }  # fmt: skip
         runs.append(processes.start(tmp_path / "train.py", 120, **{k: str(v) for k, v in variables.items()}))
     try:
-        view, boards = View(), Boards(tmp_path / "machine-0")
+        view, boards = View(), RunBoards(tmp_path / "machine-0")
         deadline = time.monotonic() + 60
         while len(view.complete_steps(0)) < 5 and time.monotonic() < deadline:
             view.take(boards.look())

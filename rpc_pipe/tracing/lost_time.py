@@ -1,17 +1,17 @@
-"""Where a step's time went: what is lost against the limit, split into causes, and the worst cause in a sentence.
+"""Attribution of a step's lost time to causes, with the worst one in a sentence.
 
-The limit is the workers' work at its proper speed, spread evenly, with nothing ever waiting. The schedule is then
-simulated with what ran, one trouble at a time added to those before, and each cause is charged with what it adds:
+The limit is the workers' work at normal speed, spread evenly and without waits. The schedule is simulated with the
+measured times, adding one cause at a time, and each cause is charged with the time that it adds:
 
     limit                  all work / workers
     + bubble               the schedule with equal stages, free transfers
     + imbalance            with each stage's own work
     + slow worker          with each worker's own speed
-    + link                 with the measured time of payloads on the way, beyond what the runtime itself takes
-    + data                 the time between steps, and what reading a batch took of a step
+    + link                 with the measured transfer times, beyond the runtime's own
+    + data                 the time between steps, and the time of reading a batch within a step
     + overhead             the rest up to the measured time: the runtime, jitter
 
-A worker is slow, rather than given more to do, if the same layers take longer there than elsewhere.
+A worker counts as slow, and not as having more work, if the same layers take longer there than elsewhere.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from ..dependency import Action, B, F, Kind
 from ..planning.bottleneck import least_bottleneck
 from ..planning.simulator import Cost, Link, simulate
 from ..workers.hooks import StepRecord
-from .listing import name_of
-from .trace import Trace, ways
+from .program_listing import name_of
+from .trace import Trace, transfers
 
-#: on the way for so long a payload is the runtime's affair: serialisation and threads that must wake (bench/hops.py)
+#: the runtime's own part of a transfer: serialisation, and waking threads (bench/hops.py)
 _RUNTIME_HOP_MS = 1.0
-#: a worker counts as slow from here on: less is noise
+#: ratio of times from which a worker counts as slow; less is noise
 _SLOW = 1.1
-#: steps simulated in a row, as steps may overlap
+#: number of steps simulated in sequence, as steps may overlap
 _STEPS = 3
-#: shares of a step that are not worth a sentence, and that a change of the cut must save to be proposed
+#: share of a step below which a cause is not named; share that a proposed cut must save
 _NEGLIGIBLE, _WORTHWHILE = 0.04, 0.02
-#: from this share on, what is known of reading batches explains what is waited for between steps
+#: share of the waits between steps that reading batches must explain to be named as their cause
 _KNOWN = 0.5
-#: what data are waited for, and what to do about it
+#: by cause of waiting for data: what is waited for, and advice
 _DATA = {
     "": (
         "or for what else the script does there",
@@ -49,12 +49,12 @@ _DATA = {
     "network": ("for shards to come over the network", "copy the shards to this machine's disk before"),
     "decode": ("for samples to be decoded", "store them decoded, as tokens or arrays, or decode in more threads"),
 }
-#: the rest, of which nobody knows more, is the worst only if a cause that can be named is less than so much of it
+#: overhead is named only if every other cause is less than this share of it, since nothing more is known of it
 _VAGUE = 0.5
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostTime:
     """A step's time, in ms. The parts and the limit add up to the step."""
 
     step_ms: float
@@ -65,9 +65,9 @@ class Lost:
     link_ms: float
     data_ms: float
     overhead_ms: float
-    #: what data are waited for: disk, network or decode; nothing if that is not known
+    #: what data are waited for: disk, network or decode; empty: unknown
     data_cause: str = ""
-    #: what is worst, and what to do about it
+    #: the worst cause, with advice
     sentence: str = ""
 
     def parts(self) -> dict[str, float]:
@@ -78,21 +78,23 @@ class Lost:
         }  # fmt: skip
 
     def as_json(self) -> dict[str, float | str]:
-        """Return everything by name, with the unit in it."""
+        """Return all values by name, for JSON."""
         return {**vars(self), "line": self.line()}
 
     def line(self) -> str:
-        """Return the split in one line, in shares of the step."""
+        """Return the shares of a step in one line."""
         shares = {cause: 100 * ms / self.step_ms for cause, ms in {"work": self.limit_ms, **self.parts()}.items()}
         return ", ".join(f"{cause} {share:.0f} %" for cause, share in shares.items() if share >= 0.5)
 
 
-def attribute(trace: Trace, layers: Sequence[Sequence[Sequence[int]]] = (), cores: int | None = None) -> Lost:
-    """Split the time of a step of `trace`, which should have several.
+def attribute_lost_time(
+    trace: Trace, layers: Sequence[Sequence[Sequence[int]]] = (), cores: int | None = None
+) -> LostTime:
+    """Attribute the time of a step of `trace`, which should have several steps.
 
     Args:
         layers: of each worker, (stage, route, number of layers) of its shards; without it no other cut is proposed.
-        cores: of the machine, if all workers compute on the processor of one.
+        cores: cores of the machine, if all workers compute on the CPU of one machine.
     """
     return _Case(trace, layers, cores).lost()
 
@@ -105,13 +107,13 @@ class _Case:
         self._actual = trace.cost()
         self._layers = layers
         self._cores = cores
-        #: worker -> how many times as long as elsewhere the same layers take there
+        #: by worker, the ratio of its times to those of other workers for the same layers
         self._slowness, self._compared = _slowness(self._records, spec.num_workers)
-        #: (from, to) -> median ms of a payload on its way
-        self._delays = {pair: median(way.ms for way in found) for pair, found in ways(self._records).items()}
+        #: (source, target) -> median transfer time in ms
+        self._delays = {pair: median(way.ms for way in found) for pair, found in transfers(self._records).items()}
         self._actions = [r.action for records in self._records[-1:] for record in records for r in record.actions]
 
-    def lost(self) -> Lost:
+    def lost(self) -> LostTime:
         spec = self._spec
         step = self._trace.step_ms
         nominal_work: dict[Kind, list[float]] = defaultdict(list)
@@ -125,15 +127,17 @@ class _Case:
         linked = self._simulate(self._actual, self._excess())
         data = max(self._data_waits(), default=0.0)
         parts = [max(0.0, part) for part in (equal - limit, uneven - equal, slow - uneven, linked - slow, data)]
-        # What is simulated from medians may exceed what was measured; the parts are then too large alike.
+        # A simulation with medians may exceed the measured time; the parts are then scaled down alike.
         room = max(0.0, step - limit)
         scale = min(1.0, room / sum(parts)) if sum(parts) else 1.0
         bubble, imbalance, slow_worker, link, data = (part * scale for part in parts)
         overhead = max(0.0, room - scale * sum(parts))
-        lost = Lost(step, min(limit, step), bubble, imbalance, slow_worker, link, data, overhead, self._data_cause())
+        lost = LostTime(
+            step, min(limit, step), bubble, imbalance, slow_worker, link, data, overhead, self._data_cause()
+        )
         return replace(lost, sentence=self._sentence(lost, slow))
 
-    # --- what an action takes
+    # --- costs of actions
 
     def _nominal(self, action: Action) -> float:
         slowness = self._slowness[self._spec.worker(action)]
@@ -145,12 +149,12 @@ class _Case:
     # --- links and data
 
     def _excess(self) -> dict[tuple[int, int], Link]:
-        """Return what is longer than the runtime's own part of a payload's way."""
+        """Return the links' transfer times beyond the runtime's own part."""
         own = min(_RUNTIME_HOP_MS, min(self._delays.values(), default=0.0))
         return {pair: Link(delay - own) for pair, delay in self._delays.items() if delay > own}
 
     def _data_waits(self) -> list[float]:
-        """Return for each worker the median ms by which its calls came later than they could have begun."""
+        """Return, by worker, the median ms by which its calls were later than they could have been."""
         late: dict[int, list[float]] = defaultdict(list)
         for before, after in pairwise(self._records):
             ended = {record.worker: record.end_ns for record in before}
@@ -159,15 +163,15 @@ class _Case:
                 ready = ended[record.worker]
                 if record.actions:
                     needs = self._spec.data(record.actions[0].action)
-                    # When they were made, not when they arrived: a worker that is late has not asked for them either.
+                    # The time of production, not of arrival, since a late worker has not asked for the payloads.
                     ready = max([ready, *(made[need] for need in needs if need in made)])
                 late[record.worker].append(max(0.0, (record.start_ns - ready) / 1e6))
-        # Batches that are read while a step drains hold it up, too.
+        # Reading a batch while a step drains delays it, too.
         read = {w: median(r.data_wait_ns / 1e6 for rs in self._records for r in rs if r.worker == w) for w in late}
         return [max(median(late[w]), read[w]) for w in range(self._spec.num_workers) if w in late]
 
     def _data_cause(self) -> str:
-        """Return what most of the time was waited for while batches were read, if it was they that were waited for."""
+        """Return the main cause of waiting for batches, if reading them explains the waits between steps."""
         waited: dict[str, int] = defaultdict(int)
         for records in self._records:
             for record in records:
@@ -187,7 +191,7 @@ class _Case:
 
     # --- words
 
-    def _sentence(self, lost: Lost, slow_ms: float) -> str:
+    def _sentence(self, lost: LostTime, slow_ms: float) -> str:
         parts = lost.parts()
         own = parts.pop("bubble")
         worst = max(parts, key=lambda cause: parts[cause] * (_VAGUE if cause == "overhead" else 1))
@@ -205,7 +209,7 @@ class _Case:
             sentence += f"; {name}'s own bubble is {100 * own / lost.step_ms:.0f} %, less with more microbatches"
         return sentence
 
-    def _blame(self, worst: str, costs: str, lost: Lost, slow_ms: float) -> str:
+    def _blame(self, worst: str, costs: str, lost: LostTime, slow_ms: float) -> str:
         if worst in ("imbalance", "slow worker"):
             return self._heavy_worker(worst == "slow worker", costs, lost.step_ms, slow_ms)
         if worst == "link":

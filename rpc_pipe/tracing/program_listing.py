@@ -1,7 +1,7 @@
-"""A worker's program as data, and a spec made of the programs of all: what ran can be simulated without its code.
+"""Workers' programs as JSON, and the spec that these make together, so that a run can be simulated without its code.
 
-A watcher cannot have the user's schedule class, and must not run the user's script to get it. Each worker writes the
-relation that it derived; together they are the whole relation again.
+A watcher does not have the class of the user's schedule and must not run the user's script. Each worker writes its part
+of the relation; the parts of all workers are the whole relation.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _NAMES = {cls: name for name, cls in SCHEDULES.items()}
 
 
 def name_of(spec: Spec) -> str:
-    """Return the schedule's name as it is typed, or that of its class."""
+    """Return the name of a built-in schedule, or that of the class."""
     return _NAMES.get(type(spec), type(spec).__name__)
 
 
 def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]) -> dict[str, Any]:
-    """Return the listing of what `worker` runs in a step, in its order, and what each action needs, for JSON."""
+    """Return, for JSON, the actions of `worker` in a step, in order, with their needs."""
     entries = [entry for entry in program if spec.orders(entry.action)]
     overlaps = not spec.synchronous
     stream = {
@@ -49,13 +49,13 @@ def list_program(spec: Spec, worker: int, order: Order, program: Iterable[Entry]
 
 
 def spec_of_listings(listings: Sequence[Mapping[str, Any]], num_microbatches: int | None = None) -> Spec:
-    """Return the spec that the listings of all workers, in order, are of.
+    """Return the spec of the listings of all workers, in order of workers.
 
     Args:
-        num_microbatches: leave out all microbatches from this one on, as a batch of fewer rows does.
+        num_microbatches: of a smaller batch; later microbatches are left out.
 
     Raises:
-        ConfigError: they do not fit together.
+        ConfigError: the listings do not fit together.
     """
     try:
         relation = _Listings(listings, num_microbatches)
@@ -75,7 +75,7 @@ class _Listings:
         self.place: dict[tuple[int, int], int] = {
             (stage, route): worker for worker, own in enumerate(listings) for stage, route in own["shards"]
         }
-        #: (of how many steps before, what)
+        #: (number of steps before, action)
         self.needs: dict[Action, list[tuple[int, Action]]] = {}
         self.slots: dict[Action, int] = {}
         for listing in listings:
@@ -88,14 +88,14 @@ class _Listings:
                     parsed = [(0, Action.parse(need)) for need in needs]
                     parsed += [(back, Action.parse(need)) for back, need in before]
                     self.needs[action] = [(back, need) for back, need in parsed if need.index < self.num_microbatches]
-        #: of a stream whose steps overlap: by how much slots grow from step to step
+        #: of a stream of overlapping steps: growth of slots from step to step
         self.period: int | None = listings[0].get("period")
         self.num_stages: int = 1 + max(stage for stage, _ in self.place)
         self.num_routes: int = 1 + max(route for _, route in self.place)
 
     @cached_property
     def done(self) -> dict[tuple[int, int], tuple[Action, ...]]:
-        """(stage, microbatch of a step) -> what is done with it, in order."""
+        """The actions by (stage, microbatch of a step), in order."""
         found: dict[tuple[int, int], list[Action]] = {}
         for action in sorted(self.slots, key=self.slots.__getitem__):
             if action.kind.per_microbatch:
@@ -104,7 +104,7 @@ class _Listings:
 
 
 class ListedRelation(Spec):
-    """A schedule whose relation is written down action by action."""
+    """A schedule whose relation is listed action by action."""
 
     relation: ClassVar[_Listings]
 
@@ -141,10 +141,10 @@ class ListedRelation(Spec):
         return self.relation.slots[own] + step * (self.relation.period or 0)
 
     def version(self, stage: int, microbatch: int) -> int:
-        return 0  # which update makes it is written down
+        return 0  # the listed needs say it
 
     def _within(self, action: Action) -> tuple[int, Action]:
-        """Return the step of an action of a stream, and its name there."""
+        """Return the step of an action of a stream, and the action within that step."""
         step, index = divmod(action.index, self._per_step(action))
         return step, action._replace(index=index)
 

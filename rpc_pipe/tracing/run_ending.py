@@ -1,7 +1,7 @@
-"""How a run ended, for those who watch it: lines in a file beside the boards. Loads without torch.
+"""How a run ended, for its watchers: a file of lines beside the boards. Loads without torch.
 
-Who ends a run writes why and then removes the file with the folder. A watcher has it open since its first look, so it
-can still read what was written last.
+The process that ends a run writes the cause and then removes the file with its folder. A watcher opens the file at its
+first poll, so it can read the last lines even after the removal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 #: the file's name in a run's folder
 END = "end"
-#: a longer cause is cut off
+#: longer causes are cut off
 _MOST_TEXT, _MOST_READ = 8_000, 2**20
 RUN_FAILED, RUN_STOPPED = "failed", "was stopped"
 
@@ -26,7 +26,7 @@ class Ending(NamedTuple):
     what: str
     #: why
     text: str
-    #: whether another worker's end is behind it
+    #: whether the end of another worker has caused it
     consequence: bool = False
 
     def __str__(self) -> str:
@@ -34,14 +34,14 @@ class Ending(NamedTuple):
 
 
 def tell_end(folder: Path, ending: Ending) -> None:
-    """Let watchers know; nothing depends on whether that works."""
+    """Tell watchers, if possible."""
     line = json.dumps(ending._replace(text=ending.text[:_MOST_TEXT]))
     with suppress(OSError), (folder / END).open("a") as file:
         file.write(line + "\n")  # in one piece, as other workers may write too
 
 
 class EndReader:
-    """Reads how the run in a folder ended, also when the folder has gone."""
+    """Reads how the run in a folder ended, even after the folder was removed."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / END
@@ -49,18 +49,18 @@ class EndReader:
         self._inode = -1
 
     def read(self) -> Ending | None:
-        """Return the first cause that was told, None if there is none yet."""
+        """Return the first cause, None if there is none yet."""
         self._open()
         if self._file is None:
             return None
         told = []
         for line in os.pread(self._file, _MOST_READ, 0).splitlines():
-            with suppress(ValueError, TypeError):  # half of it is written
+            with suppress(ValueError, TypeError):  # written in part
                 told.append(Ending(*json.loads(line)))
         return min(told, key=lambda ending: ending.consequence, default=None)
 
     def _open(self) -> None:
-        """Open the file, or the one that has taken its place: the workers have been started again."""
+        """Open the file, or the new one of restarted workers."""
         with suppress(OSError):
             if self._file is not None and self._path.exists() and self._path.stat().st_ino == self._inode:
                 return
@@ -69,7 +69,7 @@ class EndReader:
             self._file, self._inode = new, os.fstat(new).st_ino
 
     def close(self) -> None:
-        """Read no more."""
+        """Close the file."""
         if self._file is not None:
             os.close(self._file)
         self._file = None

@@ -1,4 +1,4 @@
-"""What a run leaves when it ends: figures and a sentence, and the last steps as files."""
+"""The summary of a run at its end: figures, a sentence, and the last steps as files."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from ..dependency import ConfigError
 from .history import History
 from .trace import Trace, planned_and_actual
 
-#: what is in the file that an option names
+#: option -> content of the file that it names
 FILES = {"save": "weights", "trace": "trace", "html": "page"}
-#: steps that make the figures and files
+#: number of last steps that are summarised
 _STEPS = 12
 
 
 def last_steps(history: History) -> Trace | None:
-    """Return the steps that figures and files are made from; None if none is complete."""
+    """Return the steps that are summarised; None if none is complete."""
     return history.trace(_STEPS)
 
 
 def figures(history: History) -> dict[str, Any] | None:
-    """Return what the recorded steps say of a run, for JSON; None if no step is complete."""
+    """Return the figures of a run, for JSON; None if no step is complete."""
     trace, lost = last_steps(history), history.lost(fresh=True)
     if trace is None or lost is None:
         return None
@@ -41,7 +41,7 @@ def figures(history: History) -> dict[str, Any] | None:
 
 
 def sentence(found: dict[str, Any]) -> str:
-    """Say how a run of these figures went."""
+    """Return a sentence on a run, from its figures."""
     rates = [f", {found[f'{unit}_per_s']:,.0f} {unit}/s" for unit in ("tokens", "rows") if f"{unit}_per_s" in found]
     return (
         f"{_count(found['steps'], 'step')} on {_count(found['workers'], 'worker')}: "
@@ -54,15 +54,15 @@ def _count(number: int, what: str) -> str:
 
 
 def lost_lines(found: dict[str, Any]) -> list[str]:
-    """Say where the time of a run of these figures went."""
+    """Return lines on the lost time of a run, from its figures."""
     return [f"a step's time: {found['lost']['line']}", f"worst: {found['lost']['sentence']}"]
 
 
 def write_timelines(trace: Trace, device: str, *, chrome: str | None, html: str | None) -> None:
-    """Write the recorded steps for Chrome's tracing, and the last one, planned and actual, as a page.
+    """Write the recorded steps in Chrome's trace format, and the last one, planned and actual, as a page.
 
     Raises:
-        ConfigError: one cannot be written.
+        ConfigError: a file cannot be written.
     """
     try:
         if chrome is not None:

@@ -1,4 +1,4 @@
-"""Who does what on a stall: a line a worker, and the worker that the others wait for in the end."""
+"""The report on a stall: the state of every worker, and the worker at the end of the chain of waits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .board import Live, State
+from .boards import RunBoards
 
-#: of a stack, so many of the newest are told
+#: number of newest frames that are shown
 _FRAMES = 3
 
 
@@ -17,11 +18,11 @@ def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[st
     """Return a line for each worker, and one with the chain of waits.
 
     Args:
-        last_host: the worker that has the last stage, and so the result.
-        now_ns: the workers' clock.
+        last_host: the worker of the last stage, which has the result.
+        now_ns: the present time of the workers' clock.
     """
     lines = [f"worker {worker} {live} for {duration(now_ns - live.since_ns)}" for worker, live in lives.items()]
-    chain = blame(lives, last_host)
+    chain = waiting_chain(lives, last_host)
     names = " -> ".join(f"worker {worker}" for worker in chain)
     end = lives[chain[-1]]
     if (unseen := waits_for_unseen(lives, chain[-1])) is not None:
@@ -31,7 +32,7 @@ def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[st
         )
     elif len(chain) > 1:
         if end.state is State.WAITING:
-            # The checker has ruled out circles of a schedule's own.
+            # The checker has ruled out deadlocks of the schedule.
             lines.append(f"{names}: each waits for the other, so a message has been lost")
         else:
             lines.append(f"{names}: everybody waits for worker {chain[-1]}, which is {end}")
@@ -39,22 +40,22 @@ def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[st
 
 
 def told_stacks(worker: int | None, stacks: str) -> list[str]:
-    """Return lines that tell the stacks of a worker, none if there are none."""
+    """Return lines with the stacks of a worker; none if there are no stacks."""
     lines = [f"  {line}" for line in stacks.splitlines()]
     return [f"stacks of worker {worker}, most recent call first:", *lines] if lines else []
 
 
 def waits_for_unseen(lives: Mapping[int, Live], worker: int) -> int | None:
-    """Return the worker that `worker` waits for, if that is none of those that can be seen."""
+    """Return the worker that `worker` waits for if its state is unknown, else None."""
     live = lives[worker]
     return live.peer if live.state is State.WAITING and live.peer not in lives else None
 
 
-def blame(lives: Mapping[int, Live], last_host: int) -> Sequence[int]:
-    """Return a chain of workers, each waiting for the next, to the one that most waits end at."""
+def waiting_chain(lives: Mapping[int, Live], last_host: int) -> Sequence[int]:
+    """Return the longest chain of workers, each waiting for the next, to the worker at the end of most chains."""
     chains = [_chain(lives, worker, last_host) for worker in lives]
     ends = Counter(chain[-1] for chain in chains)
-    # Who has left may have waited in vain before.
+    # A worker that has left may have waited for another before.
     most = max(ends, key=lambda worker: (lives[worker].state is not State.LEFT, ends[worker], worker))
     return max((chain for chain in chains if chain[-1] == most), key=len)
 
@@ -73,17 +74,34 @@ def _chain(lives: Mapping[int, Live], worker: int, last_host: int) -> list[int]:
 
 
 def newest_frames(stacks: str, thread: int) -> str:
-    """Say in a line where a thread is, from the stacks that faulthandler wrote."""
+    """Return the newest frames of a thread in one line, from faulthandler's output."""
     current = next((block for block in stacks.split("\n\n") if f"{thread:#018x}" in block), "")
     frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', current)[:_FRAMES]
     return ", called from ".join(f"{name} ({Path(file).name}:{line})" for file, line, name in frames)
 
 
 def duration(ns: float) -> str:
-    """Write a time as a reader wants it: 3 s, 2 min."""
+    """Return a duration as text: 3 s, 2 min."""
     seconds = max(0.0, ns / 1e9)
     if seconds < 0.1:
         return f"{1e3 * seconds:.0f} ms"
     if seconds < 10:
         return f"{seconds:.1f} s"
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
+def describe_stall(folder: Path) -> str:
+    """Return the report on the workers whose boards are in `folder`, with the stacks of the one that hangs."""
+    boards = RunBoards(folder)
+    update = boards.look()
+    if not update.lives:
+        return ""
+    last = max(update.headers, key=lambda w: max((stage for stage, *_ in update.headers[w]["shards"]), default=0))
+    lines = [
+        "what the workers of this host do:",
+        *(f"  {line}" for line in roll_call(update.lives, last, update.now_ns)),
+    ]
+    culprit = waiting_chain(update.lives, last)[-1]
+    if waits_for_unseen(update.lives, culprit) is None:
+        lines += told_stacks(culprit, boards.stacks(culprit))
+    return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from rpc_pipe.dependency import B, F
 from rpc_pipe.tracing.board import Live, State
-from rpc_pipe.tracing.rollcall import blame, duration, newest_frames, roll_call
+from rpc_pipe.tracing.stall_report import duration, newest_frames, roll_call, waiting_chain
 
 S = 10**9
 
@@ -18,7 +18,7 @@ def test_the_chain_of_waits_ends_at_who_waits_for_nobody():
         2: Live(State.RUNNING, 4, F(2, 3), since_ns=5 * S),
         3: Live(State.WAITING, 4, since_ns=1 * S),
     }
-    assert blame(lives, last_host=3) == [0, 1, 2]
+    assert waiting_chain(lives, last_host=3) == [0, 1, 2]
     assert roll_call(lives, 3, 31 * S) == [
         "worker 0 waiting for 1B1 of worker 1 to run 0B1, step 4 for 31 s",
         "worker 1 waiting for 2B1 of worker 2 to run 1B1, step 4 for 31 s",
@@ -31,13 +31,13 @@ def test_the_chain_of_waits_ends_at_who_waits_for_nobody():
 def test_who_has_left_is_not_blamed_for_who_hangs():
     """The launcher was busy with what a worker printed; until it looked, those who had waited for it were leaving."""
     hangs, left = Live(State.RUNNING, 5, F(0, 1)), Live(State.LEFT, 5)
-    assert blame({0: hangs, 1: left, 2: left}, last_host=2) == [0]
-    assert blame({0: hangs, 1: left, 2: waits(F(2, 1), F(1, 1), 1)}, last_host=2) == [0]
+    assert waiting_chain({0: hangs, 1: left, 2: left}, last_host=2) == [0]
+    assert waiting_chain({0: hangs, 1: left, 2: waits(F(2, 1), F(1, 1), 1)}, last_host=2) == [0]
 
 
 def test_who_waits_for_the_result_waits_for_the_last_stage():
     lives = {0: Live(State.WAITING, 1), 1: Live(State.RUNNING, 1, F(1, 0))}
-    assert blame(lives, last_host=1) == [0, 1]
+    assert waiting_chain(lives, last_host=1) == [0, 1]
 
 
 def test_a_circle_is_named():
@@ -50,7 +50,7 @@ def test_a_circle_is_named():
 def test_who_waits_for_a_worker_that_cannot_be_seen_is_the_end():
     """Of a worker that hung while it made its model it was said that a message had been lost."""
     lives = {0: waits(B(0, 1), B(1, 1), 1), 1: waits(F(1, 1), F(2, 1), 2)}
-    assert blame(lives, last_host=2) == [0, 1]
+    assert waiting_chain(lives, last_host=2) == [0, 1]
     for seen, names in ((lives, "worker 0 -> worker 1"), ({1: lives[1]}, "worker 1")):
         assert roll_call(seen, 2, S)[-1].startswith(
             f"{names} -> worker 2: everybody waits for worker 2, of which nothing can be seen here"
