@@ -9,7 +9,7 @@ from replayed import X, pipeline
 from torch import nn
 from torch.nn.utils import prune
 
-from rpc_pipe.dependency import ConfigError, WorkerFailure
+from rpc_pipe.dependency import ConfigError, F, WorkerFailure
 from rpc_pipe.model.shard_maker import ShardMaker, make_partition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
@@ -336,3 +336,15 @@ def test_what_is_changed_before_a_script_saves_counts_once_where_it_is_resumed(t
     undisturbed = script(7, False)
     assert script(7, True) == undisturbed
     assert len(list(tmp_path.glob("step-*"))) == 2
+
+
+def test_forwards_keep_their_order_when_a_norm_is_put_into_training_mode_later():
+    """What waits for what is compiled once, when this norm was frozen: later it averaged in the order of arrival."""
+    layers = [nn.Linear(8, 8), nn.BatchNorm1d(8).eval(), nn.Linear(8, 8), nn.Linear(8, 8)]
+    pipe = pipeline("1f1b", layers)
+    for x in X[:2]:
+        pipe.step((x, x))
+    layers[1].train()
+    pipe.step((X[2], X[2]))
+    second = next(entry for entry in pipe.program(0, 4) if entry.action == F(0, 1))
+    assert F(0, 0) in second.own

@@ -137,8 +137,11 @@ class Shard:
 
     @property
     def stateful(self) -> bool:
-        """Whether a forward may write what later forwards read, such as running means, so that their order matters."""
-        held = (b for m in self.slice.own if self._modes.get(m, m.training) for b in m._buffers.values())
+        """Whether a forward may write what later forwards read, such as running means, so that their order matters.
+
+        What is in evaluation mode counts too, because a caller may put it into training mode between two steps.
+        """
+        held = (b for m in self.slice.own if m._buffers for b in m._buffers.values())
         return bool(self._written.weights) or any(buffer is not None for buffer in held)
 
     def train(self, mode: bool) -> None:
