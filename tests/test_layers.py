@@ -45,7 +45,7 @@ MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 
 
 def sources():
-    """Return the files by name as imported; links inside rpc_pipe are not apply_plan."""
+    """Return the files by name as imported; links inside rpc_pipe are not followed."""
     for room in ("dependency", "schedules", "workers", "rpc_pipe"):
         for path in sorted((ROOT / room).rglob("*.py")):
             if room == "rpc_pipe" and (ROOT / path.relative_to(ROOT / "rpc_pipe").parts[0]).is_dir():

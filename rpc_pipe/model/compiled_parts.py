@@ -17,7 +17,8 @@ class CompiledParts:
 
     def __init__(self, spec: Spec, workers: Sequence[int]) -> None:
         self._workers = workers
-        self._plans = {spec.num_microbatches: spec}
+        #: by number of microbatches
+        self._specs = {spec.num_microbatches: spec}
         self._spec = spec
         self._parts: dict[tuple[Spec, int, bool, Asked], Part] = {}
 
@@ -33,12 +34,12 @@ class CompiledParts:
         Raises:
             ScheduleError: the schedule cannot run this number of microbatches.
         """
-        if num_microbatches not in self._plans:
+        if num_microbatches not in self._specs:
             spec = replace(self._spec, num_microbatches=num_microbatches)
             for each in self._workers:
                 check(spec, each)
-            self._plans[num_microbatches] = spec
-        key = self._plans[num_microbatches], worker, train, asked
+            self._specs[num_microbatches] = spec
+        key = self._specs[num_microbatches], worker, train, asked
         if key not in self._parts:
             after = chained()
             program = entries(key[0], worker, forward_only=not train, asked=asked, chained=after)

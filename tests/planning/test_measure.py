@@ -110,7 +110,7 @@ def test_what_a_backward_reads_is_no_longer_in_the_caches(monkeypatch, walk, ord
 
 
 def test_where_memory_suffices_to_some_workers_only_all_estimate():
-    """Those that it suffices to would wait for the others at their next round of update_times."""
+    """Those that it suffices to would wait for the others at their next round of updates."""
     x, told = torch.randn(4, 8), []
     made = UserModel([nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)], (x, x), nn.functional.mse_loss)
 
