@@ -355,18 +355,15 @@ class Pipeline(ApiAdvice, Weights):
         """Return what `actor` is asked to do with `batch`; `streamed`: the next may begin before it has ended."""
         asked = self._step_end.asked(actor.next_step, streamed=streamed) if train else NOTHING
         part = self._programs.part(len(batch.inputs), actor.worker, train, asked, lambda: chained(actor))
-        targets = None if what == "predict" else batch.targets
-        call = Call(
-            actor.worker,
-            what or f"step {actor.next_step}",
-            self._described,
-            *batch.described,
-            self._weights if actor.next_step == 0 else "",
-        )
-        shape = batch.shares, train, asked, batch.rows, batch.tokens, batch.waited
+        weights = self._weights if actor.next_step == 0 else ""
+        call = Call(actor.worker, what or f"step {actor.next_step}", self._described, *batch.described, weights)
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
-        more = scales, batch.lending, self._step_end.updates(actor.next_step), self._keeper.due(actor.next_step + 1)
-        return StepInput(part, self.order, call, batch.inputs, targets, *shape, *more)
+        return StepInput(
+            part, self.order, call, batch.inputs, None if what == "predict" else batch.targets, batch.shares,
+            train=train, asked=asked, rows=batch.rows, tokens=batch.tokens, waited=batch.waited, scales=scales,
+            lending=batch.lending, updates=self._step_end.updates(actor.next_step),
+            last=self._keeper.due(actor.next_step + 1),
+        )  # fmt: skip
 
     def _told(self, result: Result, batch: str) -> float:
         """Take note of what a training step came to; return its loss."""
