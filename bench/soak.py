@@ -27,6 +27,8 @@ import psutil
 
 _ROOT = Path(__file__).parents[1]
 _LOOK_EVERY_S, _BEFORE_THE_END_S = 0.5, 5.0
+#: of a life, after which it has written a checkpoint
+_FIRST_STEPS = 60
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM, signal.SIGBUS)
 _SCRIPT = """
 import sys, time
@@ -142,10 +144,12 @@ def main() -> None:
             watch.start()
             threading.Timer(options.seconds, launcher.send_signal, (signal.SIGTERM,)).start()
             assert launcher.stdout is not None
-            lines = []
+            lines, behind = [], 0
             for line in launcher.stdout:
                 lines.append(line)
-                if re.search(r"step \d+$", line):
+                if match := re.search(r"goes on from .*, after (\d+) steps", line):
+                    behind = int(match[1])  # which are told again, and not trained
+                if (match := re.search(r"step (\d+)$", line)) and int(match[1]) > behind + _FIRST_STEPS:
                     watch.steps_made()
             code = launcher.wait()
     said = "".join(lines)

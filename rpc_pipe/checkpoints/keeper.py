@@ -128,15 +128,14 @@ class Keeper:
     def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
         self.settle()
         about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, **self.results.about}
-        also = {**random_state(), _RESULTS: self.results.tensor()}
 
         def snapshot(actor: WorkerActor) -> tuple[Snapshot, Path]:
             place = Path(agreed(actor, "checkpoint", lambda: _begun(where, actor.step), of=0))
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
             first, routes = _first_route(actor), _own_routes(actor) if self._elastic else []
-            beside = also if actor.worker == 0 else {}, routes, _replicas(actor)
-            return Snapshot(actor.worker, self._num_workers, first, *beside), place
+            also = {**random_state(), _RESULTS: self.results.tensor()} if actor.worker == 0 else {}
+            return Snapshot(actor.worker, self._num_workers, first, also, routes, _replicas(actor)), place
 
         made = self._each(lambda actor: (*snapshot(actor), actor.step))
         about["step"] = made[0][2]

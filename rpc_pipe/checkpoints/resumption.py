@@ -10,6 +10,7 @@ import math
 import warnings
 from array import array
 from collections.abc import Mapping
+from mmap import mmap
 from typing import Any
 
 import torch
@@ -56,12 +57,14 @@ class Resumption:
         calls, columns = past.shape
         if not 1 <= columns <= _MOST_COLUMNS:
             raise ValueError(f"{columns} columns of results")
-        *kinds, losses = past[:, : max(1, columns - 1)].T.tolist()
-        norms = past[:, -1].tolist() if columns > 1 else [math.nan] * calls
-        self._kinds.extend(map(int, kinds[0]) if kinds else bytes(calls))
-        if self._kinds.strip(bytes(range(len(_KINDS)))):
+        kinds = past[:, 0] if columns == _MOST_COLUMNS else torch.zeros(calls)
+        if not ((kinds == 0) | (kinds == 1)).all():
             raise ValueError("results of unknown calls")
-        self._losses.extend(losses)
+        self._kinds.extend(kinds.to(torch.uint8).numpy().tobytes())
+        self._losses.frombytes(past[:, max(0, columns - 2)].double().numpy().tobytes())
+        norms = array("d", [math.nan]) * calls
+        if columns > 1:
+            norms = array("d", past[:, -1].double().numpy().tobytes())
         self._norms.extend(norms)
         last = self._kinds.rfind(0)
         if last >= 0:
@@ -78,7 +81,10 @@ class Resumption:
         if not kinds.any():
             columns = [losses] if norms.isnan().all() else [losses, norms]
         unit = 1 << max(4, self.count.bit_length() - 4)
-        found = torch.zeros(-(-self.count // unit) * unit, len(columns), dtype=torch.float64)
+        rows = self.count // unit * unit + unit
+        # The system's, who takes it back: in the allocator's heap each would leave a hole, a little too small later.
+        memory = mmap(-1, rows * len(columns) * torch.float64.itemsize)
+        found = torch.frombuffer(memory, dtype=torch.float64).view(rows, len(columns))
         for number, column in enumerate(columns):
             found[: self.count, number] = column
         return found
@@ -158,7 +164,8 @@ class Resumption:
 
 
 def _column(values: bytearray | array[float]) -> Tensor:
+    """Return what shares the memory of `values`, which cannot grow before it is let go."""
     if not values:
         return torch.empty(0, dtype=torch.float64)
     dtype = torch.uint8 if isinstance(values, bytearray) else torch.float64
-    return torch.frombuffer(values, dtype=dtype).to(torch.float64, copy=True)
+    return torch.frombuffer(values, dtype=dtype)

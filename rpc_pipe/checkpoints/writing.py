@@ -41,7 +41,7 @@ class Snapshot:
 
     Args:
         shards: one of each stage that this worker is the first to have.
-        also: more tensors, by name, for the file of the optimizer; None: weights alone.
+        also: more tensors, by name, that nobody changes, for the file of the optimizer; None: weights alone.
         routes: where each has weights of its own, which are pulled to a reference, all shards of each.
         replicas: this worker's other shards, by route, which have parts of gradients.
     """
@@ -67,7 +67,7 @@ class Snapshot:
                 self._stages[shard.stage].setdefault("routes", []).append(described(shard))
                 own = model_tensors(shard) | optimizer_tensors(shard)
                 rest |= {of_route(number, name): _copied(tensor) for name, tensor in own.items()}
-        self._files = {"model": model, "optimizer": rest | {name: _copied(tensor) for name, tensor in also.items()}}
+        self._files = {"model": model, "optimizer": {**rest, **also}}
 
     @property
     def num_bytes(self) -> int:

@@ -416,7 +416,7 @@ def test_what_a_script_was_told_takes_a_few_bytes_a_call(calls, columns):
     for number, (what, norm) in enumerate(calls):
         told.note(what, number / 3, norm=norm)
     kept = told.tensor()
-    assert kept.shape == (16 if calls else 0, columns) and kept.dtype == torch.float64
+    assert kept.shape == (16, columns) and kept.dtype == torch.float64
     again = Resumption(kept, told.about)
     kept = kept[: len(calls)]
     assert again.norm == told.norm
