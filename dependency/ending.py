@@ -4,7 +4,7 @@
     D, T  distribute the results down the same tree: the step's loss and whether to continue; the norm of all gradients
     V     validates an update that was made before the norm of all gradients was known: it stands, or is made again
 
-The tree has a place on every worker: it leads from the last stage back along one route until it has reached all workers
+The tree has a node on every worker: it leads from the last stage back along one route until it has reached all workers
 of that route, then along the next route. So all edges are between neighbouring stages, and a worker that holds several
 stages receives each result once. An update waits only for what it needs: with a mean loss and without clipping it waits
 for no other worker. The loss is known when the last forward has run. Norms exist only if an update needs them, and are
@@ -23,7 +23,7 @@ from .kinds import C, D, F, G, N, T, U, V
 #: kind that distributes a result -> kind that collects it
 _COLLECTED = {D: C, T: N}
 #: a replica of a stage: (stage, route)
-Shard = tuple[int, int]
+Replica = tuple[int, int]
 
 
 class Placed(Protocol):
@@ -37,7 +37,7 @@ class Placed(Protocol):
     def last_stage(self) -> int: ...
     def place(self, stage: int, route: int) -> int: ...
     def route(self, microbatch: int) -> int: ...
-    def hosted(self, worker: int) -> list[Shard]: ...
+    def hosted(self, worker: int) -> list[Replica]: ...
 
 
 def on_route(spec: Placed, microbatches: Iterable[int], route: int) -> Iterator[int]:
@@ -67,64 +67,64 @@ class EndTree:
     def __init__(self, spec: Placed) -> None:
         self.spec = spec
         last = spec.last_stage
-        #: place -> the place nearer to the root; the root, which is first, has none
-        self.parent: dict[Shard, Shard | None] = {}
-        #: worker -> its place nearest to the root; a worker that holds no stage has none
-        self.own: dict[int, Shard] = {}
+        #: node -> the node nearer to the root; the root, which is first, has none
+        self.parent: dict[Replica, Replica | None] = {}
+        #: worker -> its node nearest to the root; a worker that holds no stage has none
+        self.own: dict[int, Replica] = {}
         for route in range(spec.num_routes):
             new = [s for s in range(last, -1, -1) if spec.place(s, route) not in self.own]
             for stage in range(last, min(new, default=last + 1) - 1, -1):
                 root = None if route == 0 else (last, 0)
                 self.parent[stage, route] = root if stage == last else (stage + 1, route)
                 self.own.setdefault(spec.place(stage, route), (stage, route))
-        #: worker -> its places, from the root
-        self._places: dict[int, list[Shard]] = {}
-        for place in self.parent:
-            self._places.setdefault(spec.place(*place), []).append(place)
-        self.children: dict[Shard, list[Shard]] = {place: [] for place in self.parent}
-        for place, parent in self.parent.items():
+        #: worker -> its nodes, from the root
+        self._nodes: dict[int, list[Replica]] = {}
+        for node in self.parent:
+            self._nodes.setdefault(spec.place(*node), []).append(node)
+        self.children: dict[Replica, list[Replica]] = {node: [] for node in self.parent}
+        for node, parent in self.parent.items():
             if parent is not None:
-                self.children[parent].append(place)
-        #: places that contribute to the loss, or pass it on
-        self._of_loss: set[Shard] = set()
+                self.children[parent].append(node)
+        #: nodes that contribute to the loss, or pass it on
+        self._of_loss: set[Replica] = set()
         for route in range(spec.num_routes):
-            above: Shard | None = self.own[spec.place(last, route)]
+            above: Replica | None = self.own[spec.place(last, route)]
             while above is not None and above not in self._of_loss:
                 self._of_loss.add(above)
                 above = self.parent[above]
 
     def actions(self, worker: int, asked: Asked) -> list[Action]:
         """Return what `worker` collects and distributes, in the order of the tree: to the root, and back."""
-        places = self._places.get(worker, [])
-        found = [C(*place) for place in reversed(places) if place in self._of_loss] + [D(*place) for place in places]
+        nodes = self._nodes.get(worker, [])
+        found = [C(*node) for node in reversed(nodes) if node in self._of_loss] + [D(*node) for node in nodes]
         if asked.norms:
-            found += [N(*place) for place in reversed(places)] + [T(*place) for place in places]
+            found += [N(*node) for node in reversed(nodes)] + [T(*node) for node in nodes]
         if asked.validated:
             found += [V(*shard) for shard in self.spec.hosted(worker)]
         return found
 
-    def needs(self, action: Action, asked: Asked) -> tuple[list[Shard], list[Action]]:
+    def needs(self, action: Action, asked: Asked) -> tuple[list[Replica], list[Action]]:
         """Return what an action that ends a step needs: shards with all their gradients, and actions."""
         stage, kind, route = action
-        place = stage, route
+        node = stage, route
         if kind is G:
-            return [place], []
+            return [node], []
         if kind is U:
-            told = self.told(self.spec.place(*place), asked)
+            told = self.told(self.spec.place(*node), asked)
             exchanged = self.exchanged(stage, asked)
-            return ([], exchanged + told) if exchanged else ([place], told)
+            return ([], exchanged + told) if exchanged else ([node], told)
         if kind is V:
-            return [], [U(*place), T(*self.own[self.spec.place(*place)])]
+            return [], [U(*node), T(*self.own[self.spec.place(*node)])]
         if kind in _COLLECTED:
-            parent = self.parent[place]
-            return [], [(_COLLECTED[kind] if parent is None else kind)(*(parent or place))]
-        worker = self.spec.place(*place)
-        held = self.spec.hosted(worker) if self.own[worker] == place else []
-        children = self.children[place]
+            parent = self.parent[node]
+            return [], [(_COLLECTED[kind] if parent is None else kind)(*(parent or node))]
+        worker = self.spec.place(*node)
+        held = self.spec.hosted(worker) if self.own[worker] == node else []
+        children = self.children[node]
         if kind is C:
             below = [C(*child) for child in children if child in self._of_loss]
             return [], below + [f for shard in held if shard[0] == self.spec.last_stage for f in self._forwards(*shard)]
-        below = [N(*child) for child in children] + [D(*place)]  # gradients of summed losses are divided first
+        below = [N(*child) for child in children] + [D(*node)]  # gradients of summed losses are divided first
         first = [shard for shard in held if shard[1] == 0]
         if asked.validated:
             return [], below + [U(*shard) for shard in first]  # U has noted the norms before it freed the gradients

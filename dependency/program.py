@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from .action import Action, Kind
-from .ending import NOTHING, Asked, Shard, end_tree
+from .ending import NOTHING, Asked, Replica, end_tree
 from .entry import Entry, Pulled
 from .errors import ScheduleError
 from .kinds import C, D, F, U
@@ -188,8 +188,8 @@ class _OrderEdges:
         self._limit = None if forward_only else order_limit(spec, worker)
         self._num_begun = 0
         self._releases: list[Action] = []  # only if there is a limit
-        self._last_release: dict[Shard, Action] = {}
-        self._last_forward: dict[Shard, Action] = {}
+        self._last_release: dict[Replica, Action] = {}
+        self._last_forward: dict[Replica, Action] = {}
         #: update of a stream -> what adds to its gradients last
         self._last_of: dict[Action, Action] = {}
         self._takes = not spec.synchronous

@@ -248,7 +248,7 @@ def _collect_loss(doing: Doing) -> Payload:
     """Append this worker's losses and stop request to those from workers further from the root of the tree."""
     worker, step = doing.worker, doing.step
     parts = [part for payload in _taken(doing, C) for part in unpack(payload)]
-    if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_place(doing):
+    if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_node(doing):
         part: dict[str, Tree] = {"stop": worker.stop_requested}
         if step.batch.targets is not None:
             part |= step.losses.tree()
@@ -273,12 +273,12 @@ def _collect_norms(doing: Doing) -> Payload:
 
     With a scaled loss the flags that say whether gradients are finite travel along.
     """
-    norms = dict(doing.step.own_norms) if _is_first_place(doing) else {}
+    norms = dict(doing.step.own_norms) if _is_first_node(doing) else {}
     finite: list[Tensor] = []
     for payload in _taken(doing, N):
         others, flags = unpack(payload)
         norms, finite = norms | others, finite + flags
-    if _is_first_place(doing) and not doing.step.batch.asked.validated:
+    if _is_first_node(doing) and not doing.step.batch.asked.validated:
         for (_, route), shard in doing.worker.shards.items():
             if route == 0:
                 update = doing.step.first_update + route
@@ -373,8 +373,8 @@ def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
         step.finite[shard] = shard.updating.unscale()
 
 
-def _is_first_place(doing: Doing) -> bool:
-    """Return whether the worker contributes its own values here; at its other places in the tree it only forwards."""
+def _is_first_node(doing: Doing) -> bool:
+    """Return whether the worker contributes its own values here; at its other nodes of the tree it only forwards."""
     stage, _, route = doing.task.entry.action
     return end_tree(doing.step.batch.spec).own[doing.worker.worker] == (stage, route)
 
