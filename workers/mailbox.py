@@ -130,7 +130,8 @@ class Mailbox:
         Raises:
             PeerLost: a peer failed or is gone.
         """
-        return [self._read(arrived) for arrived in self._carrier.poll(runs)]
+        found = self._carrier.poll(runs)
+        return [self._read(arrived) for arrived in found] if found else []
 
     def next_arrivals(
         self, runs: Collection[int], describe: Callable[[], str], *, looked: bool = False

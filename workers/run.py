@@ -263,17 +263,13 @@ class Stream:
 
     def _finish(self, step: Step, action: Action, payload: Payload | None) -> None:
         task = step.tasks[action]
-        if payload is not None:
-            self._hand_over(step, task, payload)  # first of all: others wait for it
+        if payload is not None:  # first of all: others wait for it
+            if task.entry.here:
+                step.payloads[action] = payload
+            if task.entry.consumers:
+                self._mailbox.publish(step.run, task.name, payload, task.entry.consumers)
         self._mailbox.finished(step.run, task.name)
         step.state.finished(action)
-
-    def _hand_over(self, step: Step, task: Task, payload: Payload) -> None:
-        """Give the payload to those its successors belong to: this worker, or others through the outbox."""
-        if task.entry.here:
-            step.payloads[task.entry.action] = payload
-        if task.entry.consumers:
-            self._mailbox.publish(step.run, task.name, payload, task.entry.consumers)
 
     def _copy(self, step: Step, entry: Entry) -> None:
         """Let an action run beside compute; that it is finished arrives like everything else."""

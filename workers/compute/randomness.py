@@ -38,11 +38,24 @@ _OUR_THREADS = frozenset((
 #: what a key is for
 _INITIAL, _FORWARD, _BACKWARD, _BACKWARD_WEIGHTS, _UPDATE, _LOSS = range(6)
 _packers = [struct.Struct(f"<{length}q").pack for length in range(8)]
+
+
+class _Hashed:
+    """Stands for the place in a generator where another Python keeps it elsewhere."""
+
+    @property
+    def value(self) -> int:
+        return hash(random.getstate())
+
+
 #: in Python's generator, how many words of its state are used up, and the first of them
-_python_place = ctypes.c_uint64.from_address(id(random._inst) + object.__basicsize__)
-_is_python_place = _python_place.value & 0xFFFFFFFF == random.getstate()[1][-1]
-#: numpy's generator -> the same
-_numpy_places: dict[Any, ctypes.c_uint64] = {}
+_python_place: ctypes.c_uint64 | _Hashed = ctypes.c_uint64.from_address(id(random._inst) + object.__basicsize__)
+if _python_place.value & 0xFFFFFFFF != random.getstate()[1][-1]:
+    _python_place = _Hashed()
+#: numpy's global generator, what makes its numbers, and the same place of that
+_numpy: Any = None
+_numpy_bits: Any = None
+_numpy_place = ctypes.c_uint64(0)
 logger = logging.getLogger(__name__)
 
 
@@ -163,19 +176,18 @@ def python_too(seed: Seed) -> Seed:
 
 def python_place() -> tuple[int, int]:
     """Return what changes with every draw from generators that are not torch's, in 0.2 us; their states take 20."""
-    python = _python_place.value if _is_python_place else hash(random.getstate())
-    if (mtrand := sys.modules.get("numpy.random.mtrand")) is None:
-        return python, 0
-    bits = mtrand._rand._bit_generator
-    return python, (_numpy_places[bits] if bits in _numpy_places else _numpy_place(bits)).value
+    if _numpy is None or _numpy._bit_generator is not _numpy_bits:
+        _find_numpy()
+    return _python_place.value, _numpy_place.value
 
 
-def _numpy_place(bits: Any) -> ctypes.c_uint64:
-    """Return where `bits`, which makes numpy's numbers from now on, notes how many it has made, as far as is known."""
+def _find_numpy() -> None:
+    """Note where numpy's global generator, if there is one by now, counts what it has made, as far as is known."""
+    global _numpy, _numpy_bits, _numpy_place
     state = _numpy_state()
-    _numpy_places.clear()
-    _numpy_places[bits] = ctypes.c_uint64(0) if state is None else ctypes.c_uint64.from_address(state[0] + 4 * 623)
-    return _numpy_places[bits]
+    _numpy_place = ctypes.c_uint64(0) if state is None else ctypes.c_uint64.from_address(state[0] + 4 * 623)
+    if (mtrand := sys.modules.get("numpy.random.mtrand")) is not None:
+        _numpy, _numpy_bits = mtrand._rand, mtrand._rand._bit_generator
 
 
 def drawn_since(before: tuple[int, int], who: str) -> bool:
