@@ -30,7 +30,7 @@ def read_key(path: Path) -> bytes:
     """Return the secret in a file.
 
     Raises:
-        ConfigError: others can read the file, or it holds no secret.
+        ConfigError: others can read the file, or it is theirs, or it holds no secret.
     """
     try:
         # A pipe without a writer would be waited for.
@@ -38,6 +38,10 @@ def read_key(path: Path) -> bytes:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
                 raise ConfigError(f"key file {path}: others can read it; chmod 600 {path}")
+            if found.st_uid not in (0, os.geteuid()):  # who is root reads all, and its owner knows the key
+                raise ConfigError(
+                    f"key file {path}: belongs to user {found.st_uid}, who can read it; copy it, or chown"
+                )
             secret = file.read(_MOST_BYTES + 1).strip()
     except OSError as error:
         raise ConfigError(f"key file {path}: cannot be read: {error.strerror}") from error
