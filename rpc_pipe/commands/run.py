@@ -249,7 +249,7 @@ def _train(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     reporter = Reporter("json" in typed)
     if job is None:
         _refuse_device(options.device)
-        options.spec(options.gpt.num_layers)
+        options.spec(options.gpt.num_layers, "--depth")
         find_text(options.data, options.context)
         return launch(argv, options.workers, reporter, how(typed))
 

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from ..dependency import ConfigError
 
 
-def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) -> list[range]:
+def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None, more: str = "") -> list[range]:
     """Return the layers of each stage: as `split` counts them, or as evenly as possible.
+
+    Args:
+        more: the option that gives the model more layers, for an error.
 
     Raises:
         ConfigError: a stage would be left without a layer, or `split` does not add up.
@@ -20,7 +23,7 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) ->
         if num_stages > num_layers:
             raise ConfigError(
                 f"stages {num_stages}: the model has only {num_layers} layers to cut between; "
-                f"use at most {num_layers} stages"
+                f"use at most {num_layers} stages{more and f', or a larger {more}'}"
             )
         small, larger = divmod(num_layers, num_stages)
         split = [small + (stage < larger) for stage in range(num_stages)]

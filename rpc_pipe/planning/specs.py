@@ -210,8 +210,11 @@ class PipeOptions:
             "seed": self.seed,
         }
 
-    def spec(self, num_layers: int) -> Spec:
+    def spec(self, num_layers: int, more: str = "") -> Spec:
         """Make the spec and check it, before any worker is started.
+
+        Args:
+            more: the option that gives the model more layers, for an error.
 
         Raises:
             ConfigError: an impossible option.
@@ -219,5 +222,5 @@ class PipeOptions:
         """
         spec = make_spec(self.schedule, self.workers, self.microbatches, self.schedule_options)
         check_all(spec)
-        cut(num_layers, spec.num_stages, self.split)
+        cut(num_layers, spec.num_stages, self.split, more)
         return spec
