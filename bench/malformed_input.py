@@ -167,9 +167,15 @@ def _recording() -> str:
     header = {"num_workers": 2, "process": "1/1/1", "host": "h", "device": "cpu", "schedule": "gpipe"}
     header |= {"microbatches": 1, "cores": 1, "started": 0.0, "clock_ns": 0, "stacks_signal": 41}
     workers = [{**header, "worker": w, "shards": [[w, 0, 1]]} for w in (0, 1)]
+    # 0 sends its output to 1, which sends the gradient back.
+    needs = [["0F0"], ["0B0", "0F0", "1B0"], ["0U0", "0B0"]], [["1F0", "0F0"], ["1B0", "1F0"], ["1U0", "1B0"]]
     listings = [
-        {"worker": w, "microbatches": 1, "order": "fixed", "program": [f"{w}F0", f"{w}B0", f"{w}U0"]} for w in (0, 1)
-    ]
+        {
+            "schedule": "gpipe", "worker": w, "microbatches": 1, "order": "fixed", "shards": [[w, 0]], "routes": [],
+            "program": needs[w],
+        }
+        for w in (0, 1)
+    ]  # fmt: skip
     lines: list[dict[str, Any]] = [{"kind": "run", "workers": workers, "listings": listings, "clock_error_ms": 0.0}]
     for step in range(4):
         records = []
