@@ -47,6 +47,18 @@ def test_what_reaches_over_as_many_elements_as_it_has_may_repeat_some():
     assert given.stride() == view.stride() == (4, 0)
 
 
+@pytest.mark.parametrize("view", ["one window, repeated", "one channel, channels last"])
+def test_dimensions_of_size_one_keep_their_strides(view):
+    """By them kernels lay out what they make of a tensor: its exponentials were summed in another order."""
+    if view == "one window, repeated":
+        x = torch.randn(5, 8).as_strided((1, 4, 2), (8, 0, 8))
+    else:
+        x = torch.randn(2, 1, 40, 40).as_strided((2, 1, 40, 40), (1600, 1, 40, 1))
+    (given,) = stage_inputs(pack((x.requires_grad_(),))).tree
+    assert given.stride() == x.stride() and given.exp().stride() == x.exp().stride()
+    given.sum().backward()
+
+
 def test_what_would_take_far_more_memory_than_is_in_it_is_not_spread_out():
     assert is_sparing((4,), (2**16,)) and is_sparing((2**40,), (0,))
     assert is_sparing((6, 3), (1, 1)) and not is_sparing((6, 3), (100, 100))

@@ -117,7 +117,7 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
             # Not a leaf, so that autograd allows writes as to a layer's output; on the same memory if it is large.
             # A clone would lose the strides of expanded or sliced tensors, and kernels would sum in another order.
             alike = leaf.layout is not torch.strided or (leaf.nbytes <= _SMALL_BYTES and is_dense(leaf))
-            free = leaf.clone() if alike else torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+            free = leaf.clone() if alike else _other(leaf)
             if len(given) in views:  # a view to autograd, as it was in the previous stage
                 free = torch.ops.aten.alias.default(free)
         given.append((tensor, free, -1 if free.is_inference() else free._version))
@@ -127,6 +127,15 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
     if type(tree) is not Aliased:
         return StageInputs(tree, owing, given)
     return StageInputs(tree.tree, owing, given, tree.groups)
+
+
+def _other(leaf: Tensor) -> Tensor:
+    """Return a tensor on the memory of a leaf that to autograd is no view of it."""
+    free: Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    if free.stride() != leaf.stride():  # of dimensions of size 1: by these, too, kernels lay out what they make
+        with torch.no_grad():
+            free.as_strided_(leaf.shape, leaf.stride())
+    return free
 
 
 def strided_copy(tensor: Tensor) -> Tensor:
