@@ -158,6 +158,7 @@ def test_sparse_tensors_travel(layout):
         torch.randn(3, 4)[:, :1].expand(3, 3),  # reaches over as many elements as it has
         torch.randn(2, 3, 8)[:, None, 1, ::2].expand(2, 5, 4).transpose(0, 2),
         torch.arange(10.0).unfold(0, 5, 4),
+        torch.randn(3, 8)[:, :4].unfold(1, 3, 1),
         torch.randn(1).expand(30_000),
         torch.randn(3, 30_000)[:, ::2],
         torch.randn(0, 7),

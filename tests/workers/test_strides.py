@@ -34,7 +34,10 @@ def test_each_element_travels_once_and_the_view_is_as_it_was(seeds):
     for seed in seeds:
         view = drawn(seed)
         dense = fold(view)
-        assert is_dense(dense) and (dense.numel() == view.unique().numel() or dense.dim() == 1), seed
+        if not is_sparing(view.shape, view.stride()):
+            continue  # windows of what has gaps itself
+        count, merged = view.unique().numel(), dense.dim() < view.dim()
+        assert is_dense(dense) and (count <= dense.numel() <= view.numel() if merged else dense.numel() == count), seed
         found = spread(dense.clone(), view.shape, view.stride())
         assert torch.equal(found, view) and found.stride() == view.stride(), seed
 
@@ -61,5 +64,5 @@ def test_dimensions_of_size_one_keep_their_strides(view):
 
 def test_what_would_take_far_more_memory_than_is_in_it_is_not_spread_out():
     assert is_sparing((4,), (2**16,)) and is_sparing((2**40,), (0,))
-    assert is_sparing((6, 3), (1, 1)) and not is_sparing((6, 3), (100, 100))
+    assert is_sparing((6, 3), (1, 1)) and is_sparing((3, 2, 3), (8, 1, 1)) and not is_sparing((6, 3), (100, 100))
     assert not is_sparing((4,), (2**20,)) and not is_sparing((2, 3), (2**40, 0))

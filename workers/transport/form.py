@@ -194,9 +194,9 @@ def _read_strided(dtype: Any, shape: tuple[Any, ...], strides: tuple[Any, ...], 
         raise Malformed(f"malformed form: a tensor of shape {shape} and strides {strides}")
     if (0 not in shape and not is_sparing(shape, strides)) or (conjugate and not dtype.is_complex):
         raise Malformed(f"malformed form: a {dtype} of shape {shape} and strides {strides}")
-    once = folded(shape, strides)
-    dense = Dense(dtype, *once, conjugate, prod(once[0]) * dtype.itemsize)
-    return dense if once == (shape, strides) else Spread(dense, shape, strides)
+    once, _, compact = folded(shape, strides)
+    dense = Dense(dtype, once, compact, conjugate, prod(once) * dtype.itemsize)
+    return dense if (once, compact) == (shape, strides) else Spread(dense, shape, strides)
 
 
 def _assembled(look: Dense | Spread | Sparse, contents: Callable[[Dense], Tensor]) -> Tensor:

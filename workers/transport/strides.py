@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -25,47 +26,69 @@ def span(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 def is_dense(tensor: Tensor) -> bool:
     """Tell whether a tensor has each element of its part of memory, and once."""
-    return tensor.is_contiguous() or folded(tensor.shape, tensor.stride()) == (tensor.shape, tensor.stride())
+    if tensor.is_contiguous():
+        return True
+    form = folded(tensor.shape, tensor.stride())
+    return form.shape == tensor.shape and form.strides == tensor.stride()
+
+
+class Folded(NamedTuple):
+    """What has each element of a tensor once."""
+
+    shape: Sizes
+    #: strides within the memory of the tensor, and when it is dense
+    there: Sizes
+    strides: Sizes
 
 
 @lru_cache(1000)
-def folded(shape: Sizes, strides: Sizes) -> tuple[Sizes, Sizes]:
-    """Return shape and strides of the dense tensor that has each element of a tensor with these, once.
+def folded(shape: Sizes, strides: Sizes) -> Folded:
+    """Return what has each element of a tensor with these once.
 
-    >>> folded((5, 4), (0, 1)), folded((6, 2), (4, 2)), folded((2, 3), (1, 2))
-    (((1, 4), (0, 1)), ((6, 2), (2, 1)), ((2, 3), (1, 2)))
+    >>> folded((5, 4), (0, 1)), folded((6, 2), (4, 2))
+    (Folded(shape=(1, 4), there=(0, 1), strides=(0, 1)), Folded(shape=(6, 2), there=(4, 2), strides=(2, 1)))
     """
     if 0 in shape:
-        return shape, strides
+        return Folded(shape, strides, strides)
     once = tuple([size if stride else 1 for size, stride in zip(shape, strides, strict=True)])
     dense, count, reach = list(strides), 1, 1
     for stride, place in sorted([(strides[place], place) for place, size in enumerate(once) if size > 1]):
-        if stride < reach:  # windows that overlap: all that they are made of
-            return (span(shape, strides),), (1,)
+        if stride < reach:
+            return _merged(once, strides)
         dense[place], count, reach = count, count * once[place], reach + stride * (once[place] - 1)
-    return once, tuple(dense)
+    return Folded(once, strides, tuple(dense))
+
+
+def _merged(shape: Sizes, strides: Sizes) -> Folded:
+    """Return what has each element of windows that overlap: what they reach over becomes one dimension."""
+    merged: list[tuple[int, int]] = []  # (size, stride)
+    reach = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+        overlaps, reach = stride < reach, reach + stride * (size - 1)
+        merged = [(reach, 1)] if overlaps else [*merged, (size, stride)]
+    sizes = tuple([size for size, _ in merged])
+    dense = tuple([prod(sizes[:place]) for place in range(len(sizes))])
+    return Folded(sizes, tuple([stride for _, stride in merged]), dense)
 
 
 def fold(tensor: Tensor) -> Tensor:
     """Return the dense tensor that has each element of `tensor` once, in the same memory if it has no gaps."""
-    shape, strides = folded(tensor.shape, tensor.stride())
-    if len(shape) != tensor.dim():
-        return tensor.as_strided(shape, strides)
-    once = tensor.as_strided(shape, tensor.stride())
-    return once if once.stride() == strides else once.new_empty_strided(shape, strides).copy_(once)
+    shape, there, strides = folded(tensor.shape, tensor.stride())
+    once = tensor.as_strided(shape, there)
+    return once if there == strides else once.new_empty_strided(shape, strides).copy_(once)
 
 
 def spread(dense: Tensor, shape: Sizes, strides: Sizes) -> Tensor:
     """Return a tensor with this shape and these strides, from what `fold` has made of one."""
-    once, own = folded(shape, strides)
-    if len(once) == len(shape) and own != strides:  # gaps, in which nothing is ever read
+    form = folded(shape, strides)
+    if form.there != form.strides:  # gaps, in which nothing is ever read
         with_gaps = dense.new_empty(span(shape, strides))
-        with_gaps.as_strided(once, strides).copy_(dense)
+        with_gaps.as_strided(form.shape, form.there).copy_(dense)
         dense = with_gaps
     return dense.as_strided(shape, strides)
 
 
 def is_sparing(shape: Sizes, strides: Sizes) -> bool:
     """Tell whether a tensor with these takes little enough memory, for what is in it, to be spread out."""
-    once, _ = folded(shape, strides)
-    return span(shape, strides) <= (_MOST_GAPS * prod(once) if len(once) == len(shape) else prod(shape))
+    count = prod(folded(shape, strides).shape)
+    return count <= prod(shape) and span(shape, strides) <= _MOST_GAPS * count
