@@ -61,7 +61,7 @@ class Pipeline(ApiAdvice, Weights):
             `partial(torch.optim.AdamW, lr=3e-4)` or a function that makes groups by name.
         lr_scheduler: optimizer -> learning-rate scheduler; stepped after every update.
         schedule, schedule_options: a name (`rpc-pipe schedules`), `file.py:Class` or a Spec class; its parameters.
-        num_microbatches: into how many parts a batch is split, at most its rows. Required unless there is a plan.
+        num_microbatches: number of parts of a batch, at most its rows. Required unless there is a plan.
         plan: what `rpc-pipe plan` wrote (a file, its contents or a `Plan`), instead of schedule, microbatches and cut.
         num_workers: 1 by default, more run as threads; in a job the number of its processes.
         split: number of layers, or of calls of blocks, for each stage; even by default.
@@ -75,13 +75,13 @@ class Pipeline(ApiAdvice, Weights):
             `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
         post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
             must be clipped, with the same bits; by default if the schedule gains by it. See docs/training.md.
-        accumulate: update the weights after so many steps, by the mean of the gradients of their losses.
+        accumulate: update the weights after this many steps, by the mean of the gradients of their losses.
         grad_scaler: for float16: the initial scale of the loss and how it changes, decided by all stages together; if a
             gradient overflows, neither weights nor learning rates change. See `loss_scale`.
         ema_decay: decay of a moving average of the weights; see `averaged`.
         deferred_batch_norm: take running statistics from whole batches instead of from each microbatch in turn.
         transport: between the processes of a job: `rpc` (default) or `zmq`; `local`: all workers in one process.
-        stall_s: fail if a worker waits and nothing arrives for so many seconds.
+        stall_s: fail if a worker waits and nothing arrives for this many seconds.
 
     Attributes:
         worker: the number of this process's worker; 0 if all workers are in this process.
@@ -133,10 +133,10 @@ class Pipeline(ApiAdvice, Weights):
             check(self.spec, worker)
         self.partition = make_partition(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
         self.order: Order = order or self.spec.order
-        self._programs = CompiledParts(self.spec, workers)
+        self._compiled = CompiledParts(self.spec, workers)
         self._step_end = StepEnd(self.spec, training, max_grad_norm, post_validation)
         self._actors = _actors(job, workers, device, max_grad_norm, stall_s)
-        self._reads = BatchReader(self.spec, self._actors, whole=self.partition.pair is not None)
+        self._batch_reader = BatchReader(self.spec, self._actors, whole=self.partition.pair is not None)
         self._threads = None if job else WorkerThreads(self._actors)
         self.worker = workers[0]
         self._stopped = self._closed = False
@@ -158,7 +158,7 @@ class Pipeline(ApiAdvice, Weights):
         here = [actor.worker for actor in self._actors]
         for actor in self._actors:
             actor.shards.update(maker.hosted(self.spec, actor.worker, actor.courier.device, here))
-        # What all workers must have alike, and tell each other: the pipeline, and the replicas' initial weights.
+        # What must be equal on all workers, and is compared: the pipeline, and the replicas' initial weights.
         self._described = describe(self.spec, self.partition.ranges, maker.seed)
         self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
         self._keeper.config, self._step_end.sharing = self.partition.config, self.partition.sharing
@@ -168,7 +168,7 @@ class Pipeline(ApiAdvice, Weights):
         link.attach(self)
         overrides.made(self)
 
-    # --- what all workers call alike
+    # --- called by all workers
 
     def step(self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None) -> float:
         """Train on one batch and return its loss, on every worker.
@@ -190,7 +190,7 @@ class Pipeline(ApiAdvice, Weights):
         cut = self._cut(batch, microbatches)
         if self._keeper.results.behind:
             return self._keeper.answer("step", label_of(batch))
-        return self._told(self._run(cut, train=True), label_of(batch))
+        return self._record(self._run(cut, train=True), label_of(batch))
 
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
         """Train on one batch after the other and yield the loss of each, on every worker.
@@ -220,7 +220,7 @@ class Pipeline(ApiAdvice, Weights):
                 result = None if self._stopped else self._each(lambda actor: next(streams[actor], None))[0]
                 if result is None:
                     return
-                yield self._told(result, ahead.finished(step))
+                yield self._record(result, ahead.finished(step))
         finally:
             if not self._closed and not (self._threads is not None and self._threads.stuck):  # that has been raised
                 self._each(lambda actor: streams[actor].close())
@@ -287,7 +287,7 @@ class Pipeline(ApiAdvice, Weights):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    # --- what one process has of its own
+    # --- local to a process
 
     @property
     def stopped(self) -> bool:
@@ -310,10 +310,10 @@ class Pipeline(ApiAdvice, Weights):
         return self._actors
 
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
-        """Return what `worker` runs in a training step of so many microbatches."""
+        """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
         actor = next(actor for actor in self._actors if actor.worker == worker)
         asked = self._step_end.asked(actor.next_step, streamed=False)
-        return self._programs.part(num_microbatches, worker, True, asked, lambda: chained(actor)).entries
+        return self._compiled.part(num_microbatches, worker, True, asked, lambda: chained(actor)).entries
 
     def shards(self, worker: int) -> list[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""
@@ -336,12 +336,12 @@ class Pipeline(ApiAdvice, Weights):
     ) -> Microbatches:
         self._num_cut += 1
         how = self.spec.num_microbatches, self._num_cut, pair or self.partition.pair
-        found = self._reads.cut(batch, microbatches, *how)
+        found = self._batch_reader.cut(batch, microbatches, *how)
         if self._maker is not None:
             with torch.inference_mode(False):  # what is made now is trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)
                 self._make(self._maker)
-            found = self._reads.learn(self.partition.unused, self._actors[0].shards.values(), found)
+            found = self._batch_reader.learn(self.partition.unused, self._actors[0].shards.values(), found)
         return found
 
     def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
@@ -352,9 +352,9 @@ class Pipeline(ApiAdvice, Weights):
     def _batch(
         self, actor: WorkerActor, batch: Microbatches, train: bool, what: str = "", *, streamed: bool = False
     ) -> StepInput:
-        """Return what `actor` is asked to do with `batch`; `streamed`: the next may begin before it has ended."""
+        """Return the call for `actor` with `batch`; `streamed`: the next call may begin before it has ended."""
         asked = self._step_end.asked(actor.next_step, streamed=streamed) if train else NOTHING
-        part = self._programs.part(len(batch.inputs), actor.worker, train, asked, lambda: chained(actor))
+        part = self._compiled.part(len(batch.inputs), actor.worker, train, asked, lambda: chained(actor))
         weights = self._weights if actor.next_step == 0 else ""
         call = Call(actor.worker, what or f"step {actor.next_step}", self._described, *batch.described, weights)
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
@@ -365,8 +365,8 @@ class Pipeline(ApiAdvice, Weights):
             last=self._keeper.due(actor.next_step + 1),
         )  # fmt: skip
 
-    def _told(self, result: Result, batch: str) -> float:
-        """Take note of what a training step came to; return its loss."""
+    def _record(self, result: Result, batch: str) -> float:
+        """Record the result of a training step; return its loss."""
         assert result.loss is not None
         self._stopped |= result.stop
         self._step_end.observe_result(result)

@@ -1,4 +1,4 @@
-"""`plan --auto` and `run --plan auto`: a plan that is kept beside the model, and made anew when a run shows a better.
+"""`plan --auto` and `run --plan auto`: a plan that is kept beside the model, and replaced when a run shows a better.
 
 run 1    measures and plans; when it ends, what its actions took is noted
 run 2    what was noted corrects the profile; if another plan is faster by it, that one is taken, and a line says so
@@ -24,13 +24,13 @@ from ..tracing.lost_time import LostTime
 from ..tracing.trace import Trace
 from .files import write
 
-#: environment variable of workers: the file of a plan whose runs are noted
+#: environment variable of workers: file of a plan whose runs are recorded
 PLAN = "RPC_PIPE_PLAN"
-#: what the names of notes begin with
+#: prefix of files with the times of runs
 _RAN = "ran-"
-#: how much faster, relatively, another plan must be
+#: relative gain from which a kept plan is replaced
 WORTHWHILE = 0.02
-#: what was typed for a plan, which is asked again
+#: options that a kept plan must share
 _ASKED = ("workers", "memory", "batch", "microbatches", "topology", "link", "schedule", "no_recompute", "seconds")
 
 
@@ -44,7 +44,7 @@ class Auto:
         self.note_path = profile_path.with_name(f"{_RAN}{name}")
 
     def settle(self, request: PlanRequest, asked: Mapping[str, Any]) -> tuple[PlanRequest, str]:
-        """See to it that there is a plan, the best that is known; return what was asked in the end, and a line.
+        """Make sure that the best known plan is kept; return the (corrected) request, and a message.
 
         Raises:
             ConfigError: nothing fits.
@@ -78,7 +78,7 @@ class Auto:
         try:
             told = read_json(self.plan_path, str(self.plan_path))
             plan = read_plan(told)
-        except DAMAGED:  # or there is none yet
+        except DAMAGED:  # or missing
             return None
         same = told.get("asked") == _as_asked(asked) and plan.num_workers == request.machines.num_workers
         return plan if same and sum(plan.cut) == request.profile.num_blocks else None
@@ -93,7 +93,7 @@ class Auto:
     def _keep(self, request: PlanRequest, plan: Plan, asked: Mapping[str, Any]) -> None:
         told = {"plans": [plan.as_json()], "asked": _as_asked(asked), "note": str(self.note_path)}
         write(str(self.plan_path), json.dumps(told, indent=1))
-        self.note_path.unlink(missing_ok=True)  # of a run with another plan
+        self.note_path.unlink(missing_ok=True)  # the times are of another plan
 
 
 def _as_asked(typed: Mapping[str, Any]) -> dict[str, Any]:
@@ -122,18 +122,18 @@ def _differences(off: list[tuple[int, float]]) -> str:
 
 
 def let_note(path: str) -> None:
-    """Let what a run with the plan in this file takes be noted, if the plan was made to be kept."""
+    """Record the times of the coming run with the plan in this file, if the plan is one that is kept."""
     if _note_of(path):
         os.environ[PLAN] = path
 
 
 def noting() -> bool:
-    """Tell whether somebody will ask what this run takes."""
+    """Return whether the times of this run are recorded."""
     return PLAN in os.environ
 
 
 def note(trace: Trace, lost: LostTime) -> None:
-    """Note what a run took."""
+    """Record the times of a run."""
     path = os.environ[PLAN]
     ran = measured_run(read_plan(path), trace.spec, trace.cost(), trace.step_ms, lost.sentence)
     try:
@@ -143,7 +143,7 @@ def note(trace: Trace, lost: LostTime) -> None:
 
 
 def _note_of(path: str) -> str:
-    """Return where a run with the plan in this file is noted; nothing, if it is not.
+    """Return the file for the times of runs with the plan in this file; "" if they are not recorded.
 
     Whoever has made the plan cannot have another file written over.
     """

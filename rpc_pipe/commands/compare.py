@@ -1,4 +1,4 @@
-"""`rpc-pipe compare`: all schedules side by side. No worker is started; only measuring loads torch."""
+"""`rpc-pipe compare`: all schedules side by side, simulated. Only measuring loads torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .options import (
     whole,
 )
 
-#: sizes of the GPT to measure
+#: dimensions of the GPT that is measured
 _SIZES = ("width", "depth", "heads", "context", "batch")
 
 
@@ -112,7 +112,7 @@ def _show(typed: Mapping[str, Any], model: ModelCosts, options: TrainOptions, co
 
 
 def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
-    """Return the schedule that `--schedule` adds, and the parameters it was given."""
+    """Return the schedule of `--schedule` and its parameters."""
     if "schedule" not in typed:
         return None
     spec = typed_spec(typed)
@@ -126,7 +126,7 @@ def _as_json(row: Row) -> dict[str, Any]:
 
 
 def _memory(typed: Mapping[str, Any]) -> tuple[float | None, list[Size]]:
-    """Return the limit, and the bytes of a worker's share, if there are any."""
+    """Return the limit of memory, and the bytes of a worker's share, if given."""
     texts = parse_assignments("--memory", typed.get("memory", []))
     sizes = {key: parse_bytes(f"--memory {key}=", text) for key, text in texts.items()}
     limit = sizes.pop("limit", None)

@@ -1,4 +1,4 @@
-"""`rpc-pipe data`: what data are and what reading them takes; `rpc-pipe data pack`: shards made of text."""
+"""`rpc-pipe data`: describe data and time reading them; `rpc-pipe data pack`: make shards from text."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def add(commands: Any) -> None:
 
 
 def data(typed: dict[str, Any], argv: list[str]) -> int:
-    """Look or pack; return the exit code."""
+    """Describe or pack data; return the exit code."""
     named = typed["source"]
     packs = named[0] == "pack"
     for option in _READING if packs else _PACKING:

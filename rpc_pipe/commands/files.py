@@ -1,4 +1,4 @@
-"""Files that a command will write: tried before anything runs, as hours of training may lie in between."""
+"""Output files of a command, which are checked before anything runs, as training may take hours."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..dependency import ConfigError
 
 
 def try_files(typed: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Make the folders of the files that the options `names` were given, and see that all can be written.
+    """Make the folders of the files of the options `names`, and check that all can be written.
 
     Raises:
         ConfigError: one cannot be, or two are the same.
@@ -34,7 +34,7 @@ def _try(option: str, path: Path) -> None:
         if path.is_dir() or option.endswith("/"):
             raise ConfigError(f"{option}: is a folder; name a file in it")
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):  # what is written last may be moved to its place
+        with tempfile.TemporaryFile(dir=path.parent):  # a finished file may be moved to its place
             pass
         _try_old(option, path)
     except FileExistsError as error:
@@ -44,12 +44,12 @@ def _try(option: str, path: Path) -> None:
 
 
 def _try_old(option: str, path: Path) -> None:
-    """See that what is there may be written over."""
+    """Check that an existing file may be overwritten."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
         return
-    moved = option.startswith("--save ")  # another file takes the place of it, and a device would be gone
+    moved = option.startswith("--save ")  # it is replaced by another file, which would remove a device
     if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or (moved and not stat.S_ISREG(mode)):
         raise ConfigError(f"{option}: is not a regular file")
     path.open("ab").close()
@@ -64,5 +64,5 @@ def write(path: str, text: str) -> None:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        error.filename = path  # of a full disk none is told
+        error.filename = path  # errors of a full disk name no file
         raise

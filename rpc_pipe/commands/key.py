@@ -1,4 +1,4 @@
-"""`rpc-pipe key`: make the secret that lets workers on several hosts prove to each other that they are of one job."""
+"""`rpc-pipe key`: make the secret by which workers on several hosts authenticate each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: `rpc-pipe COMMAND`, of which `rpc-pipe --help` lists all.
+"""The entry point of the command line: `rpc-pipe COMMAND`; `rpc-pipe --help` lists the commands.
 
 Each command is a file of its own beside this one. Modules that need torch are imported where they are used, so that
 planning answers at once. Exit codes: 0 done, 1 the run failed or differed, 2 wrong input, 130 stopped by the user.
@@ -17,9 +17,9 @@ from ..launching.report import Reporter
 from . import compare, data, export, key, plan, profile, run, schedules, simulate, verify, watch
 from .options import Parser
 
-#: there is no room, for this user or at all, or the device does not work
+#: errors of writing: no space, a quota, or a broken device
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-#: a file that was named cannot be one, or is not for this user
+#: errors of a file name, or of missing permission
 _NAMED = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS)
 
 
@@ -28,12 +28,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     try:
         code = _dispatch(argv)
-        _flush()  # here, where it can be told that it cannot be written
+        _flush()  # here, where a write error can still be reported
         return code
     except (ConfigError, ScheduleError) as error:
         Reporter().error(str(error))
         return 2
-    except BrokenPipeError:  # whoever read what we print, such as `head`, has enough
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
         _give_up_stdout()
         return 0
     except OSError as error:
@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             raise
         return 2
-    except KeyboardInterrupt:  # before there was anything to stop in good order
+    except KeyboardInterrupt:  # before anything ran that could be stopped
         return 130
 
 
 def _flush() -> None:
-    """Write what waits to be written; if that fails, let it go, or the interpreter tries once more at its end."""
+    """Flush the output; on errors drop it, as the interpreter would try to write it at its end."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -67,7 +67,7 @@ def _give_up_stdout() -> None:
 
 
 def _dispatch(argv: list[str]) -> int:
-    # Options may stand behind the script; what is the script's own stands behind `--`.
+    # Options may follow the script; the script's own follow `--`.
     at = argv.index("--") if "--" in argv else len(argv)
     namespace, unknown = _parser().parse_known_args(argv[:at])
     typed = vars(namespace)

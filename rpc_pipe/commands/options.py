@@ -1,4 +1,4 @@
-"""What a user types: options that several commands share, and how numbers, bytes, costs and links are read."""
+"""Options that several commands share, and parsers of numbers, bytes, costs and links."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from ..planning.specs import PipeOptions, make_spec
 
 T = TypeVar("T")
 
-#: no time, size or factor is larger: sums and products of a run's many stay finite
+#: largest time, size or factor that is accepted, so that sums and products stay finite
 _MOST = 1e100
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells wrong input as every other error is told, and leaves out of the result what was not typed."""
+    """A parser that raises ConfigError on wrong input, and returns only the options that were typed."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(argument_default=argparse.SUPPRESS, allow_abbrev=False, **settings)
@@ -48,13 +48,13 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(re.sub(r"^argument (\S+): (?=.* must be )", r"\1 ", message))
 
     def refuse(self, unknown: Sequence[str]) -> None:
-        """Refuse what no option was found for."""
+        """Refuse unknown arguments."""
         if unknown:
             near = self.near(unknown)
             raise ConfigError(f"{' '.join(unknown)}: {near}{self.prog} --help lists what can be typed")
 
     def near(self, unknown: Sequence[str], cutoff: float = 0.6) -> str:
-        """Offer the option that is most like the first unknown one."""
+        """Return the option most similar to the first unknown one."""
         return _hint(unknown[0].partition("=")[0], self._known, cutoff) if unknown else ""
 
 
@@ -107,7 +107,7 @@ def add_pipeline(parser: Parser) -> None:
 
 
 def set_transport(typed: Mapping[str, Any]) -> None:
-    """Let the processes of the job know by what they talk, and what they do about losses that are not finite."""
+    """Set the environment of the job's processes: the carrier, and the reaction to losses that are not finite."""
     if "nan" in typed:
         os.environ[NAN] = typed["nan"]
     if "transport" in typed:
@@ -117,14 +117,14 @@ def set_transport(typed: Mapping[str, Any]) -> None:
 
 
 def add_costs(parser: Parser, more: str = "") -> None:
-    """Add what actions and payloads take."""
+    """Add the options for costs of actions and payloads."""
     text = f"time by kind {more}".rstrip()
     parser.add_argument("--cost", help=f"{text} (F=1,B=2,I=1,W=1,R=1; what is left out follows from the rest)")
     parser.add_argument("--comm", help="time of a payload between two workers (0)")
 
 
 def filled(cls: type[T], typed: Mapping[str, Any]) -> T:
-    """Return the dataclass `cls` with what was typed; the rest keeps its defaults."""
+    """Return the dataclass `cls` with the typed options, and defaults for the others."""
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     values = {name: value for name, value in typed.items() if name in names}
     if "schedule_options" in names:
@@ -133,13 +133,13 @@ def filled(cls: type[T], typed: Mapping[str, Any]) -> T:
 
 
 def typed_checkpoints(typed: Mapping[str, Any]) -> tuple[int | None, str, int | None, str | None]:
-    """Return after how many steps a checkpoint is written, where, how many are kept, and from which to go on."""
+    """Return the options of checkpoints: every how many steps, where, how many are kept, and which to resume."""
     folder = typed.get("checkpoint_folder", "checkpoints")
     return typed.get("checkpoint_every"), folder, typed.get("checkpoint_keep"), typed.get("resume")
 
 
 def typed_spec(typed: Mapping[str, Any]) -> Spec:
-    """Return the spec that was asked for."""
+    """Return the spec of the typed options."""
     settings = filled(PipeOptions, typed)
     return make_spec(settings.schedule, settings.workers, settings.microbatches, settings.schedule_options)
 
@@ -155,7 +155,7 @@ def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
 
 
 def device(text: str) -> str:
-    """Read the name of a device, for `add_argument`; whether there is one a process must ask torch."""
+    """Read the name of a device, for `add_argument`; only torch can say whether it exists."""
     if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
         raise argparse.ArgumentTypeError(f"{text}: must be cpu, cuda or cuda:N")
     return text
@@ -165,7 +165,7 @@ def device(text: str) -> str:
 
 
 def whole(least: int | None = None, most: int | None = None) -> Callable[[str], int]:
-    """Return what reads a whole number, for `add_argument`."""
+    """Return a parser of whole numbers, for `add_argument`."""
 
     def read(text: str) -> int:
         try:
@@ -265,7 +265,7 @@ def parse_factors(option: str, text: str, count: int, of: str) -> list[float]:
 
 
 def parse_links(option: str, texts: Sequence[str], num_workers: int) -> dict[tuple[int, int], Link]:
-    """Read travel times by link, `FROM-TO=TIME` or `FROM-TO=TIME/BANDWIDTH`, in bytes a unit of time.
+    """Read links, `FROM-TO=LATENCY` or `FROM-TO=LATENCY/BANDWIDTH`, in bytes a unit of time.
 
     >>> parse_links("--link", ["0-1=2.5/1MB"], 2)
     {(0, 1): Link(latency=2.5, bandwidth=1000000.0)}
@@ -286,7 +286,7 @@ def parse_links(option: str, texts: Sequence[str], num_workers: int) -> dict[tup
 
 
 def parse_costs(text: str = "") -> dict[Kind, float]:
-    """Read the costs of a microbatch of a stage by kind; what is left out follows from the rest, or is as usual.
+    """Read the costs of a stage's microbatch by kind; missing ones follow from the others, or are the defaults.
 
     >>> parse_costs("B=3")
     {F: 1, B: 3, I: 1.5, W: 1.5, R: 1}

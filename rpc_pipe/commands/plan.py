@@ -1,4 +1,4 @@
-"""`rpc-pipe plan`: the fastest way to train a model on given workers within their memory, and how sure that is."""
+"""`rpc-pipe plan`: the fastest plan for a model on given workers within their memory, with a bound on the optimum."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from .options import Parser, add_json, whole
 from .profile import add_measuring, find_profile, progress
 from .topology import HERE, machines_of, parse_link, parse_memory, read_topology
 
-#: how long is searched if nothing else is typed
+#: default of --seconds, and its upper bound
 _SECONDS = 20.0
 _MOST_SECONDS = 1e6
-#: how long before a run
+#: seconds of the search before a run with --plan auto
 AUTO_SECONDS = 8.0
-#: and how long of it at most a program of its own is searched
+#: most seconds of the search of programs
 _PROGRAM_SECONDS = 6.0
-#: plans that are listed as JSON
+#: most plans in JSON
 _MOST_PLANS = 50
-#: workers are measured as processes of this machine up to so many a core
+#: most measuring processes for each core
 _PROCESSES_A_CORE = 4
 
 
@@ -109,10 +109,10 @@ def _plan(typed: dict[str, Any], argv: list[str]) -> int:
 
 
 def _machines(typed: dict[str, Any]) -> Machines:
-    """Return the workers from --topology or --workers; what is between them if it was typed.
+    """Return the workers of --topology or --workers, with the links that were typed.
 
     Raises:
-        ConfigError: two that were typed do not go together.
+        ConfigError: the options contradict each other.
     """
     machines = Machines(typed.get("workers", 2), link=HERE)
     if "topology" in typed:
@@ -131,7 +131,7 @@ def _machines(typed: dict[str, Any]) -> Machines:
 
 
 def _as_measured(machines: Machines, profile: Profile, typed: dict[str, Any]) -> Machines:
-    """Return the workers with the speeds and links that were measured, where nothing else was typed."""
+    """Return the workers with the measured speeds and links where none were typed."""
     if "topology" in typed or not profile.topology or profile.workers != machines.num_workers:
         return machines
     found = machines_of("the profile's topology", profile.topology)
@@ -141,14 +141,14 @@ def _as_measured(machines: Machines, profile: Profile, typed: dict[str, Any]) ->
 
 
 def _together(typed: dict[str, Any], workers: int) -> int:
-    """Return how many processes measure at once: as many as workers, if they will be processes of this machine."""
+    """Return the number of measuring processes: one a worker, if the workers are on this machine; 0: this process."""
     elsewhere = any(name in typed for name in ("topology", "link", "alone", "estimate"))
     most = _PROCESSES_A_CORE * len(os.sched_getaffinity(0))
     return workers if 1 < workers <= most and not elsewhere else 0
 
 
 def _keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> int:
-    """Tell in a line whether the plan that is kept is still the best; write it where that was asked for."""
+    """Report whether the kept plan is still the best; write it to --output."""
     plan_path, line = keep_up(typed, seconds, reporter)
     told = plan_path.read_text(encoding="utf-8")
     if "output" in typed:
@@ -160,7 +160,7 @@ def _keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> int:
 
 
 def keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[Path, str]:
-    """Return the file of the plan that is kept for what was typed, made anew where that is better, and a line."""
+    """Return the file of the kept plan, which is replaced if another is better, and a message."""
     if "model" not in typed:
         raise ConfigError("--auto: needs path/to/file.py:make, beside which the plan is kept")
     request, path = _request(typed, seconds, reporter)
@@ -169,7 +169,7 @@ def keep_up(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[
 
 
 def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple[PlanRequest, Path]:
-    """Return what to search, with the model measured for the microbatches that are tried, and the profile's file."""
+    """Return the request, with a profile for the microbatches to try, and the profile's file."""
     if "model" not in typed and "profile" not in typed:
         raise ConfigError("plan: needs path/to/file.py:make, a function that returns model, batch; or --profile FILE")
     machines = _machines(typed)
@@ -178,7 +178,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     if max(counts) > batch:
         raise ConfigError(f"--microbatches {max(counts)}: a batch has {batch} rows; at most {batch}")
     rows = sorted({max(1, round(batch / count)) for count in counts})
-    # On a line through the ends and the middle lies what is between.
+    # Sizes in between are interpolated from the ends and the middle.
     wanted = sorted({rows[0], rows[len(rows) // 2], rows[-1]})
     workers = machines.num_workers
     profile, path = find_profile(typed, wanted, reporter, at_least=workers, together=_together(typed, workers))
@@ -198,7 +198,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
 
 
 def _measured_by_others(profile: Profile, machines: Machines, path: Path, typed: dict[str, Any]) -> str:
-    """Say what a profile of so many workers is taken for, where a plan is made for more or fewer."""
+    """Return the message that a profile was measured by another number of workers."""
     count = machines.num_workers
     speeds = ["speeds"] * ("topology" not in typed) + ["links"] * ("topology" not in typed and "link" not in typed)
     unknown = f", and their {' and '.join(speeds)} are not known" if speeds else ""
@@ -209,7 +209,7 @@ def _measured_by_others(profile: Profile, machines: Machines, path: Path, typed:
 
 
 def refuse_too_few(profile: Profile, num_workers: int) -> None:
-    """Refuse to give a worker nothing."""
+    """Refuse more workers than blocks."""
     if profile.num_blocks < num_workers:
         raise ConfigError(
             f"--workers {num_workers}: the model has {profile.num_blocks} blocks to cut between; "
@@ -218,7 +218,7 @@ def refuse_too_few(profile: Profile, num_workers: int) -> None:
 
 
 def _rows_of_batch(typed: dict[str, Any]) -> int:
-    """Return the rows of the batch that the user's function makes."""
+    """Return the rows of the batch of the user's function."""
     if "model" not in typed:
         raise ConfigError("--batch: needed with --profile; give the rows of a step's batch")
     from ..planning.profiling import load_user_model, rows_of
@@ -227,7 +227,7 @@ def _rows_of_batch(typed: dict[str, Any]) -> int:
 
 
 def _add_searched(request: PlanRequest, result: PlanResult, reporter: Reporter) -> None:
-    """Put a program that was made for these costs before the plans, if it is faster than all."""
+    """Search a program, and put it before the plans if it is faster than all."""
     with progress(reporter) as bar:
         task = bar.add_task("listing", total=1.0)
         seconds = min(_PROGRAM_SECONDS, request.seconds / 4)

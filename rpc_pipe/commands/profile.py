@@ -1,4 +1,4 @@
-"""`rpc-pipe profile`: measure a model block by block, and keep what was measured in a file that can be edited.
+"""`rpc-pipe profile`: measure a model block by block, and keep the profile in a file that can be edited.
 
 With `--workers` that many processes measure at once, and the links between them; under torchrun the job's workers do.
 """
@@ -31,7 +31,7 @@ from .topology import machines_of
 if TYPE_CHECKING:
     from ..planning.profiling import UserModel
 
-#: where profiles are kept, beside what they are of
+#: folder of profiles, beside the model's file
 _FOLDER = ".rpc_pipe"
 OPTIMIZERS = ("adamw", "sgd", "momentum")
 
@@ -49,7 +49,7 @@ def add(commands: Any) -> None:
 
 
 def add_measuring(parser: Parser) -> None:
-    """Add what is measured, and how."""
+    """Add the options of measuring."""
     parser.add_argument(
         "model", nargs="?", help="path/to/file.py:make, a function that returns model, batch or model, batch, loss_fn"
     )
@@ -95,7 +95,7 @@ def _show(profile: Profile, path: Path, reporter: Reporter) -> None:
 
 
 def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
-    """Measure as one of a job's workers; worker 0 keeps what all found."""
+    """Measure as one worker of a job; worker 0 writes the merged profile."""
     if "model" not in typed:
         raise ConfigError("profile: needs path/to/file.py:make, a function that returns model, batch")
     if typed.get("workers", job.num_workers) != job.num_workers:
@@ -115,14 +115,14 @@ def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
         _keep(replace(profile, signature=name), path)
         if "json" in typed:
             print(json.dumps(as_json(profile)))
-        elif not link.present():  # else who has started the workers shows it
+        elif not link.present():  # otherwise the launcher's process shows it
             _show(profile, path, reporter)
 
 
 def find_profile(
     typed: dict[str, Any], rows: Sequence[int] | None, reporter: Reporter, *, at_least: int = 1, together: int = 0
 ) -> tuple[Profile, Path]:
-    """Return the profile that was asked for, from its file or measured, and its file.
+    """Return the profile, from its file or measured, and the file.
 
     Args:
         rows: of microbatches; None: those of the batch.
@@ -164,7 +164,7 @@ def find_profile(
 
 
 def _fits(user_model: UserModel, copies: int) -> bool:
-    """Tell whether this machine has room for so many copies of a model, with their gradients, as far as is known."""
+    """Return whether this machine has memory for `copies` copies of a model with gradients, as far as is known."""
     from torch import nn
 
     model = user_model.model
@@ -182,7 +182,7 @@ def _settings(typed: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _place(user_model: UserModel, typed: Mapping[str, Any], together: int) -> tuple[str, Path]:
-    """Return the signature of what is to be measured, and the file where that is kept."""
+    """Return the signature of the model and options, and the file of its profile."""
     from ..planning.profiling import signature
 
     more = [f"{together} workers"] if together else []
@@ -210,7 +210,7 @@ def _measure(
 def _measure_together(
     typed: Mapping[str, Any], rows: Sequence[int], workers: int, path: Path, reporter: Reporter
 ) -> None:
-    """Let so many processes measure the model at once, and keep what they found in `path`.
+    """Measure the model in several processes at once, and write the merged profile to `path`.
 
     Raises:
         ConfigError: they failed; the user has been told why.
@@ -246,7 +246,7 @@ def _tell_shared_cores(workers: int, threads: int, reporter: Reporter) -> None:
 
 @contextmanager
 def _unwatched() -> Iterator[None]:
-    """Let a job leave nothing to be watched, nor a sentence at its end."""
+    """Run a job without boards and without a summary at its end."""
     before = os.environ.get(run_folders.FOLDER)
     os.environ[run_folders.FOLDER] = run_folders.OFF
     try:
@@ -267,7 +267,7 @@ def _keep(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Read a profile from its file.
+    """Read a profile from a file.
 
     Raises:
         ConfigError: there is none, or it is none.
@@ -280,7 +280,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def progress(reporter: Reporter) -> Progress:
-    """Return a bar that leaves nothing behind; where nobody looks at a terminal it is not drawn."""
+    """Return a progress bar that is erased at its end; without a terminal it is not drawn."""
     columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %")
     return Progress(*columns, console=reporter.console, transient=True, disable=not reporter.console.is_terminal)
 

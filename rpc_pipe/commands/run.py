@@ -40,7 +40,7 @@ from .options import (
 )
 from .plan import AUTO_SECONDS, keep_up
 
-#: what the built-in training alone can be told
+#: options of the built-in training only
 _GPT: dict[str, tuple[Callable[[str], Any], str]] = {
     "steps": (whole(1), "training steps"),
     "batch": (whole(1), "rows of a batch"),
@@ -114,7 +114,7 @@ def add(commands: Any) -> None:
 
 
 def refuse_unknown(script: str, unknown: Sequence[str], near: str) -> None:
-    """Say where a script's own options belong, and which of ours is `near` the first one."""
+    """Return the error about unknown options: a script's own follow `--`; ours that is most similar is `near`."""
     if unknown:
         raise ConfigError(
             f"{' '.join(unknown)}: not an option of rpc-pipe run; {near}put the script's own options after --: "
@@ -136,7 +136,7 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
 
 
 def _planned(typed: dict[str, Any], argv: list[str], job: Job | None) -> tuple[dict[str, Any], list[str]]:
-    """Return what was typed with the file of a plan in the place of --plan auto, which is made or kept.
+    """Return the typed options with the file of the kept plan in place of --plan auto.
 
     Raises:
         ConfigError: there is nothing to plan for, or others have started this job.
@@ -165,7 +165,7 @@ def _planned(typed: dict[str, Any], argv: list[str], job: Job | None) -> tuple[d
 
 
 def _without(argv: Sequence[str], option: str) -> list[str]:
-    """Return what was typed without an option and its value."""
+    """Return the arguments without an option and its value."""
     end = argv.index("--") if "--" in argv else len(argv)
     for at, word in enumerate(argv[:end]):
         if word == option or word.startswith(f"{option}="):
@@ -174,7 +174,7 @@ def _without(argv: Sequence[str], option: str) -> list[str]:
 
 
 def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
-    """Return what was typed with the script that trains the --model in its place."""
+    """Return the typed options with the script that trains --model."""
     if "model" not in typed:
         return typed
     model = typed["model"]
@@ -188,13 +188,13 @@ def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
 
 
 def how(typed: Mapping[str, Any]) -> How:
-    """Return how the processes of a job are to be started."""
+    """Return the options of starting processes."""
     transport = os.environ.get(TRANSPORT, TRANSPORTS[0])
     return How(typed.get("threads"), typed.get("port"), transport, typed.get("max_restarts", 0))
 
 
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
-    """Return what was typed with what its --plan says in the options' places.
+    """Return the typed options with those that --plan decides.
 
     Raises:
         ConfigError: the file is no plan, or something that it says was typed as well.
@@ -217,11 +217,11 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"--workers {typed['workers']}: the plan in {path} is for {plan.num_workers} workers")
     if plan.num_workers:
         said["workers"] = plan.num_workers
-    return {**typed, **said, "plan": str(Path(path).resolve())}  # read again when the script has made its model
+    return {**typed, **said, "plan": str(Path(path).resolve())}  # the pipeline reads it again
 
 
 def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
-    """Refuse what has no say inside a job that others have started."""
+    """Refuse options that have no effect in a job that another launcher has started."""
     if "port" in typed and os.environ.get(TRANSPORT) == "local":
         raise ConfigError(f"--port {typed['port']}: has no effect with --transport local; leave it out")
     if job is None or link.present():
@@ -235,7 +235,7 @@ def refuse_idle(typed: dict[str, Any], job: Job | None) -> None:
 
 
 def _refuse_device(device: str) -> None:
-    """Refuse a device that this machine has not before workers are started, which takes seconds."""
+    """Refuse a device that this machine does not have, before the slow start of workers."""
     if device != "cpu":
         import torch
 

@@ -46,6 +46,6 @@ def schedules(typed: dict[str, Any], argv: list[str]) -> int:
 
 
 def _values(default: Any, wanted: Any) -> str:
-    """Write the default of a parameter and, if there are a few words to choose from, the others."""
+    """Return the default of a parameter, with the other choices if there are a few."""
     others = typing.get_args(wanted) if typing.get_origin(wanted) is typing.Literal else ()
     return "|".join(str(value) for value in (default, *(other for other in others if other != default)))

@@ -1,4 +1,4 @@
-"""A script in one of the workers: the same random numbers everywhere, what was typed, and what is saved at its end."""
+"""Running a script in a worker: seeding, overrides of its pipelines, and outputs at its end."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from ..tracing.run_summary import FILES, figures, last_steps, sentence, write_ti
 from .auto import note, noting
 from .options import typed_checkpoints
 
-#: trains a model of the user's
+#: the script of `run --model`
 OWN_TRAIN = Path(__file__).parent.parent / "demo" / "own_train.py"
-#: what needs the last steps
+#: options that need the last steps
 _OF_STEPS = ("trace", "html", "json")
 _PATHS = (*FILES, "checkpoint_folder", "resume")
-#: what has no effect without a pipeline
+#: options that have no effect without a pipeline
 _OF_PIPELINE = (
     "schedule",
     "set",
@@ -49,7 +49,7 @@ _OF_PIPELINE = (
 def run_script(
     script: str, arguments: Sequence[str], typed: Mapping[str, Any], schedule_options: Mapping[str, str], job: Job
 ) -> None:
-    """Run `script` as the main program with what was typed for it.
+    """Run `script` as the main program with its arguments.
 
     Raises:
         ConfigError: what was typed needs a pipeline, and the script made none.
@@ -60,7 +60,7 @@ def run_script(
     ending = _Ending(typed, job)
 
     def tell(text: str) -> None:
-        if job.worker == 0 and Path(script) != OWN_TRAIN:  # which says nothing of its own
+        if job.worker == 0 and Path(script) != OWN_TRAIN:  # which prints no message itself
             link.tell(kind="text", text=text)
 
     overrides.install(overrides.Overrides(typed, schedule_options, tell, ending.made))
@@ -69,7 +69,7 @@ def run_script(
     try:
         runpy.run_path(script, run_name="rpc_pipe.demo.__main__" if Path(script) == OWN_TRAIN else "__main__")
     except KeyboardInterrupt:
-        if link.stopping():  # the script trained on after a stop: all workers end here
+        if link.stopping():  # the script has ignored a stop: all workers end here
             ending.leave()
         raise
     except SystemExit as stopped:
@@ -81,7 +81,7 @@ def run_script(
 
 
 def _seed(seed: int) -> None:
-    """Let every worker draw the same numbers: each makes its own copy of the same batches."""
+    """Seed all generators alike on every worker, as each makes its own copy of the batches."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy.random.seed(seed % 2**32)
@@ -92,11 +92,11 @@ def _absolute(path: str) -> str:
 
 
 class _Ending:
-    """Does what was asked for, with the pipeline that was made last."""
+    """Saves and reports, at the script's end, with the pipeline that was made last."""
 
     def __init__(self, typed: Mapping[str, Any], job: Job) -> None:
         self._job = job
-        # What has been tried is what is written, also if the script goes to another folder.
+        # Absolute paths, in case the script changes the working directory.
         self._typed = {name: _absolute(each) if name in _PATHS else each for name, each in typed.items()}
         self._pipe: Pipeline | None = None
         self._wants_steps = noting() or any(name in typed for name in _OF_STEPS)
@@ -115,7 +115,7 @@ class _Ending:
             record(pipe)
 
     def leave(self) -> None:
-        """Save and tell; every worker calls this."""
+        """Save and report; every worker must call it."""
         pipe, typed = self._pipe, self._typed
         if pipe is None:
             for name in _OF_PIPELINE:

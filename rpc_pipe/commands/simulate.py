@@ -1,4 +1,4 @@
-"""`rpc-pipe simulate`: check, price and draw a schedule. No worker is started, torch is not loaded."""
+"""`rpc-pipe simulate`: check, simulate and draw a schedule, without workers and without loading torch."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ from .options import (
     whole,
 )
 
-#: more actions than this are not drawn in the terminal
+#: most actions that are drawn in the terminal
 _MOST_DRAWN = 4000
-#: more workers than this are not listed one by one
+#: most workers that are listed one by one
 _MOST_PEAKS = 64
-#: lines of a picture whose names would not fit side by side
+#: most lines of a picture that is too wide for one
 _MOST_LINES = 120
 
 
@@ -104,14 +104,14 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
 
 
 def _tell_peaks(peaks: Sequence[int]) -> str:
-    """List what each worker holds at most; of many workers tell the range."""
+    """Return the peak activations of each worker, or the range for many workers."""
     if len(peaks) > _MOST_PEAKS and min(peaks) < max(peaks):
         return f"{min(peaks)} to {max(peaks)}"
     return ", ".join(map(str, peaks[:1] if len(peaks) > _MOST_PEAKS else peaks))
 
 
 def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
-    """Say what a stage costs where a worker has several: else such schedules look slower than they are."""
+    """Return the unit of costs if workers have several stages; such schedules would look too slow otherwise."""
     share = spec.num_workers / spec.num_stages
     if share >= 1 or "cost" in typed:
         return []
@@ -141,7 +141,7 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
 
 
 def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, int], Link], float]:
-    """Return links that differ from the others, and the bytes of a payload."""
+    """Return the links that differ, and the bytes of a payload."""
     links = parse_links("--link", typed.get("link", []), num_workers)
     narrow = any(link.bandwidth < float("inf") for link in links.values())
     if "payload" in typed and not narrow:

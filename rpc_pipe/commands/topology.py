@@ -1,4 +1,4 @@
-"""The file that `plan --topology` reads: memory and speed of each worker, and the links between them.
+"""The file format of `plan --topology`: memory and speed of each worker, and the links between them.
 
     {"workers": [{"memory": "8GB", "speed": 1.0}, {"memory": "4GB", "speed": 0.5}],
      "link": {"latency_ms": 0.2, "bandwidth": "1GB"},
@@ -19,12 +19,12 @@ from ..planning.profile import Machines
 from ..planning.simulator import Link
 from .options import parse_bytes, parse_number, parse_worker
 
-#: between processes of one machine: what a payload through shared memory takes, as measured
+#: measured link between processes of one machine, through shared memory
 HERE = Link(0.3, 1e6)
 
 
 def parse_link(text: str) -> Link:
-    """Read a link as it is typed.
+    """Read the link of --link.
 
     >>> parse_link("0.5/1GB")
     Link(latency=0.5, bandwidth=1000000.0)
@@ -37,7 +37,7 @@ def parse_link(text: str) -> Link:
 
 
 def parse_memory(option: str, text: str) -> float:
-    """Read how many bytes a worker may use.
+    """Read the bytes that a worker may use.
 
     Raises:
         ConfigError: it is no number, or 0, in which nothing fits.
@@ -49,7 +49,7 @@ def parse_memory(option: str, text: str) -> float:
 
 
 def read_topology(path: str) -> Machines:
-    """Read the machines.
+    """Read the machines from a file.
 
     Raises:
         ConfigError: the file cannot be read, or says something that cannot be.
@@ -59,7 +59,7 @@ def read_topology(path: str) -> Machines:
 
 
 def machines_of(where: str, told: Any) -> Machines:
-    """Return the machines from what is in such a file, or in a profile.
+    """Return the machines from the contents of such a file, or of a profile.
 
     Raises:
         ConfigError: it says something that cannot be.

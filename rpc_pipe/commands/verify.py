@@ -35,7 +35,7 @@ def add(commands: Any) -> None:
 
 
 def verify(typed: dict[str, Any], argv: list[str]) -> int:
-    """Train piped and in one process, compare; return the exit code."""
+    """Train by a pipeline and in one process, and compare; return the exit code."""
     typed = _own_model(typed)
     set_transport(typed)
     started = how(typed)
@@ -67,7 +67,7 @@ def verify(typed: dict[str, Any], argv: list[str]) -> int:
 
 
 def _own_model(typed: dict[str, Any]) -> dict[str, Any]:
-    """Return what was typed with the model under one name.
+    """Return the typed options with the model under one name.
 
     Raises:
         ConfigError: it is unknown, or something does not go with it.

@@ -1,4 +1,4 @@
-"""`rpc-pipe watch`: look at a run, live or recorded, until it ends or the user has seen enough."""
+"""`rpc-pipe watch`: show a run, live or recorded, until it ends or the user quits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..tracing.boards import RunBoards, UpdateSource
 from .files import try_files
 from .options import Parser, filled, number
 
-#: what takes over the whole watching, by option, and what then has no effect
+#: option that replaces the display -> options that have no effect with it
 _ALONE = {
     "trace": ("once", "web", "metrics", "record", "tensorboard"),
     "once": ("web", "metrics"),
@@ -55,7 +55,7 @@ def _watch(typed: dict[str, Any], argv: list[str]) -> int:
         typed["steps"] = _parse_steps(typed["steps"])
     try_files(typed, ("trace", "record"))
     with contextlib.suppress(OSError):
-        os.nice(19)  # whatever the machine has is for the workers
+        os.nice(19)  # the workers have priority
     source = _open_source(typed.get("address"))
     if "speed" in typed and not isinstance(source, Replay):
         raise ConfigError(f"--speed {typed['speed']:g}: is of a recording, but {source.name} runs now")
@@ -73,7 +73,7 @@ def _watch(typed: dict[str, Any], argv: list[str]) -> int:
 
 
 def _open_source(address: str | None) -> UpdateSource:
-    """Return the recording, or the run on this machine, that `address` names.
+    """Return the recording, or the run on this machine, named `address`.
 
     Raises:
         ConfigError: there is none, or several.

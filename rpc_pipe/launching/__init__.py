@@ -1,1 +1,1 @@
-"""Processes: who this one is, who started it, how workers are started."""
+"""Worker processes: how they are started, how they meet, and how they talk to their launcher."""

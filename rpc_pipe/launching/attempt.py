@@ -1,8 +1,8 @@
-"""One attempt of a job: its processes from their start to the first cause that ends them. Loads without torch.
+"""One attempt of a job: its worker processes from start to end, and the first cause of a failure. Loads without torch.
 
-    launcher ──leash──> worker     its end, however it comes, ends the worker; a byte means "finish and stop"
+    launcher ──leash──> worker     a pipe whose end, however it comes, ends the worker; a byte means "finish and stop"
     launcher <──tell─── worker     progress, summary, failure: one JSON object a line
-    launcher <──board── worker     what each worker does and did; readable after its death, also by `rpc-pipe watch`
+    launcher <──board── worker     state and last steps; readable after its death, also by `rpc-pipe watch`
 
 The first cause of a failure wins; what other workers report after it are consequences.
 """
@@ -25,18 +25,18 @@ from .logs import Logs
 from .report import Reporter
 from .worker_process import Events, WorkerEvent, WorkerProcess
 
-#: how long consequences wait for their cause
+#: seconds to wait for a cause after a consequence was reported
 _GRACE_S = 3.0
-#: and how long who was asked for something else than a worker that may just have died
+#: and after workers have reported different calls, which may be due to a worker that has just died
 _DISAGREED_S = 1.0
-#: after how long it is told for whom the others wait at the start
+#: seconds after which missing workers are named at the start
 _JOIN_TOLD_S = 8.0
-#: how often the boards are looked at
+#: seconds between polls of the boards
 _LOOK_EVERY_S = 1.0
 
 
 class Attempt:
-    """Runs `command` in several local processes until all have ended, or one has failed; `start` starts them.
+    """Runs `command` in several local processes until all have ended or one has failed.
 
     Args:
         environment: of the processes, less what tells them apart.
@@ -59,19 +59,19 @@ class Attempt:
         self._num_processes = num_processes
         self._view = View()
         self._events = Events()
-        #: those that have begun to meet the others, those that have met them, those that have done what they should
+        #: workers that have begun to meet the others, that have met them, and that have completed their work
         self._joining: set[int] = set()
         self._joined: set[int] = set()
         self._done: set[int] = set()
         self._ended: dict[int, int] = {}
-        #: those that tell nothing more: their end is near, or their script has closed what they tell by
+        #: workers that send no more messages: they are ending, or their script has closed the pipe
         self._mute: set[int] = set()
         self._lines: dict[int, deque[str]] = {rank: deque(maxlen=LAST_LINES) for rank in range(num_processes)}
         self._cause: Cause | None = None
-        #: that workers were asked for different things, unless one of them has died
+        #: that workers have made different calls; a death takes precedence
         self._disagreement: Cause | None = None
         self._consequences: dict[int, str] = {}
-        #: what is said if no cause turns up
+        #: the title of the failure if no cause turns up
         self._vague = ""
         self._failed_at = 0.0
         self._looked_at = 0.0
@@ -79,14 +79,14 @@ class Attempt:
         self._joining_at = 0.0
         self._memory_kills = memory_kills()
         self._process = partial(WorkerProcess, command=command, environment=environment, events=self._events, logs=logs)
-        #: those that have been started
+        #: the started processes
         self.workers: list[WorkerProcess] = []
 
     def start(self) -> None:
         """Start the processes.
 
         Raises:
-            ConfigError: the system allows no more.
+            ConfigError: the system cannot start one.
         """
         for rank in range(self._num_processes):
             try:
@@ -98,7 +98,7 @@ class Attempt:
                 ) from error
 
     def watch(self, tick: Callable[[], None]) -> Cause | None:
-        """Return why the attempt failed; None: all workers have done what they should, or were stopped.
+        """Return the cause of the failure; None: all workers have completed their work, or were stopped.
 
         Args:
             tick: called several times a second.
@@ -120,16 +120,16 @@ class Attempt:
 
     @property
     def interrupted(self) -> bool:
-        """Whether workers say that they were stopped."""
+        """Whether workers have reported that they were stopped."""
         return INTERRUPTED in self._ended.values()
 
     @property
     def consequences(self) -> list[str]:
-        """What workers reported that lost others."""
+        """The reports of workers that have lost others."""
         return list(self._consequences.values())
 
     def end(self) -> None:
-        """Leave no process behind."""
+        """Kill all remaining processes."""
         for worker in self.workers:
             worker.kill()
         for worker in self.workers:
@@ -194,19 +194,19 @@ class Attempt:
         return of_stall(told, culprit, view.lives, view.roll_call() if view.lives else [], stacks, view.now_ns)
 
     def _blame_death(self, rank: int, code: int) -> None:
-        if rank in self._done and code < 0:  # what is torn down last, as libraries of devices are
+        if rank in self._done and code < 0:  # killed during teardown, as by a device library
             self._reporter.text(f"{killed(rank, code)} when its script had ended")
         if code == INTERRUPTED or rank in self._done or rank in self._consequences or self._cause is not None:
             return
         self._look()
         live = self._live(rank)
-        # A script may end by os._exit when all is done; in the middle of a step nothing is.
+        # A script may call os._exit after its work, but not in the middle of a step.
         if code != 0 or (live is not None and live.state in (State.RUNNING, State.WAITING)):
             memory = memory_kills() > self._memory_kills
             self._cause = of_death(rank, code, live, self._lines[rank], rpc=self._rpc, out_of_memory=memory)
 
     def _live(self, rank: int) -> Live | None:
-        """Return what a worker did last; None: it has met the others, and nobody sees what it does."""
+        """Return the last state of a worker; None: unknown, although it has met the others."""
         unseen = rank in self._joined and (self._boards is None or not self._boards.folder.exists())
         return self._view.lives.get(rank, None if unseen else Live())
 
@@ -233,7 +233,7 @@ class Attempt:
         self._consequences[rank] = text
 
     def _look(self) -> None:
-        """See what the workers do, and hold a roll-call if nothing finishes."""
+        """Poll the boards, and report a stall."""
         self._looked_at = time.monotonic()
         if self._joining and not self._told_joining and self._looked_at > self._joining_at + _JOIN_TOLD_S:
             self._told_joining = True

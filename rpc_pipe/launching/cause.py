@@ -1,4 +1,4 @@
-"""What ended an attempt: the first cause of all that its workers tell and do, in words. Loads without torch."""
+"""The cause of a failed attempt, in words. Loads without torch."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..tracing.board import Live, State
 from ..tracing.stall_report import told_stacks, waits_for_unseen
 
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
-#: what a C++ library prints when TensorPipe reads a length that nobody meant
+#: what a worker prints when TensorPipe has read garbage as a length
 _GARBAGE = re.compile(r"std::bad_alloc|std::length_error|tensorpipe", re.IGNORECASE)
-#: so many of the last lines of a worker that has died without a word are shown
+#: number of last lines shown of a worker that has died without a message
 LAST_LINES = 5
 
 
 class Cause(NamedTuple):
-    """Why a run ends."""
+    """The cause of a failure, with its exit code."""
 
     title: str
     text: str
@@ -30,13 +30,13 @@ class Cause(NamedTuple):
 def of_death(
     worker: int, code: int, live: Live | None, lines: Sequence[str], *, rpc: bool, out_of_memory: bool
 ) -> Cause:
-    """Return what to say of a worker's process that has ended with `code`, as `Popen.returncode` has it.
+    """Return the cause when a worker's process has ended with `code`, as in `Popen.returncode`.
 
     Args:
-        live: what it was doing; None: nobody knows.
-        lines: that it printed last.
+        live: its last state; None: unknown.
+        lines: its last printed lines.
         rpc: whether torch RPC carried its messages.
-        out_of_memory: whether the system has killed processes for want of memory since the run began.
+        out_of_memory: whether the system has killed processes for lack of memory since the run began.
     """
     doing = "; what it was doing is not known: it has no board" if live is None else f" while {live}"
     text = f"{killed(worker, code) if code < 0 else f'worker {worker} ended with exit code {code}'}{doing}"
@@ -55,7 +55,7 @@ def of_death(
 
 
 def killed(worker: int, code: int) -> str:
-    """Say which signal has ended a worker's process, by its `code` below 0."""
+    """Return the signal that has killed a worker's process, as text; its `code` is below 0."""
     name = next((f" ({known.name})" for known in signal.Signals if known == -code), "")
     return f"worker {worker} was killed by signal {-code}{name}"
 
@@ -63,10 +63,10 @@ def killed(worker: int, code: int) -> str:
 def of_stall(
     told: str, culprit: int | None, lives: Mapping[int, Live], roll_call: Sequence[str], stacks: str, now_ns: int
 ) -> Cause:
-    """Return what to say when a worker has waited for too long, as it `told`: who does not come to an end.
+    """Return the cause when a worker has reported (`told`) that it waited for too long.
 
     Args:
-        culprit: whom the others wait for in the end.
+        culprit: the worker at the end of the chain of waits.
         stacks: of the culprit's threads.
     """
     live = lives.get(culprit) if culprit is not None else None
@@ -76,7 +76,7 @@ def of_stall(
     if culprit is not None and (unseen := waits_for_unseen(lives, culprit)) is not None:
         title = f"worker {unseen} has not begun"
         text = f"worker {unseen} has made no pipeline yet, and the others wait for it"
-    elif live.state in (State.WAITING, State.LEFT):  # who leaves now has waited for as long
+    elif live.state in (State.WAITING, State.LEFT):  # a worker that leaves now has waited as well
         title = "no worker goes on"
         text = "each waits for another: they were called differently, as above, or a message has been lost"
     elif live.state is State.STOPPED:
@@ -89,7 +89,7 @@ def of_stall(
 
 
 def memory_kills() -> int:
-    """Return how many processes this system has killed for want of memory."""
+    """Return the number of processes that the system has killed for lack of memory."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

@@ -1,4 +1,4 @@
-"""By which of a host's network interfaces others reach it."""
+"""The network interface by which other hosts reach this one."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from ..dependency import ConfigError
 
 LOOPBACK = "lo"
-#: what IPv6 addresses there are (proc(5)), and the scope of those that mean nothing beyond one cable
+#: the host's IPv6 addresses (proc(5)), and the scope of link-local ones
 _IPV6, _LINK_LOCAL = Path("/proc/net/if_inet6"), "20"
 
 
 def interface_towards(host: str) -> str:
-    """Return the name of the interface whose address packets to `host` leave from.
+    """Return the name of the interface by which packets to `host` leave.
 
     TensorPipe would take what the host's own name resolves to, which Debian and Ubuntu answer with
     127.0.1.1 (pytorch#42879).
@@ -42,7 +42,7 @@ def interface_towards(host: str) -> str:
 
 
 def address_of(interface: str, like: str) -> str:
-    """Return the address of an interface: of IPv4 or IPv6, whichever packets to the host `like` take, if it has one.
+    """Return the address of an interface, of the IP version of the host `like` if it has one.
 
     Raises:
         ConfigError: there is no such interface, or it has none.
@@ -57,7 +57,7 @@ def address_of(interface: str, like: str) -> str:
 
 
 def _resolved(host: str) -> tuple[int, Any]:
-    """Return the family of a host's address, and the address as sockets take it.
+    """Return the address family and the socket address of a host.
 
     Raises:
         ConfigError: the host is unknown.
@@ -71,7 +71,7 @@ def _resolved(host: str) -> tuple[int, Any]:
 
 
 def _interface_addresses() -> list[tuple[str, str]]:
-    """Return (interface, address), aliases included, those of IPv4 first (SIOCGIFCONF, netdevice(7))."""
+    """Return (interface, address) of all interfaces and aliases, IPv4 first (SIOCGIFCONF, netdevice(7))."""
     size = 40  # of struct ifreq on 64-bit Linux
     buffer = array.array("B", bytes(size * 256))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,4 +1,4 @@
-"""Who this process is: one worker of a job that a launcher or torchrun started, or all workers at once.
+"""The job of this process: one worker, started by a launcher or torchrun, or all workers in one process.
 
 The launcher sets the same variables as torchrun (RANK, WORLD_SIZE) and its own (RPC_PIPE_*); under torchrun
 the workers meet at its store.
@@ -15,12 +15,12 @@ from ..dependency import ConfigError
 from .interfaces import LOOPBACK, interface_towards
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-#: more than any job has
+#: upper bound of numbers of workers
 _MOST_WORKERS, _MOST_PORT = 2**16, 65535
-#: set by our launcher: where local workers meet
+#: environment variable set by the launcher: where local workers meet
 INIT = "RPC_PIPE_INIT"
 TRANSPORT, TRUST, PORT, KEY = "RPC_PIPE_TRANSPORT", "RPC_PIPE_TRUST_NETWORK", "RPC_PIPE_PORT", "RPC_PIPE_KEY_FILE"
-#: what carries messages between workers; the first unless another is asked for
+#: the carriers of messages between workers; the first is the default
 TRANSPORTS = ("rpc", "zmq", "local")
 
 
@@ -30,11 +30,11 @@ class Job:
 
     worker: int
     num_workers: int
-    #: where the workers meet, as `init_rpc` takes it
+    #: where the workers meet, in the form of `init_rpc`
     init_method: str
-    #: the network interface that the others reach this worker by; none: the workers of other hosts know
+    #: the network interface by which others reach this worker; empty: it is chosen by workers of other hosts
     interface: str
-    #: how long to wait for the other workers at the start
+    #: seconds to wait for the other workers at the start
     join_timeout_s: float = 120.0
     #: whether workers of one host use shared memory between them
     shared_memory: bool = True
@@ -42,20 +42,20 @@ class Job:
     transport: str = TRANSPORTS[0]
     #: whether all workers are on one host
     one_host: bool = True
-    #: whether everybody who reaches this host's network may run code in a worker
+    #: whether the user accepts that everybody who reaches this host's network may run code in a worker
     trust_network: bool = False
-    #: TCP port that worker 0 listens at; 0: any, or none where none is needed
+    #: TCP port of worker 0; 0: any port, or none if none is needed
     port: int = 0
-    #: who can read it may take part
+    #: file with the secret of the job; who can read it may take part
     key_file: Path | None = None
-    #: for how long the connection to a worker of another host may be broken
+    #: seconds for which the connection to a worker of another host may be broken
     lost_after_s: float = 20.0
-    #: of this worker among those of its host
+    #: index of this worker among those of its host
     place: int = 0
 
 
 def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
-    """Return the job that this process was started for, None if it is on its own.
+    """Return the job that this process was started for; None: it was started alone.
 
     Raises:
         ConfigError: variables of torchrun or of ours are only partly set, or make no sense.
@@ -94,7 +94,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
 
 
 def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None, int]:
-    """Return this process's job, None if it has all workers; and how many workers there are.
+    """Return (this process's job, None if it has all workers; the number of workers).
 
     Args:
         transport: that a script asks for.
@@ -119,7 +119,7 @@ def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None
 
 
 def _place(environ: Mapping[str, str], num_workers: int) -> tuple[str, bool]:
-    """Return the interface that the others reach this worker by, and whether all workers are on this host."""
+    """Return the interface by which others reach this worker, and whether all workers are on this host."""
     said = environ.get("RPC_PIPE_INTERFACE")
     interface = said or interface_towards(environ["MASTER_ADDR"])
     here = environ.get("LOCAL_WORLD_SIZE")
@@ -127,7 +127,7 @@ def _place(environ: Mapping[str, str], num_workers: int) -> tuple[str, bool]:
         return interface, interface == LOOPBACK
     if here == str(num_workers):
         return environ.get("RPC_PIPE_INTERFACE", LOOPBACK), True
-    # On the first host its own name may lead to the loopback interface, as on Debian; the others cannot reach that.
+    # On the first host its own name may resolve to loopback, as on Debian, where others cannot reach it.
     return said or ("" if interface == LOOPBACK else interface), False
 
 

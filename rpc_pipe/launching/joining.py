@@ -1,4 +1,4 @@
-"""Meet the other workers of a job, over the carrier that was asked for; what may listen where, and who is told so."""
+"""Joining a job: meeting the other workers over the chosen carrier, and the addresses at which each listens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RPC_MEANS = (
     "torch RPC runs what it receives and authenticates nobody: anybody who reaches a worker's port can run code as "
     "you, and read and change the data in transit"
 )
-#: what a worker opens to talk to others (over ZeroMQ 14, and 2 for each worker, were counted) and for shared memory
+#: file descriptors of a worker for its carrier (over ZeroMQ 14, and 2 for each worker) and for shared memory
 _DESCRIPTORS, _DESCRIPTORS_A_PEER = 24, 4
 _KEY_MEANS = (
     "without a key file the job's key travels through torchrun's store: anybody who reaches it while the workers "
@@ -110,7 +110,7 @@ def _by_zmq(job: Job) -> Carrier:
 
 
 def _refuse_few_descriptors(job: Job) -> None:
-    """See whether there are descriptors for a carrier: libzmq and TensorPipe abort where they get none.
+    """Refuse a limit of descriptors that is too low for a carrier: libzmq and TensorPipe abort without them.
 
     Raises:
         ConfigError: it will not.
@@ -126,7 +126,7 @@ def _refuse_few_descriptors(job: Job) -> None:
 
 def _leave(carrier: ZmqCarrier, own_folder: Path | None) -> None:
     carrier.close()
-    if own_folder is not None:  # there is no launcher that would remove it
+    if own_folder is not None:  # without a launcher, which would remove it
         run_folders.leave(own_folder)
     if carrier.refused:
         text = f"worker {carrier.worker} refused {carrier.refused} connections that did not prove to be of this job"
@@ -154,7 +154,7 @@ def _folder(job: Job) -> Path:
 
 
 def _network(job: Job) -> Network:
-    """Return how workers are reached over TCP."""
+    """Return the addresses of workers over TCP."""
     from ..workers.transport.meeting import FolderMeeting
     from ..workers.transport.zeromq import Network
 
@@ -179,7 +179,7 @@ def _network(job: Job) -> Network:
 
 
 def _secret(job: Job) -> bytes | None:
-    """Return the secret that the workers of several hosts have in a file; None: they agree on one.
+    """Return the job's secret from its file; None: the workers agree on one when they meet.
 
     Raises:
         ConfigError: the file holds none, or there must be one.
@@ -210,7 +210,7 @@ def _keys(job: Job, meeting: Meeting) -> Keys:
 
 
 def _agreed(job: Job, meeting: Meeting, name: str) -> str:
-    """Return what worker 0 has drawn."""
+    """Return a random value drawn by worker 0."""
     if job.worker == 0:
         meeting.leave(name, secrets.token_hex(32))
     return meeting.take(name, job.join_timeout_s)
@@ -224,8 +224,10 @@ def _at_torchruns_store(job: Job) -> tuple[Meeting, Any]:
 
 
 def _reached(job: Job, meeting: Meeting) -> tuple[Job, str]:
-    """Return the job with the interface that workers of other hosts reach this one by, which those may have to tell,
-    and the address there."""
+    """Return the job with the interface by which workers of other hosts reach this one, and its address.
+
+    If the environment does not name the interface, workers of other hosts determine it.
+    """
     if job.interface:
         address = address_of(job.interface, os.environ["MASTER_ADDR"])
         meeting.leave("elsewhere", address)
@@ -246,7 +248,7 @@ def _reached(job: Job, meeting: Meeting) -> tuple[Job, str]:
 
 
 def _warn(job: Job, text: str) -> None:
-    """Tell the user once, whoever has started this."""
+    """Warn the user once, through the launcher if there is one."""
     if job.worker == 0:
         if link.heard():
             link.tell(kind="text", text=text)

@@ -1,4 +1,4 @@
-"""The secret of a job in a file: who has it may take part. Loads without torch."""
+"""The secret of a job, in a file: processes that have it may take part. Loads without torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _LEAST_BYTES, _MOST_BYTES = 32, 4096
 
 
 def make_key(path: Path) -> None:
-    """Write a new secret to a file that its owner alone can read.
+    """Write a new secret to a file that only its owner can read.
 
     Raises:
         ConfigError: it is there already, or cannot be written.
@@ -33,7 +33,7 @@ def read_key(path: Path) -> bytes:
         ConfigError: others can read the file, or it is theirs, or it holds no secret.
     """
     try:
-        # A pipe without a writer would be waited for.
+        # Opening a pipe without a writer would block.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:

@@ -1,4 +1,4 @@
-"""Start workers as local processes, show what they tell, start them again, and leave none behind. Loads without torch.
+"""The launcher: it starts local worker processes, shows their messages, restarts and ends them. Loads without torch.
 
 What happens between a start and its end is an attempt's; see `attempt.py`.
 """
@@ -30,30 +30,30 @@ from .logs import Logs
 from .report import Reporter
 from .worker_process import WorkerProcess
 
-#: signals that ask a run to end in good order: Ctrl-C, a cluster that wants its machine back, a closed terminal
+#: signals that stop a run after its step: Ctrl-C, a cluster's request, a closed terminal
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-#: workers of one machine; each is a process that loads torch
+#: most workers of one machine; each is a process that loads torch
 _MOST_PROCESSES = 1024
-#: how long a run may take to do so, in seconds, if nobody sits there who could ask again
+#: seconds that a run may take to stop, if no user is present to ask again
 STOP_TIMEOUT, _STOP_S = "RPC_PIPE_STOP_TIMEOUT", 30.0
-#: environment variable of workers: how many attempts there have been before
+#: environment variable of workers: number of earlier attempts
 RESTARTS = "RPC_PIPE_RESTARTS"
 
 
 class _Killed(BaseException):
-    """The user wants the end at once: raised by a signal wherever the launcher is, be it in a print that blocks."""
+    """Raised by a signal when the user wants the end at once, even inside a print that blocks."""
 
 
 class How(NamedTuple):
-    """How processes are started."""
+    """Options of starting processes."""
 
-    #: torch threads of a worker; by default OMP_NUM_THREADS, or 1: more than cores slow all down
+    #: torch threads of a worker; default: OMP_NUM_THREADS, or 1, as more threads than cores slow all workers down
     threads: int | None = None
-    #: meet at this TCP port; by default at a file, or through unix sockets, which need none
+    #: TCP port at which workers meet; default: a file, or unix sockets
     port: int | None = None
-    #: what carries messages between workers; `local`: one process has all of them
+    #: the carrier between workers; `local`: one process has all of them
     transport: str = TRANSPORTS[0]
-    #: how often they are started again after a failure
+    #: number of restarts after failures
     max_restarts: int = 0
 
 
@@ -77,13 +77,13 @@ class Launcher:
             _check_port(how.port)
         self._stop_s = _stop_timeout()
         self._workers: list[WorkerProcess] = []
-        #: signals that ask for an end, in order, and when the first one came
+        #: stop signals in order, and the time of the first
         self._signals: list[int] = []
         self._asked_at = 0.0
         self._told_stop = self._ending = False
 
     def run(self) -> int:
-        """Return the exit code: 0 all done, 1 failed, 2 wrong input, 128 + n stopped by signal n."""
+        """Run the job; return 0: completed, 1: failed, 2: wrong input, 128 + n: stopped by signal n."""
         logs = Logs(1 if self._how.transport == "local" else self._num_workers)
         handlers = {name: signal.signal(name, self._on_signal) for name in _STOPS}
         code = FAILED
@@ -112,7 +112,7 @@ class Launcher:
         return code
 
     def _attempt(self, restarts: int, logs: Logs) -> tuple[Cause | None, int]:
-        """Run all workers once; tell why they failed, if they did."""
+        """Run all workers once; report the cause of a failure."""
         folder = run_folders.new_temporary_folder()
         boards, attempt = None, None
         self._ending = False
@@ -126,7 +126,7 @@ class Launcher:
             attempt = Attempt(command, number, environment, self._reporter, boards, logs, rpc=rpc)
             self._workers = attempt.workers
             attempt.start()
-            if self._signals:  # it came while they were started
+            if self._signals:  # a signal came during the start
                 self._order_stop()
             cause = attempt.watch(self._tick)
             if cause is not None:
@@ -141,7 +141,7 @@ class Launcher:
             ending = _stopped_by(signalled.args[0])
             raise
         finally:
-            self._ending = True  # who asks for the end again would keep us from removing what is left
+            self._ending = True  # another signal must not interrupt the removal of files
             if boards is not None and ending is not None:
                 tell_end(boards.folder, ending)
             if attempt is not None:
@@ -151,7 +151,7 @@ class Launcher:
                 shutil.rmtree(boards.folder, ignore_errors=True)
 
     def _make_boards(self) -> RunBoards | None:
-        """Make the folder for the workers' boards; without it the run cannot be watched, and goes on all the same."""
+        """Make the folder for the workers' boards. If that fails, the run goes on, but cannot be watched."""
         if os.environ.get(run_folders.FOLDER) == run_folders.OFF:
             return None
         try:
@@ -168,15 +168,15 @@ class Launcher:
             "WORLD_SIZE": str(self._num_workers),
             run_folders.FOLDER: run_folders.OFF if boards is None else str(boards.folder),
             "PYTHONUNBUFFERED": "1",
-            # The order of a set of strings is that of their hashes: batches drawn from one must not differ.
+            # Workers must iterate over sets of strings in the same order, or their batches may differ.
             "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),
             "OMP_NUM_THREADS": str(self._how.threads or os.environ.get("OMP_NUM_THREADS", 1)),
-            # A peer's death makes TensorPipe print warnings; we report the cause instead.
+            # TensorPipe warns when a peer dies; the launcher reports the cause instead.
             "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
         }
 
     def _on_signal(self, number: int, frame: object) -> None:
-        """Do at once what was asked for: the launcher may be busy with what workers print."""
+        """Handle a stop signal at once, even while the launcher prints."""
         self._signals.append(number)
         self._asked_at = self._asked_at or time.monotonic()
         if self._ending:
@@ -233,9 +233,9 @@ def _check_port(port: int) -> None:
 
 
 def _meeting(how: How, folder: Path) -> dict[str, str]:
-    """Return the variables that say where the workers meet: in a folder that their user alone may enter, or at a port.
+    """Return the environment variables of the meeting place: a folder that only the user may enter, or a port.
 
-    Over ZeroMQ a port is open to those who have the key, which is made for this job.
+    Over ZeroMQ, only processes with the key, which is made for this job, may connect to the port.
     """
     meeting = {INIT: f"file://{folder}/rendezvous", TRANSPORT: how.transport}
     if how.transport == "zmq":
@@ -252,43 +252,43 @@ def launch(arguments: list[str], num_workers: int, reporter: Reporter, how: How 
 
 
 def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
-    """Do `work` in a worker process; tell the launcher of a failure before anything else.
+    """Do `work` in a worker process; report a failure to the launcher first.
 
-    Without a launcher, as under torchrun, `reporter` shows what this worker has to say.
+    Without a launcher, as under torchrun, `reporter` shows this worker's messages.
     """
     if link.present():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         link.hold_leash()
         link.lodge_children()
     else:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the others leave, which TensorPipe warns of
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # TensorPipe would warn of the others' leaving
         link.tell_instead(reporter.handle)
     process = os.getpid()
     try:
         work()
     except BaseException as error:
-        if os.getpid() != process:  # the script has forked: not this worker has failed, and its interpreter says it
+        if os.getpid() != process:  # in a fork of the script, whose interpreter reports the error
             raise
         return _failed(error)
-    if os.getpid() != process:  # and the fork has come to its end too
+    if os.getpid() != process:  # in a fork, at its end
         return 0
     link.tell(kind="done")
     return reporter.exit_code
 
 
 def _failed(error: BaseException) -> int:
-    """Tell the launcher of what `work` has raised and return the exit code, or raise it again: a script may exit."""
+    """Report an exception of `work` to the launcher; return the exit code, or raise a script's own exit again."""
     if isinstance(error, (ConfigError, ScheduleError)):
         link.tell(kind="wrong input", text=str(error))
         return WRONG_INPUT
     if isinstance(error, PipeError):
-        if isinstance(error.__cause__, ConfigError):  # found out only when the workers computed
+        if isinstance(error.__cause__, ConfigError):  # an error in the configuration that only computing has shown
             link.tell(kind="wrong input", text=str(error.__cause__))
             return WRONG_INPUT
         kinds = {"consequence": PeerLost, "stalled": Stalled, "disagreement": Disagreement}
         link.tell(kind="failure", text=str(error), **{name: isinstance(error, kind) for name, kind in kinds.items()})
         return FAILED
-    if not isinstance(error, Exception):  # outside the pipeline's own calls: the user's script
+    if not isinstance(error, Exception):  # an error of the user's script outside calls of the pipeline
         well = isinstance(error, SystemExit) and error.code in (None, 0)
         if well or link.stopping() or not link.present():
             raise error

@@ -42,24 +42,24 @@ from ..tracing.watchable import Watchable
 
 logger = logging.getLogger(__name__)
 
-#: environment variables: descriptor to write messages to, descriptor to read orders from
+#: environment variables: file descriptors for messages to the launcher, and for its orders
 TELL, LEASH = "RPC_PIPE_TELL", "RPC_PIPE_LEASH"
-#: environment variable: the folder of this attempt, which the launcher removes at its end
+#: environment variable: the temporary folder of this attempt, which the launcher removes
 FOLDER = "RPC_PIPE_FOLDER"
-#: environment variable: what is done about a loss that is not finite
+#: environment variable: the reaction to a loss that is not finite
 NAN = "RPC_PIPE_NAN"
 NANS = "stop", "warn", "ignore"
 #: prctl(2)
 _PR_SET_PDEATHSIG = 1
-#: an order of the launcher: finish the step and stop
+#: order of the launcher: finish the step and stop
 STOP = b"s"
-#: signals that ask for the same where torchrun is the launcher, and what is done then to one that nobody handles
+#: signals with the same meaning under torchrun, and their default handlers
 _STOPS = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGHUP: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
 }
-#: how often who was asked to stop looks whether it can, and what it is given to say that it cannot
+#: seconds between checks whether a stop is still possible, and for reporting that it is not
 _LOOK_EVERY_S, _LAST_WORDS_S = 0.1, 2.0
 
 
@@ -68,56 +68,57 @@ class Attachable(Watchable, Protocol):
 
     @property
     def stopped(self) -> bool:
-        """Whether it has been stopped."""
+        """Whether it has stopped."""
 
     def request_stop(self) -> None:
         """Ask all workers to stop after the step that runs now."""
 
 
 _lock = threading.Lock()
-#: a list is copied at once, also while another thread adds to it; a lock would not do where a signal comes
+#: copying a list is atomic, also while another thread appends; a lock could deadlock in a signal handler
 _attached: list[ref[Attachable]] = []
 _stop_requested = False
-#: whether the user has been told how the run went, or why it ends
+#: whether the summary, or the cause of the end, has been reported
 _concluded = _failed = False
 _instead: Callable[[dict[str, Any]], None] | None = None
 
 
 @cache
 def _told_by() -> tuple[int, int] | None:
-    """Return a descriptor of the pipe that the launcher reads, and the pipe's inode; None: there is no launcher.
+    """Return the descriptor of the pipe to the launcher, and its inode; None: there is no launcher.
 
-    Asked for before the script runs, which may clear its environment.
+    It is cached before the script runs, which may clear the environment.
     """
     descriptor = int(os.environ.get(TELL, -1))
     return (descriptor, os.fstat(descriptor).st_ino) if descriptor >= 0 else None
 
 
 def present() -> bool:
-    """Tell whether a launcher is there."""
+    """Return whether there is a launcher."""
     return _told_by() is not None
 
 
 def heard() -> bool:
-    """Tell whether what is told reaches anybody."""
+    """Return whether messages reach anybody."""
     return present() or _instead is not None
 
 
 def tell(**message: Any) -> None:
-    """Send a message to the launcher, or to who took its place in this process."""
+    """Send a message to the launcher, or to its replacement in this process (`tell_instead`)."""
     global _concluded, _failed
     _concluded |= message["kind"] in ("summary", "result")
     _failed |= message["kind"] in ("failure", "wrong input")
     if (found := _told_by()) is not None:
         descriptor, inode = found
         try:
-            if os.fstat(descriptor).st_ino == inode:  # a script may close it, and what it opens then gets its number
+            # A script may have closed the pipe and opened another file with its number.
+            if os.fstat(descriptor).st_ino == inode:
                 with _lock, open(descriptor, "w", closefd=False) as pipe:
                     pipe.write(json.dumps(message) + "\n")
                 return
         except OSError:
             pass
-        if "text" in message:  # the launcher shows what a worker printed last
+        if "text" in message:  # on a failure the launcher shows a worker's last printed lines
             print(message["text"], file=sys.stderr)
         return
     if message["kind"] in ("failure", "wrong input"):
@@ -127,13 +128,13 @@ def tell(**message: Any) -> None:
 
 
 def tell_instead(handler: Callable[[dict[str, Any]], None]) -> None:
-    """Without a launcher, as under torchrun, let `handler` have the messages of this process."""
+    """Pass the messages of this process to `handler` if there is no launcher, as under torchrun."""
     global _instead
     _instead = handler
 
 
 def hold_leash() -> None:
-    """Watch the launcher from a thread: do as it orders, and end at once when it is gone."""
+    """Follow the launcher's orders in a thread, and end this process when the launcher has gone."""
     if LEASH in os.environ:
         _wake_when_orphaned()
         left = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
@@ -141,9 +142,9 @@ def hold_leash() -> None:
 
 
 def lodge_children() -> None:
-    """Let multiprocessing keep what children need in a folder of the launcher's: killed workers remove none.
+    """Let multiprocessing use a temporary folder of the launcher, as killed workers do not remove their own.
 
-    Unix sockets are there, whose paths may not be long, as that of TMPDIR may be.
+    Its path is short enough for unix sockets, which that of TMPDIR may not be.
     """
     folder = os.environ.get(run_folders.FOLDER, run_folders.OFF)
     if folder == run_folders.OFF:
@@ -156,8 +157,8 @@ def _follow(descriptor: int, folder: str, boards: str) -> None:
     while order := os.read(descriptor, 1):
         if order == STOP:
             _request_stop()
-    _clear_up(folder, boards)  # the launcher is gone, however it went
-    if os.getpgid(0) == os.getpid():  # with all that this worker has started, as the launcher would end it
+    _clear_up(folder, boards)  # the launcher has gone
+    if os.getpgid(0) == os.getpid():  # with all processes that this worker has started
         os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
@@ -170,15 +171,15 @@ def _request_stop() -> None:
 
 
 def _pipelines() -> list[Attachable]:
-    """Return those that are attached and still used."""
+    """Return the attached pipelines that are still alive."""
     return [pipeline for attached in _attached.copy() if (pipeline := attached()) is not None]
 
 
 def _stop_on_signals() -> None:
-    """Without a launcher, let signals finish the step and stop by which torchrun and clusters end workers."""
+    """Without a launcher, make the signals of torchrun and clusters finish the step and stop."""
     for number, usual in _STOPS.items():
         here = threading.current_thread() is threading.main_thread()
-        if here and signal.getsignal(number) is usual:  # a script's own handler stays
+        if here and signal.getsignal(number) is usual:  # a script's own handler is kept
             signal.signal(number, partial(_on_stop, os.getpid()))
 
 
@@ -192,22 +193,22 @@ def _on_stop(process: int, number: int, frame: object) -> None:
 
 
 def _end_when_broken(number: int) -> None:
-    """End this process once no step can be finished any more: torchrun ends workers too when another has failed."""
+    """End this process if no step can be finished: torchrun also sends the signal when another worker has failed."""
     while not any(actor.carrier.broken for pipeline in _pipelines() for actor in pipeline.actors):
         time.sleep(_LOOK_EVERY_S)
-    time.sleep(_LAST_WORDS_S)  # it may be about to say why
+    time.sleep(_LAST_WORDS_S)  # it may be about to report the cause
     leave()
     os.kill(os.getpid(), number)
 
 
 def _wake_when_orphaned() -> None:
-    """Let a worker that a signal has stopped go on when its launcher is gone, so that it sees that and ends."""
+    """Wake a worker that is stopped by a signal when its launcher ends, so that it ends, too."""
     with contextlib.suppress(OSError, AttributeError):  # another system, or another C library
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def _clear_up(folder: str, boards: str) -> None:
-    """Remove what the launcher would have removed."""
+    """Remove the folders that the launcher would have removed."""
     if Path(folder).name.startswith("rpc-pipe-"):
         shutil.rmtree(folder, ignore_errors=True)
     if boards != run_folders.OFF and Path(boards).name.startswith("run-"):
@@ -216,12 +217,12 @@ def _clear_up(folder: str, boards: str) -> None:
 
 
 def stopping() -> bool:
-    """Tell whether this process has been asked to stop."""
+    """Return whether this process has been asked to stop."""
     return _stop_requested or any(pipeline.stopped for pipeline in _pipelines())
 
 
 def attach(pipeline: Attachable) -> None:
-    """Pass the launcher's orders on to `pipeline` and let watchers see what its workers do.
+    """Pass the launcher's orders to `pipeline`, and write boards of its workers.
 
     Raises:
         ConfigError: what the environment says of losses that are not finite makes no sense.
@@ -244,19 +245,19 @@ def attach(pipeline: Attachable) -> None:
             _end_with_a_sentence(pipeline.actors[0].worker)
         if of_a_job and not present():
             _stop_on_signals()
-    except Exception as error:  # nothing depends on being watched
+    except Exception as error:  # training does not depend on being watched
         logger.warning("this run cannot be watched: %s: %s", type(error).__name__, error)
 
 
 @cache
 def _end_with_a_sentence(worker: int) -> None:
-    """Let worker 0 say at the end of its process how the run went, for which the others stay."""
-    # What is registered later is done earlier: before the carrier leaves.
+    """Let worker 0 report the summary at the end of its process, until which the others stay."""
+    # Exit functions run in reverse order: this one before the carrier's.
     at_exit(_end, worker)
 
 
 def _end(worker: int) -> None:
-    end_calls()  # `sys.exit` in a script ends one worker while the others go on
+    end_calls()  # `sys.exit` may end one worker while the others go on
     if worker == 0:
         _say_how_it_went()
     elif not _has_failed():
@@ -279,5 +280,5 @@ def _say_how_it_went() -> None:
 
 
 def _has_failed() -> bool:
-    """Tell whether this process ends by an error of which the user hears otherwise."""
+    """Return whether this process ends by an error, which is reported elsewhere."""
     return _failed or getattr(sys, "last_value", None) is not None

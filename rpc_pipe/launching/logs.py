@@ -1,4 +1,4 @@
-"""What the workers of a run print, in a file for each, kept if the run fails. Loads without torch."""
+"""Log files of what workers print, one for each, kept if the run fails. Loads without torch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-#: environment variable: where the folders of runs are; `off`: nothing is kept
+#: environment variable: folder of all logs; `off`: no logs
 FOLDER = "RPC_PIPE_LOGS"
-#: no log grows beyond this; the rest is only shown
+#: most bytes of a log; the rest is only shown
 _MOST_BYTES = 2**26
-#: failed runs whose logs stay
+#: number of failed runs whose logs are kept
 _KEPT = 10
 
 
 def log_root() -> Path | None:
-    """Return the folder of all logs of this user, which is one for state (XDG Base Directory Specification)."""
+    """Return the folder of this user's logs, in the user's state folder (XDG Base Directory Specification)."""
     given = os.environ.get(FOLDER)
     if given == "off":
         return None
@@ -29,31 +29,31 @@ def log_root() -> Path | None:
 
 
 class Logs:
-    """The logs of a run; where there can be none, nothing is written."""
+    """The logs of a run. If they cannot be written, they are omitted."""
 
     def __init__(self, num_workers: int) -> None:
         self.folder: Path | None = None
         self._files: list[_Log] = []
-        with suppress(OSError, RuntimeError):  # RuntimeError: nobody knows where this user is at home
+        with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home folder
             root = log_root()
             if root is None:
                 return
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             _prune(root)
             folder = root / f"run-{os.getpid()}"
-            shutil.rmtree(folder, ignore_errors=True)  # of a process that had our number before
+            shutil.rmtree(folder, ignore_errors=True)  # of an earlier process with this id
             folder.mkdir(mode=0o700)
             self._files = [_Log(folder / f"worker-{worker}.log") for worker in range(num_workers)]
             self.folder = folder
 
     def write(self, worker: int, data: bytes) -> None:
-        """Add what a worker has printed."""
-        files = self._files  # which are let go of while threads still read what workers have printed
+        """Append a line that a worker has printed."""
+        files = self._files  # other threads may still append while `close` drops them
         if files:
             files[worker].write(data)
 
     def close(self, keep: bool) -> None:
-        """Keep the logs, or remove them."""
+        """Close the logs, and keep or remove them."""
         for file in self._files:
             file.close()
         self._files = []

@@ -1,4 +1,4 @@
-"""What was typed for the pipelines of a script: it wins over what the script says, and a line tells so."""
+"""Options of the command line that override the arguments of a script's pipelines, with a message for each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..dependency import Order, Spec
 
 
 class Settings(NamedTuple):
-    """The arguments of `Pipeline` that can be typed."""
+    """The arguments of `Pipeline` that the command line can override."""
 
     schedule: str | type[Spec]
     schedule_options: Mapping[str, Any] | None
@@ -20,16 +20,16 @@ class Settings(NamedTuple):
     device: str
     seed: int
     transport: str | None = None
-    #: that has said the others
+    #: the plan that decides the others
     plan: Any = None
 
 
-#: how an argument is typed, where the option has another name
+#: argument -> option, if the names differ
 _OPTIONS = {"num_microbatches": "microbatches", "num_workers": "workers"}
 
 
 class Overrides:
-    """What was typed, by the name of the option, for every pipeline that is made from now on.
+    """The options typed, by name, for every pipeline that is made from now on.
 
     Args:
         schedule_options: from `--set` and `--window`.
@@ -51,7 +51,7 @@ class Overrides:
         self.made = made
 
     def over(self, said: Settings) -> Settings:
-        """Return what a script said for a pipeline, with what was typed in its place."""
+        """Return the settings of a pipeline with the typed options in place of the script's."""
         options = dict(said.schedule_options or {})
         for name, value in self._typed.items():
             self._replaced(_option(name), _shown(value), name, getattr(said, name), value)
@@ -90,17 +90,17 @@ _overrides: Overrides | None = None
 
 
 def install(overrides: Overrides | None) -> None:
-    """Let `overrides` win in this process, or nothing."""
+    """Apply `overrides` to the pipelines of this process; None: no overrides."""
     global _overrides
     _overrides = overrides
 
 
 def settle(said: Settings) -> Settings:
-    """Return what a new pipeline is to be made of."""
+    """Return the settings of a new pipeline."""
     return said if _overrides is None else _overrides.over(said)
 
 
 def made(pipeline: object) -> None:
-    """Hand a new pipeline to who waits for it."""
+    """Pass a new pipeline to the function that waits for it."""
     if _overrides is not None:
         _overrides.made(pipeline)

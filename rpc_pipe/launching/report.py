@@ -1,4 +1,4 @@
-"""What the user sees of a run: one progress line, the first cause of a failure, the summary."""
+"""The user's view of a run: a progress line, the first cause of a failure, the summary."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from rich.text import Text
 
 from ..tracing.run_summary import lost_lines
 
-#: how often a progress line is written where it cannot be overwritten
+#: seconds between progress lines where a line cannot be overwritten
 _LINE_EVERY_S = 5.0
 _ENDLESS = re.compile(r"\S{400,}")
 
 
 class _Output:
-    """What is written to by the name of `stdout` or `stderr`, whatever becomes of it: training goes on all the same."""
+    """A wrapper of stdout or stderr that survives write errors, so that training goes on."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        #: whether something could not be written
+        #: whether a write has failed
         self.failed = False
 
     def write(self, text: str) -> int:
         stream = getattr(sys, self._name)
         try:
             stream.write(text)
-        except UnicodeEncodeError as error:  # it has not all characters; what it has says more than nothing
+        except UnicodeEncodeError as error:  # write at least the characters that its encoding has
             known = text.replace("─", "-").encode(error.encoding, "backslashreplace")
             return self.write(known.decode(error.encoding))
-        except (OSError, ValueError, AttributeError):  # closed, full, or there was none from the start
+        except (OSError, ValueError, AttributeError):  # closed, full, or missing
             self._give_up()
         return len(text)
 
@@ -49,7 +49,7 @@ class _Output:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Let what waits to be written go, or the interpreter tries once more at its end."""
+        """Drop buffered output; the interpreter would try to write it at its end."""
         self.failed = True
         with suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), getattr(sys, self._name).fileno())
@@ -113,7 +113,7 @@ class Reporter:
         _console("stderr").print(f"error: {_readable(text)}", markup=False)
 
     def roll_call(self, lines: Sequence[str], stacks: Sequence[str]) -> None:
-        """Show who does what when nothing finishes."""
+        """Show the report on a stall."""
         self.close()
         for line in ["nothing has finished for a while:", *(f"  {line}" for line in lines), *stacks]:
             self.console.print(line, markup=False)
@@ -169,7 +169,7 @@ class Reporter:
 
 
 def _readable(text: str) -> str:
-    """Return a text of wrong input without words that have no end, and without what a terminal would obey."""
+    """Return a text from wrong input with long words cut and control characters removed."""
     text = _ENDLESS.sub(lambda found: f"{found[0][:80]}... ({len(found[0])} characters)", text)
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 

@@ -1,4 +1,4 @@
-"""A worker's process as the launcher holds it, and the events that come from all of them. Loads without torch."""
+"""Worker processes, as the launcher holds them, and the queue of their events. Loads without torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 from . import launcher_link as link
 from .logs import Logs
 
-#: lines printed by workers that the launcher has not shown yet; who prints more waits, and memory does not grow
+#: most printed lines that wait to be shown; workers that print more wait
 _MOST_UNREAD = 256
-#: a line that grows beyond this, as a progress bar's does, is shown in parts
+#: longer lines, as of progress bars, are shown in parts
 _LONGEST_LINE = 8192
-#: how long what a worker has said is still read when its process has ended, and a child of its own may hold the pipe
+#: seconds to read a worker's pipes after its end, as a child process may keep them open
 _LAST_WORDS_S = 1.0
 
 
@@ -33,20 +33,20 @@ class WorkerEvent(NamedTuple):
 
 
 class Events:
-    """What workers tell, print and do, in order."""
+    """A queue of the workers' events."""
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
         self._room = threading.Semaphore(_MOST_UNREAD)
 
     def put(self, event: WorkerEvent) -> None:
-        """Add an event; a line that was printed waits until there is room."""
+        """Add an event; printed lines wait while the queue is full."""
         if event.what == "printed":
             self._room.acquire()
         self._queue.put(event)
 
     def next(self, timeout_s: float) -> WorkerEvent | None:
-        """Return the next event, None if there is none so soon."""
+        """Return the next event; None: none came in time."""
         try:
             event = self._queue.get(timeout=timeout_s)
         except queue.Empty:
@@ -77,9 +77,9 @@ class WorkerProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 pass_fds=(leash_end, tell_end),
-                start_new_session=True,  # the terminal's Ctrl-C is for the launcher alone
+                start_new_session=True,  # the terminal's Ctrl-C must reach the launcher alone
             )
-        except OSError:  # the launcher needs them to clear up
+        except OSError:  # the launcher needs the descriptors to clean up
             for end in ends:
                 os.close(end)
             raise
@@ -94,7 +94,7 @@ class WorkerProcess:
         try:
             for reader in (*readers, threading.Thread(target=self._await_end, args=(readers,), daemon=True)):
                 reader.start()
-        except RuntimeError:  # the system allows no more threads
+        except RuntimeError:  # the system cannot start a thread
             self.kill()
             raise
 
@@ -104,13 +104,13 @@ class WorkerProcess:
             self._leash.write(link.STOP)
 
     def kill(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     @property
     def replaced(self) -> bool:
-        """Whether the process lives and has put another program in the place of the worker."""
+        """Whether the process lives and has replaced the worker by another program (exec)."""
         return _program(self.process.pid) not in (b"", self._program)
 
     def _put(self, what: str, detail: Any) -> None:
@@ -119,7 +119,7 @@ class WorkerProcess:
     def _read_told(self, descriptor: int) -> None:
         with open(descriptor) as lines:
             for text in lines:
-                with contextlib.suppress(ValueError):  # it was killed in the middle of a word
+                with contextlib.suppress(ValueError):  # it was killed in the middle of a message
                     self._put("told", json.loads(text))
         self._put("no more", None)
 
@@ -155,5 +155,5 @@ def _program(process: int) -> bytes:
 
 
 def _shown(line: bytes) -> str:
-    """Return what a terminal would show of a line in the end."""
+    """Return a printed line as a terminal would finally show it."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace").rstrip()

@@ -26,7 +26,7 @@ class Watchable(Protocol):
         """The order in which workers run ready actions."""
 
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
-        """Return what `worker` runs in a training step of so many microbatches."""
+        """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
 
     def shards(self, worker: int) -> Sequence[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""
