@@ -1,7 +1,7 @@
 """Pure theory of pipeline schedules: actions, relation, checks. Standard library only."""
 
 from .action import RESOURCES, Action, Kind, Resource
-from .answers import blaming
+from .answers import schedule_errors
 from .check import check, check_all
 from .ending import NOTHING, Asked, end_tree
 from .entry import Entry, Pulled
@@ -26,18 +26,18 @@ from .recomputing import recomputing
 from .spec import Order, Spec
 from .versions import (
     asked_of,
-    copies_on,
     microbatches_of,
     microbatches_on,
     most_open,
     period,
     reaches,
-    stale_on,
     staleness,
     takes_steps,
     update_of,
     updates_a_step,
     weight_copies,
+    worker_staleness,
+    worker_weight_copies,
 )
 
 __all__ = [
@@ -75,10 +75,10 @@ __all__ = [
     "W",
     "WorkerFailure",
     "asked_of",
-    "blaming",
+    "schedule_errors",
     "check",
     "check_all",
-    "copies_on",
+    "worker_weight_copies",
     "end_tree",
     "entries",
     "local_order",
@@ -90,7 +90,7 @@ __all__ = [
     "reaches",
     "refuse_below",
     "recomputing",
-    "stale_on",
+    "worker_staleness",
     "staleness",
     "takes_steps",
     "update_of",

@@ -1,4 +1,4 @@
-"""What a schedule's methods answer, looked at before it is used: a wrong type or an exception becomes one sentence."""
+"""Validation of a schedule's methods: a wrong type or an exception becomes an error that names the method."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .errors import PipeError, ScheduleError
 from .kinds import B, F, I, W
 from .spec import Order, Spec
 
-#: what a schedule declares as a number, and what it answers when it is asked
+#: properties of a schedule that are numbers, its methods, and methods that return bounds
 _NUMBERS = ("num_workers", "num_microbatches", "num_stages", "num_routes")
 _METHODS = ("place", "route", "splits", "recomputes", "after", "slot", "program", "version")
 _BOUNDS = ("activation_limit", "peak_activations")
-#: what else a schedule may say of itself
+#: properties that a schedule may declare
 _DECLARED = ("num_stages", "num_routes", "order", "split_backward", "recompute", "synchronous", "update_every")
-#: what a schedule does not say
+#: methods of Spec that a schedule must not override
 _FOLLOWS = (
     "updates",
     "worker",
@@ -36,13 +36,13 @@ _FOLLOWS = (
     "orders",
     "parameters",
 )
-#: an answer of more actions is taken for endless
+#: an iterable of more actions counts as endless
 _MOST_NAMED = 1_000_000
 
 
 @contextmanager
-def blaming(schedule: type[Spec]) -> Iterator[None]:
-    """Turn an exception inside a method of the schedule into a sentence that names the method and its arguments.
+def schedule_errors(schedule: type[Spec]) -> Iterator[None]:
+    """Turn an exception inside a method of the schedule into one that names the method and its arguments.
 
     Raises:
         ScheduleError: instead of that exception.
@@ -52,7 +52,7 @@ def blaming(schedule: type[Spec]) -> Iterator[None]:
     except PipeError:
         raise
     except (Exception, SystemExit) as raised:
-        # A generator that a StopIteration goes through makes a RuntimeError of it (PEP 479).
+        # A StopIteration inside a generator becomes a RuntimeError (PEP 479).
         error = raised.__cause__ if isinstance(raised.__cause__, StopIteration) else raised
         call = _first_call(schedule, error.__traceback__)
         if call is None:
@@ -96,12 +96,12 @@ def _last_line(traceback: TracebackType | None) -> str:
 
 
 def _is_ours(code: CodeType, module: dict[str, object]) -> bool:
-    """Tell whether nobody can look into it: what all schedules inherit, and what is made for dataclasses."""
+    """Return whether code is not the user's: that of `Spec`, or generated for dataclasses."""
     return module.get("__name__") == Spec.__module__ or code.co_filename.startswith("<")
 
 
 def check_answers(spec: Spec) -> None:
-    """Check what a schedule declares and how it can be asked, and each place, route and bound that it answers.
+    """Check a schedule's properties and methods, and every place, route and bound that it returns.
 
     Raises:
         ScheduleError: the text names the method, the argument it was asked with, the answer and the rule.
@@ -134,7 +134,7 @@ def check_answers(spec: Spec) -> None:
 
 
 def is_whole(value: object) -> bool:
-    """Tell whether a value counts."""
+    """Return whether a value is a whole number."""
     return type(value) is int or isinstance(value, Integral)
 
 
@@ -146,7 +146,7 @@ def _check_hashable(name: str, value: object) -> None:
 
 
 def _check_spelling(schedule: type[Spec]) -> None:
-    """Refuse a name that is nearly one that is asked for: nobody would ever ask for it."""
+    """Refuse a misspelt method or property, which would never be used."""
     asked = (*_METHODS, *_BOUNDS, *_DECLARED)
     for cls in schedule.__mro__[: schedule.__mro__.index(Spec)]:
         for name in vars(cls).keys() - dir(Spec) - cls.__annotations__.keys():
@@ -198,7 +198,7 @@ def _check_truth(call: str, answer: object) -> None:
 
 
 def bound(spec: Spec, name: str, worker: int) -> int | None:
-    """Return what the method `name` says that `worker` may hold.
+    """Return the bound of `worker` that the method `name` returns.
 
     Raises:
         ScheduleError: it is neither a whole number nor None.
@@ -222,7 +222,7 @@ def slot_of(spec: Spec, action: Action) -> int:
 
 
 def actions_in(answer: object, call: str, most: int = _MOST_NAMED) -> list[Action]:
-    """Return the actions in what `call` answered.
+    """Return the actions that `call` returned.
 
     Raises:
         ScheduleError: it is no iterable of actions, or one without an end.
@@ -253,7 +253,7 @@ def _is_action(thing: object) -> bool:
 
 
 def own_actions(spec: Spec, worker: int) -> Iterator[Action]:
-    """Yield what `worker` runs, by stage and microbatch, without what ends a synchronous step."""
+    """Yield the actions of `worker` by stage and microbatch, without those that end a synchronous step."""
     mixed, usual = type(spec).splits is not Spec.splits, type(spec).actions is Spec.actions
     for stage, route in spec.hosted(worker):
         for m in on_route(spec, range(spec.total_microbatches), route):
@@ -265,7 +265,7 @@ def own_actions(spec: Spec, worker: int) -> Iterator[Action]:
 
 
 def _answered_actions(spec: Spec, stage: int, microbatch: int) -> list[Action]:
-    """Return what a schedule with kinds of its own answers for a microbatch on a stage."""
+    """Return the actions of a microbatch on a stage, of a schedule with kinds of its own."""
     call = f"actions({stage}, {microbatch})"
     actions = actions_in(spec.actions(stage, microbatch), call)
     for action in actions:

@@ -1,4 +1,4 @@
-"""What a process does when it ends, but its forks do not."""
+"""Exit functions that run in the process that registered them, and not in its forks."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from .action import Action
-from .answers import actions_in, blaming, bound, check_answers, own_actions, slot_of
+from .answers import actions_in, bound, check_answers, own_actions, schedule_errors, slot_of
 from .check_stream import check_steps, check_versions
 from .draw import draw_edge, draw_held, draw_listed
 from .errors import PipeError, ScheduleError
@@ -36,7 +36,7 @@ def check(spec: Spec, worker: int) -> None:
     Raises:
         ScheduleError: a rule is broken; the text names the action, the rule and what would be right.
     """
-    with blaming(type(spec)):
+    with schedule_errors(type(spec)):
         check_answers(spec)
         check_versions(spec, [worker])
         _check_runs(spec, [worker])
@@ -46,7 +46,7 @@ def check(spec: Spec, worker: int) -> None:
 
 def check_all(spec: Spec) -> None:
     """Check the part of every worker, as the simulator and the launcher do before anything is started."""
-    with blaming(type(spec)):
+    with schedule_errors(type(spec)):
         check_answers(spec)
         check_versions(spec, range(spec.num_workers))
         _check_runs(spec, range(spec.num_workers))
@@ -148,7 +148,7 @@ def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) ->
 
 
 def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) -> str:
-    """Say what is wrong with listing `action` in the program of `worker`; nothing is an empty text."""
+    """Return what is wrong with `action` in the program of `worker`; "": nothing."""
     stage, kind, microbatch = action
     if not kind.per_microbatch:
         return f", but {kind!r} ends the step by itself: only what is done with a microbatch is listed"
@@ -166,7 +166,7 @@ def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) 
 
 
 def _check_memory(memory: Memory, worker: int) -> None:
-    """Check that activations are bounded by the relation, not by luck."""
+    """Check that the relation bounds activations, at any timing."""
     spec = memory.spec
     bound(spec, "activation_limit", worker)
     claimed = bound(spec, "peak_activations", worker)
@@ -205,7 +205,7 @@ def _check_growth(memory: Memory, worker: int) -> None:
     # Twice, as the first so many may still be too few for a wide window.
     for _ in range(2):
         try:
-            with blaming(type(spec)):
+            with schedule_errors(type(spec)):
                 memory = memory.of_more
                 if has_slot(spec):
                     _check_runs(memory.spec, [worker])

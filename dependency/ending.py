@@ -27,7 +27,7 @@ Replica = tuple[int, int]
 
 
 class Placed(Protocol):
-    """What this file uses of a spec."""
+    """The part of a spec that this module uses."""
 
     @property
     def total_microbatches(self) -> int: ...
@@ -133,12 +133,12 @@ class EndTree:
         return alone, below + list(dict.fromkeys(exchanged))
 
     def told(self, worker: int, asked: Asked) -> list[Action]:
-        """Return the actions that bring the updates of `worker` what they must know."""
+        """Return the actions whose results the updates of `worker` need."""
         own = self.own[worker]
         return [T(*own)] if asked.norms and not asked.validated else [D(*own)] if asked.weight else []
 
     def exchanged(self, stage: int, asked: Asked) -> list[Action]:
-        """Return the exchanges whose gradients are summed for `stage`, in that order; none if it shares no weights."""
+        """Return the exchanges whose gradients `stage` sums, in that order; none if it shares no weights."""
         stages = (asked.sharing[stage] if asked.sharing else ()) or (stage,)
         num_routes = self.spec.num_routes
         return [G(s, route) for s in stages for route in range(num_routes)] if len(stages) * num_routes > 1 else []

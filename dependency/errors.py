@@ -1,4 +1,4 @@
-"""What can go wrong, split by who caused it.
+"""The errors, by their causes.
 
     PipeError
     ├── ScheduleError      the author of a schedule: the relation cannot be run; carries a drawing

@@ -1,4 +1,4 @@
-"""Files that somebody else may have written: regular ones, of a size that is expected, or one clear error."""
+"""Reading of untrusted files: regular files of an expected size, or one clear error."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from typing import Any, TextIO
 
 from .errors import ConfigError
 
-#: what is raised where data have another form than they should
+#: errors of data of another form than expected
 DAMAGED = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
-#: no file of code is larger
+#: most bytes of a file of code
 _MOST_CODE_BYTES = 2**21
 #: no file of JSON is larger, unless more is said, and none has more values: each takes some 100 bytes of memory
 _MOST_JSON_BYTES, _MOST_VALUES = 2**25, 2_000_000
@@ -35,7 +35,7 @@ def opened(path: Path, said: str, most_bytes: int, encoding: str = "utf-8") -> I
         ConfigError: it cannot be read, is no regular file, or is too large.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe without a writer would be waited for
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # opening a pipe without a writer would block
         with open(descriptor, encoding=encoding, newline="") as file:
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode):

@@ -1,4 +1,4 @@
-"""Garbage collection, switched off while many objects are made that stay: each collection would examine all of them."""
+"""Garbage collection, switched off while many lasting objects are made, which each collection would traverse."""
 
 from __future__ import annotations
 

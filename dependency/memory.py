@@ -1,4 +1,4 @@
-"""How many microbatches a worker may have to hold: in its own order, and at the worst timing there is.
+"""The most microbatches that a worker may hold: in its own order, and at the worst timing.
 
 The activations of a microbatch live from the action that begins their life (F) to the one that ends it (B or W). Two
 lives overlap at some timing unless one must end before the other may begin. So the most that can be held at once is the
@@ -41,7 +41,7 @@ def peaks_in_order(program: Iterable[Action]) -> list[int]:
 
 
 class Lives:
-    """The lives of activations on a worker: which must end before which may begin.
+    """The lifetimes of activations on a worker: which must end before which may begin.
 
     Args:
         relation: (whether it is the worker's own, action, what it needs), each after what it needs. If needs are left
@@ -49,7 +49,7 @@ class Lives:
     """
 
     def __init__(self, relation: Iterable[tuple[bool, Action, Iterable[Action]]]) -> None:
-        #: how many may be held at once of the first microbatches, by how many these are
+        #: by number of first microbatches, the most of these that may be held at once
         self.most: list[int] = [0]
         self._own: list[tuple[Action, Ends]] = []  # beginnings and ends, with the ends that are finished by then
         self._needed: list[Ends] = []  # by beginning
@@ -69,7 +69,7 @@ class Lives:
             needed[action] = ends
 
     def run_to_most(self) -> list[Action]:
-        """Return own beginnings and ends that lead to the most that may be held, in an order that is legal."""
+        """Return, in a legal order, own beginnings and ends that lead to the most held activations."""
         return [action for action, ends in self._own if all(n <= self._full.get(chain, 0) for chain, n in ends.items())]
 
     def _end(self, ends: Ends) -> Ends:
@@ -121,7 +121,7 @@ def _united(all_ends: Iterable[Ends | None]) -> Ends:
 
 
 class Memory:
-    """What the workers of a spec may hold at the worst timing.
+    """The most that the workers of a spec may hold at the worst timing.
 
     First from a worker's own edges alone, which nearly always is enough; then together with those workers whose edges
     lead from its beginnings to its ends, while all others only pass payloads on; then from the whole relation, unless

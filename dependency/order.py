@@ -1,4 +1,4 @@
-"""A worker's own actions in order, found without asking any other worker.
+"""The order of a worker's actions, computed without other workers.
 
 The order comes from the first of these that the spec defines: `slot` (sorted), `program` (as listed), or the unrolled
 relation (`unroll.py`, a global pass).
@@ -20,17 +20,17 @@ from .unroll import unroll
 
 
 def has_slot(spec: Spec) -> bool:
-    """Tell whether the order of `spec` is a closed form, so that every worker can check it alone."""
+    """Return whether the order of `spec` is a closed form, so that every worker can check it alone."""
     return type(spec).slot is not Spec.slot
 
 
 def has_program(spec: Spec) -> bool:
-    """Tell whether `spec` lists each worker's actions itself."""
+    """Return whether `spec` lists each worker's actions itself."""
     return type(spec).program is not Spec.program
 
 
 def is_uniform(spec: Spec) -> bool:
-    """Tell whether a stage does the same kinds of actions with every microbatch."""
+    """Return whether a stage runs the same kinds of actions for every microbatch."""
     return type(spec).splits is Spec.splits and type(spec).actions is Spec.actions
 
 
@@ -108,7 +108,7 @@ def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
 
 
 def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) -> Iterator[Action]:
-    """Insert what ends a step right after what it needs: the end of a step consists of edges, not of a barrier.
+    """Insert the actions that end a step right behind their needs: the end of a step is no barrier.
 
     An update that waits for no other stage follows its last gradient, and so does an exchange of gradients. Updates
     that wait for other stages come last.
@@ -138,6 +138,6 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) ->
 
 
 def _with_told(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) -> Iterator[Action]:
-    """Append what ends the steps of a stream and occupies no device; its updates stay where their slots are."""
+    """Append the actions that end the steps of a stream, which occupy no device; updates stay in their slots."""
     yield from order
     yield from end_tree(spec).actions(worker, asked)

@@ -1,4 +1,4 @@
-"""A worker's part of a step with its actions numbered in order: compiled once, run or priced many times."""
+"""A worker's part of a step, with numbered actions: compiled once, run or simulated many times."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .versions import Reach, reaches
 
 
 class Part:
-    """The entries of a worker as tables that are only read; what changes while they run is another's.
+    """The entries of a worker as read-only tables; the state of a run is kept elsewhere.
 
     Args:
         program: the worker's entries, in its order.
-        chained: as they were compiled with.
+        chained: as for `entries`.
     """
 
     def __init__(self, spec: Spec, worker: int, program: Iterable[Entry], chained: Collection[int] = ()) -> None:
@@ -28,19 +28,19 @@ class Part:
         self.entries = list(program)
         #: whether this is an evaluation
         self.forward_only = all(entry.action.kind is not U for entry in self.entries)
-        #: how many needs each has within its step
+        #: number of needs of each entry within its step
         self.num_needs = [len(entry.own) + len(entry.pulled) for entry in self.entries]
-        #: need -> those that wait for it
+        #: need -> numbers of the entries that wait for it
         self.waiting: dict[Action, list[int]] = {}
-        #: what other workers finish for this one, each once
+        #: the needs on other workers, each once
         self.pulls: list[Pulled] = []
-        #: how many forwards there are
+        #: number of forwards
         self.num_forwards = 0
-        #: for each of the steps before, the last first: own action of it, if it has it -> those of this step that wait
+        #: for each earlier step, the latest first: own action of that step -> entries of this step that wait for it
         self.inherited: list[dict[Action, list[int]]] = []
-        #: resource -> those that occupy it, in order
+        #: resource -> numbers of its entries, in order
         self.queues: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
-        #: what each occupies
+        #: resource of each entry
         self.resources = [entry.action.kind.resource for entry in self.entries]
         #: own action -> its number
         self.number = {entry.action: number for number, entry in enumerate(self.entries)}
@@ -54,7 +54,7 @@ class Part:
                 waiting.setdefault(pull.action, []).append(number)
             queues[self.resources[number]].append(number)
             self.num_forwards += action.kind.way == 1
-        #: of a stream: the slots of what computes, by which those of several steps are put in order
+        #: of a stream: slots of computing entries, by which those of several steps are ordered
         self.slots: list[int] = []
         if spec.synchronous:
             self.inherited.append({})
@@ -94,7 +94,7 @@ class Part:
                 self.inherited[steps - 1].setdefault(need, []).append(number)
 
     def shard(self, action: Action) -> tuple[int, int]:
-        """Return the stage and the route of the shard that `action` is about."""
+        """Return (stage, route) of the shard of `action`."""
         stage, kind, index = action
         route = routes(self.spec, self.forward_only)(index) if kind.per_microbatch else index % self.spec.num_routes
         return stage, route

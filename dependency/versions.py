@@ -22,12 +22,12 @@ from .action import Action
 from .ending import Asked, Placed, on_route
 from .kinds import U
 
-#: a step so far from the beginning of a stream that the beginning has no effect on it
+#: number of a step so far from the beginning of a stream that the beginning has no effect on it
 STEADY = 1 << 20
 
 
 class Versioned(Placed, Protocol):
-    """What this file uses of a spec."""
+    """The part of a spec that this module uses."""
 
     @property
     def num_microbatches(self) -> int: ...
@@ -48,7 +48,7 @@ class Versioned(Placed, Protocol):
 
 
 def updates_a_step(spec: Versioned) -> int:
-    """Return how many updates a stage has in a step, on all routes together."""
+    """Return the number of updates of a stage in a step, on all routes together."""
     return spec.num_microbatches if spec.update_every == "microbatch" else spec.num_routes
 
 
@@ -61,7 +61,7 @@ def asked_of(spec: Versioned, asked: Asked) -> Asked:
 
 
 def takes_steps(spec: Versioned) -> bool:
-    """Tell whether each update takes the gradients of a whole step."""
+    """Return whether each update takes the gradients of a whole step."""
     return spec.update_every == "step" and spec.num_routes == 1
 
 
@@ -97,7 +97,7 @@ def before_forward(spec: Versioned, forward: Action) -> Iterator[Action]:
 
 
 def before_update(spec: Versioned, update: Action) -> Iterator[Action]:
-    """Yield what adds to the gradients that an update takes, and the update before it."""
+    """Yield the actions that add to the gradients of an update, and the update before it."""
     stage, _, index = update
     for m in microbatches_of(spec, update):
         yield from (action for action in spec.actions(stage, m) if action.kind.accumulates)
@@ -106,7 +106,7 @@ def before_update(spec: Versioned, update: Action) -> Iterator[Action]:
 
 
 def staleness(spec: Versioned, stage: int) -> int:
-    """Return how many updates of a stage, at most, come between the weights that a gradient is taken at and its own."""
+    """Return the most updates of a stage between the weights of a gradient and the gradient's own update."""
     if spec.synchronous:
         return 0
     per_step = 1 if spec.update_every == "step" else spec.num_microbatches
@@ -142,14 +142,13 @@ def weight_copies(spec: Versioned, stage: int) -> int:
     return most
 
 
-def stale_on(spec: Versioned, worker: int) -> int:
-    """Return how many updates late, at most, the gradients of a worker's stages are applied."""
+def worker_staleness(spec: Versioned, worker: int) -> int:
+    """Return the largest staleness of a worker's stages, in updates."""
     return max((staleness(spec, stage) for stage, _ in spec.hosted(worker)), default=0)
 
 
-def copies_on(spec: Versioned, worker: int) -> int:
-    """Return how many copies of weights a worker holds, in shares of 1/P of the model: of replicas, versions and a
-    reference."""
+def worker_weight_copies(spec: Versioned, worker: int) -> int:
+    """Return the copies of weights on a worker, in shares of 1/P of the model: replicas, versions and a reference."""
     held = sum(
         weight_copies(spec, stage) + (route == 0 and spec.elasticity > 0) for stage, route in spec.hosted(worker)
     )
@@ -166,7 +165,7 @@ class Reach(NamedTuple):
 
 
 def steady(spec: Versioned, action: Action) -> Action:
-    """Return what `action` of a step is called in a stream, far from its beginning."""
+    """Return `action` of a step as an action of a stream, far from its beginning."""
     per_step = spec.num_microbatches if action.kind.per_microbatch else updates_a_step(spec)
     return action._replace(index=action.index + STEADY * per_step)
 
@@ -187,13 +186,13 @@ def reaches(spec: Versioned, action: Action, needs: Callable[[Action], Iterable[
 
 
 def period(spec: Versioned) -> int:
-    """Return by how much slots grow from step to step."""
+    """Return the growth of slots from step to step."""
     first = next(iter(spec.actions(0, 0)))
     return spec.slot(first._replace(index=spec.num_microbatches)) - spec.slot(first)
 
 
 def most_open(spec: Versioned) -> int:
-    """Return how many steps of a stream are under way at once, one more included that is asked for ahead of need."""
+    """Return the most steps of a stream in progress at once, including one that is prefetched."""
     if spec.synchronous:
         return 2
     last = spec.num_microbatches - 1

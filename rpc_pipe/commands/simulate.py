@@ -7,7 +7,16 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..dependency import Action, ConfigError, PipeError, ScheduleError, Spec, check_all, copies_on, stale_on
+from ..dependency import (
+    Action,
+    ConfigError,
+    PipeError,
+    ScheduleError,
+    Spec,
+    check_all,
+    worker_staleness,
+    worker_weight_copies,
+)
 from ..drawing.chrome import write_chrome
 from ..drawing.page import Picture, draw_page
 from ..drawing.svg import draw_svg
@@ -173,8 +182,8 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
         "busy": list(result.busy),
         "peak_activations": list(result.peak_activations),
         "synchronous": spec.synchronous,
-        "staleness": [stale_on(spec, worker) for worker in range(spec.num_workers)],
-        "weight_copies": [copies_on(spec, worker) for worker in range(spec.num_workers)],
+        "staleness": [worker_staleness(spec, worker) for worker in range(spec.num_workers)],
+        "weight_copies": [worker_weight_copies(spec, worker) for worker in range(spec.num_workers)],
         "actions": sum(map(len, orders)),
         "orders": [[str(action) for action in order] for order in orders],
     }

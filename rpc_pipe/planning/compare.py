@@ -6,7 +6,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..dependency import Action, B, F, I, Kind, Order, PipeError, R, Spec, W, check_all, copies_on, stale_on
+from ..dependency import (
+    Action,
+    B,
+    F,
+    I,
+    Kind,
+    Order,
+    PipeError,
+    R,
+    Spec,
+    W,
+    check_all,
+    worker_staleness,
+    worker_weight_copies,
+)
 from ..model.cut import cut
 from .candidates import VARIANTS
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
@@ -168,8 +182,8 @@ def _row(
         memory,
         num_messages(result),
         spec.synchronous,
-        [stale_on(spec, worker) for worker in range(spec.num_workers)],
-        [copies_on(spec, worker) for worker in range(spec.num_workers)],
+        [worker_staleness(spec, worker) for worker in range(spec.num_workers)],
+        [worker_weight_copies(spec, worker) for worker in range(spec.num_workers)],
         weight_bytes(spec, sizes) if sizes else None,
         f"needs {format_bytes(memory)}" if too_much and memory is not None else "",
     )
@@ -206,7 +220,9 @@ def describe_staleness(spec: Spec) -> list[str]:
     if spec.synchronous:
         return []
     workers = range(spec.num_workers)
-    late, copies = (", ".join(str(of(spec, worker)) for worker in workers) for of in (stale_on, copies_on))
+    late, copies = (
+        ", ".join(str(of(spec, worker)) for worker in workers) for of in (worker_staleness, worker_weight_copies)
+    )
     return [f"asynchronous: gradients are up to {late} updates late by worker; copies of the weights {copies}"]
 
 

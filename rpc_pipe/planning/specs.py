@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..dependency import ConfigError, Order, Spec, blaming, check_all, recomputing
+from ..dependency import ConfigError, Order, Spec, check_all, recomputing, schedule_errors
 from ..dependency.files import load_module
 from ..model.cut import cut
 from ..schedules import SCHEDULES
@@ -119,7 +119,7 @@ def make_spec(
             raise ConfigError(f"{key}: schedule {name} has no such parameter; it has {has}{advice}")
         values[key] = _convert(name, key, value, known[key])
     try:
-        with blaming(cls):
+        with schedule_errors(cls):
             spec = cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
             num_stages = spec.num_stages
             if not isinstance(num_stages, int):
