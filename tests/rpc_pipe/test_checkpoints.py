@@ -1,10 +1,8 @@
 """Checkpoints: gone on from with any number of workers, cut and schedule; damaged ones are told, and change nothing."""
 
 import copy
-import json
 import math
 import os
-import re
 import resource
 import signal
 import sys
@@ -15,51 +13,15 @@ from functools import partial
 import pytest
 import torch
 from processes import rpc_pipe, start
+from saved_training import BATCHES, DONE, LAYERS, bits, pipeline
 from torch import nn
-from torch.optim import lr_scheduler
 
-from rpc_pipe import Pipeline
 from rpc_pipe.checkpoints import folder as folders
 from rpc_pipe.checkpoints import writing
-from rpc_pipe.checkpoints.options import follow
 from rpc_pipe.checkpoints.reading import Checkpoint
 from rpc_pipe.checkpoints.resumption import Resumption
-from rpc_pipe.dependency import ConfigError, Damaged
+from rpc_pipe.dependency import ConfigError
 from rpc_pipe.dependency.files import DAMAGED
-
-LAYERS = [
-    partial(nn.Linear, 8, 16),
-    nn.Tanh,
-    partial(nn.Linear, 16, 16),
-    nn.Dropout,
-    partial(nn.BatchNorm1d, 16),
-    partial(nn.Linear, 16, 4),
-]
-torch.manual_seed(0)
-BATCHES = [(torch.randn(8, 8), torch.randn(8, 4)) for _ in range(7)]
-DONE = 3
-
-
-def adamw(named):
-    decay = [p for name, p in named if name.endswith("weight")]
-    rest = [p for name, p in named if not name.endswith("weight")]
-    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
-
-
-def warmed_up(optimizer):
-    warmup = lr_scheduler.LinearLR(optimizer, total_iters=2)
-    return lr_scheduler.SequentialLR(optimizer, [warmup, lr_scheduler.MultiStepLR(optimizer, [1, 3])], milestones=[2])
-
-
-def pipeline(num_workers, schedule="1f1b", layers=LAYERS, optimizer=adamw, **options):
-    return Pipeline(
-        layers, nn.functional.mse_loss, optimizer=optimizer, num_workers=num_workers, schedule=schedule,
-        num_microbatches=4, **{"lr_scheduler": warmed_up, "max_grad_norm": 0.5, **options},
-    )  # fmt: skip
-
-
-def bits(pipe):
-    return {name: tensor.numpy().tobytes() for name, tensor in pipe.state_dict().items()}
 
 
 @pytest.fixture(scope="module")
@@ -194,140 +156,6 @@ def test_only_the_newest_are_kept_and_one_step_may_be_saved_twice(tmp_path):
     assert folders.complete(tmp_path) == [written], "not those of a run before that came further"
 
 
-def copied(path, tmp_path):
-    for file in path.iterdir():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    return tmp_path
-
-
-def cut_off(path):
-    file = path / "model-00002-of-00004.safetensors"
-    file.write_bytes(file.read_bytes()[:-5])
-
-
-def flipped(path):
-    file = path / "model-00001-of-00004.safetensors"
-    file.write_bytes(b"\xff" * 8 + file.read_bytes()[8:])
-
-
-def no_manifest(path):
-    (path / "manifest.json").unlink()
-
-
-def no_part(path):
-    (path / "optimizer-00003-of-00004.safetensors").unlink()
-
-
-def one_bit(path):
-    file = path / "model-00003-of-00004.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-9] ^= 1
-    file.write_bytes(content)
-
-
-def another_step(path):
-    manifest = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(re.sub(r'"step": \d', '"step": 7', manifest))
-
-
-def changed(change):
-    """Return what changes the manifest of a checkpoint."""
-
-    def damage(path):
-        manifest = json.loads((path / "manifest.json").read_text())
-        manifest.pop("sum")  # as if it had been written so
-        change(manifest)
-        (path / "manifest.json").write_text(json.dumps(manifest))
-
-    return damage
-
-
-def wrong_form(manifest):
-    for file in manifest["files"].values():
-        file["tensors"] = dict.fromkeys(file["tensors"], 5)
-
-
-@pytest.mark.parametrize(
-    "damage, says",
-    [
-        (cut_off, "model-00002-of-00004.safetensors: has .* bytes of .*: it was cut off"),
-        (flipped, r"model-00001-of-00004.safetensors: .*cannot be read"),
-        (one_bit, r"model-00003-of-00004.safetensors: tensor \S+ is not what was written"),
-        (another_step, "manifest.json: is damaged: it is not what was written"),
-        (no_part, "optimizer-00003.* is missing"),
-        (
-            lambda path: (path / "manifest.json").write_text('{"format": 1, "st'),
-            "manifest.json: cannot be read as JSON",
-        ),
-        (lambda path: (path / "manifest.json").write_text("[]"), "manifest.json: is not of format 1"),
-        (changed(lambda told: told.pop("stages")), "manifest.json: is damaged: KeyError 'stages'"),
-        (changed(lambda told: told.update(step=float("inf"))), "manifest.json: is damaged: OverflowError"),
-        (changed(lambda told: told.update(extra={"$tensor": [1, "load"]})), "manifest.json: is damaged: TypeError"),
-        (changed(lambda told: told["stages"]["0"].pop("optimizer")), "is damaged, or of another version: KeyError"),
-        (changed(wrong_form), "is damaged, or of another version: TypeError"),
-        (changed(lambda told: told.update(calls=17)), "is damaged.*: ValueError: 17 calls, but 16 rows of results"),
-        (changed(lambda told: told.update(calls=-1)), "is damaged.*: ValueError: -1 calls, but 16 rows of results"),
-        (changed(lambda told: told.update(calls="3")), "is damaged.*: TypeError"),
-        (no_manifest, "holds no complete checkpoint"),
-    ],
-)
-def test_a_damaged_checkpoint_is_named_and_changes_nothing(written, tmp_path, damage, says):
-    path = copied(written[1], tmp_path)
-    damage(path)
-    pipe = pipeline(3)
-    before = bits(pipe)
-    with pytest.raises(ConfigError, match=says):
-        pipe.load_checkpoint(path)
-    assert bits(pipe) == before
-    assert pipe.steps_done == 0
-    pipe.step(BATCHES[0])
-
-
-def followed(folder, resume=None, steps=5):
-    """Return what a job of some steps tells at its start, and its weights at its end; it writes a checkpoint a step."""
-    pipe = pipeline(4)
-    told = follow(pipe, 1, str(folder), None, resume, anew=True)
-    for batch in BATCHES[:steps]:
-        pipe.step(batch)
-    weights = bits(pipe)
-    pipe.close()
-    return told, weights
-
-
-@pytest.mark.parametrize("damage", [cut_off, flipped, one_bit, another_step, no_part, no_manifest])
-def test_a_restart_goes_on_from_an_older_checkpoint_where_the_newest_is_damaged(tmp_path, damage):
-    """It ended with exit code 2, or went on from an older one without a word where the manifest was gone."""
-    _, undisturbed = followed(tmp_path / "other")
-    followed(tmp_path, steps=3)
-    damage(tmp_path / "step-00000003")
-    told, weights = followed(tmp_path)
-    assert re.fullmatch(r"damaged: .*step-00000003.*; goes on from .*step-00000002, after 2 steps instead", told), told
-    assert weights == undisturbed
-
-
-def test_a_restart_of_which_all_checkpoints_are_damaged_begins_as_it_did_at_first(tmp_path):
-    _, undisturbed = followed(tmp_path, steps=1)
-    no_part(tmp_path / "step-00000001")
-    told, weights = followed(tmp_path, steps=1)
-    assert re.fullmatch(r"damaged: .*step-00000001.* is missing; training starts at step 0 instead", told), told
-    assert weights == undisturbed
-
-
-def test_a_damaged_checkpoint_that_is_typed_is_no_other(written, tmp_path):
-    for step in 1, 2:
-        (tmp_path / f"step-{step:08}").mkdir()
-        copied(written[1], tmp_path / f"step-{step:08}")
-    cut_off(tmp_path / "step-00000002")
-    pipe = pipeline(3)
-    for typed in tmp_path / "step-00000002", tmp_path:
-        with pytest.raises(Damaged, match=r"step-00000002.*: it was cut off"):
-            follow(pipe, None, str(tmp_path), None, str(typed), anew=False)
-    assert "step-00000001, after 3 steps instead" in follow(pipe, None, str(tmp_path), None, "auto", anew=False)
-    cut_off(tmp_path / "step-00000001")
-    with pytest.raises(Damaged, match=r"step-00000002.*: it was cut off"):
-        follow(pipe, None, str(tmp_path), None, "auto", anew=False)
-
-
 @pytest.mark.parametrize(
     "options, says",
     [
@@ -448,7 +276,7 @@ def test_a_past_that_nobody_had_is_refused(past):
 KILLED = """
 import sys
 sys.path[:0] = {path!r}
-from test_checkpoints import BATCHES, pipeline
+from saved_training import BATCHES, pipeline
 pipe = pipeline(2)
 pipe.step(BATCHES[0])
 print("ready", flush=True)
