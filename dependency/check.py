@@ -111,7 +111,7 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
 
 
 def _check_exists(spec: Spec, action: Action, need: Action) -> None:
-    """Check that `need`, which after(action) names, is run by somebody."""
+    """Check that `need`, which after(action) names, is run by a worker."""
     stage, kind, microbatch = need
     if not kind.per_microbatch and (spec.synchronous or kind is not U):
         raise ScheduleError(
@@ -202,7 +202,7 @@ def _check_growth(memory: Memory, worker: int) -> None:
         wrong = _grows(memory, worker)
         if wrong is None:
             return
-    # Twice, as the first so many may still be too few for a wide window.
+    # Twice, as the first number of microbatches may be too small for a wide window.
     for _ in range(2):
         try:
             with schedule_errors(type(spec)):
@@ -211,7 +211,7 @@ def _check_growth(memory: Memory, worker: int) -> None:
                     _check_runs(memory.spec, [worker])
                 wrong = _grows(memory, worker)
         except PipeError:
-            break  # so many cannot be run
+            break  # the schedule does not run this many
         if wrong is None:
             return
     if wrong is not None:

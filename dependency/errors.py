@@ -83,7 +83,7 @@ def first_sentence(error: BaseException) -> str:
     return re.split(r"(?<=[.!?]) (?=[A-Z])", " ".join(str(error).split()), maxsplit=1)[0].removesuffix(".")
 
 
-#: characters of a failure that are told
+#: most characters of a failure's message
 _MOST_SUMMARY, MOST_TRACEBACK = 2000, 20_000
 
 

@@ -91,12 +91,12 @@ def refuse_large_code(path: Path, said: str) -> None:
 
 
 def load_module(path: Path, name: str, said: str, *, first: bool = False) -> ModuleType:
-    """Run a Python file of the user's and return it as a module; what stands beside it can be imported, as in a script.
+    """Run a Python file of the user's and return it as a module; files beside it can be imported, as by a script.
 
     Args:
         name: of the module, by which dataclasses and pickle find what it defines.
         said: what was typed, for errors.
-        first: whether what stands beside it comes before what is installed.
+        first: whether files beside it precede installed packages.
 
     Raises:
         ConfigError: there is no such file, or it raises.

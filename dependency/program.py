@@ -20,7 +20,7 @@ from .order import has_program, has_slot, is_uniform, local_order, routes
 from .spec import Spec
 from .versions import before_forward, update_of
 
-#: stands for all replicas of a worker
+#: key for all replicas of a worker
 _WHOLE_WORKER = -1, -1
 
 

@@ -53,7 +53,7 @@ def updates_a_step(spec: Versioned) -> int:
 
 
 def asked_of(spec: Versioned, asked: Asked) -> Asked:
-    """Return what updates of `spec` can be told before they are made, of what is asked for.
+    """Return the part of `asked` that can be known before updates of `spec`.
 
     An update that does not take a whole step knows its weight, and waits for no other stage: that would empty the pipe.
     """

@@ -127,7 +127,7 @@ def find_profile(
     Args:
         rows: of microbatches; None: those of the batch.
         at_least: how many blocks are wanted; with fewer, the parts of blocks are looked at.
-        together: so many processes measure at once; 0: this one.
+        together: number of processes that measure at once; 0: this process alone.
 
     Raises:
         ConfigError: there is neither a model nor a profile.

@@ -1,1 +1,1 @@
-"""The dispatch node: watches a run, which goes on as if nobody did. Loads without torch."""
+"""The dispatch node: it watches a run without influence on it. Loads without torch."""

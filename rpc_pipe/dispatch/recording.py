@@ -26,7 +26,7 @@ from ..tracing.run_ending import Ending
 from ..workers.hooks import Arrived, LayerTime, Record, StepRecord
 from .view import View
 
-#: a look brings so many at most, fewer than a view keeps
+#: most steps of an update, fewer than a view keeps
 _MOST_STEPS = 32
 
 

@@ -23,7 +23,7 @@ def write_chrome(
 
     Args:
         steps: step -> its spans, in milliseconds.
-        clock_error_ms: by how much the clocks of two workers may differ; stands in the file's `otherData`.
+        clock_error_ms: largest difference of two workers' clocks, written to the file's `otherData`.
     """
     events = _events(spec, steps, device)
     whole = {"traceEvents": events, "otherData": {"clock_error_ms": clock_error_ms}}

@@ -16,7 +16,7 @@ from ..planning.span import Span
 from ..planning.waits import Wait
 from .timeline import held_stages, summarize
 
-#: stands in the template once, where the data go
+#: placeholder of the data in the template
 _MARKER = "@DATA@"
 
 
@@ -31,7 +31,7 @@ class Picture:
     unit: str = ""
     #: what the time is called in which nothing ran: a schedule's `bubble`, or `idle` where times were measured
     gaps: str = "bubble"
-    #: why workers waited, as `waits.waits` tells
+    #: the result of `waits.waits`
     waits: Mapping[Span, Wait] = field(default_factory=dict)
 
 

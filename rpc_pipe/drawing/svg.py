@@ -185,7 +185,7 @@ def _rows(layout: _Layout, spans: Sequence[Span], held: Sequence[Sequence[int]])
 
 
 def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
-    """Return a cell, or a tick where the action took no time, with what it is for those who hover over it.
+    """Return a cell, or a tick if the action took no time, with a tooltip.
 
     `stripe` and `free` are the shares of its height that the stripe takes and that stripes leave to the text.
     """

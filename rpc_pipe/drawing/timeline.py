@@ -161,7 +161,7 @@ def _style(action: Action, level: int) -> str:
 
 
 def _fit(name: str, cells: int) -> str:
-    """Shorten to kind and microbatch, to the microbatch, whose kind the colour tells, and then to the kind alone."""
+    """Shorten a name to kind and microbatch, to the microbatch (its colour shows the kind), or to the kind."""
     plain = name.lstrip("0123456789")  # without the stage
     letter, number = plain[:1], plain[1:]
     shorter = (name, plain, letter if letter == "U" else number, letter)

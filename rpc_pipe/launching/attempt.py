@@ -39,7 +39,7 @@ class Attempt:
     """Runs `command` in several local processes until all have ended or one has failed.
 
     Args:
-        environment: of the processes, less what tells them apart.
+        environment: environment variables that all processes share.
         boards: what the workers show; None: nothing.
         rpc: whether torch RPC carries their messages.
     """

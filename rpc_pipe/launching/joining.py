@@ -133,7 +133,7 @@ def _leave(carrier: ZmqCarrier, own_folder: Path | None) -> None:
         link.tell(kind="text", text=text)
 
 
-# --- who is met where
+# --- meeting places and addresses
 
 
 def _at(job: Job) -> Path:
@@ -142,7 +142,7 @@ def _at(job: Job) -> Path:
 
 
 def _folder(job: Job) -> Path:
-    """Return the folder for this host's unix sockets, which nobody else may enter."""
+    """Return the folder for this host's unix sockets, which other users may not enter."""
     if job.init_method.startswith("file://"):
         return _at(job).parent
     names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"

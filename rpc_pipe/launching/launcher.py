@@ -190,7 +190,7 @@ class Launcher:
             worker.order_stop()
 
     def _tick(self) -> None:
-        """Follow up what was asked for by a signal."""
+        """Announce a stop that a signal has requested, and kill workers that take too long for it."""
         if not self._signals:
             return
         if not self._told_stop:

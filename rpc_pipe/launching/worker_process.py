@@ -25,7 +25,7 @@ _LAST_WORDS_S = 1.0
 
 
 class WorkerEvent(NamedTuple):
-    """What a worker did: `told` a message, `printed` a line, tells `no more`, or `ended` with an exit code."""
+    """An event of a worker: `told` a message, `printed` a line, `no more` messages, or `ended` with an exit code."""
 
     what: str
     worker: int
@@ -148,7 +148,7 @@ class WorkerProcess:
 
 
 def _program(process: int) -> bytes:
-    """Return what the system gave to the program that a process runs; a program may change its own command line."""
+    """Return the auxiliary vector of a process, which changes on exec; a command line can be changed by its program."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/auxv").read_bytes()
     return b""

@@ -40,9 +40,9 @@ class MeasuredRun:
         return {**to_json_value(self), "plan": self.plan.as_json()}
 
 
-def read_measured_run(told: Mapping[str, Any]) -> MeasuredRun:
+def read_measured_run(content: Mapping[str, Any]) -> MeasuredRun:
     """Return the run that `as_json` has written."""
-    found: MeasuredRun = from_json_value(MeasuredRun, {**told, "plan": read_plan(told["plan"])})
+    found: MeasuredRun = from_json_value(MeasuredRun, {**content, "plan": read_plan(content["plan"])})
     return found
 
 

@@ -54,9 +54,9 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         """Return JSON values; memory in megabytes."""
-        told: dict[str, Any] = to_json_value(self)
-        lists = {name: told.pop(name) for name in ("placement", "routes", "program")}
-        return told | ({**lists, "program": [" ".join(row) for row in self.program]} if self.program else {})
+        content: dict[str, Any] = to_json_value(self)
+        lists = {name: content.pop(name) for name in ("placement", "routes", "program")}
+        return content | ({**lists, "program": [" ".join(row) for row in self.program]} if self.program else {})
 
 
 def with_recompute(parameters: Mapping[str, Any], stages: Sequence[int]) -> dict[str, Any]:
@@ -80,23 +80,23 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
     if isinstance(source, Plan):
         return source
     where = "plan"
-    told: Any = source
+    content: Any = source
     if not isinstance(source, Mapping):
         where = f"plan {source}"
-        told = read_json(Path(source), where)
-    if isinstance(told, Mapping) and "plans" in told and not told["plans"]:
+        content = read_json(Path(source), where)
+    if isinstance(content, Mapping) and "plans" in content and not content["plans"]:
         raise ConfigError(f"{where}: holds no plan that fits; rpc-pipe plan says what would")
     try:
-        return _from_plain(told["plans"][0] if "plans" in told else told)
+        return _from_json(content["plans"][0] if "plans" in content else content)
     except DAMAGED as error:
         raise ConfigError(
             f"{where}: is no plan ({type(error).__name__}: {error}); it must have schedule, cut and num_microbatches"
         ) from None
 
 
-def _from_plain(told: Mapping[str, Any]) -> Plan:
-    rows = [str(row).split() for row in told.get("program", ())]
-    plan: Plan = from_json_value(Plan, {"parameters": {}, **told, "program": rows})
+def _from_json(content: Mapping[str, Any]) -> Plan:
+    rows = [str(row).split() for row in content.get("program", ())]
+    plan: Plan = from_json_value(Plan, {"parameters": {}, **content, "program": rows})
     if min(plan.cut, default=0) < 1:
         raise ValueError("cut must list how many blocks each stage has")
     if plan.num_microbatches < 1:

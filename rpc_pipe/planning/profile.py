@@ -286,19 +286,23 @@ class Chain:
 
 def as_json(profile: Profile) -> dict[str, Any]:
     """Return a profile as JSON values; times in milliseconds, sizes in bytes; the blocks come last."""
-    told: dict[str, Any] = to_json_value(profile)
-    rows = told.pop("rows")
-    return {**told, "num_blocks": profile.num_blocks, "rows": {count: rows[count] for count in sorted(rows, key=int)}}
+    content: dict[str, Any] = to_json_value(profile)
+    rows = content.pop("rows")
+    return {
+        **content,
+        "num_blocks": profile.num_blocks,
+        "rows": {count: rows[count] for count in sorted(rows, key=int)},
+    }
 
 
-def from_json(told: Any, where: str) -> Profile:
+def from_json(content: Any, where: str) -> Profile:
     """Return the profile that `as_json` has written and a user may have edited.
 
     Raises:
         ConfigError: it is no profile; the text names the place.
     """
     try:
-        profile: Profile = from_json_value(Profile, told)
+        profile: Profile = from_json_value(Profile, content)
     except DAMAGED as error:
         raise ConfigError(f"{where}: is no profile ({type(error).__name__}: {error})") from None
     _refuse(profile, where)

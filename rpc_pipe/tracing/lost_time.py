@@ -322,7 +322,7 @@ class _Case:
 
 
 def _slowness(steps: Sequence[Sequence[StepRecord]], num_workers: int) -> tuple[list[float], bool]:
-    """Return of each worker how many times as long as elsewhere the layers take that others have too.
+    """Return, by worker, the ratio of its times to those of other workers, for kinds of layers that both have.
 
     1 where that is not known; the flag tells whether it is known of anyone.
     """
@@ -337,7 +337,7 @@ def _slowness(steps: Sequence[Sequence[StepRecord]], num_workers: int) -> tuple[
             medians = {worker: median(ns) for worker, ns in by_worker.items()}
             usual = max(1.0, median_low(medians.values()))
             for worker, own in medians.items():
-                # Heavy layers tell more about a worker's speed than light ones, whose times are mostly noise.
+                # Heavy layers say more about a worker's speed than light ones, whose times are mostly noise.
                 ratios[worker] += [own / usual] * max(1, round(own * len(by_worker[worker]) / 1e6))
     found = [max(1.0, median(ratios[worker])) if worker in ratios else 1.0 for worker in range(num_workers)]
     return found, bool(ratios)

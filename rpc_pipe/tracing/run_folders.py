@@ -103,14 +103,14 @@ def new_launchers_folder() -> Path:
 def new_temporary_folder() -> Path:
     """Make a temporary folder for the rendezvous of workers; remove those of launchers that were killed."""
     for left in Path(tempfile.gettempdir()).glob("rpc-pipe-*"):
-        with suppress(OSError):  # it is no launcher's, or of somebody else
+        with suppress(OSError):  # it is no launcher's, or of another user
             mine = left.lstat().st_uid == os.getuid() and not left.is_symlink()
             if mine and not alive((left / LAUNCHER).read_text()):
                 shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
     with suppress(OSError):  # the disk is full
         (path / f"{LAUNCHER}.new").write_text(identity())
-        (path / f"{LAUNCHER}.new").replace(path / LAUNCHER)  # whoever reads it reads all of it
+        (path / f"{LAUNCHER}.new").replace(path / LAUNCHER)  # atomically
     return path
 
 
