@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -37,9 +37,20 @@ __all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "rows_
 Progress = Callable[[int, int], None]
 #: costs by block, time of a stage besides its block by kind, parameters that blocks share
 _Measured = tuple[list[LayerCost], dict[Kind, float], tuple[Tie, ...]]
-
 #: the runtime's own time for an action, in milliseconds
 RUNTIME_MS = 0.15
+
+
+class _Task(NamedTuple):
+    """A model with the microbatch to measure it on; arguments as of `profile_model`."""
+
+    user_model: UserModel
+    batch: Tree
+    device: str
+    optimizer: OptimizerFactory
+    repeats: int
+    tell: Progress
+    at_least: int
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -123,8 +134,9 @@ def profile_model(
         found: _Measured | None = None
         with _named_errors(user_model):
             if not estimate:
-                attempt = partial(_measure, user_model, batch, device, factory, repeats, of, at_least)
-                found = _all_or_none(attempt, barrier)
+                measure = _measure_layers if user_model.is_layers else _measure_whole
+                task = _Task(user_model, batch, device, factory, repeats, of, at_least)
+                found = _all_or_none(partial(measure, task), barrier)
             if found is None:
                 estimated = estimate_layers if user_model.is_layers else estimate_whole
                 measured[count] = estimated(user_model, batch, operations_a_ms(device), factory)
@@ -171,22 +183,6 @@ def _all_or_none(attempt: Callable[[Barrier], _Measured], barrier: Barrier) -> _
     return found if barrier(True) else None
 
 
-def _measure(
-    user_model: UserModel,
-    batch: Tree,
-    device: str,
-    optimizer: OptimizerFactory,
-    repeats: int,
-    tell: Progress,
-    at_least: int,
-    barrier: Barrier,
-) -> _Measured:
-    if user_model.is_layers:
-        costs = _measure_layers(user_model, batch, device, optimizer, repeats, barrier)
-        return costs, dict.fromkeys((F, B, I, W, R), 0.0), ()
-    return _measure_whole(user_model, batch, device, optimizer, repeats, tell, at_least, barrier)
-
-
 @contextmanager
 def _named_errors(user_model: UserModel) -> Iterator[None]:
     """Turn an error of the model on its own batch into one that names the model.
@@ -212,17 +208,17 @@ def _synchronize(device: str) -> Synchronize:
     return (lambda: None) if kind in ("cpu", "meta") else getattr(torch, kind).synchronize
 
 
-def _measure_layers(
-    user_model: UserModel, batch: Tree, device: str, optimizer: OptimizerFactory, repeats: int, barrier: Barrier
-) -> list[LayerCost]:
-    inputs, target = user_model.pair(batch)
+def _measure_layers(task: _Task, barrier: Barrier) -> _Measured:
+    user_model, device = task.user_model, task.device
+    inputs, target = user_model.pair(task.batch)
     layers = [(layer if isinstance(layer, nn.Module) else layer()).to(device) for layer in user_model.layers()]
     costs = measure_layers(
-        layers, _to(inputs, device), target=_to(target, device), loss_fn=user_model.loss_fn, optimizer=optimizer,
-        repeats=repeats, synchronize=_synchronize(device), barrier=barrier,
+        layers, _to(inputs, device), target=_to(target, device), loss_fn=user_model.loss_fn, optimizer=task.optimizer,
+        repeats=task.repeats, synchronize=_synchronize(device), barrier=barrier,
     )  # fmt: skip
     names = [f"{i} {type(layer).__name__}" for i, layer in enumerate(layers)]
-    return [replace(cost, name=name) for cost, name in zip(costs, names, strict=True)]
+    costs = [replace(cost, name=name) for cost, name in zip(costs, names, strict=True)]
+    return costs, dict.fromkeys((F, B, I, W, R), 0.0), ()
 
 
 def _to(tree: Tree, device: str) -> Tree:
@@ -244,16 +240,8 @@ def _ties_of_layers(user_model: UserModel) -> tuple[Tie, ...]:
 # --- any module
 
 
-def _measure_whole(
-    user_model: UserModel,
-    batch: Tree,
-    device: str,
-    optimizer: OptimizerFactory,
-    repeats: int,
-    tell: Progress,
-    at_least: int,
-    barrier: Barrier,
-) -> _Measured:
+def _measure_whole(task: _Task, barrier: Barrier) -> _Measured:
+    user_model, batch, device, optimizer, repeats, tell, at_least = task
     args, kwargs = user_model.call(_to(batch, device))
     observed = user_model.observe(args, kwargs, at_least)
     cut = [range(i, i + 1) for i in range(observed.num_blocks)]
