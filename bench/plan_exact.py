@@ -118,7 +118,7 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
         limits = [machines.limit(worker) for worker in workers]
         held = peak_bytes(run, sizes) if any(limit is not None for limit in limits) else ()
         if all(limit is None or used <= limit for used, limit in zip(held, limits, strict=False)):
-            yield run.steady_step_time
+            yield run.span
 
 
 def _without(link: Link, copying: float) -> Link:

@@ -103,7 +103,7 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
         reporter.console.print(draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES))
     a_step = f", step {result.step_time:g}" if steps > 1 else ""
     reporter.console.print(
-        f"{name}: makespan {result.makespan:g}{a_step}, span {result.steady_step_time:g}, bubble {result.bubble:.1%}, "
+        f"{name}: makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}, "
         f"peak activations {_tell_peaks(result.peak_activations)}",
         markup=False,
     )
@@ -177,7 +177,7 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
         "order": result.order,
         "makespan": result.makespan,
         "step_time": result.step_time,
-        "span": result.steady_step_time,
+        "span": result.span,
         "bubble": result.bubble,
         "busy": list(result.busy),
         "peak_activations": list(result.peak_activations),

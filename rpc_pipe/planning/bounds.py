@@ -1,6 +1,6 @@
 """Lower bounds of a step's time for partly known cuts, computed without a simulation, by which the search prunes.
 
-The bounded time is `Simulation.steady_step_time`, for every order in which workers may run what is ready. For each
+The bounded time is `Simulation.span`, for every order in which workers may run what is ready. For each
 worker:
 
     it must do all its work; and between the first and the last action of stage 0's worker lie the forwards of the

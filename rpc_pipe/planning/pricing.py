@@ -66,7 +66,7 @@ class PricedSchedule:
 
     def step_time(self, simulation: Simulation, ends: Ends) -> float:
         """Return the time of a step among others, in milliseconds."""
-        return simulation.steady_step_time + self.tied_gradients_time(ends) + self.chain.per_step
+        return simulation.span + self.tied_gradients_time(ends) + self.chain.per_step
 
     def plan(
         self, schedule: str, parameters: Mapping[str, Any], ends: Ends, recompute: tuple[int, ...] = (), **listed: Any

@@ -106,7 +106,7 @@ class Simulation:
         return (self.step_ends[-1] - self.step_ends[0]) / (len(self.step_ends) - 1)
 
     @cached_property
-    def steady_step_time(self) -> float:
+    def span(self) -> float:
         """The time of a step among others: the largest over workers of last end minus first start.
 
         A worker begins the next step when its part of this one has ended, even if others have not finished theirs.
@@ -129,8 +129,8 @@ class Simulation:
 
     @property
     def steady_bubble(self) -> float:
-        """The same share of `steady_step_time`."""
-        return 1 - sum(self.busy) / (self.spec.num_workers * self.steady_step_time) if self.steady_step_time else 0.0
+        """The same share of `span`."""
+        return 1 - sum(self.busy) / (self.spec.num_workers * self.span) if self.span else 0.0
 
     def orders(self) -> list[list[Action]]:
         """Return the order of each worker's actions of microbatches."""

@@ -161,7 +161,7 @@ def test_a_step_that_follows_another_is_as_long_as_the_longest_part_of_a_worker(
     spec = spec_of(Plan("zb-v", {}, (1,) * 8, 8), 4)
     found = simulate(spec, lambda action: 1.0 if action.kind in (F, I, W) else 2.0 * (action.kind is B))
     in_a_run = simulate(spec, lambda a: 1.0 if a.kind in (F, I, W) else 2.0 * (a.kind is B), steps=4).step_time
-    assert found.makespan > found.steady_step_time >= in_a_run and found.steady_bubble < found.bubble
+    assert found.makespan > found.span >= in_a_run and found.steady_bubble < found.bubble
 
 
 def test_run_plan_auto_measures_plans_trains_and_notes(tmp_path):

@@ -60,7 +60,7 @@ def test_bounds_are_below_what_the_simulator_says(seed):
         bounds, priced = Bounds(spec, chain, machines), PricedSchedule(spec, chain, machines)
         inner = draw.sample(range(1, chain.num_blocks), spec.num_stages - 1)
         ends = (0, *sorted(inner), chain.num_blocks)
-        took = priced.simulate(ends).steady_step_time
+        took = priced.simulate(ends).span
         for known in range(1, len(ends) + 1):
             assert bounds.bound(ends[:known]) <= took * (1 + 1e-9), (candidate, ends[:known])
         assert bounds.everywhere() <= took * (1 + 1e-9) or bounds.exceeds_memory(ends)
@@ -194,8 +194,7 @@ def test_a_gradient_may_be_smaller_than_what_went_forward():
     request = PlanRequest(profile, machines, 4, (2,))
     chain, spec = request.chain(2), Candidate("1f1b", {}, 2).spec(2)
     assert (
-        Bounds(spec, chain, machines).bound((0, 1, 2))
-        <= PricedSchedule(spec, chain, machines).simulate((0, 1, 2)).steady_step_time
+        Bounds(spec, chain, machines).bound((0, 1, 2)) <= PricedSchedule(spec, chain, machines).simulate((0, 1, 2)).span
     )
 
 
@@ -255,7 +254,7 @@ def test_a_tie_that_is_cut_apart_costs_an_exchange():
     for ties, more in (((), 0), ((Tie(0, 3, gradients=100),), 2 + 10), ((Tie(0, 1, gradients=100),), 0)):
         cuts = CutSearch(Candidate("1f1b", {}, 4).spec(2), Chain(blocks, ties=ties), machines)
         found = cuts.price((0, 2, 4))
-        assert found.time == cuts.priced.simulate((0, 2, 4)).steady_step_time + more
+        assert found.time == cuts.priced.simulate((0, 2, 4)).span + more
 
 
 def test_what_workers_copy_is_time_in_which_they_do_not_compute():

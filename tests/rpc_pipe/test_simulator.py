@@ -41,7 +41,7 @@ def test_reference_timetables(case, order):
     result = simulate(spec, cost, comm=case["comm"], order=order)
     found = {
         "makespan": result.makespan,
-        "maxspan": result.steady_step_time,
+        "maxspan": result.span,
         "busy": list(result.busy),
         "peak": list(result.peak_activations),
     }
