@@ -129,8 +129,7 @@ def profile_model(
     if where.type == "cpu":
         keep_freed_memory()  # as workers do
     for number, count in enumerate(sorted(set(rows))):
-        of = partial(_advance, tell, number, len(set(rows)))
-        batch = resize_batch(user_model.batch, count)
+        batch, of = resize_batch(user_model.batch, count), partial(_advance, tell, number, len(set(rows)))
         found: _Measured | None = None
         with _named_errors(user_model):
             if not estimate:
