@@ -292,7 +292,7 @@ def _show(
     best = result.plans[0].predicted_ms
     sure = f"not proven within {request.seconds:g} s: there may be a plan that is up to {result.gap:.1%} faster"
     if result.gap <= 1e-9:
-        sure = "proven: no cut of any schedule here is faster"
+        sure = "proven for these times: no cut of any schedule here is faster"
     more = best / result.lower_bound - 1 if result.lower_bound else 0
     console.print(
         f"{sure}; none at all can take less than {result.lower_bound:.4g} ms (the best here takes {more:.0%} more)",

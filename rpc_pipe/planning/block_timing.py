@@ -5,7 +5,8 @@ Blocks run in groups larger than the caches, forwards before backwards, as they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
@@ -15,13 +16,16 @@ from torch import Tensor, nn
 
 from ..dependency import B, F, I, Kind, R, W
 from ..workers.compute.shard import LossFn
-from ..workers.compute.split_backward import Saved, WeightBackward, backward_inputs
+from ..workers.compute.split_backward import Saved, WeightBackward, backward_inputs, children_first
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, pack, tensors_of, unpack
 from .footprint import Size
 from .profile import LayerCost
 from .update_times import Barrier, BlockParameters, Synchronize, cache_exceeding_groups, milliseconds, with_update_times
 from .working_memory import Forward, begin_gradients, peak_working_bytes
+
+#: blocks of the same operators whose fastest runs differ by more do something else that autograd does not show
+_SAME = 1.1
 
 
 def measure_layers(
@@ -107,6 +111,8 @@ class TimedBlock:
         self._output: Tree = None
         #: what it keeps, of the last run
         self.kept = KeptBytes(0, 0, 0, 0)
+        #: names of the operators whose backward it has run, inputs first
+        self._operators: tuple[str, ...] = ()
 
     @property
     def num_bytes(self) -> float:
@@ -118,6 +124,17 @@ class TimedBlock:
         """The median milliseconds of each kind, without the first run, which warms up."""
         found = {kind: median(took[1:] or took) for kind, took in self._times.items()}
         return {**found, R: found[F]}
+
+    @property
+    def signature(self) -> Hashable:
+        """What blocks have in common that compute the same, as the layers of a transformer do."""
+        shapes = tuple([(parameter.shape, parameter.dtype) for parameter in self.parameters])
+        return (self._operators, shapes, self.kept, num_bytes(self._output)) if self._operators else id(self)
+
+    @property
+    def fastest(self) -> float:
+        """The milliseconds of F and B at their fastest; noise only adds to them."""
+        return sum(min(self._times[kind][1:] or self._times[kind]) for kind in (F, B))
 
     def run(self) -> Tree:
         """Run F, B, F, I and W; return the output, the input of the next block.
@@ -145,6 +162,9 @@ class TimedBlock:
         with saved.hooks():
             leaves, output, roots = self.forward()
         yield
+        self._operators = tuple(
+            [node.name() for node in children_first(root.grad_fn for root in roots if root.grad_fn)]
+        )
         weights = {parameter.untyped_storage().data_ptr() for parameter in self.parameters}
         held = saved.num_bytes(weights)
         own = {leaf.untyped_storage().data_ptr() for leaf in leaves} - weights
@@ -188,6 +208,20 @@ def time_blocks(blocks: Sequence[TimedBlock], repeats: int, tell: Callable[[int]
                 for part in parts[::way]:
                     next(part, None)
             tell(round_ * len(blocks) + last)
+    _pool_equal(blocks)
+
+
+def _pool_equal(blocks: Sequence[TimedBlock]) -> None:
+    """Give blocks that compute the same each other's runs, so that noise in one of them does not decide a cut."""
+    groups: defaultdict[Hashable, list[TimedBlock]] = defaultdict(list)
+    for block in blocks:
+        groups[block.signature].append(block)
+    for group in groups.values():
+        fastest = [block.fastest for block in group]
+        if max(fastest) <= _SAME * min(fastest):
+            runs = {kind: [took for block in group for took in block._times[kind][1:]] for kind in (F, B, I, W)}
+            for block in group:
+                block._times = {kind: [*took[:1], *runs[kind]] for kind, took in block._times.items()}
 
 
 def with_working_memory(costs: Sequence[LayerCost], blocks: Sequence[TimedBlock]) -> list[LayerCost]:
