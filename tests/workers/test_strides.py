@@ -42,6 +42,21 @@ def test_each_element_travels_once_and_the_view_is_as_it_was(seeds):
         assert torch.equal(found, view) and found.stride() == view.stride(), seed
 
 
+@pytest.mark.parametrize("seed", range(200))
+def test_windows_that_overlap_over_rows_travel_too(seed):
+    """Shape (2, 8, 2) of strides (16, 1, 16) was sent as a contiguous copy, and summed in another order."""
+    draw = random.Random(seed)
+    shape = tuple(draw.choice((1, 2, 3, 8)) for _ in range(draw.choice((2, 3, 4))))
+    strides = tuple(draw.choice((0, 1, 2, 3, 8, 16, 48)) for _ in shape) if seed else (16, 1, 16)
+    shape = shape if seed else (2, 8, 2)
+    view = torch.arange(2000.0).as_strided(shape, strides)
+    dense = fold(view)
+    assert is_dense(dense) and view.unique().numel() <= dense.numel()
+    found = spread(dense.clone(), shape, strides)
+    assert torch.equal(found, view) and found.stride() == strides
+    assert seed or (is_sparing(shape, strides) and dense.numel() == view.unique().numel())
+
+
 def test_what_reaches_over_as_many_elements_as_it_has_may_repeat_some():
     """Such an input was copied as if it filled its memory: without its strides, so that it was summed otherwise."""
     view = torch.randn(3, 4)[:, :1].expand(3, 3)
@@ -64,5 +79,6 @@ def test_dimensions_of_size_one_keep_their_strides(view):
 
 def test_what_would_take_far_more_memory_than_is_in_it_is_not_spread_out():
     assert is_sparing((4,), (2**16,)) and is_sparing((2**40,), (0,))
-    assert is_sparing((6, 3), (1, 1)) and is_sparing((3, 2, 3), (8, 1, 1)) and not is_sparing((6, 3), (100, 100))
+    assert is_sparing((6, 3), (1, 1)) and is_sparing((3, 2, 3), (8, 1, 1)) and is_sparing((6, 3), (100, 100))
+    assert not is_sparing((6, 3), (100, 70))
     assert not is_sparing((4,), (2**20,)) and not is_sparing((2, 3), (2**40, 0))

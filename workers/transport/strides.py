@@ -60,12 +60,23 @@ def folded(shape: Sizes, strides: Sizes) -> Folded:
 
 
 def _merged(shape: Sizes, strides: Sizes) -> Folded:
-    """Return what has each element of windows that overlap: what they reach over becomes one dimension."""
+    """Return what has each element of windows that overlap: a window and its shifts become one dimension.
+
+    Where shifts are no multiples of what is between a window's elements, all that they reach over becomes one.
+    """
     merged: list[tuple[int, int]] = []  # (size, stride)
     reach = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape, strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(strides, shape, strict=True) if stride and size > 1
+    ):
         overlaps, reach = stride < reach, reach + stride * (size - 1)
-        merged = [(reach, 1)] if overlaps else [*merged, (size, stride)]
+        if not overlaps:
+            merged.append((size, stride))
+        elif stride % merged[-1][1] == 0 and stride <= merged[-1][0] * merged[-1][1]:
+            inner, step = merged[-1]
+            merged[-1] = inner + (size - 1) * (stride // step), step
+        else:
+            merged = [(reach, 1)]
     sizes = tuple([size for size, _ in merged])
     dense = tuple([prod(sizes[:place]) for place in range(len(sizes))])
     return Folded(sizes, tuple([stride for _, stride in merged]), dense)
