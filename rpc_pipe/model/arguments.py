@@ -52,11 +52,12 @@ def refuse_batch(batch: object, microbatches: object, *, pairs: bool = True) -> 
         raise ConfigError("microbatches: must be a list of at least one (inputs, targets)")
     elif pairs:
         for number, pair in enumerate(microbatches):
-            _refuse_pair(f"microbatch {number}", pair)
+            _refuse_pair("microbatch", pair, number)
 
 
-def _refuse_pair(name: str, pair: object) -> None:
+def _refuse_pair(name: str, pair: object, number: int | None = None) -> None:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        name = name if number is None else f"{name} {number}"
         length = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
         raise ConfigError(f"{name} is a {type(pair).__name__}{length}: must be (inputs, targets), trees of tensors")
 

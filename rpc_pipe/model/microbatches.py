@@ -67,7 +67,8 @@ class Microbatches:
         count, count_piece = (num_rows, num_rows) if pair is None else (_num_rows, _first_rows)
         if microbatches is not None:
             pieces = list(microbatches) if pair is None else [pair(each) for each in microbatches]
-            batch = [inputs for inputs, _ in pieces], [targets for _, targets in pieces]
+            all_inputs, all_targets = map(list, zip(*pieces, strict=True))
+            batch = all_inputs, all_targets
         else:
             assert batch is not None
             inputs, targets = batch = batch if pair is None else pair(batch)
@@ -79,20 +80,20 @@ class Microbatches:
                 _refuse_masks(whole, num)
                 refuse_lists(whole, num)
             split = split_rows if pair is None else partial(_split_rows, rows=num)
-            pieces = list(zip(split(inputs, parts), split(targets, parts), strict=True))
-        rows = [count_piece(targets if inputs is None else inputs) for inputs, targets in pieces]
+            all_inputs, all_targets = split(inputs, parts), split(targets, parts)
+        rows = [count_piece(t if x is None else x) for x, t in zip(all_inputs, all_targets, strict=True)]
         if 0 in rows:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
-            lacks = pair is not None and not list(tensors_of(pieces[rows.index(0)][0]))
+            lacks = pair is not None and not list(tensors_of(all_inputs[rows.index(0)]))
             why = "; every worker runs the forward of a whole model, so all need its inputs" if lacks else ""
             raise ConfigError(f"{which} has no rows: needs at least 1{why}")
         all_rows = sum(rows)
         return cls(
-            [inputs for inputs, _ in pieces],
-            [targets for _, targets in pieces],
+            all_inputs,
+            all_targets,
             [count / all_rows for count in rows],
             all_rows,
-            sum(num_tokens(inputs) for inputs, _ in pieces),
+            sum(map(num_tokens, all_inputs)) if num_tokens(all_inputs[0]) else 0,
             (describe(batch[0], number), describe(batch[1], number)),
         )
 

@@ -31,7 +31,10 @@ class Losses:
 
         Numbers by microbatch go as bytes: a tree of many values takes longer on its way than all the rest of a step.
         """
-        sums = torch.stack([total.double() for total, _ in self.parts.values()]) if self.parts else torch.zeros(0)
+        totals = [total for total, _ in self.parts.values()]
+        if len({total.dtype for total in totals}) > 1:
+            totals = [total.double() for total in totals]
+        sums = torch.stack(totals).double() if totals else torch.zeros(0)
         told = {"microbatches": array("q", self.parts).tobytes(), "sums": sums, "summed": self.summed}
         if not self.summed:
             return told  # means come weighted
