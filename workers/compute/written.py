@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ...dependency import ConfigError
 from .autocast import forget_casts
-from .digest import few, sample
+from .digest import few, imprint, sample
 from .inner_state import may_count
 from .looks import Looks
 from .sharing import address
@@ -67,7 +67,7 @@ class Written:
         if self.weights is None or self._again:
             parameters = [p for _, p in self._slice.named_parameters() if p.layout is torch.strided]
             self._in_full = few(parameters)
-            self._weights_before = [(p, address(p), p._version, self._part(p).clone()) for p in parameters]
+            self._weights_before = [(p, address(p), p._version, self._seen(p)) for p in parameters]
         if self.weights:
             forget_casts()  # of what they were
         found: dict[_Address, Tensor] = {address(weight): weight for weight in self.weights or ()}
@@ -132,7 +132,7 @@ class Written:
         changed = [
             (p, at)
             for p, at, version, before in self._weights_before
-            if (p._version != version and address(p) == at) or p in weights or not torch.equal(self._part(p), before)
+            if (p._version != version and address(p) == at) or p in weights or not torch.equal(self._seen(p), before)
         ]
         if self.weights is not None:
             versions = {p: version for p, _, version, _ in self._weights_before}
@@ -189,8 +189,8 @@ class Written:
                 f"{', '.join(map(str, shared[name]))} hold copies; choose a split that leaves it in one"
             )
 
-    def _part(self, parameter: nn.Parameter) -> Tensor:
-        return parameter.detach() if self._in_full else sample(parameter)
+    def _seen(self, parameter: nn.Parameter) -> Tensor:
+        return imprint(parameter) if self._in_full else sample(parameter).clone()
 
 
 def keep_saved(roots: Sequence[Tensor], written: Iterable[Tensor]) -> set[_Address]:
