@@ -34,6 +34,8 @@ class Size:
     #: the parts of activations that share memory with the inputs and with the outputs
     kept_inputs: float = 0
     kept_outputs: float = 0
+    #: gradients of parameters that several blocks of a stage share, once for each use but the first
+    tied: float = 0
 
     @property
     def shard(self) -> float:
@@ -114,9 +116,11 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
 def _working(spec: Spec, action: Action, size: Size) -> float:
     """Return the working memory of an action.
 
-    W of the first stage is a whole backward, which computes all gradients before it adds them to those kept.
+    W of the first stage is a whole backward, which computes all gradients before it adds them to those kept; the
+    gradient of a tied parameter it computes for each use.
     """
-    return max(size.working, size.gradients) if action.kind is W and not action.stage else size.working
+    whole = action.kind is W and not action.stage
+    return max(size.working, size.gradients + size.tied) if whole else size.working
 
 
 def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:

@@ -223,7 +223,8 @@ class Chain:
     def size(self, start: int, stop: int) -> Size:
         """Return the bytes of a stage of blocks `start` to `stop` - 1."""
         summed = {name: sums[stop] - sums[start] for name, sums in self._bytes.items()}
-        for tie in self._inside(start, stop):
+        ties = self._inside(start, stop)
+        for tie in ties:
             for name in RESIDENT:
                 summed[name] -= getattr(tie, name)
         summed["activations"] = self.activations(start, stop)
@@ -235,7 +236,8 @@ class Chain:
             "kept_inputs": self._kept_inputs[start],
             "kept_outputs": self._kept_outputs[stop - 1],
         }
-        return Size(**summed, **ends, working=max(self._working[start:stop], default=0))
+        working, tied = max(self._working[start:stop], default=0), sum(tie.gradients for tie in ties)
+        return Size(**summed, **ends, working=working, tied=tied)
 
     def resident(self, start: int, stop: int) -> float:
         """Return the bytes of a stage's weights, gradients and optimizer state."""

@@ -299,6 +299,9 @@ def test_the_first_stage_holds_all_gradients_of_weights_while_its_w_runs():
     for name, more in (("1f1b", 3), ("zb-h2", 20)):
         cuts = CutSearch(Candidate(name, {}, 4).spec(2), Chain(blocks), Machines(2))
         assert cuts.price((0, 2, 4)).memory == (40 + more, 40 + 4)
+    tied = Chain(blocks, ties=[Tie(0, 1, gradients=10)])
+    cuts = CutSearch(Candidate("zb-h2", {}, 4).spec(2), tied, Machines(2))
+    assert cuts.price((0, 2, 4)).memory == (30 + 20, 40 + 4), "held once, computed for each of two uses"
     run = PricedSchedule(Candidate("zb-h1", {}, 2).spec(2), Chain(blocks), Machines(2)).simulate((0, 2, 4))
     assert peak_bytes(run, [Size(gradients=8, activations=10), Size()])[0] == 8 + 2 * 10, "two forwards"
     assert peak_bytes(run, [Size(gradients=12, activations=10), Size()])[0] == 12 + 10 + 12, (
