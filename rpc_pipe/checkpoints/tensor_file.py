@@ -18,6 +18,8 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
+from ..workers.compute.digest import memory_of
+
 #: bytes of the number that says how long the header is; and of what that length is a multiple
 _LENGTH_BYTES = 8
 
@@ -41,7 +43,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> int:
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
         for name in names:
-            file.write(_bytes(tensors[name]))
+            file.write(memory_of(tensors[name]))
         file.flush()
         os.fsync(file.fileno())
     return _LENGTH_BYTES + len(text) + end
@@ -49,11 +51,7 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> int:
 
 def checksum(tensor: Tensor) -> int:
     """Return a number that tells a contiguous tensor of the CPU from one of which a bit has changed."""
-    return zlib.crc32(_bytes(tensor), zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
+    return zlib.crc32(memory_of(tensor), zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode()))
 
 
 @lru_cache

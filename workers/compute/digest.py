@@ -19,6 +19,10 @@ from torch import Tensor
 from ..transport.call import pack_description
 from ..transport.payload import Tree, tensors_of
 
+_READ = 0x100
+_memory_view = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int)(
+    ("PyMemoryView_FromMemory", ctypes.pythonapi)
+)
 #: tensors up to so many bytes count in full
 _FULL_BYTES = 2**11
 #: elements that stand for a larger one
@@ -76,8 +80,16 @@ def imprint(tensor: Tensor) -> Tensor:
     """
     if not (tensor.is_cpu and tensor.is_contiguous() and tensor.nbytes):
         return tensor.detach().clone()
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    return torch.tensor(zlib.crc32(memory))
+    return torch.tensor(zlib.crc32(memory_of(tensor)))
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor of the host, not copied; the tensor must outlive it.
+
+    No array type of ctypes is made for it, which would be kept for ever for each size that there has been.
+    """
+    view: memoryview = _memory_view(tensor.data_ptr(), tensor.nbytes, _READ) if tensor.nbytes else memoryview(b"")
+    return view
 
 
 def sample(tensor: Tensor) -> Tensor:
