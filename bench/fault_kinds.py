@@ -29,7 +29,7 @@ _FAULTS: dict[str, tuple[tuple[str, ...], str]] = {
     "MemoryError": (("forward", "script"), "FAILED.*MemoryError"),
     "no descriptors": (("forward", "script"), "FAILED.*OSError.*Too many open files"),
     "disk full": (("forward", "script"), "FAILED.*OSError.*File too large"),
-    "full later": (("script",), "checkpoint .*cannot be written.*File too large"),
+    "full later": (("script",), "checkpoint .*cannot be written.*File too large.*goes on without it"),
     "sys.exit": (("forward", "backward", "optimizer", *_OUTSIDE), "FAILED.*SystemExit"),
     "os._exit": (("forward", "backward", "optimizer", "script", "data", "build"), "exit code 0 while DOING"),
     "nan": (("forward",), "the loss is nan"),
@@ -116,7 +116,7 @@ def kinds(transport: str, *, torchrun: bool = False) -> list[str]:
 def survives(what: str, transport: str) -> bool:
     """Tell whether training must go on to its end all the same."""
     return (
-        what in (*AROUND, "interrupted from outside")
+        what in (*AROUND, "interrupted from outside", "full later in script")
         or (transport == "zmq" and what.startswith("lost connections"))
     )  # fmt: skip
 

@@ -198,6 +198,8 @@ class Trial:
         said = "".join(self._lines)
         if fault_kinds.survives(self._what, self._transport):
             ended = len(list(temporary.glob("done-*")))
+            if self._kind.fault == "full later" and not self._must.search(said):
+                return "it is not told"
             return "" if code == 0 and ended == _WORKERS else f"exit code {code}, {ended} workers came to the end"
         if code == 0:
             return "exit code 0"

@@ -83,13 +83,18 @@ class Keeper:
         self._saved_from: tuple[Path, int] | None = None
         #: whether weights and their averages are exchanged now
         self.averaged = False
+        #: the folder that was claimed, and by whom
+        self._claimed: tuple[Path, set[str]] | None = None
+        #: whether the last checkpoint of `every` could not be written, which is told once
+        self._goes_without = False
 
     def claim(self, where: Path) -> list[Path]:
         """Take a folder for this job's checkpoints; return those that it has there, the newest first."""
 
         def claimed(actor: WorkerActor) -> list[Path]:
-            starters = actor.exchange("starters", ownership.starter())
-            own = agreed(actor, "own checkpoints", lambda: _names(ownership.claim(where, set(starters))), of=0)
+            starters = set(actor.exchange("starters", ownership.starter()))
+            own = agreed(actor, "own checkpoints", lambda: _names(ownership.claim(where, starters)), of=0)
+            self._claimed = where.absolute(), starters
             return [where / name for name in own.split()]
 
         return self._each(claimed)[0]  # type: ignore[no-any-return]
@@ -128,35 +133,62 @@ class Keeper:
     def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
         self.settle()
         about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, **self.results.about}
+        try:
+            begun = self._each(lambda actor: agreed(actor, "checkpoint", lambda: self._begin(where, actor.step), of=0))
+        except ConfigError as error:  # on every worker alike
+            if asked:
+                raise
+            self._go_without(error)
+            return None
+        place = Path(begun[0])
 
-        def snapshot(actor: WorkerActor) -> tuple[Snapshot, Path]:
-            place = Path(agreed(actor, "checkpoint", lambda: _begun(where, actor.step), of=0))
+        def snapshot(actor: WorkerActor) -> Snapshot:
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
             first, routes = _first_route(actor), _own_routes(actor) if self._elastic else []
             also = {**random_state(), _RESULTS: self.results.tensor()} if actor.worker == 0 else {}
-            return Snapshot(actor.worker, self._num_workers, first, also, routes, _replicas(actor)), place
+            return Snapshot(actor.worker, self._num_workers, first, also, routes, _replicas(actor))
 
-        made = self._each(lambda actor: (*snapshot(actor), actor.step))
-        about["step"] = made[0][2]
+        about["step"] = self._each(lambda actor: actor.step)[0]
         how = about, self.config, keep, self._deadline_s
-        self._writing = Writing([each for each, *_ in made], made[0][1], *how)
+        self._writing = Writing(self._each(snapshot), place, *how)
         return self.settle() if wait else None
+
+    def _begin(self, where: Path, step: int) -> str:
+        if self._claimed is not None and self._claimed[0] == where and not where.exists():
+            logger.warning("checkpoint folder %s: has been removed with all that was in it; it is made again", where)
+            ownership.claim(*self._claimed)
+        ownership.hold(where)
+        return str(folder.begin(where, step))
+
+    def _go_without(self, error: ConfigError | None) -> None:
+        """Tell, once, that checkpoints of `every` cannot be written: training does not depend on them."""
+        if error is not None and not self._goes_without and 0 in self._each(lambda actor: actor.worker):
+            logger.warning("%s; training goes on without it", error)
+        self._goes_without = error is not None
 
     def settle(self) -> Path | None:
         """Wait until what is being written is complete; return its path where worker 0 is.
 
         Raises:
-            ConfigError: on every worker, if it failed on one.
+            ConfigError: on every worker, if it failed on one, and a script has asked for it or storage does not answer.
         """
         writing, self._writing = self._writing, None
         if writing is None:
             return None
         failed = failure(writing.finished())
-        told = self._each(lambda actor: actor.exchange("checkpoint written", failed))[0]
-        if any(text for text, *_ in told):
+        needed = writing.asked or writing.is_alive()
+        told = self._each(lambda actor: actor.exchange("checkpoint written", [failed, needed]))[0]
+        if any(text for (text, *_), _ in told):
             writing.discard()
-        raise_first(told)
+        try:
+            raise_first([failure for failure, _ in told])
+        except ConfigError as error:
+            if any(needed for _, needed in told):
+                raise
+            self._go_without(error)
+            return None
+        self._go_without(None)
         return writing.path
 
     def load(self, where: str | Path, *, anew: bool = False) -> Restored:
@@ -261,11 +293,6 @@ class Keeper:
 
 def _names(paths: list[Path]) -> str:
     return " ".join(path.name for path in paths)
-
-
-def _begun(where: Path, step: int) -> str:
-    ownership.hold(where)
-    return str(folder.begin(where, step))
 
 
 def _first_route(actor: WorkerActor) -> list[Shard]:

@@ -276,6 +276,11 @@ class Writing(threading.Thread):
             if self._snapshots[0].worker == 0:
                 folder.empty(self._place)
 
+    @property
+    def asked(self) -> bool:
+        """Whether the script has asked for this checkpoint itself."""
+        return bool(self._how[0]["asked"])
+
     def finished(self) -> Exception | None:
         """Wait until the checkpoint is complete, as far as this process sees; return why it cannot be."""
         atexit.unregister(self._registered)
@@ -299,3 +304,5 @@ class Writing(threading.Thread):
     def _at_exit(self) -> None:
         if (error := self.finished()) is not None:  # nobody has asked how it went
             logger.error("%s", error)
+            if self._snapshots[0].worker == 0:  # which has waited for the others
+                self.discard()

@@ -4,10 +4,12 @@ import copy
 import math
 import os
 import resource
+import shutil
 import signal
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -175,26 +177,65 @@ def test_a_checkpoint_of_something_else_is_refused(written, options, says):
     assert bits(pipe) == before
 
 
+@contextmanager
+def full_disk(room=1000):
+    """A context in which files cannot be larger than `room` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, handler)
+
+
 @pytest.mark.parametrize("room", [1000, 10])  # even for the sentence that tells of it
 def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path, room):
     pipe = pipeline(2)
     pipe.step(BATCHES[0])
     before = pipe.save_checkpoint(tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, hard))
-    try:
-        with pytest.raises(
-            ConfigError, match=r"checkpoint .*: cannot be written: .*checkpoints before it are as they were"
-        ):
-            pipe.save_checkpoint(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, handler)
+    unwritten = r"checkpoint .*: cannot be written: .*checkpoints before it are as they were"
+    with full_disk(room), pytest.raises(ConfigError, match=unwritten):
+        pipe.save_checkpoint(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".lock", before.name]
     assert Checkpoint(tmp_path).step == 1
     pipe.step(BATCHES[1])
     assert pipe.save_checkpoint(tmp_path).name == "step-00000002"
+
+
+def test_training_goes_on_without_checkpoints_while_a_disk_is_full(tmp_path, caplog):
+    # With --checkpoint-every the run ended with exit code 2, and --max-restarts did not restart it.
+    pipe = pipeline(2)
+    pipe.checkpoint_every(1, tmp_path)
+    pipe.step(BATCHES[0])
+    pipe._keeper.settle()
+    with full_disk():
+        for batch in BATCHES[1:4]:
+            pipe.step(batch)
+        pipe._keeper.settle()
+    assert [path.name for path in folders.named(tmp_path)] == ["step-00000001"]
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert "cannot be written: File too large" in said and said.endswith("training goes on without it")
+    pipe.step(BATCHES[4])
+    pipe.close()
+    assert [path.name for path in folders.named(tmp_path)] == ["step-00000001", "step-00000005"]
+
+
+def test_a_folder_of_checkpoints_that_is_removed_in_a_run_is_told_and_made_again(tmp_path, caplog):
+    # It was made without a word, and without the note of whose it is: a restart began at step 0.
+    folder = tmp_path / "checkpoints"
+    pipe = pipeline(2)
+    pipe.claim_checkpoints(folder)
+    pipe.checkpoint_every(1, folder)
+    pipe.step(BATCHES[0])
+    pipe._keeper.settle()
+    shutil.rmtree(folder)
+    pipe.step(BATCHES[1])
+    pipe._keeper.settle()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.endswith("has been removed with all that was in it; it is made again")
+    assert [path.name for path in pipe.claim_checkpoints(folder)] == ["step-00000002"]
 
 
 def test_storage_that_does_not_answer_is_told_in_time(tmp_path, monkeypatch):
