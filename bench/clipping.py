@@ -26,14 +26,14 @@ import torch
 from torch import Tensor, nn
 
 from bench import devices
-from rpc_pipe.dependency import NOTHING, Action, Asked
+from rpc_pipe.dependency import NO_REDUCTIONS, Action, Reductions
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import price
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 
-_WAYS = {"none": NOTHING, "waits": Asked(norms=True), "validated": Asked(norms=True, validated=True)}
+_WAYS = {"none": NO_REDUCTIONS, "waits": Reductions(norms=True), "validated": Reductions(norms=True, validated=True)}
 _TIMES = {"F": 10.0, "I": 10.0, "W": 10.0, "B": 20.0, "R": 10.0}
 _SECONDS, _STEPS, _WARM_UP = 0.010, 24, 4
 

@@ -3,7 +3,6 @@
 from .action import RESOURCES, Action, Kind, Resource
 from .answers import schedule_errors
 from .check import check, check_all
-from .ending import NOTHING, Asked, end_tree
 from .entry import Entry, Pulled
 from .errors import (
     ConfigError,
@@ -23,9 +22,10 @@ from .order import local_order
 from .part import Part
 from .program import entries, order_limit
 from .recomputing import recomputing
+from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
 from .spec import Order, Spec
 from .versions import (
-    asked_of,
+    known_reductions,
     microbatches_of,
     microbatches_on,
     most_open,
@@ -42,10 +42,10 @@ from .versions import (
 
 __all__ = [
     "N",
-    "NOTHING",
+    "NO_REDUCTIONS",
     "RESOURCES",
     "Action",
-    "Asked",
+    "Reductions",
     "B",
     "C",
     "ConfigError",
@@ -74,12 +74,12 @@ __all__ = [
     "V",
     "W",
     "WorkerFailure",
-    "asked_of",
+    "known_reductions",
     "schedule_errors",
     "check",
     "check_all",
     "worker_weight_copies",
-    "end_tree",
+    "reduction_tree",
     "entries",
     "local_order",
     "microbatches_of",

@@ -12,9 +12,9 @@ from types import CodeType, TracebackType
 from typing import get_args
 
 from .action import Action, Kind
-from .ending import on_route
 from .errors import PipeError, ScheduleError
 from .kinds import B, F, I, W
+from .reductions import on_route
 from .spec import Order, Spec
 
 #: properties of a schedule that are numbers, its methods, and methods that return bounds

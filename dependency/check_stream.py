@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from .action import Action
 from .answers import actions_in, is_whole, slot_of
-from .ending import on_route
 from .errors import ScheduleError
 from .kinds import F, U
 from .order import has_slot
+from .reductions import on_route
 from .spec import Spec
 from .versions import STEADY, before_forward, period, steady, update_of, updates_a_step
 

@@ -1,6 +1,6 @@
 """The table of kinds: everything that a pipeline does. The colours suit colour-blind readers too (Okabe and Ito 2008).
 
-The last seven kinds end a synchronous step (see `ending.py`). Replicas exchange their gradients (`G`). The loss is
+The last seven kinds end a synchronous step (see `reductions.py`). Replicas exchange their gradients (`G`). The loss is
 collected towards the last stage (`C`) and distributed from there (`D`); if gradients are clipped, so are their norms
 (`N`, `T`). Stages update their weights (`U`). If an update does not wait for the norm, it is validated when the norm
 arrives (`V`).

@@ -12,9 +12,9 @@ from functools import lru_cache
 from operator import itemgetter
 
 from .action import Action, Kind
-from .ending import NOTHING, Asked, end_tree
 from .errors import ScheduleError
 from .kinds import G
+from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
 from .spec import Spec
 from .unroll import unroll
 
@@ -34,7 +34,7 @@ def is_uniform(spec: Spec) -> bool:
     return type(spec).splits is Spec.splits and type(spec).actions is Spec.actions
 
 
-def local_order(spec: Spec, worker: int, asked: Asked = NOTHING) -> Iterator[Action]:
+def local_order(spec: Spec, worker: int, reductions: Reductions = NO_REDUCTIONS) -> Iterator[Action]:
     """Yield the actions of `worker` in its order, those that end a synchronous step included.
 
     Costs O(n log n) for n own actions.
@@ -48,7 +48,8 @@ def local_order(spec: Spec, worker: int, asked: Asked = NOTHING) -> Iterator[Act
         order = iter(spec.program(worker))
     else:
         order = iter(_unrolled(spec)[worker])
-    return _with_end(spec, worker, order, asked) if spec.synchronous else _with_told(spec, worker, order, asked)
+    complete = _with_end if spec.synchronous else _with_reductions
+    return complete(spec, worker, order, reductions)
 
 
 @lru_cache(maxsize=16)
@@ -107,14 +108,14 @@ def _own_streams(spec: Spec, worker: int) -> list[Iterator[Action]]:
     return streams
 
 
-def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) -> Iterator[Action]:
+def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:
     """Insert the actions that end a step right behind their needs: the end of a step is no barrier.
 
     An update that waits for no other stage follows its last gradient, and so does an exchange of gradients. Updates
     that wait for other stages come last.
     """
-    replicated, tree = spec.num_routes > 1, end_tree(spec)
-    told = asked.weight or (asked.norms and not asked.validated)
+    replicated, tree = spec.num_routes > 1, reduction_tree(spec)
+    awaits = reductions.weight or (reductions.norms and not reductions.validated)
     route_of = routes(spec)
     microbatches = Counter(map(route_of, range(spec.num_microbatches)) if replicated else {0: spec.num_microbatches})
     left = {shard: microbatches[shard[1]] for shard in spec.hosted(worker)}
@@ -126,18 +127,18 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) ->
             shard = action.stage, route_of(action.index) if replicated else 0
             left[shard] = left.get(shard, 0) - 1
             if left[shard] == 0:
-                exchanges = bool(tree.exchanged(shard[0], asked))
+                exchanges = bool(tree.exchanged(shard[0], reductions))
                 if exchanges:
                     yield G(*shard)
-                if exchanges or told:
+                if exchanges or awaits:
                     ended.append(shard)
                 else:
                     yield from spec.updates(*shard)
-    yield from tree.actions(worker, asked)
+    yield from tree.actions(worker, reductions)
     yield from (update for shard in ended for update in spec.updates(*shard))
 
 
-def _with_told(spec: Spec, worker: int, order: Iterable[Action], asked: Asked) -> Iterator[Action]:
+def _with_reductions(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:
     """Append the actions that end the steps of a stream, which occupy no device; updates stay in their slots."""
     yield from order
-    yield from end_tree(spec).actions(worker, asked)
+    yield from reduction_tree(spec).actions(worker, reductions)

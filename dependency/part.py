@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from .action import RESOURCES, Action, Kind, Resource
-from .ending import end_tree
 from .entry import Entry, Pulled
 from .errors import ScheduleError
 from .kinds import D, G, U, V
 from .order import routes
+from .reductions import reduction_tree
 from .spec import Spec
 from .versions import Reach, reaches
 
@@ -106,7 +106,7 @@ class Part:
         update follows one that may still be taken back.
         """
         spec = self.spec
-        told = D(*end_tree(spec).own.get(self.worker, (-1, -1)))
+        told = D(*reduction_tree(spec).own.get(self.worker, (-1, -1)))
         replicated, route_of = spec.num_routes > 1, routes(spec)
         for number, entry in enumerate(self.entries):
             stage, kind, index = entry.action

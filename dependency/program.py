@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from .action import Action, Kind
-from .ending import NOTHING, Asked, Replica, end_tree
 from .entry import Entry, Pulled
 from .errors import ScheduleError
 from .kinds import C, D, F, U
 from .memory import peaks_in_order
 from .order import has_program, has_slot, is_uniform, local_order, routes
+from .reductions import NO_REDUCTIONS, Reductions, Replica, reduction_tree
 from .spec import Spec
 from .versions import before_forward, update_of
 
@@ -29,24 +29,24 @@ def entries(
     worker: int,
     *,
     forward_only: bool = False,
-    asked: Asked = NOTHING,
+    reductions: Reductions = NO_REDUCTIONS,
     chained: Collection[int] = (),
 ) -> Iterator[Entry]:
     """Yield the program of `worker`, lazily.
 
     Args:
         forward_only: keep only what goes forward, which is the program of an evaluation.
-        asked: what updates must know of other stages.
+        reductions: what the updates of the step depend on.
         chained: stages whose forwards must keep the worker's order, because one reads what an earlier one wrote.
 
     Raises:
         ScheduleError: two actions of the worker share a slot, or its activation limit is too small.
     """
-    flow = _Flow(spec, worker, asked)
-    edges = _OrderEdges(spec, worker, asked, frozenset(chained), forward_only=forward_only)
+    flow = _Flow(spec, worker, reductions)
+    edges = _OrderEdges(spec, worker, reductions, frozenset(chained), forward_only=forward_only)
     after = None if forward_only or type(spec).after is Spec.after else spec.after
     versioned = not (forward_only or spec.synchronous)
-    for action in local_order(spec, worker, asked):
+    for action in local_order(spec, worker, reductions):
         if forward_only and not flow.goes_forward(action):
             continue
         own: list[Action] = []
@@ -79,10 +79,10 @@ class _Pattern(NamedTuple):
 class _Flow:
     """The data flow of a worker's actions: needs and destinations of payloads."""
 
-    def __init__(self, spec: Spec, worker: int, asked: Asked) -> None:
+    def __init__(self, spec: Spec, worker: int, reductions: Reductions) -> None:
         self._spec = spec
         self._worker = worker
-        self._asked = asked
+        self._reductions = reductions
         self._uniform = is_uniform(spec)
         self._route = routes(spec) if spec.num_routes > 1 else None
         self._patterns: dict[tuple[object, ...], _Pattern] = {}
@@ -145,12 +145,12 @@ class _Flow:
 
     def _end(self, action: Action, own: Sequence[Action], pulled: Sequence[Pulled]) -> Entry:
         spec, worker = self._spec, self._worker
-        tree = end_tree(spec)
+        tree = reduction_tree(spec)
         if action.kind is U and not spec.synchronous:
-            return Entry(action, (*own, *tree.told(worker, self._asked)), tuple(pulled), (), (), False)
-        _, others = tree.needs(action, self._asked)
+            return Entry(action, (*own, *tree.awaited(worker, self._reductions)), tuple(pulled), (), (), False)
+        _, others = tree.needs(action, self._reductions)
         placed = [(need, spec.worker(need)) for need in others]
-        consumers = {spec.worker(follower) for follower in tree.successors(action, self._asked)}
+        consumers = {spec.worker(follower) for follower in tree.successors(action, self._reductions)}
         return Entry(
             action,
             (*own, *(need for need, at in placed if at == worker)),
@@ -179,10 +179,12 @@ class _OrderEdges:
     cannot deadlock.
     """
 
-    def __init__(self, spec: Spec, worker: int, asked: Asked, chained: frozenset[int], *, forward_only: bool) -> None:
+    def __init__(
+        self, spec: Spec, worker: int, reductions: Reductions, chained: frozenset[int], *, forward_only: bool
+    ) -> None:
         self._spec = spec
         self._worker = worker
-        self._asked = asked
+        self._reductions = reductions
         self._chained = chained
         self._route = routes(spec, forward_only) if spec.num_routes > 1 else None
         self._limit = None if forward_only else order_limit(spec, worker)
@@ -230,7 +232,7 @@ class _OrderEdges:
 
     def _gradients_before(self, action: Action) -> list[Action]:
         """Return the last B or W of each shard whose gradients `action` needs: it waits for all others."""
-        shards, _ = end_tree(self._spec).needs(action, self._asked)
+        shards, _ = reduction_tree(self._spec).needs(action, self._reductions)
         last = (self._last_release.get(shard if self._limit is None else _WHOLE_WORKER) for shard in shards)
         return list(dict.fromkeys(release for release in last if release is not None))
 

@@ -20,9 +20,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .action import Action
-from .ending import NOTHING, Asked, end_tree, on_route
 from .errors import ConfigError
 from .kinds import B, F, I, R, U, W
+from .reductions import NO_REDUCTIONS, Reductions, on_route, reduction_tree
 from .versions import before_forward, before_update
 
 if TYPE_CHECKING:
@@ -214,7 +214,7 @@ class Spec(_Frozen):
         """Return the actions that take the payload of `action`; none if it has no payload."""
         stage, kind, microbatch = action
         if not kind.per_microbatch:
-            return end_tree(self).successors(action)
+            return reduction_tree(self).successors(action)
         follower = self._going(kind.way, stage + kind.way, microbatch) if kind.way else None
         return [] if follower is None else [follower]
 
@@ -224,7 +224,7 @@ class Spec(_Frozen):
             return None
         return next((a for a in self.actions(stage, microbatch) if a.kind.way == way), None)
 
-    def data(self, action: Action, asked: Asked = NOTHING) -> Iterator[Action]:
+    def data(self, action: Action, reductions: Reductions = NO_REDUCTIONS) -> Iterator[Action]:
         """Yield what `action` needs by data flow alone."""
         stage, kind, microbatch = action
         if kind.per_microbatch:
@@ -239,7 +239,7 @@ class Spec(_Frozen):
         elif kind is U and not self.synchronous:
             yield from before_update(self, action)
         else:
-            shards, others = end_tree(self).needs(action, asked)
+            shards, others = reduction_tree(self).needs(action, reductions)
             for shard in shards:
                 yield from self.accumulations(*shard)
             yield from others
@@ -249,9 +249,9 @@ class Spec(_Frozen):
         for m in on_route(self, range(self.total_microbatches), route):
             yield from (a for a in self.actions(stage, m) if a.kind.accumulates)
 
-    def needs(self, action: Action, asked: Asked = NOTHING) -> list[Action]:
+    def needs(self, action: Action, reductions: Reductions = NO_REDUCTIONS) -> list[Action]:
         """Return everything that must be finished before `action`: data flow and the schedule's own."""
-        needs = list(self.data(action, asked))
+        needs = list(self.data(action, reductions))
         if self.orders(action):
             needs += [need for need in self.after(action) if need.index >= 0]
         return needs

@@ -19,8 +19,8 @@ from itertools import accumulate, count, pairwise
 from typing import NamedTuple, Protocol
 
 from .action import Action
-from .ending import Asked, Placed, on_route
 from .kinds import U
+from .reductions import Placed, Reductions, on_route
 
 #: number of a step so far from the beginning of a stream that the beginning has no effect on it
 STEADY = 1 << 20
@@ -52,12 +52,12 @@ def updates_a_step(spec: Versioned) -> int:
     return spec.num_microbatches if spec.update_every == "microbatch" else spec.num_routes
 
 
-def asked_of(spec: Versioned, asked: Asked) -> Asked:
-    """Return the part of `asked` that can be known before updates of `spec`.
+def known_reductions(spec: Versioned, reductions: Reductions) -> Reductions:
+    """Return the part of `reductions` that can be known before updates of `spec`.
 
     An update that does not take a whole step knows its weight, and waits for no other stage: that would empty the pipe.
     """
-    return asked if spec.synchronous or takes_steps(spec) else Asked()
+    return reductions if spec.synchronous or takes_steps(spec) else Reductions()
 
 
 def takes_steps(spec: Versioned) -> bool:

@@ -15,7 +15,7 @@ import torch
 
 from .checkpoints.keeper import Keeper
 from .checkpoints.weights import Weights
-from .dependency import NOTHING, ConfigError, Entry, Order, PipeError, check, most_open
+from .dependency import NO_REDUCTIONS, ConfigError, Entry, Order, PipeError, check, most_open
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import Job, own_part
@@ -312,8 +312,8 @@ class Pipeline(ApiAdvice, Weights):
     def program(self, worker: int, num_microbatches: int) -> list[Entry]:
         """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
         actor = next(actor for actor in self._actors if actor.worker == worker)
-        asked = self._step_end.asked(actor.next_step, streamed=False)
-        return self._compiled.part(num_microbatches, worker, True, asked, lambda: chained(actor)).entries
+        reductions = self._step_end.reductions(actor.next_step, streamed=False)
+        return self._compiled.part(num_microbatches, worker, True, reductions, lambda: chained(actor)).entries
 
     def shards(self, worker: int) -> list[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""
@@ -353,15 +353,15 @@ class Pipeline(ApiAdvice, Weights):
         self, actor: WorkerActor, batch: Microbatches, train: bool, what: str = "", *, streamed: bool = False
     ) -> StepInput:
         """Return the call for `actor` with `batch`; `streamed`: the next call may begin before it has ended."""
-        asked = self._step_end.asked(actor.next_step, streamed=streamed) if train else NOTHING
-        part = self._compiled.part(len(batch.inputs), actor.worker, train, asked, lambda: chained(actor))
+        reductions = self._step_end.reductions(actor.next_step, streamed=streamed) if train else NO_REDUCTIONS
+        part = self._compiled.part(len(batch.inputs), actor.worker, train, reductions, lambda: chained(actor))
         weights = self._weights if actor.next_step == 0 else ""
         call = Call(actor.worker, what or f"step {actor.next_step}", self._described, *batch.described, weights)
         scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
         return StepInput(
             part, self.order, call, batch.inputs, None if what == "predict" else batch.targets, batch.shares,
-            train=train, asked=asked, rows=batch.rows, tokens=batch.tokens, waited=batch.waited, scales=scales,
-            lending=batch.lending, updates=self._step_end.updates(actor.next_step),
+            train=train, reductions=reductions, rows=batch.rows, tokens=batch.tokens, waited=batch.waited,
+            scales=scales, lending=batch.lending, updates=self._step_end.updates(actor.next_step),
             last=self._keeper.due(actor.next_step + 1),
         )  # fmt: skip
 

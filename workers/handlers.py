@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..dependency import (
-    NOTHING,
+    NO_REDUCTIONS,
     Action,
-    Asked,
     B,
     C,
     ConfigError,
@@ -28,12 +27,13 @@ from ..dependency import (
     Order,
     Part,
     R,
+    Reductions,
     Spec,
     T,
     U,
     V,
     W,
-    end_tree,
+    reduction_tree,
     takes_steps,
 )
 from .compute.device import Mark
@@ -67,7 +67,7 @@ class StepInput:
     shares: list[float]
     train: bool = True
     #: results of other stages that an update waits for; `part` was compiled for them
-    asked: Asked = NOTHING
+    reductions: Reductions = NO_REDUCTIONS
     #: rows and tokens of the whole batch; 0 tokens if the inputs are not integers
     rows: int = 0
     tokens: int = 0
@@ -262,7 +262,7 @@ def _tell_loss(doing: Doing) -> Payload:
     step = doing.step
     step.result = Result(unpack(payload), step.outputs)
     must_know = step.batch.spec.synchronous or takes_steps(step.batch.spec)
-    if step.result.summed and step.batch.train and must_know and not step.batch.asked.weight:
+    if step.result.summed and step.batch.train and must_know and not step.batch.reductions.weight:
         raise ConfigError("loss_fn: gave a mean before and gives (sum, weight) now; it must always give the same")
     return payload
 
@@ -278,7 +278,7 @@ def _collect_norms(doing: Doing) -> Payload:
     for payload in _taken(doing, N):
         others, flags = unpack(payload)
         norms, finite = norms | others, finite + flags
-    if _is_first_node(doing) and not doing.step.batch.asked.validated:
+    if _is_first_node(doing) and not doing.step.batch.reductions.validated:
         for (_, route), shard in doing.worker.shards.items():
             if route == 0:
                 update = doing.step.first_update + route
@@ -316,7 +316,7 @@ def _update(doing: Doing) -> None:
         shard.hold(result.divisor if result is not None and result.summed else 0.0)
         return
     _complete_gradients(doing, shard, doing.task.entry.action.index)
-    if step.batch.asked.validated:
+    if step.batch.reductions.validated:
         if doing.task.entry.action.index == 0:
             step.own_norms |= shard.gradient_norms()
         step.early[shard] = shard.update_early()
@@ -342,7 +342,7 @@ def _update_version(doing: Doing, shard: StashingShard) -> None:
     """Update a shard to its next weight version, with only the gradients that this update takes."""
     worker, step, index = doing.worker, doing.step, doing.task.entry.action.index
     shard.take_gradients(step.first_update + index)
-    if step.batch.asked.weight and shard not in step.completed and step.result is not None:
+    if step.batch.reductions.weight and shard not in step.completed and step.result is not None:
         shard.updating.divide(step.result.divisor)
     if worker.max_grad_norm is not None:
         if step.result is not None and step.result.norm_tensor is not None:
@@ -361,13 +361,13 @@ def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
     if shard in step.completed:
         return
     step.completed.add(shard)
-    exchanged = end_tree(spec).exchanged(shard.stage, step.batch.asked) if spec.synchronous else []
+    exchanged = reduction_tree(spec).exchanged(shard.stage, step.batch.reductions) if spec.synchronous else []
     if exchanged:
         ready, own = doing.worker.courier.ready, G(shard.stage, route)
         # Not taken out: several who hold them may be on this worker.
         parts = [_gradients_of(shard, spec) if g == own else ready(step.payloads[g]) for g in exchanged]
         shard.updating.sum_gradients(parts, exchanged.index(own))
-    if step.result is not None and step.batch.asked.weight and step.result.summed:
+    if step.result is not None and step.batch.reductions.weight and step.result.summed:
         shard.updating.divide(shard.updating.weight + step.result.divisor)
     if shard.updating.scale.enabled:
         step.finite[shard] = shard.updating.unscale()
@@ -376,7 +376,7 @@ def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
 def _is_first_node(doing: Doing) -> bool:
     """Return whether the worker contributes its own values here; at its other nodes of the tree it only forwards."""
     stage, _, route = doing.task.entry.action
-    return end_tree(doing.step.batch.spec).own[doing.worker.worker] == (stage, route)
+    return reduction_tree(doing.step.batch.spec).own[doing.worker.worker] == (stage, route)
 
 
 def _taken(doing: Doing, *kinds: Kind) -> list[Payload]:

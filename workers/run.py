@@ -259,7 +259,7 @@ class Stream:
     def _may_be_wrong(self, step: Step) -> bool:
         """Tell whether a step goes by weights that may be taken back."""
         before = next(iter(self._steps.values()))
-        return before is not step and before.batch.asked.validated
+        return before is not step and before.batch.reductions.validated
 
     def _finish(self, step: Step, action: Action, payload: Payload | None) -> None:
         task = step.tasks[action]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from ..dependency import Asked, Part, Spec, check, entries
+from ..dependency import Part, Reductions, Spec, check, entries
 
 
 class CompiledParts:
@@ -20,15 +20,20 @@ class CompiledParts:
         #: by number of microbatches
         self._specs = {spec.num_microbatches: spec}
         self._spec = spec
-        self._parts: dict[tuple[Spec, int, bool, Asked], Part] = {}
+        self._parts: dict[tuple[Spec, int, bool, Reductions], Part] = {}
 
     def part(
-        self, num_microbatches: int, worker: int, train: bool, asked: Asked, chained: Callable[[], Collection[int]]
+        self,
+        num_microbatches: int,
+        worker: int,
+        train: bool,
+        reductions: Reductions,
+        chained: Callable[[], Collection[int]],
     ) -> Part:
         """Return what `worker` runs in a step or, without `train`, in an evaluation.
 
         Args:
-            asked: as for `entries`.
+            reductions: as for `entries`.
             chained: returns it, as for `entries`.
 
         Raises:
@@ -39,9 +44,9 @@ class CompiledParts:
             for each in self._workers:
                 check(spec, each)
             self._specs[num_microbatches] = spec
-        key = self._specs[num_microbatches], worker, train, asked
+        key = self._specs[num_microbatches], worker, train, reductions
         if key not in self._parts:
             after = chained()
-            program = entries(key[0], worker, forward_only=not train, asked=asked, chained=after)
+            program = entries(key[0], worker, forward_only=not train, reductions=reductions, chained=after)
             self._parts[key] = Part(key[0], worker, program, after)
         return self._parts[key]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..dependency import Asked, ConfigError, Spec, asked_of
+from ..dependency import ConfigError, Reductions, Spec, known_reductions
 from ..workers.compute.result import Result, clips
 from ..workers.compute.updating import Training
 
@@ -34,25 +34,25 @@ class StepEnd:
         self.sharing: tuple[tuple[int, ...], ...] = ()
         # Only the first step shows whether the loss is a sum with a weight, for which updates wait; and clipping is
         # frequent at first.
-        self._asked = Asked(weight=True, norms=max_grad_norm is not None or scaled)
+        self._reductions = Reductions(weight=True, norms=max_grad_norm is not None or scaled)
 
     def updates(self, step: int) -> bool:
         """Return whether training step `step` ends with an update."""
         return (step + 1) % self._accumulate == 0
 
-    def asked(self, step: int, *, streamed: bool) -> Asked:
+    def reductions(self, step: int, *, streamed: bool) -> Reductions:
         """Return what the updates of training step `step` must know.
 
         Args:
             streamed: whether the next step may begin before this one has ended; if not, an early update saves nothing.
         """
         if not self.updates(step):
-            asked = self._asked._replace(norms=False, validated=False)
+            reductions = self._reductions._replace(norms=False, validated=False)
         else:
-            asked = self._asked._replace(validated=self._asked.validated and streamed)
-        return asked_of(self._spec, asked._replace(sharing=self.sharing))
+            reductions = self._reductions._replace(validated=self._reductions.validated and streamed)
+        return known_reductions(self._spec, reductions._replace(sharing=self.sharing))
 
     def observe_result(self, result: Result) -> None:
         """Record the result of a step: after a clipped step the next is likely to be clipped too."""
         quiet = self._validates and result.norm_tensor is not None and not clips(self._max_norm, result.norm_tensor)
-        self._asked = self._asked._replace(weight=result.summed, validated=quiet)
+        self._reductions = self._reductions._replace(weight=result.summed, validated=quiet)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
-from ..dependency import NOTHING, RESOURCES, Action, Asked, Part, PipeError, ScheduleError, Spec, entries
+from ..dependency import NO_REDUCTIONS, RESOURCES, Action, Part, PipeError, Reductions, ScheduleError, Spec, entries
 from ..dependency.garbage import uncollected
 
 
@@ -19,20 +19,20 @@ class Relation:
 
     Args:
         steps: how many steps follow each other; a forward needs its stage's update of the step before.
-        asked: what updates must know of other stages.
+        reductions: what the updates of the step depend on.
 
     Raises:
         ScheduleError: an edge names an action that nobody runs, or a slot is taken twice.
     """
 
-    def __init__(self, spec: Spec, steps: int = 1, asked: Asked = NOTHING) -> None:
+    def __init__(self, spec: Spec, steps: int = 1, reductions: Reductions = NO_REDUCTIONS) -> None:
         if not spec.synchronous and steps > 1:
             spec, steps = replace(spec, num_steps=steps), 1  # one stream, in whose order steps overlap
         self.spec = spec
         self.steps = steps
         workers = range(spec.num_workers)
         with uncollected():
-            self._put_together([Part(spec, worker, entries(spec, worker, asked=asked)) for worker in workers])
+            self._put_together([Part(spec, worker, entries(spec, worker, reductions=reductions)) for worker in workers])
 
     def _put_together(self, parts: list[Part]) -> None:
         steps = self.steps

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from rpc_pipe import Pipeline
-from rpc_pipe.dependency import Asked, ConfigError, T, U, V, WorkerFailure, entries
+from rpc_pipe.dependency import ConfigError, Reductions, T, U, V, WorkerFailure, entries
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import price
 from rpc_pipe.planning.specs import make_spec
@@ -17,7 +17,7 @@ from rpc_pipe.schedules import SCHEDULES
 
 _SYNCHRONOUS = sorted(name for name, cls in SCHEDULES.items() if cls.synchronous)
 _STEPS = 8
-_EARLY = Asked(norms=True, validated=True)
+_EARLY = Reductions(norms=True, validated=True)
 
 
 class _Counting(nn.Module):
@@ -210,7 +210,7 @@ def test_what_fails_after_an_update_that_stands_counts():
 def test_nothing_waits_for_the_norm_but_its_validation():
     spec = make_spec("zb-h2", 4, 8)
     for worker in range(4):
-        needs = {entry.action: entry for entry in entries(spec, worker, asked=_EARLY)}
+        needs = {entry.action: entry for entry in entries(spec, worker, reductions=_EARLY)}
         assert T(worker, 0) not in needs[U(worker, 0)].own and not needs[U(worker, 0)].pulled
         assert set(needs[V(worker, 0)].own) == {U(worker, 0), T(worker, 0)}
 
@@ -220,12 +220,12 @@ def test_early_updates_cost_no_time_from_step_to_step(schedule):
     spec = make_spec(schedule, 4, 8)
     costs = {"F": 10, "I": 10, "W": 10, "B": 20, "R": 10}
 
-    def step_time(asked):
-        relation = Relation(spec, 6, asked)
+    def step_time(reductions):
+        relation = Relation(spec, 6, reductions)
         return price(relation, lambda action: costs.get(action.kind.letter, 0.0), comm=0.4).step_time
 
-    assert step_time(_EARLY) <= step_time(Asked(norms=True)) + 1e-6
-    assert step_time(_EARLY) == pytest.approx(step_time(Asked()), rel=0.02)
+    assert step_time(_EARLY) <= step_time(Reductions(norms=True)) + 1e-6
+    assert step_time(_EARLY) == pytest.approx(step_time(Reductions()), rel=0.02)
 
 
 def test_post_validation_is_refused_where_nothing_could_be_validated():

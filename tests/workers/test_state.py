@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from rpc_pipe.dependency import Asked, B, C, D, F, G, N, Part, Pulled, T, U, entries
+from rpc_pipe.dependency import B, C, D, F, G, N, Part, Pulled, Reductions, T, U, entries
 from rpc_pipe.schedules import Chimera, GPipe, OneFOneB, Varuna
 from rpc_pipe.workers.state import WorkerState
 
@@ -54,8 +54,12 @@ def test_a_middle_worker_of_1f1b_from_start_to_end():
 
 def test_an_update_waits_only_for_what_is_asked_for():
     spec = OneFOneB(num_workers=1, num_microbatches=1)
-    for asked, before in ((Asked(), []), (Asked(weight=True), [C, D]), (Asked(norms=True), [C, D, N, T])):
-        state = state_of(spec, 0, asked=asked)
+    for reductions, before in (
+        (Reductions(), []),
+        (Reductions(weight=True), [C, D]),
+        (Reductions(norms=True), [C, D, N, T]),
+    ):
+        state = state_of(spec, 0, reductions=reductions)
         run(state, F(0, 0))
         run(state, B(0, 0))
         for kind in before:

@@ -45,8 +45,8 @@ def on_route(spec: Placed, microbatches: Iterable[int], route: int) -> Iterator[
     return iter(microbatches) if spec.num_routes == 1 else (m for m in microbatches if spec.route(m) == route)
 
 
-class Asked(NamedTuple):
-    """What an update must know of the other stages."""
+class Reductions(NamedTuple):
+    """The reductions over all stages that the updates of a step depend on."""
 
     #: the weight of the whole step: the loss is given as sums
     weight: bool = False
@@ -58,10 +58,10 @@ class Asked(NamedTuple):
     sharing: tuple[tuple[int, ...], ...] = ()
 
 
-NOTHING = Asked()
+NO_REDUCTIONS = Reductions()
 
 
-class EndTree:
+class ReductionTree:
     """The tree along which the results of a step are collected and distributed."""
 
     def __init__(self, spec: Placed) -> None:
@@ -93,26 +93,26 @@ class EndTree:
                 self._of_loss.add(above)
                 above = self.parent[above]
 
-    def actions(self, worker: int, asked: Asked) -> list[Action]:
+    def actions(self, worker: int, reductions: Reductions) -> list[Action]:
         """Return what `worker` collects and distributes, in the order of the tree: to the root, and back."""
         nodes = self._nodes.get(worker, [])
         found = [C(*node) for node in reversed(nodes) if node in self._of_loss] + [D(*node) for node in nodes]
-        if asked.norms:
+        if reductions.norms:
             found += [N(*node) for node in reversed(nodes)] + [T(*node) for node in nodes]
-        if asked.validated:
+        if reductions.validated:
             found += [V(*shard) for shard in self.spec.hosted(worker)]
         return found
 
-    def needs(self, action: Action, asked: Asked) -> tuple[list[Replica], list[Action]]:
+    def needs(self, action: Action, reductions: Reductions) -> tuple[list[Replica], list[Action]]:
         """Return what an action that ends a step needs: shards with all their gradients, and actions."""
         stage, kind, route = action
         node = stage, route
         if kind is G:
             return [node], []
         if kind is U:
-            told = self.told(self.spec.place(*node), asked)
-            exchanged = self.exchanged(stage, asked)
-            return ([], exchanged + told) if exchanged else ([node], told)
+            awaited = self.awaited(self.spec.place(*node), reductions)
+            exchanged = self.exchanged(stage, reductions)
+            return ([], exchanged + awaited) if exchanged else ([node], awaited)
         if kind is V:
             return [], [U(*node), T(*self.own[self.spec.place(*node)])]
         if kind in _COLLECTED:
@@ -126,42 +126,42 @@ class EndTree:
             return [], below + [f for shard in held if shard[0] == self.spec.last_stage for f in self._forwards(*shard)]
         below = [N(*child) for child in children] + [D(*node)]  # gradients of summed losses are divided first
         first = [shard for shard in held if shard[1] == 0]
-        if asked.validated:
+        if reductions.validated:
             return [], below + [U(*shard) for shard in first]  # U has noted the norms before it freed the gradients
-        exchanged = [g for stage, _ in first for g in self.exchanged(stage, asked)]
-        alone = [shard for shard in first if not self.exchanged(shard[0], asked)]
+        exchanged = [g for stage, _ in first for g in self.exchanged(stage, reductions)]
+        alone = [shard for shard in first if not self.exchanged(shard[0], reductions)]
         return alone, below + list(dict.fromkeys(exchanged))
 
-    def told(self, worker: int, asked: Asked) -> list[Action]:
+    def awaited(self, worker: int, reductions: Reductions) -> list[Action]:
         """Return the actions whose results the updates of `worker` need."""
         own = self.own[worker]
-        return [T(*own)] if asked.norms and not asked.validated else [D(*own)] if asked.weight else []
+        return [T(*own)] if reductions.norms and not reductions.validated else [D(*own)] if reductions.weight else []
 
-    def exchanged(self, stage: int, asked: Asked) -> list[Action]:
+    def exchanged(self, stage: int, reductions: Reductions) -> list[Action]:
         """Return the exchanges whose gradients `stage` sums, in that order; none if it shares no weights."""
-        stages = (asked.sharing[stage] if asked.sharing else ()) or (stage,)
+        stages = (reductions.sharing[stage] if reductions.sharing else ()) or (stage,)
         num_routes = self.spec.num_routes
         return [G(s, route) for s in stages for route in range(num_routes)] if len(stages) * num_routes > 1 else []
 
     def _forwards(self, stage: int, route: int) -> list[Action]:
         return [F(stage, m) for m in on_route(self.spec, range(self.spec.total_microbatches), route)]
 
-    def successors(self, action: Action, asked: Asked = NOTHING) -> list[Action]:
+    def successors(self, action: Action, reductions: Reductions = NO_REDUCTIONS) -> list[Action]:
         """Return the actions that the payload of one that ends a step flows to."""
         stage, kind, route = action
         if kind is G:
             # Norms are of route 0, on whose worker the gradients are needed anyway.
-            return [U(g.stage, g.index) for g in self.exchanged(stage, asked) if g != action]
+            return [U(g.stage, g.index) for g in self.exchanged(stage, reductions) if g != action]
         if kind in _COLLECTED:
             return [kind(*child) for child in self.children[stage, route]]
-        for told, collected in _COLLECTED.items():
+        for distributes, collected in _COLLECTED.items():
             if kind is collected:
                 parent = self.parent[stage, route]
-                return [told(stage, route) if parent is None else kind(*parent)]
+                return [distributes(stage, route) if parent is None else kind(*parent)]
         return []
 
 
 @lru_cache(maxsize=256)
-def end_tree(spec: Placed) -> EndTree:
+def reduction_tree(spec: Placed) -> ReductionTree:
     """Return the tree along which a step of `spec` ends."""
-    return EndTree(spec)
+    return ReductionTree(spec)
