@@ -26,7 +26,7 @@ class Context:
     nan: str = "stop"
     listeners: Listeners = field(default_factory=Listeners)
     #: whether training can go on after a failed step: if all workers are threads of one process
-    goes_on: bool = False
+    recovers: bool = False
     #: training steps that are complete, and that have begun
     step: int = 0
     next_step: int = 0

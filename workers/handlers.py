@@ -93,7 +93,7 @@ class Task(NamedTuple):
     entry: Entry
     name: str
     shard: Shard
-    does: Handler
+    handler: Handler
     #: of a forward: whether its saved tensors are managed here (split backward, offload), and whether it is recomputed
     saves: bool
     recomputes: bool
@@ -144,7 +144,7 @@ class Step:
     before: list[tuple[Shard, ModuleState]] = field(default_factory=list)
 
 
-class Doing(NamedTuple):
+class ActionContext(NamedTuple):
     """An action that is running."""
 
     worker: Context
@@ -166,7 +166,7 @@ class Doing(NamedTuple):
 
 
 #: runs an action and returns its payload; actions on the resource `copy` run in a thread of their own
-Handler = Callable[[Doing], "Payload | None"]
+Handler = Callable[[ActionContext], "Payload | None"]
 _handlers: dict[Kind, Handler] = {}
 
 
@@ -189,10 +189,10 @@ _NO_PAYLOAD = pack(())
 
 
 @carries_out(F)
-def _forward(doing: Doing) -> Payload | None:
-    worker, step, task = doing.worker, doing.step, doing.task
-    batch, shard, m, at = step.batch, task.shard, doing.microbatch, task.entry.action.index
-    payload, fields = doing.source(), None
+def _forward(ctx: ActionContext) -> Payload | None:
+    worker, step, task = ctx.worker, ctx.step, ctx.task
+    batch, shard, m, at = step.batch, task.shard, ctx.microbatch, task.entry.action.index
+    payload, fields = ctx.source(), None
     if shard.slice.takes_fields:
         fields = loaded(batch.inputs[at], worker.courier.load)
         payload = _NO_PAYLOAD if payload is None else payload
@@ -215,28 +215,28 @@ def _forward(doing: Doing) -> Payload | None:
 
 
 @carries_out(B)
-def _backward(doing: Doing) -> Payload:
-    return doing.task.shard.backward(doing.microbatch, doing.source())
+def _backward(ctx: ActionContext) -> Payload:
+    return ctx.task.shard.backward(ctx.microbatch, ctx.source())
 
 
 @carries_out(I)
-def _backward_inputs(doing: Doing) -> Payload:
-    return doing.task.shard.backward_inputs(doing.microbatch, doing.source())
+def _backward_inputs(ctx: ActionContext) -> Payload:
+    return ctx.task.shard.backward_inputs(ctx.microbatch, ctx.source())
 
 
 @carries_out(W)
-def _backward_weights(doing: Doing) -> None:
-    doing.task.shard.backward_weights(doing.microbatch)
+def _backward_weights(ctx: ActionContext) -> None:
+    ctx.task.shard.backward_weights(ctx.microbatch)
 
 
 @carries_out(R)
-def _recompute(doing: Doing) -> None:
-    doing.task.shard.recompute(doing.step.number, doing.microbatch)
+def _recompute(ctx: ActionContext) -> None:
+    ctx.task.shard.recompute(ctx.step.number, ctx.microbatch)
 
 
 @carries_out(G)
-def _gradients(doing: Doing) -> Payload:
-    return _gradients_of(doing.task.shard, doing.step.batch.spec)
+def _gradients(ctx: ActionContext) -> Payload:
+    return _gradients_of(ctx.task.shard, ctx.step.batch.spec)
 
 
 def _gradients_of(shard: Shard, spec: Spec) -> Payload:
@@ -244,11 +244,11 @@ def _gradients_of(shard: Shard, spec: Spec) -> Payload:
 
 
 @carries_out(C)
-def _collect_loss(doing: Doing) -> Payload:
+def _collect_loss(ctx: ActionContext) -> Payload:
     """Append this worker's losses and stop request to those from workers further from the root of the tree."""
-    worker, step = doing.worker, doing.step
-    parts = [part for payload in _taken(doing, C) for part in unpack(payload)]
-    if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_node(doing):
+    worker, step = ctx.worker, ctx.step
+    parts = [part for payload in _taken(ctx, C) for part in unpack(payload)]
+    if step.batch.spec.last_stage in (stage for stage, _ in worker.shards) and _is_first_node(ctx):
         part: dict[str, Tree] = {"stop": worker.stop_requested}
         if step.batch.targets is not None:
             part |= step.losses.tree()
@@ -257,9 +257,9 @@ def _collect_loss(doing: Doing) -> Payload:
 
 
 @carries_out(D)
-def _tell_loss(doing: Doing) -> Payload:
-    (payload,) = _taken(doing, D, C)
-    step = doing.step
+def _tell_loss(ctx: ActionContext) -> Payload:
+    (payload,) = _taken(ctx, D, C)
+    step = ctx.step
     step.result = Result(unpack(payload), step.outputs)
     must_know = step.batch.spec.synchronous or takes_steps(step.batch.spec)
     if step.result.summed and step.batch.train and must_know and not step.batch.reductions.weight:
@@ -268,56 +268,56 @@ def _tell_loss(doing: Doing) -> Payload:
 
 
 @carries_out(N)
-def _collect_norms(doing: Doing) -> Payload:
+def _collect_norms(ctx: ActionContext) -> Payload:
     """Merge the norms of this worker's gradients, keyed by parameter rank, with those from workers further away.
 
     With a scaled loss the flags that say whether gradients are finite travel along.
     """
-    norms = dict(doing.step.own_norms) if _is_first_node(doing) else {}
+    norms = dict(ctx.step.own_norms) if _is_first_node(ctx) else {}
     finite: list[Tensor] = []
-    for payload in _taken(doing, N):
+    for payload in _taken(ctx, N):
         others, flags = unpack(payload)
         norms, finite = norms | others, finite + flags
-    if _is_first_node(doing) and not doing.step.batch.reductions.validated:
-        for (_, route), shard in doing.worker.shards.items():
+    if _is_first_node(ctx) and not ctx.step.batch.reductions.validated:
+        for (_, route), shard in ctx.worker.shards.items():
             if route == 0:
-                update = doing.step.first_update + route
+                update = ctx.step.first_update + route
                 with shard.showing(update) if isinstance(shard, StashingShard) else nullcontext():
-                    _complete_gradients(doing, shard, route)
-                    if doing.worker.max_grad_norm is not None:
+                    _complete_gradients(ctx, shard, route)
+                    if ctx.worker.max_grad_norm is not None:
                         norms |= shard.gradient_norms()
                     if shard.updating.scale.enabled:
-                        finite.append(doing.step.finite[shard])
+                        finite.append(ctx.step.finite[shard])
     return pack((norms, finite))
 
 
 @carries_out(T)
-def _tell_norm(doing: Doing) -> Payload:
+def _tell_norm(ctx: ActionContext) -> Payload:
     """Compute the global gradient norm in parameter order, with the bits of `clip_grad_norm_` on the whole model."""
-    (payload,) = _taken(doing, T, N)
+    (payload,) = _taken(ctx, T, N)
     norm, finite = unpack(payload)
     if isinstance(norm, dict):
-        norm, finite = doing.worker.courier.load((norm, finite))  # those of other workers have arrived on the host
-        norm = total_norm([norm[rank] for rank in sorted(norm)], doing.worker.courier.device) if norm else None
+        norm, finite = ctx.worker.courier.load((norm, finite))  # those of other workers have arrived on the host
+        norm = total_norm([norm[rank] for rank in sorted(norm)], ctx.worker.courier.device) if norm else None
         finite = torch.stack(finite).all() if finite else None
-    assert doing.step.result is not None
-    doing.step.result.norm_tensor, doing.step.result.finite_tensor = norm, finite
+    assert ctx.step.result is not None
+    ctx.step.result.norm_tensor, ctx.step.result.finite_tensor = norm, finite
     return pack((norm, finite))
 
 
 @carries_out(U)
-def _update(doing: Doing) -> None:
-    worker, step, shard = doing.worker, doing.step, doing.task.shard
+def _update(ctx: ActionContext) -> None:
+    worker, step, shard = ctx.worker, ctx.step, ctx.task.shard
     if isinstance(shard, StashingShard):
-        _update_version(doing, shard)
+        _update_version(ctx, shard)
         return
     result = step.result
     if not step.batch.updates:
         shard.hold(result.divisor if result is not None and result.summed else 0.0)
         return
-    _complete_gradients(doing, shard, doing.task.entry.action.index)
+    _complete_gradients(ctx, shard, ctx.task.entry.action.index)
     if step.batch.reductions.validated:
-        if doing.task.entry.action.index == 0:
+        if ctx.task.entry.action.index == 0:
             step.own_norms |= shard.gradient_norms()
         step.early[shard] = shard.update_early()
         return
@@ -328,19 +328,19 @@ def _update(doing: Doing) -> None:
 
 
 @carries_out(V)
-def _validate(doing: Doing) -> None:
+def _validate(ctx: ActionContext) -> None:
     """Redo an early update if the gradients have to be clipped. Synchronises with the device to read the norm."""
-    step, shard, max_norm = doing.step, doing.task.shard, doing.worker.max_grad_norm
+    step, shard, max_norm = ctx.step, ctx.task.shard, ctx.worker.max_grad_norm
     before = step.early.pop(shard)
     assert step.result is not None and step.result.norm_tensor is not None and max_norm is not None
     if clips(max_norm, step.result.norm_tensor):
-        shard.update_again(before, max_norm, doing.worker.courier.load(step.result.norm_tensor))
+        shard.update_again(before, max_norm, ctx.worker.courier.load(step.result.norm_tensor))
         step.taken_back = True
 
 
-def _update_version(doing: Doing, shard: StashingShard) -> None:
+def _update_version(ctx: ActionContext, shard: StashingShard) -> None:
     """Update a shard to its next weight version, with only the gradients that this update takes."""
-    worker, step, index = doing.worker, doing.step, doing.task.entry.action.index
+    worker, step, index = ctx.worker, ctx.step, ctx.task.entry.action.index
     shard.take_gradients(step.first_update + index)
     if step.batch.reductions.weight and shard not in step.completed and step.result is not None:
         shard.updating.divide(step.result.divisor)
@@ -354,16 +354,16 @@ def _update_version(doing: Doing, shard: StashingShard) -> None:
         shard.exchange(step.batch.spec.elasticity)
 
 
-def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
+def _complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
     """All-reduce gradients over the holders of each parameter, in order of stages and routes, and divide them by the
     step's weight if the loss is a sum; once per step."""
-    step, spec = doing.step, doing.step.batch.spec
+    step, spec = ctx.step, ctx.step.batch.spec
     if shard in step.completed:
         return
     step.completed.add(shard)
     exchanged = reduction_tree(spec).exchanged(shard.stage, step.batch.reductions) if spec.synchronous else []
     if exchanged:
-        ready, own = doing.worker.courier.ready, G(shard.stage, route)
+        ready, own = ctx.worker.courier.ready, G(shard.stage, route)
         # Not taken out: several who hold them may be on this worker.
         parts = [_gradients_of(shard, spec) if g == own else ready(step.payloads[g]) for g in exchanged]
         shard.updating.sum_gradients(parts, exchanged.index(own))
@@ -373,12 +373,12 @@ def _complete_gradients(doing: Doing, shard: Shard, route: int) -> None:
         step.finite[shard] = shard.updating.unscale()
 
 
-def _is_first_node(doing: Doing) -> bool:
+def _is_first_node(ctx: ActionContext) -> bool:
     """Return whether the worker contributes its own values here; at its other nodes of the tree it only forwards."""
-    stage, _, route = doing.task.entry.action
-    return reduction_tree(doing.step.batch.spec).own[doing.worker.worker] == (stage, route)
+    stage, _, route = ctx.task.entry.action
+    return reduction_tree(ctx.step.batch.spec).own[ctx.worker.worker] == (stage, route)
 
 
-def _taken(doing: Doing, *kinds: Kind) -> list[Payload]:
+def _taken(ctx: ActionContext, *kinds: Kind) -> list[Payload]:
     """Take the input payloads that actions of these kinds produced."""
-    return [doing.step.payloads.pop(source) for source in doing.task.entry.sources if source.kind in kinds]
+    return [ctx.step.payloads.pop(source) for source in ctx.task.entry.sources if source.kind in kinds]

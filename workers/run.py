@@ -16,17 +16,17 @@ from functools import cache
 import torch
 
 from ..dependency import Action, Entry, NotFinite, Part
+from .between_steps import BetweenSteps
 from .compute.autocast import forget_casts
 from .compute.module_state import ModuleState
 from .compute.result import Result
 from .compute.shard import Shard
 from .context import Context
-from .handlers import Doing, Step, StepInput, Task
+from .handlers import ActionContext, Step, StepInput, Task
 from .hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 from .mailbox import Arrival
 from .state import WorkerState
 from .transport.payload import Payload, pack, unpack
-from .turn import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Stream:
         self._batches = batches
         self._tasks_of = tasks_of
         self._ended = False
-        self._turn = Turn(worker)
+        self._between_steps = BetweenSteps(worker)
         #: open steps, the oldest first, by their number among runs
         self._steps: dict[int, Step] = {}
         #: the one that was opened last, while it is open
@@ -74,7 +74,7 @@ class Stream:
                 self._open_next()
         result = self._close(oldest)
         self._mailbox.go_on(0)
-        self._turn.begin(self._begun())
+        self._between_steps.begin(self._begun())
         return result
 
     def _begun(self) -> Step | None:
@@ -85,10 +85,10 @@ class Stream:
     def _take_up(self) -> None:
         """Let modules hold what forwards of the next step have left."""
         begun = self._begun()
-        if self._steps and begun is None and self._turn.has_evaluated:
+        if self._steps and begun is None and self._between_steps.has_evaluated:
             oldest = next(iter(self._steps.values()))
             oldest.before = self._module_states(oldest.batch)
-        self._turn.end(begun)
+        self._between_steps.end(begun)
 
     def _open_next(self) -> None:
         newest = self._newest
@@ -138,7 +138,7 @@ class Stream:
 
     def _module_states(self, batch: StepInput) -> list[tuple[Shard, ModuleState]]:
         """Return what modules hold before a step that may have to be undone, as all forwards before it have run."""
-        if not self._worker.goes_on and not (self._steps and batch.train):
+        if not self._worker.recovers and not (self._steps and batch.train):
             return []
         return [(shard, shard.recomputation.before_step()) for shard in self._worker.shards.values()]
 
@@ -152,7 +152,7 @@ class Stream:
         for shard in self._worker.shards.values():
             shard.train(True)  # back to the modes that their owner gave them
             shard.abandon()
-        self._turn.abandon(next(iter(self._steps.values())))
+        self._between_steps.abandon(next(iter(self._steps.values())))
         for run in self._steps:
             self._mailbox.abandon(run)
         self._steps.clear()
@@ -244,7 +244,7 @@ class Stream:
         worker.listeners.action_started(step.number, action)
         begin = worker.courier.mark()
         try:
-            payload = task.does(Doing(worker, step, task))
+            payload = task.handler(ActionContext(worker, step, task))
         except Exception as error:
             if not self._may_be_wrong(step):
                 raise
@@ -279,7 +279,7 @@ class Stream:
 
         def does() -> Payload | None:
             follow()  # another thread has a current device and stream of its own
-            return task.does(Doing(self._worker, step, task))
+            return task.handler(ActionContext(self._worker, step, task))
 
         def copied(future: Future[Payload | None]) -> None:
             outcome = future.exception() or future.result()

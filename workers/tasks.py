@@ -7,7 +7,7 @@ from torch import nn
 from ..dependency import Action, B, ConfigError, F, Part, R
 from .compute.module_state import ModuleState
 from .compute.shard import Shard
-from .handlers import Doing, Handler, Task, handler_of
+from .handlers import ActionContext, Handler, Task, handler_of
 from .transport.payload import Payload
 
 
@@ -21,8 +21,8 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         saves = kind.way == 1 and any(other not in (F, R, B) for other in chain)
         recomputes = kind.way == 1 and R in chain
         place = part.shard(entry.action)
-        does: Handler = watched[place] if kind is F and place in watched else handler_of(kind)
-        found[entry.action] = Task(entry, str(entry.action), shards[place], does, saves, recomputes)
+        handler: Handler = watched[place] if kind is F and place in watched else handler_of(kind)
+        found[entry.action] = Task(entry, str(entry.action), shards[place], handler, saves, recomputes)
     return found
 
 
@@ -45,19 +45,19 @@ class _Watched:
     One process runs microbatches in order, so no forward may read module state that a later microbatch has written.
     """
 
-    def __init__(self, does: Handler) -> None:
-        self._does = does
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
         self._run = -1
         #: microbatch -> modules whose state its forward has changed
         self._changed: dict[int, list[nn.Module]] = {}
 
-    def __call__(self, doing: Doing) -> Payload | None:
-        shard, m = doing.task.shard, doing.microbatch
-        if doing.step.run != self._run:
-            self._run, self._changed = doing.step.run, {}
+    def __call__(self, ctx: ActionContext) -> Payload | None:
+        shard, m = ctx.task.shard, ctx.microbatch
+        if ctx.step.run != self._run:
+            self._run, self._changed = ctx.step.run, {}
         own = shard.slice.own
         before = ModuleState(own)
-        payload = self._does(doing)
+        payload = self._handler(ctx)
         written = set(shard.written_weights)
         holders = [module for module in own if not written.isdisjoint(module._parameters.values())] if written else []
         self._changed[m] = changed = before.changed() or holders

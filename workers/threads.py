@@ -41,7 +41,7 @@ class WorkerThreads:
     def __init__(self, actors: Sequence[WorkerActor]) -> None:
         self._actors = actors
         for actor in actors:
-            actor.goes_on = True
+            actor.recovers = True
         self._pool = [_Thread(actor.worker) for actor in actors] if len(actors) > 1 else None
         #: whether one of them has hung: nothing more can be asked of them
         self.stuck = False

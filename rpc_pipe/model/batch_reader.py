@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..dependency import Spec
 from ..workers.compute.shard import Shard
-from ..workers.compute.slices import Partly
+from ..workers.compute.slices import PartialFields
 from ..workers.transport.lending import Lending, lending
 from ..workers.transport.payload import Tree, map_tensors, split_rows, tensors_of
 from .lazy_batch import FieldSelection, LazyBatch, form_of
@@ -254,7 +254,7 @@ def _without_fields(
         return found if lists is None else replace(found, inputs=lists)
     lists = [_without(piece, unread) for piece in found.inputs] if lists is None else lists
     return replace(found, inputs=[
-        Partly(lists, number, _forms(piece, unread), None if whole is None else partial(whole, number))
+        PartialFields(lists, number, _forms(piece, unread), None if whole is None else partial(whole, number))
         for number, piece in enumerate(found.inputs)
     ])  # fmt: skip
 

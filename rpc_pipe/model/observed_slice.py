@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..dependency import ConfigError
 from ..workers.compute.randomness import Seed
-from ..workers.compute.slices import Partly, Times, note
+from ..workers.compute.slices import PartialFields, Times, note
 from ..workers.transport.payload import Tree
 from .observed_stage import ObservedStage
 from .placeholder import Placeholder
@@ -57,7 +57,7 @@ class ObservedSlice:
 
     def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
         try:
-            if not isinstance(fields, Partly):
+            if not isinstance(fields, PartialFields):
                 return self._run(tree, fields, seed)
             try:
                 return self._run(tree, self.stage.filled(fields.tree, fields.unread), seed)
@@ -86,7 +86,7 @@ class ObservedSlice:
         script.is_announced = True
         return *output, script.sent_from  # once, since each stage has observed the forward itself
 
-    def _refused(self, fields: Partly, needed: FieldNeeded) -> ConfigError:
+    def _refused(self, fields: PartialFields, needed: FieldNeeded) -> ConfigError:
         names = ", ".join("".join(f"[{key!r}]" for _, key in path[1:]) for path in fields.unread)
         return ConfigError(
             f"model: stage {self.stage.index} uses one of {names} of this batch ({needed}), and was not seen to when "

@@ -2,7 +2,7 @@
 
     machine A                                       machine B
     watcher ──touches──> `watched`                  worker 3 ──writes──> its board
-            ──reads───> worker 3's mirror <──pulls── `exhibit` shows it
+            ──reads───> worker 3's mirror <──pulls── `serve_board` shows it
 
 The first worker of each machine keeps the mirrors. It has at most one request to each worker in flight, and none while
 nobody watches; what a slow link does not deliver in time is left out.
@@ -45,10 +45,10 @@ class RemoteBoards(Protocol):
     worker: int
     num_workers: int
     #: answers requests for this worker's board: version seen last, EVERYTHING or NO_MORE -> bytes
-    exhibit: Callable[[int], bytes] | None
+    serve_board: Callable[[int], bytes] | None
 
     def look(self, peer: int, seen: int) -> futures.Future[bytes]:
-        """Request the answer of `exhibit` on `peer`."""
+        """Request the answer of `serve_board` on `peer`."""
 
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Return (peer's clock minus ours, error), in ns."""

@@ -172,7 +172,7 @@ def _keep(training: Watchable, folder: Path | None) -> None:
     for actor in training.actors:
         if isinstance(actor.carrier, RemoteBoards):
             _carrier = actor.carrier
-            _carrier.exhibit = _boards[actor.worker].answer
+            _carrier.serve_board = _boards[actor.worker].answer
             if folder is not None:
                 _keep_mirror(_carrier, folder)
 

@@ -71,7 +71,7 @@ def test_the_next_pipeline_of_a_process_replaces_the_one_before(folder):
 class Network:
     """A carrier to a worker of another machine whose clock is 5 ms behind."""
 
-    worker, num_workers, exhibit = 0, 2, None
+    worker, num_workers, serve_board = 0, 2, None
 
     def look(self, peer, seen):
         future = Future()

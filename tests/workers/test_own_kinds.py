@@ -45,16 +45,16 @@ class Traced(Listener):
 
 
 @carries_out(EVICT)
-def evict(doing):
+def evict(ctx):
     """A copy for the device's memory here: this machine has one memory."""
-    parameters = {p.data_ptr() for p in doing.task.shard.parameters()}
-    doing.task.shard.saved(doing.microbatch).replace(lambda t: t if t.data_ptr() in parameters else t.clone())
-    moved.append(str(doing.task.entry.action))
+    parameters = {p.data_ptr() for p in ctx.task.shard.parameters()}
+    ctx.task.shard.saved(ctx.microbatch).replace(lambda t: t if t.data_ptr() in parameters else t.clone())
+    moved.append(str(ctx.task.entry.action))
 
 
 @carries_out(LOAD)
-def load(doing):
-    evict(doing)
+def load(ctx):
+    evict(ctx)
 
 
 class Offloaded(OneFOneB):

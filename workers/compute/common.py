@@ -10,12 +10,12 @@ from torch import nn
 from ...dependency import ConfigError
 from .counts import Place, changed, held
 from .inner_state import BOXES
-from .looks import Looks
+from .occasional_checks import OccasionalChecks
 from .read_names import read_by
 
 
 class Common:
-    """Looks at some forwards.
+    """Checks some forwards.
 
     Args:
         modules: what they read of these before they write it counts, and
@@ -24,13 +24,13 @@ class Common:
 
     def __init__(self, modules: Sequence[nn.Module], objects: Sequence[Any]) -> None:
         self._modules, self._objects = modules, objects
-        self._looks = Looks()
+        self._checks = OccasionalChecks()
         #: what a forward has changed; what is made once, such as a mask, does not change again
         self._changed: set[tuple[int, str]] = set()
 
     def before(self) -> dict[Place, tuple[Any, Any]] | None:
         """Return what is held before a forward; None: it is not looked at."""
-        if not self._looks.due():
+        if not self._checks.due():
             return None
         boxes = [_Box(each) for each in self._objects if type(each) in BOXES]
         others = [each for each in self._objects if type(each) not in BOXES]

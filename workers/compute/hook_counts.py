@@ -13,12 +13,12 @@ from torch import nn
 
 from .counts import changed, held
 from .inner_state import may_count
-from .looks import Looks
+from .occasional_checks import OccasionalChecks
 from .read_names import read_by
 
 
 class HookCounts:
-    """Looks at some backwards.
+    """Checks some backwards.
 
     Args:
         modules: all that compute.
@@ -27,11 +27,11 @@ class HookCounts:
 
     def __init__(self, modules: Sequence[nn.Module], others: Sequence[Sized]) -> None:
         self._modules, self._others = modules, others
-        self._looks = Looks() if any(map(may_count, modules)) else None
+        self._checks = OccasionalChecks() if any(map(may_count, modules)) else None
 
     def due(self) -> bool:
         """Tell whether the backward that comes next is to be looked at."""
-        return self._looks is not None and self._looks.due()
+        return self._checks is not None and self._checks.due()
 
     @contextmanager
     def watched(self, backward: AbstractContextManager[Any]) -> Iterator[None]:

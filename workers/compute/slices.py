@@ -55,13 +55,13 @@ class Slice(Protocol):
 
         Args:
             tree: what comes from the stage before.
-            fields: the microbatch's own, if they are wanted; some of them, if they are `Partly`.
+            fields: the microbatch's own, if they are wanted; some of them, if they are `PartialFields`.
             seed: called before random numbers are drawn.
             times: what layers take is appended, if that is wanted.
         """
 
 
-class Partly:
+class PartialFields:
     """A microbatch's fields, of which this worker reads some.
 
     Args:
@@ -85,15 +85,15 @@ class Partly:
         """The fields that are read, with None in the places of others."""
         return self._lists[self._number]
 
-    def moved(self, load: Callable[[Tree], Tree]) -> Partly:
+    def moved(self, load: Callable[[Tree], Tree]) -> PartialFields:
         """Return the same on a device."""
         whole = self.whole
-        return Partly([load(self.tree)], 0, self.unread, None if whole is None else lambda: load(whole()))
+        return PartialFields([load(self.tree)], 0, self.unread, None if whole is None else lambda: load(whole()))
 
 
 def loaded(fields: Tree, load: Callable[[Tree], Tree]) -> Tree:
     """Return the fields of a microbatch on the device."""
-    return fields.moved(load) if isinstance(fields, Partly) else load(fields)
+    return fields.moved(load) if isinstance(fields, PartialFields) else load(fields)
 
 
 class Layers:

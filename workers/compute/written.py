@@ -17,7 +17,7 @@ from ...dependency import ConfigError
 from .autocast import forget_casts
 from .digest import few, imprint, sample
 from .inner_state import may_count
-from .looks import Looks
+from .occasional_checks import OccasionalChecks
 from .sharing import address
 from .slices import Slice
 from .split_backward import Saved, children_first, saved_by
@@ -47,7 +47,7 @@ class Written:
         self._weights_before: list[tuple[nn.Parameter, _Address, int, Tensor]] | None = None
         self._in_full = True
         #: forwards to look at again, as `.data` hides what is written from autograd; torch's own modules do not use it
-        self._looks = Looks() if any(map(may_count, slice.own)) else None
+        self._checks = OccasionalChecks() if any(map(may_count, slice.own)) else None
         self._again = False
         #: where what lies that a forward wrote and the first ones did not, and what to call it
         self._late: dict[_Address, str] = {}
@@ -59,7 +59,7 @@ class Written:
 
     def has_to_look(self) -> bool:
         """Tell whether anything has to be done for the next forward."""
-        self._again = self._looks is not None and self._looks.due() and self.weights is not None
+        self._again = self._checks is not None and self._checks.due() and self.weights is not None
         return self._again or not self.nothing
 
     def begin(self) -> dict[_Address, Tensor]:

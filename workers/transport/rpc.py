@@ -65,7 +65,7 @@ def _clock() -> int:
 
 def _look(seen: int) -> bytes:
     """Runs at a worker that is watched from another machine."""
-    return b"" if _endpoint is None or _endpoint.exhibit is None else _endpoint.exhibit(seen)
+    return b"" if _endpoint is None or _endpoint.serve_board is None else _endpoint.serve_board(seen)
 
 
 class RpcCarrier(RemoteCarrier):
@@ -96,7 +96,7 @@ class RpcCarrier(RemoteCarrier):
         global _endpoint
         super().__init__(worker, num_workers, shared_memory=shared_memory)
         #: what is shown to those who watch from other machines; see rpc_pipe/tracing/mirror.py
-        self.exhibit: Callable[[int], bytes] | None = None
+        self.serve_board: Callable[[int], bytes] | None = None
         _endpoint = self
         if store is not None:
             register_rendezvous_handler(_SCHEME, lambda *_, **__: iter([(store, worker, num_workers)]))

@@ -91,7 +91,7 @@ class ZmqCarrier(RemoteCarrier):
     ) -> None:
         super().__init__(worker, num_workers, shared_memory=shared_memory)
         #: what is shown to those who watch from other machines; see rpc_pipe/tracing/mirror.py
-        self.exhibit: Callable[[int], bytes] | None = None
+        self.serve_board: Callable[[int], bytes] | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         peers = [peer for peer in range(num_workers) if peer != worker]
         self._deliveries = {peer: Delivery() for peer in peers}
@@ -263,7 +263,7 @@ class ZmqCarrier(RemoteCarrier):
         elif reply is None:
             raise Malformed(f"malformed message: worker {peer} wants no answer to {name}")
         elif name == "look":
-            reply(b"" if self.exhibit is None else self.exhibit(decode_value(body)))
+            reply(b"" if self.serve_board is None else self.serve_board(decode_value(body)))
         elif name == "clock":
             reply(time.perf_counter_ns())
         else:

@@ -10,15 +10,15 @@ from .context import Context
 from .handlers import Step
 
 
-class Turn:
-    """The caller's turn between two steps: it may evaluate, save, or change modules by hand."""
+class BetweenSteps:
+    """What the caller may do between two steps: it may evaluate, save, or change modules by hand."""
 
     def __init__(self, worker: Context) -> None:
         self._worker = worker
         #: the state in which forwards of the step under way have left modules
         self._under_way: list[ModuleState] = []
         self._notes: list[tuple[Shard, ByHand]] = []
-        #: evaluations before the turn
+        #: evaluations before the pause between the steps
         self._num_evaluated = 0
 
     def begin(self, step: Step | None) -> None:
@@ -32,7 +32,7 @@ class Turn:
 
     @property
     def has_evaluated(self) -> bool:
-        """Whether the caller has evaluated in this turn."""
+        """Whether the caller has evaluated since the step."""
         return self._num_evaluated != self._worker.num_evaluated
 
     def end(self, step: Step | None) -> None:

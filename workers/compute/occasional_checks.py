@@ -1,4 +1,4 @@
-"""Which times of many something is looked at that costs too much to be looked at every time."""
+"""Checks that cost too much to be made every time."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from __future__ import annotations
 _EVERY = 256
 
 
-class Looks:
-    """Counts times: the first, second, fourth, eighth and so on are looked at, later on every 256th."""
+class OccasionalChecks:
+    """Counts times: the first, second, fourth, eighth and so on are checked, later on every 256th."""
 
     def __init__(self) -> None:
         self._number, self._next = 0, 1
 
     def due(self) -> bool:
-        """Tell whether this time, which comes next, is one to look at."""
+        """Tell whether this time, which comes next, is one to check."""
         self._number += 1
         if self._number < self._next:
             return False
