@@ -15,7 +15,7 @@ import torch
 
 from .checkpoints.keeper import Keeper
 from .checkpoints.weights import Weights
-from .dependency import NO_REDUCTIONS, ConfigError, Entry, Order, PipeError, check, most_open
+from .dependency import ConfigError, Entry, Order, PipeError, check, most_open
 from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import Job, own_part
@@ -23,24 +23,22 @@ from .launching.joining import join
 from .model.api_advice import ApiAdvice
 from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
 from .model.batch_reader import BatchReader
-from .model.compiled_parts import CompiledParts
 from .model.lazy_batch import label_of
-from .model.microbatches import Microbatches, Pair, Prefetcher, update_shares
+from .model.microbatches import Microbatches, Pair, Prefetcher
 from .model.outputs import Outputs
 from .model.shard_maker import Model, ShardMaker, make_partition, with_metric
 from .model.step_end import StepEnd
+from .model.step_inputs import StepInputs
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec
-from .workers.actor import WorkerActor, chained
+from .workers.actor import WorkerActor
 from .workers.compute.device import courier_for
 from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn
 from .workers.compute.updating import OptimizerFactory, SchedulerFactory, Training
-from .workers.handlers import StepInput
 from .workers.hooks import Listener
 from .workers.threads import WorkerThreads
-from .workers.transport.call import Call
 from .workers.transport.carrier import Carrier
 from .workers.transport.local import local_carriers
 from .workers.transport.payload import Tree
@@ -133,7 +131,6 @@ class Pipeline(ApiAdvice, Weights):
             check(self.spec, worker)
         self.partition = make_partition(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
         self.order: Order = order or self.spec.order
-        self._compiled = CompiledParts(self.spec, workers)
         self._step_end = StepEnd(self.spec, training, max_grad_norm, post_validation)
         self._actors = _actors(job, workers, device, max_grad_norm, stall_s)
         self._batch_reader = BatchReader(self.spec, self._actors, whole=self.partition.pair is not None)
@@ -143,10 +140,10 @@ class Pipeline(ApiAdvice, Weights):
         self._num_cut = 0
         elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
         self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
+        self._inputs = StepInputs(self.spec, self.order, workers, self._step_end, self._keeper.due)
         self._devices = {actor.courier.device for actor in self._actors}
         #: None when the shards are made
         self._maker: ShardMaker | None = ShardMaker(self.partition, seed, training)
-        self._described = self._weights = ""
         if self.partition.ranges:
             self._make(self._maker)
         elif example is not None:
@@ -159,8 +156,9 @@ class Pipeline(ApiAdvice, Weights):
         for actor in self._actors:
             actor.shards.update(maker.hosted(self.spec, actor.worker, actor.courier.device, here))
         # What must be equal on all workers, and is compared: the pipeline, and the replicas' initial weights.
-        self._described = describe(self.spec, self.partition.ranges, maker.seed)
-        self._weights, self._keeper.about["pipeline"] = maker.weights, self._described
+        described = describe(self.spec, self.partition.ranges, maker.seed)
+        self._keeper.about["pipeline"] = self._inputs.described = described
+        self._inputs.weights = maker.weights
         self._keeper.config, self._step_end.sharing = self.partition.config, self.partition.sharing
         warn_if_other_model(self._plan, self.partition.name, [actor.shards for actor in self._actors])
         maker.end([shard for actor in self._actors for shard in actor.shards.values()])
@@ -212,7 +210,7 @@ class Pipeline(ApiAdvice, Weights):
         while self._keeper.results.behind and (skipped := next(batches, batches)) is not batches:
             yield self._keeper.answer("step", label_of(skipped))
         ahead = Prefetcher(batches, self._cut, most_open(self.spec) - 1)
-        made = partial(self._batch, train=True, streamed=True)
+        made = partial(self._inputs.make, train=True, streamed=True)
         streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}
         try:
             for step in count():
@@ -256,7 +254,7 @@ class Pipeline(ApiAdvice, Weights):
         outputs, cut = Outputs(self.spec, to), self._cut(inputs, pair=self.partition.only_inputs)
 
         def predicted(actor: WorkerActor) -> list[Tree] | None:
-            own = actor.run(self._batch(actor, cut, False, "predict")).outputs
+            own = actor.run(self._inputs.make(actor, cut, train=False, what="predict")).outputs
             return actor.hand(outputs.name, own, outputs.senders, outputs.takers)
 
         found = outputs.joined(self._each(predicted))
@@ -313,7 +311,7 @@ class Pipeline(ApiAdvice, Weights):
         """Return the entries of `worker` in a training step of `num_microbatches` microbatches."""
         actor = next(actor for actor in self._actors if actor.worker == worker)
         reductions = self._step_end.reductions(actor.next_step, streamed=False)
-        return self._compiled.part(num_microbatches, worker, True, reductions, lambda: chained(actor)).entries
+        return self._inputs.part(actor, num_microbatches, reductions, train=True).entries
 
     def shards(self, worker: int) -> list[tuple[int, int, int]]:
         """Return (stage, route, number of layers) of every shard that `worker` holds."""
@@ -345,25 +343,9 @@ class Pipeline(ApiAdvice, Weights):
         return found
 
     def _run(self, batch: Microbatches, *, train: bool = False, what: str = "") -> Result:
-        result = self._each(lambda actor: actor.run(self._batch(actor, batch, train, what)))[0]
+        result = self._each(lambda actor: actor.run(self._inputs.make(actor, batch, train=train, what=what)))[0]
         batch.finished()
         return result
-
-    def _batch(
-        self, actor: WorkerActor, batch: Microbatches, train: bool, what: str = "", *, streamed: bool = False
-    ) -> StepInput:
-        """Return the call for `actor` with `batch`; `streamed`: the next call may begin before it has ended."""
-        reductions = self._step_end.reductions(actor.next_step, streamed=streamed) if train else NO_REDUCTIONS
-        part = self._compiled.part(len(batch.inputs), actor.worker, train, reductions, lambda: chained(actor))
-        weights = self._weights if actor.next_step == 0 else ""
-        call = Call(actor.worker, what or f"step {actor.next_step}", self._described, *batch.described, weights)
-        scales = update_shares(part.spec, batch.shares) if train and not part.spec.synchronous else None
-        return StepInput(
-            part, self.order, call, batch.inputs, None if what == "predict" else batch.targets, batch.shares,
-            train=train, reductions=reductions, rows=batch.rows, tokens=batch.tokens, waited=batch.waited,
-            scales=scales, lending=batch.lending, updates=self._step_end.updates(actor.next_step),
-            last=self._keeper.due(actor.next_step + 1),
-        )  # fmt: skip
 
     def _record(self, result: Result, batch: str) -> float:
         """Record the result of a training step; return its loss."""

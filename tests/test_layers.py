@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "workers/transport": "dependency",
     "workers/compute": "workers/transport dependency",
     "workers": "workers/compute workers/transport dependency",
-    "model": "workers/compute workers/transport dependency",
+    "model": "workers workers/compute workers/transport dependency",
     "planning": "model workers/compute workers/transport schedules dependency",
     "drawing": "planning dependency",
     "tracing": "drawing planning model workers workers/transport schedules dependency",

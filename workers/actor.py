@@ -155,6 +155,11 @@ class WorkerActor(Context):
         with self._telling_failures():
             self.mailbox.drain()
 
+    def chained(self) -> set[int]:
+        """Return the stages whose forwards may write what later ones read."""
+        shards = self.shards.items()
+        return {stage for (stage, _), shard in shards if shard.stateful or any(map(may_count, shard.slice.own))}
+
     def go_on_at(self, step: int, updates: int) -> None:
         """Count from here as after so many training steps and updates."""
         self.step = self.next_step = step
@@ -204,9 +209,3 @@ class WorkerActor(Context):
         tensors = [] if self.given is None else self.given.tensors
         given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         return f"stage {action.stage}{index}" + (f", given {given}" if given else "")
-
-
-def chained(actor: WorkerActor) -> set[int]:
-    """Return the stages of a worker whose forwards may write what later ones read."""
-    shards = actor.shards.items()
-    return {stage for (stage, _), shard in shards if shard.stateful or any(map(may_count, shard.slice.own))}

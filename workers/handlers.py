@@ -47,8 +47,8 @@ from .context import Context
 from .hooks import Arrived, LayerTime
 from .state import WorkerState
 from .transport.call import Call
-from .transport.lending import Lending
 from .transport.payload import Payload, Tree, pack, unpack
+from .transport.scatter import Scatter
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class StepInput:
     #: if steps overlap: each microbatch's fraction of the rows of the update that takes its gradients
     scales: list[float] | None = None
     #: which worker reads the batch for others; None: every worker reads what it uses
-    lending: Lending | None = None
+    scatter: Scatter | None = None
     #: whether the step ends with an update; False while gradients accumulate over several steps
     updates: bool = True
     #: whether the pipeline drains after this step although steps overlap, because a checkpoint follows
@@ -116,7 +116,7 @@ class Step:
     payloads: dict[Action, Payload] = field(default_factory=dict)
     forwards_left: int = 0
     #: parts of the batch that have not arrived from the worker that reads it
-    borrowed: set[str] = field(default_factory=set)
+    awaited_inputs: set[str] = field(default_factory=set)
     losses: Losses = field(default_factory=Losses)
     outputs: dict[int, Tree] = field(default_factory=dict)
     #: set when `D` has run

@@ -120,21 +120,21 @@ class Stream:
             wanted.setdefault(need.worker, []).append((need.action, need.carries))
         for peer, questions in wanted.items():
             self._mailbox.pull(run, peer, questions)
-        self._lend(step)
+        self._scatter_inputs(step)
         return step
 
-    def _lend(self, step: Step) -> None:
+    def _scatter_inputs(self, step: Step) -> None:
         """Offer what others use of a batch and cannot read, or ask for it."""
-        lending, me = step.batch.lending, self._worker.worker
-        if lending is None:
+        scatter, me = step.batch.scatter, self._worker.worker
+        if scatter is None:
             return
-        for what, takers in lending.takers.items():
+        for what, takers in scatter.takers.items():
             if me in takers:
-                step.borrowed.add(what)
-                self._mailbox.pull(step.run, lending.reader, [(what, True)])
-            elif me == lending.reader and takers:
+                step.awaited_inputs.add(what)
+                self._mailbox.pull(step.run, scatter.reader, [(what, True)])
+            elif me == scatter.reader and takers:
                 # It has been read into memory: no device is waited for.
-                self._mailbox.outbox.offer((step.run, what), pack(lending.lists[what]), takers)
+                self._mailbox.outbox.offer((step.run, what), pack(scatter.lists[what]), takers)
 
     def _module_states(self, batch: StepInput) -> list[tuple[Shard, ModuleState]]:
         """Return what modules hold before a step that may have to be undone, as all forwards before it have run."""
@@ -205,9 +205,9 @@ class Stream:
     def _take_in(self, arrival: Arrival) -> None:
         step, what = self._steps[arrival.run], arrival.what
         if not isinstance(what, Action):
-            assert arrival.payload is not None and step.batch.lending is not None
-            step.batch.lending.lists[what][:] = unpack(arrival.payload)
-            step.borrowed.remove(what)
+            assert arrival.payload is not None and step.batch.scatter is not None
+            step.batch.scatter.lists[what][:] = unpack(arrival.payload)
+            step.awaited_inputs.remove(what)
             return
         if arrival.peer == self._worker.worker:  # a copy of our own
             self._finish(step, what, arrival.payload)
@@ -232,8 +232,8 @@ class Stream:
     def _execute(self, step: Step, entry: Entry) -> None:
         worker, action = self._worker, entry.action
         task = step.tasks[action]
-        while step.borrowed and action.kind.way == 1:
-            missing = " and ".join(sorted(step.borrowed))
+        while step.awaited_inputs and action.kind.way == 1:
+            missing = " and ".join(sorted(step.awaited_inputs))
             for arrival in self._mailbox.next_arrivals(self._steps, lambda: f"{missing} of step {step.number}"):  # noqa: B023
                 self._take_in(arrival)
         if step.before and action.kind.way == 1:

@@ -274,8 +274,8 @@ class Batch(LazyBatch):
     def __init__(self, loader: Loader, share: Share) -> None:
         self._loader, self._share = loader, share
         self.rows = share.end - share.begin
-        self.lent = loader.readers == "first"
-        data = "the first worker's data" if self.lent else loader.identity
+        self.scattered = loader.readers == "first"
+        data = "the first worker's data" if self.scattered else loader.identity
         self.label = f"samples {share.begin}-{share.end - 1} in the order of {data}"
         self._both: tuple[Tree, Tree] | None = None
 

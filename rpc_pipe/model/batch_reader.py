@@ -21,8 +21,8 @@ from torch import Tensor
 from ..dependency import Spec
 from ..workers.compute.shard import Shard
 from ..workers.compute.slices import PartialFields
-from ..workers.transport.lending import Lending, lending
 from ..workers.transport.payload import Tree, map_tensors, split_rows, tensors_of
+from ..workers.transport.scatter import Scatter, scatter_whole
 from .lazy_batch import FieldSelection, LazyBatch, form_of
 from .microbatches import Microbatches, Pair
 from .observed_slice import ObservedSlice
@@ -87,13 +87,14 @@ class BatchReader:
             return self._cut(lazy, num_microbatches, pair)
         stages = {stage for peer in self._peers for stage in self._stages[peer.worker]}
         used = 0 in stages, self._last in stages  # inputs and targets
-        if lazy is not None and lazy.lent:
+        if lazy is not None and lazy.scattered:
             reads = any(peer.worker == self._reader for peer in self._peers)  # what only one can read
             used = reads, reads
         found = Microbatches.of(batch, microbatches, num_microbatches, number, used, pair)
-        if lazy is None or not lazy.lent or self._has_all:
+        if lazy is None or not lazy.scattered or self._has_all:
             return found
-        return replace(found, lending=lending(self._spec, found.inputs, None if pair is not None else found.targets))
+        targets = None if pair is not None else found.targets
+        return replace(found, scatter=scatter_whole(self._spec, found.inputs, targets))
 
     def learn(self, unused: Sequence[frozenset[Path]], shards: Iterable[Shard], found: Microbatches) -> Microbatches:
         """Record the fields that each stage does not use; return the microbatches with which the model was cut."""
@@ -121,24 +122,24 @@ class BatchReader:
         read = _read(batch, wanted)
         found = Microbatches.read(batch, pair(read), parts, form=read if batch.uniform else None)
         mine, whole = unused.get(self._me, _NOTHING), None
-        if not batch.lent or self._me == self._reader:
+        if not batch.scattered or self._me == self._reader:
             whole = self._rereading(batch, pair, parts)
-        if not batch.lent:
+        if not batch.scattered:
             return _without_fields(found, mine, whole)
         own = [_without(piece, mine) for piece in found.inputs]
-        lends = self._lend(found, form, unused, known, own)
-        return replace(_without_fields(found, mine, whole, own), lending=lends)
+        scatter = self._scatter(found, form, unused, known, own)
+        return replace(_without_fields(found, mine, whole, own), scatter=scatter)
 
     def _readers(self, batch: LazyBatch) -> Collection[int]:
         """Return the workers for which this worker reads."""
-        if batch.lent:
+        if batch.scattered:
             return self._all if self._me == self._reader else []
         return [self._me]
 
     def _first(self, batch: LazyBatch) -> tuple[Tree, Tree]:
         """Return the first batch of a loader, whole."""
         read: Tree = [batch.look(), batch.uniform] if self._readers(batch) else None
-        if batch.lent:
+        if batch.scattered:
             handed = self._peer.hand(f"first batch, {batch.label}", read, [self._reader], self._all)
             assert handed is not None
             (read,) = handed
@@ -160,7 +161,7 @@ class BatchReader:
 
     def _tell(self, batch: LazyBatch) -> None:
         """Send this worker's unused fields once to the worker that reads for all."""
-        if batch.lent and not self._has_told:
+        if batch.scattered and not self._has_told:
             self._has_told = True
             less = sorted(self._unused.get(self._me, ()), key=repr)
             handed = self._peer.hand("fields that are not read", less, self._all, [self._reader])
@@ -184,28 +185,28 @@ class BatchReader:
 
         return lambda number: whole()[number]
 
-    def _lend(
+    def _scatter(
         self,
         found: Microbatches,
         form: tuple[Tree, Tree],
         unused: Mapping[int, frozenset[Path]],
         known: frozenset[Path],
         own: list[Tree],
-    ) -> Lending:
+    ) -> Scatter:
         """Return which worker gets what of a batch that one worker reads; `own` receives this worker's fields."""
         reads = self._me == self._reader
-        lends = Lending(self._reader, {}, {})
+        scatter = Scatter(self._reader, {}, {})
         for worker in (each for each in self._all if each != self._reader and (reads or each == self._me)):
             less = unused.get(worker, _NOTHING)
             if known - less:
                 name = f"fields for worker {worker}"
-                lends.takers[name] = [worker]
-                lends.lists[name] = [_without(piece, less) for piece in found.inputs] if reads else own
+                scatter.takers[name] = [worker]
+                scatter.lists[name] = [_without(piece, less) for piece in found.inputs] if reads else own
             if self._last in self._stages[worker] and list(tensors_of(form[1])):
                 name = f"targets for worker {worker}"
-                lends.takers[name] = [worker]
-                lends.lists[name] = found.targets
-        return lends
+                scatter.takers[name] = [worker]
+                scatter.lists[name] = found.targets
+        return scatter
 
 
 def _owners(form: tuple[Tree, Tree]) -> dict[int, _Field]:

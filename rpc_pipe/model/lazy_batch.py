@@ -16,7 +16,7 @@ class LazyBatch:
     #: names the rows and their source; must be equal on all workers
     label: str
     #: whether only the worker of the first stage can read it; the others pull from there what they use
-    lent: bool = False
+    scattered: bool = False
     #: how long its last reader waited, in ns, and for what: disk, network or decode
     waited_ns: int = 0
     waited_for: str = ""

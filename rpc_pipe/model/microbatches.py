@@ -13,8 +13,8 @@ from torch import Tensor
 from ..dependency import Action, ConfigError, Spec, takes_steps, update_of
 from ..workers.compute.digest import describe, shapes_of
 from ..workers.transport.call import pack_description
-from ..workers.transport.lending import Lending
 from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, shapes_in, split_rows, tensors_of
+from ..workers.transport.scatter import Scatter
 from .arguments import refuse_batch, refuse_lists
 from .batch_memory import BatchMemory, refuse_rewritten
 from .lazy_batch import LazyBatch, label_of
@@ -39,7 +39,7 @@ class Microbatches:
     #: the lazy batch that they were read from; None: the user passed the batch itself
     lazy: LazyBatch | None = None
     #: the worker that reads it for others, if these do not read for themselves
-    lending: Lending | None = None
+    scatter: Scatter | None = None
 
     @classmethod
     def of(
