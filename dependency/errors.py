@@ -95,7 +95,8 @@ class WorkerFailure(PipeError, RuntimeError):
         action: what it ran, such as `2B3`, or an empty string between actions.
         step: the step it was in, counted from 0.
         summary: type and message of the exception in one line.
-        remote_traceback: the formatted traceback; text, because exceptions may not unpickle elsewhere.
+        remote_traceback: the formatted traceback; text, because exceptions may not unpickle elsewhere. Empty for a
+            refusal of rpc-pipe's own, of which the summary says all.
         place: the stage, the microbatch, and what it was given, in one line.
     """
 
@@ -106,8 +107,10 @@ class WorkerFailure(PipeError, RuntimeError):
         summary, remote_traceback = shortened(summary, _MOST_SUMMARY), shortened(remote_traceback, MOST_TRACEBACK)
         self.summary, self.remote_traceback = summary, remote_traceback
         where = f"running {action}, " if action else ""
-        lines = [f"worker {worker} failed ({where}step {step}): {summary}", place, "traceback of where it failed:"]
-        super().__init__("\n".join([*filter(None, lines), remote_traceback.rstrip()]))
+        lines = [f"worker {worker} failed ({where}step {step}): {summary}", place]
+        if remote_traceback:
+            lines += ["traceback of where it failed:", remote_traceback.rstrip()]
+        super().__init__("\n".join(filter(None, lines)))
 
 
 class PeerLost(PipeError, ConnectionError):

@@ -180,7 +180,8 @@ class WorkerActor(Context):
             self.carrier.fail(failure)
             if self._is_own(error):
                 # contextlib takes a RuntimeError whose cause is a StopIteration for one that the interpreter has made.
-                raise failure from None if isinstance(error, StopIteration) else error
+                plain = isinstance(failure, WorkerFailure) and not failure.remote_traceback
+                raise failure from None if plain or isinstance(error, StopIteration) else error
             raise
 
     def _is_own(self, error: BaseException) -> bool:
@@ -192,13 +193,8 @@ class WorkerActor(Context):
         return isinstance(error, Exception) or bool(self.running)
 
     def _describe(self, error: BaseException) -> WorkerFailure:
-        summary = ", ".join(line.strip() for line in traceback.format_exception_only(type(error), error))
-        frames = error.__traceback__
-        while frames and frames.tb_next and Path(frames.tb_frame.f_code.co_filename).parent == _HERE:
-            frames = frames.tb_next  # the user's code is of interest, not how we came there
-        trace = "".join(traceback.format_exception(type(error), error, frames))
         step = self.running_step if self.running else self.step
-        return WorkerFailure(self.worker, self.running, step, summary, trace, self._place())
+        return WorkerFailure(self.worker, self.running, step, *_told(error), self._place())
 
     def _place(self) -> str:
         """Say in a line what runs: stage, microbatch, types and shapes of what it was given."""
@@ -209,3 +205,15 @@ class WorkerActor(Context):
         tensors = [] if self.given is None else self.given.tensors
         given = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors)
         return f"stage {action.stage}{index}" + (f", given {given}" if given else "")
+
+
+def _told(error: BaseException) -> tuple[str, str]:
+    """Return an error in one line, and its traceback: none for a refusal of ours to which no code of others led."""
+    frames = error.__traceback__
+    while frames and frames.tb_next and Path(frames.tb_frame.f_code.co_filename).parent == _HERE:
+        frames = frames.tb_next  # the user's code is of interest, not how we came there
+    files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(frames)]
+    if isinstance(error, PipeError) and all(_HERE.parent in file.parents for file in files):
+        return str(error), ""
+    summary = ", ".join(line.strip() for line in traceback.format_exception_only(type(error), error))
+    return summary, "".join(traceback.format_exception(type(error), error, frames))

@@ -156,9 +156,7 @@ def test_clipping_sparse_gradients_is_refused_by_name(schedule):
         layers, nn.functional.cross_entropy, num_microbatches=2, optimizer=sgd, max_grad_norm=1.0, schedule=schedule
     )
     before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-    with pytest.raises(
-        WorkerFailure, match=r"ConfigError: max_grad_norm: the gradient of parameter 0\.weight is sparse"
-    ):
+    with pytest.raises(WorkerFailure, match=r"max_grad_norm: the gradient of parameter 0\.weight is sparse"):
         pipe.step((torch.arange(4), torch.arange(4) % 2))
     assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
     pipe.close()

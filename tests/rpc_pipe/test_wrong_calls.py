@@ -240,3 +240,23 @@ def test_an_error_inside_of_a_property_is_not_taken_for_a_missing_name():
 
     with pytest.raises(AttributeError, match="no attribute 'inside'"):
         Made().loss  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("loss", "sentence"),
+    [
+        (lambda output, target: 0.5, "loss_fn returned a float: it must return a tensor of one number, or "),
+        (lambda output, target: output.detach().sum(), "the loss depends on no parameter that requires a gradient"),
+    ],
+    ids=["float", "detached"],
+)
+def test_what_is_refused_in_a_step_is_a_sentence_without_our_traceback(loss, sentence):
+    """The sentence was followed by a traceback in which every line was of this package."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 2)]
+    pipe = Pipeline(layers, loss, num_microbatches=2, num_workers=2, optimizer=torch.optim.SGD)
+    with pytest.raises(WorkerFailure) as raised:
+        pipe.step((torch.randn(8, 4), torch.zeros(8)))
+    first, *others = str(raised.value).splitlines()
+    assert first.startswith(f"worker 1 failed (running 1F0, step 0): {sentence}")
+    assert others == ["stage 1, microbatch 0, given float32[4, 4]"] and raised.value.__cause__ is None
+    pipe.close()

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from ...dependency import ConfigError
 from .counts import changed, held
 from .inner_state import may_count
 from .occasional_checks import OccasionalChecks
@@ -38,7 +39,7 @@ class HookCounts:
         """Return a context in which a backward runs.
 
         Raises:
-            RuntimeError: on leaving it; other forwards should have met what was written now.
+            ConfigError: on leaving it; other forwards should have met what was written now.
         """
         before = held(self._modules) if any(map(len, self._others)) else {}
         with backward:
@@ -46,7 +47,7 @@ class HookCounts:
         places = changed(before)
         read = read_by(self._modules) if places else ()
         for module, name in [place for place in places if place[1] in read]:
-            raise RuntimeError(
+            raise ConfigError(
                 f"backward, as by a hook of a gradient, changed {name} of a {type(module).__name__}, which a forward "
                 f"reads: in one process the next microbatch's forward comes behind it, in a pipeline before; count in "
                 f"forward, or by optimizer steps"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...dependency import ConfigError
 from .attributes import Attributes, set_attributes
 from .inner_state import Place
 
@@ -118,11 +119,11 @@ class ModuleState:
         """Return a context in which the modules have this state; on leaving it they get back the present one.
 
         Raises:
-            RuntimeError: a frozen parameter, or a large tensor that had not changed before, has been written.
+            ConfigError: a frozen parameter, or a large tensor that had not changed before, has been written.
         """
         for tensor, version in self._shared.items():
             if tensor._version != version:
-                raise RuntimeError(
+                raise ConfigError(
                     f"a layer wrote its frozen parameter, or its buffer that the first forward left alone, of shape "
                     f"{tuple(tensor.shape)}: what a forward was computed from is gone and cannot be recomputed; make "
                     "it a buffer that is smaller or written always, or use a schedule that does not recompute"

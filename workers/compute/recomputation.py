@@ -111,11 +111,11 @@ class Recomputation:
         """Raise if a recomputed output differed from the first one; waits for the device.
 
         Raises:
-            RuntimeError: one did.
+            ConfigError: one did.
         """
         differ, self._differ = self._differ, []
         if differ and torch.stack([each.to(differ[0].device) for each in differ]).any():
-            raise RuntimeError(
+            raise ConfigError(
                 "recomputed activations differ from those of forward: a layer depends on something besides its inputs, "
                 "parameters, buffers, attributes and random numbers, such as a file or a queue that grows; "
                 "use a schedule that does not recompute"

@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ...dependency import ConfigError
 from ..transport.payload import tensors_of
 from .autocast import Casts
 from .borders import version_of
@@ -75,7 +76,7 @@ class Reruns:
             of_inputs: whether that of the weights comes later.
 
         Raises:
-            RuntimeError: on leaving it: this backward wrote state that other forwards should have read before.
+            ConfigError: on leaving it: this backward wrote state that other forwards should have read before.
         """
         if self._may_be is None:
             self._may_be = _may_run_again(roots)
@@ -90,7 +91,7 @@ class Reruns:
         with computing, casts.backward() if self._writers is not None else self._looking(casts, of_inputs):
             yield
         if self._writers and any(map(len, self._others)):
-            raise RuntimeError(
+            raise ConfigError(
                 f"a {type(self._writers[0]).__name__} that a checkpoint computes again in backward changes what it "
                 "holds, then or in its forward: in one process it is computed again before the next microbatch's "
                 "forward, in a pipeline behind it; take it out of the checkpoint, or leave the checkpoint out and let "

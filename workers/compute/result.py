@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from ...dependency import ConfigError
 from ..transport.payload import Tree
 from .sharing import without_aliases
 
@@ -47,21 +48,21 @@ def sum_and_weight(loss: Any, share: float) -> tuple[Tensor, Any]:
     """Return what a loss function has given: a tensor without dimensions, and its weight, which of a mean is `share`.
 
     Raises:
-        TypeError: it is something else.
+        ConfigError: it is something else.
     """
     if isinstance(loss, Tensor) and not loss.dim():  # as most are
         return loss, share
     total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, share)
     if not isinstance(total, Tensor) or total.numel() != 1:
-        raise TypeError(
+        raise ConfigError(
             f"loss_fn returned {_shape(total)}: it must return a tensor of one number, or that and a weight"
         )
     if not (weight.numel() == 1 if isinstance(weight, Tensor) else isinstance(weight, Real)):
-        raise TypeError(
+        raise ConfigError(
             f"loss_fn returned {_shape(weight)} behind the loss: a pair must be (sum, weight), and a weight one number"
         )
     if isinstance(weight, Tensor) and weight.requires_grad and torch.is_grad_enabled():
-        raise TypeError(
+        raise ConfigError(
             "loss_fn returned a weight that requires a gradient, which it would not get, as the weights of all "
             "microbatches are added up as numbers: detach it"
         )

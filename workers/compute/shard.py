@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, distinct_tensors, pack
 from . import borders
 from .autocast import Casts
@@ -288,7 +289,7 @@ class Shard:
         total, weight = sum_and_weight(loss, share)
         root = total if self.losses.summed else total * share
         if torch.is_grad_enabled() and not root.requires_grad:
-            raise RuntimeError(
+            raise ConfigError(
                 "the loss depends on no parameter that requires a gradient: it was detached, or all that it depends on "
                 "is frozen; to compute a loss without training, use `evaluate`"
             )

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, distinct_tensors, parts_of
 from .inner_state import BOXES, MOST_INSIDE
 
@@ -134,10 +135,10 @@ def refuse_writes(groups: Iterable[Sequence[int]], written: Sequence[int]) -> No
     """Raise if one of the inputs `written` (indices) is in one of `groups`.
 
     Raises:
-        RuntimeError: one is.
+        ConfigError: one is.
     """
     if any(number in group for group in groups for number in written):
-        raise RuntimeError(
+        raise ConfigError(
             "a layer writes in place what its stage was handed together with a view of it, or what a layer of the "
             "stage before keeps in an attribute: behind a cut the two no longer share memory; hand on a copy, by "
             ".clone(), leave out the change in place, or choose a split that keeps the layers together"

@@ -31,6 +31,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_te
 from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
+from ...dependency import ConfigError
 from .borders import strided_copy
 from .sharing import address
 
@@ -160,7 +161,7 @@ class Saved:
         if tensor is None:
             raise RuntimeError("backward for inputs ran through a part of the graph a second time")
         if tensor._version != handle.version:
-            raise RuntimeError(
+            raise ConfigError(
                 f"a tensor of shape {tuple(tensor.shape)} that backward needs was changed in place after it was used"
             )
         return tensor
@@ -256,7 +257,7 @@ def _run(starts: _Starts, wanted: Iterable[_Edge], retain_graph: bool = False) -
     try:
         return torch.autograd.grad(edges, places, grads, retain_graph=retain_graph, allow_unused=True)
     except CheckpointError as error:
-        raise RuntimeError(
+        raise ConfigError(
             "a checkpoint computes again something else than its forward did, which backward in two parts may let it "
             "do; let the schedule recompute instead (--set recompute=all), or take one that does not split backward, "
             "such as 1f1b"

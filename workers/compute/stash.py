@@ -304,12 +304,12 @@ class StashingShard(Shard):
         """Return leaves that hold a version.
 
         Raises:
-            RuntimeError: it is not there, so something else than what was declared would be trained.
+            ConfigError: it is not there, so something else than what was declared would be trained.
         """
         leaves = self._leaves.get(version)
         if leaves is None:
             if version != self.newest:
-                raise RuntimeError(
+                raise ConfigError(
                     f"stage {self.stage}: version {version} of the weights is declared, but held are "
                     f"{sorted(self._leaves.keys() | {self.newest})}: the schedule's edges do not keep its versions"
                 )

@@ -89,7 +89,7 @@ class Written:
         """A forward has failed, and the first one will be run again.
 
         Raises:
-            RuntimeError: it has written a parameter.
+            ConfigError: it has written a parameter.
         """
         if not self.nothing:
             self.end(again=True)
@@ -102,7 +102,7 @@ class Written:
             again: whether the forward will be run again, or has been.
 
         Raises:
-            RuntimeError: it will be, and a parameter is not what it was computed from.
+            ConfigError: it will be, and a parameter is not what it was computed from.
             ConfigError: it has written a parameter of which other stages hold copies.
         """
         found: dict[_Address, Tensor] = {}
@@ -144,7 +144,7 @@ class Written:
         self._refuse_copied()
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
-            raise RuntimeError(
+            raise ConfigError(
                 f"a layer writes its parameter of shape {shape} in its forward, which so cannot be recomputed; make it "
                 "a buffer, or use a schedule that does not recompute"
             )
@@ -166,7 +166,7 @@ class Written:
             others: what holds the microbatches whose forward has run, but not all of their backward.
 
         Raises:
-            RuntimeError: their backward would read what this forward, or another one, wrote.
+            ConfigError: their backward would read what this forward, or another one, wrote.
         """
         late, self._late = self._late, {}
         if saved is not None and saved.seen:
@@ -175,7 +175,7 @@ class Written:
         else:
             found = keep_saved(roots, {**known, **hidden}.values()) if known or hidden else set()
         for at in found & late.keys() if any(map(len, others)) else ():
-            raise RuntimeError(
+            raise ConfigError(
                 f"a layer writes its {late[at]} by .data in its forward, and did not in its first ones: autograd does "
                 f"not see it, and backward reads what later forwards wrote; write it from the first one on, in a list "
                 f"of layers something else than what is there, or let forward use a copy, by .clone()"
