@@ -268,8 +268,9 @@ def _realize(layer: LayerLike, index: int, randomness: Randomness) -> nn.Module:
         try:
             made = layer()
         except TypeError as error:
-            *_, at = traceback.extract_tb(error.__traceback__)
-            what = f"{type(error).__name__}: {first_sentence(error)} (line {at.lineno} of {at.filename})"
+            *callers, at = traceback.extract_tb(error.__traceback__)
+            where = f" (line {at.lineno} of {at.filename})" if callers else ""  # else the call here fitted no signature
+            what = f"{type(error).__name__}: {first_sentence(error)}{where}"
             raise ConfigError(f"model: layer {index} could not be made: {what}") from error
     if not isinstance(made, nn.Module):
         raise ConfigError(f"model: layer {index} made a {type(made).__name__}, which is no module")

@@ -260,3 +260,24 @@ def test_what_is_refused_in_a_step_is_a_sentence_without_our_traceback(loss, sen
     assert first.startswith(f"worker 1 failed (running 1F0, step 0): {sentence}")
     assert others == ["stage 1, microbatch 0, given float32[4, 4]"] and raised.value.__cause__ is None
     pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"optimizer": partial(torch.optim.SGD, lrr=0.1)}, "optimizer could not be made: TypeError: .*'lrr'"),
+        ({"optimizer": partial(torch.optim.SGD, lr=-1.0)}, "optimizer could not be made: ValueError: Invalid learning"),
+        ({"optimizer": lambda parameters: None}, "optimizer made a NoneType, which has no step: it must return"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.StepLR}, "lr_scheduler could not be made: TypeError: .*'step_size'"),
+        ({"lr_scheduler": lambda optimizer: None}, "lr_scheduler made a NoneType, which has no step"),
+    ],
+)
+def test_a_factory_that_makes_nothing_of_use_is_named(more, message):
+    """These were torch's errors, which say neither optimizer nor lr_scheduler, or an AttributeError of ours."""
+    with pytest.raises(ConfigError, match=message):
+        Pipeline([nn.Linear(4, 2)], nn.functional.mse_loss, num_microbatches=2, **{"optimizer": SGD, **more})
+
+
+def test_a_class_in_place_of_a_layer_is_told_without_a_line_of_ours():
+    with pytest.raises(ConfigError, match=r"layer 0 could not be made: TypeError: .*'out_features'$"):
+        Pipeline([nn.Linear], nn.functional.mse_loss, num_microbatches=2, optimizer=SGD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...dependency import ConfigError
+from ...dependency.errors import first_sentence
 from ..transport.payload import Payload, unpack
 from . import autocast
 from .average import Average
@@ -62,7 +64,7 @@ class Updating:
         self.parameters = dict(named)
         self._randomness, self._first = randomness, first
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.optimizer = training.optimizer(trained) if training.optimizer and trained else None
+        self.optimizer = _made("optimizer", training.optimizer, trained) if training.optimizer and trained else None
         if self.optimizer is not None and _needs_closure(self.optimizer):
             raise ConfigError(
                 f"optimizer {type(self.optimizer).__name__}: its step runs the model again, by a closure, which a "
@@ -75,7 +77,7 @@ class Updating:
         self.lr_scheduler = None
         if self.optimizer is not None and training.lr_scheduler is not None:
             _own_rates(self.optimizer)
-            self.lr_scheduler = training.lr_scheduler(self.optimizer)
+            self.lr_scheduler = _made("lr_scheduler", training.lr_scheduler, self.optimizer)
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             raise ConfigError(
                 "lr_scheduler ReduceLROnPlateau: its step takes a metric, and schedulers are stepped after every "
@@ -264,6 +266,21 @@ def _added(total: Tensor, grad: Tensor) -> Tensor:
     if total.layout is not torch.strided and grad.layout is torch.strided:
         return grad + total
     return total.add_(grad)
+
+
+def _made(name: str, factory: Callable[[Any], Any], given: object) -> Any:
+    """Return what the caller's factory makes.
+
+    Raises:
+        ConfigError: it makes something else than is wanted, or its arguments are wrong; the text names the factory.
+    """
+    try:
+        made = factory(given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{name} could not be made: {type(error).__name__}: {first_sentence(error)}") from error
+    if not callable(getattr(made, "step", None)):
+        raise ConfigError(f"{name} made a {type(made).__name__}, which has no step: it must return what it makes")
+    return made
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
