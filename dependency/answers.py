@@ -236,9 +236,11 @@ def actions_in(answer: object, call: str, most: int = _MOST_NAMED) -> list[Actio
         raise ScheduleError(f"{call} gives more than {most} actions, which are too many: it must come to an end")
     for action in actions:
         if not _is_action(action):
-            shown = tuple(action) if isinstance(action, Action) else action
+            kind = action.kind.letter if isinstance(action, Action) and isinstance(action.kind, Kind) else ""
+            written = tuple(action) if isinstance(action, Action) else action
+            shown = f"{kind}({action.stage!r}, {action.index!r})" if kind else repr(written)
             raise ScheduleError(
-                f"{call} gives {shown!r}, which is no action: write F(stage, microbatch), both whole numbers"
+                f"{call} gives {shown}, which is no action: write F(stage, microbatch), both whole numbers"
             )
     return actions
 

@@ -30,12 +30,6 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **settings: Any) -> None:
         super().__init__(argument_default=argparse.SUPPRESS, allow_abbrev=False, **settings)
         self.set_defaults(parser=self)
-        self._known: list[str] = []
-
-    def add_argument(self, *names: str, **settings: Any) -> argparse.Action:
-        if hasattr(self, "_known"):  # -h comes from the base class, before there is a list
-            self._known += names
-        return super().add_argument(*names, **settings)
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)$", message):
@@ -55,12 +49,13 @@ class Parser(argparse.ArgumentParser):
 
     def near(self, unknown: Sequence[str], cutoff: float = 0.6) -> str:
         """Return the option most similar to the first unknown one."""
-        return _hint(unknown[0].partition("=")[0], self._known, cutoff) if unknown else ""
+        return _hint(unknown[0].partition("=")[0], list(self._option_string_actions), cutoff) if unknown else ""
 
 
 def _hint(typed: str, known: Sequence[str], cutoff: float = 0.6) -> str:
-    near = difflib.get_close_matches(typed, known, n=1, cutoff=cutoff)
-    return f"did you mean {near[0]}? " if near else ""
+    longer = [each for each in known if each.startswith(f"{typed}-")]
+    near = longer or difflib.get_close_matches(typed, known, n=1, cutoff=cutoff)
+    return f"did you mean {' or '.join(near)}? " if near else ""
 
 
 def add_schedule(parser: Parser) -> None:
@@ -239,6 +234,15 @@ def parse_bytes(option: str, text: str) -> float:
 # --- several in one
 
 
+_FORMS = {
+    "--cost": "KIND=TIME, such as F=1,B=2",
+    "--link": "FROM-TO=TIME, such as 0-1=2.5",
+    "--memory": "WHAT=BYTES, such as activations=64MB,limit=8GB",
+    "--set": "NAME=VALUE, such as chunks=2",
+    "--slow": "WORKER=FACTOR, such as 1=1.5",
+}
+
+
 def parse_assignments(option: str, texts: Sequence[str]) -> dict[str, str]:
     """Read `key=value` texts, each possibly several with commas.
 
@@ -249,7 +253,7 @@ def parse_assignments(option: str, texts: Sequence[str]) -> dict[str, str]:
     for text in ",".join(texts).split(",") if texts else []:
         key, equals, value = (part.strip() for part in text.partition("="))
         if not (key and equals and value):
-            raise ConfigError(f"{option} {text}: must be KEY=VALUE")
+            raise ConfigError(f"{option} {text}: must be {_FORMS[option]}")
         if key in pairs:
             raise ConfigError(f"{option} {text}: {key}={pairs[key]} was given before; give it once")
         pairs[key] = value
