@@ -71,6 +71,8 @@ class Attempt:
         #: that workers have made different calls; a death takes precedence
         self._disagreement: Cause | None = None
         self._consequences: dict[int, str] = {}
+        #: what a worker that cannot tell it here has told the others
+        self._heard: Cause | None = None
         #: the title of the failure if no cause turns up
         self._vague = ""
         self._failed_at = 0.0
@@ -181,6 +183,8 @@ class Attempt:
         if message["consequence"] or message.get("disagreement"):
             if not message["consequence"]:
                 self._disagreement = self._disagreement or Cause(f"worker {rank} failed", message["text"])
+            if "cause" in message:
+                self._heard = self._heard or Cause(*message["cause"])
             self._follow_up(rank, message["text"])
         elif self._cause is None and message.get("stalled"):
             self._cause = self._who_stalls(message["text"])
@@ -220,10 +224,13 @@ class Attempt:
             )
         if self._disagreement is not None:
             return self._disagreement
+        if self._heard is not None:
+            return self._heard
         for rank, worker in enumerate(self.workers):
             if worker.replaced:
-                text = f"worker {rank} runs another program by now, in its own place: it may call os.exec"
-                return Cause(f"worker {rank} died", text)
+                while_ = "" if (live := self._live(rank)) is None else f" while {live}"
+                text = f"worker {rank} has put another program in its own place{while_}: it may call os.exec"
+                return Cause(f"worker {rank} runs another program", text)
         return Cause(self._vague, "\n".join(self._consequences.values()), FAILED)
 
     def _follow_up(self, rank: int, text: str, vague: str = "") -> None:

@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..dependency import ConfigError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled
 from ..dependency.errors import MOST_TRACEBACK, shortened
@@ -286,7 +286,10 @@ def _failed(error: BaseException) -> int:
             link.tell(kind="wrong input", text=str(error.__cause__))
             return WRONG_INPUT
         kinds = {"consequence": PeerLost, "stalled": Stalled, "disagreement": Disagreement}
-        link.tell(kind="failure", text=str(error), **{name: isinstance(error, kind) for name, kind in kinds.items()})
+        told: dict[str, Any] = {name: isinstance(error, kind) for name, kind in kinds.items()}
+        if isinstance(error, PeerLost) and error.cause is not None:  # in case that worker cannot tell it
+            told["cause"] = f"worker {error.cause.worker} failed", str(error.cause)
+        link.tell(kind="failure", text=str(error), **told)
         return FAILED
     if not isinstance(error, Exception):  # an error of the user's script outside calls of the pipeline
         well = isinstance(error, SystemExit) and error.code in (None, 0)

@@ -22,6 +22,8 @@ _MOST_UNREAD = 256
 _LONGEST_LINE = 8192
 #: seconds to read a worker's pipes after its end, as a child process may keep them open
 _LAST_WORDS_S = 1.0
+#: and for a process to be told from another program in its place
+_BEGUN_S = 1.0
 
 
 class WorkerEvent(NamedTuple):
@@ -83,7 +85,7 @@ class WorkerProcess:
             for end in ends:
                 os.close(end)
             raise
-        self._program = _program(self.process.pid)
+        self._program = _begun(self.process.pid)
         self._leash = open(leash, "wb", buffering=0)
         os.close(leash_end)
         os.close(tell_end)
@@ -152,6 +154,14 @@ def _program(process: int) -> bytes:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{process}/auxv").read_bytes()
     return b""
+
+
+def _begun(process: int) -> bytes:
+    """Return `_program` of a process that has just been started, as soon as the system has written it."""
+    end = time.monotonic() + _BEGUN_S
+    while not any(found := _program(process)) and time.monotonic() < end:
+        time.sleep(0.001)
+    return found
 
 
 def _shown(line: bytes) -> str:

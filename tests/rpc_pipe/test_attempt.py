@@ -10,6 +10,7 @@ import pytest
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching import attempt, launcher
 from rpc_pipe.launching.attempt import Attempt
+from rpc_pipe.launching.cause import Cause
 from rpc_pipe.launching.launcher import Launcher, as_worker
 from rpc_pipe.launching.report import Reporter
 from rpc_pipe.launching.worker_process import WorkerEvent
@@ -80,7 +81,17 @@ def test_who_runs_another_program_is_named():
     found.workers = [SimpleNamespace(replaced=False), SimpleNamespace(replaced=True)]
     found._take(WorkerEvent("told", 0, LOST))
     cause = found._without_cause()
-    assert cause.title == "worker 1 died" and "worker 1 runs another program" in cause.text
+    assert cause.title == "worker 1 runs another program"
+    assert cause.text == "worker 1 has put another program in its own place while starting up: it may call os.exec"
+
+
+def test_who_cannot_tell_its_error_is_named_by_those_who_have_heard_of_it():
+    """A layer closed the launcher's pipe and raised: no worker was named, or one was said to have called os.exec."""
+    found = of(2)
+    found.workers = [SimpleNamespace(replaced=True), SimpleNamespace(replaced=False)]
+    told = "worker 1 failed (running 1F3, step 2): ArithmeticError"
+    found._take(WorkerEvent("told", 0, {**LOST, "cause": ["worker 1 failed", told]}))
+    assert found._without_cause() == Cause("worker 1 failed", told)
 
 
 def test_who_cannot_tell_its_error_has_time_to_end(monkeypatch):

@@ -14,9 +14,9 @@ from rpc_pipe.launching.worker_process import _LONGEST_LINE, _MOST_UNREAD, Event
 
 
 @contextmanager
-def process(code):
+def process(code="", command=None):
     events = Events()
-    worker = WorkerProcess(0, [sys.executable, "-c", code], dict(os.environ), events)
+    worker = WorkerProcess(0, command or [sys.executable, "-c", code], dict(os.environ), events)
     try:
         yield worker, events
     finally:
@@ -55,6 +55,14 @@ def test_who_runs_another_program_is_known():
             time.sleep(0.01)
         assert worker.replaced
     assert not worker.replaced
+
+
+def test_a_process_that_has_just_begun_is_not_taken_for_another_program():
+    """Half of the workers were, as Popen returns before the system has written what tells one program from another."""
+    for _ in range(20):
+        with process(command=["/bin/sleep", "60"]) as (worker, _):
+            time.sleep(0.02)
+            assert not worker.replaced
 
 
 def test_who_prints_faster_than_is_read_waits():
