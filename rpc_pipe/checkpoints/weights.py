@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ class Weights:
             return
         state = self.state_dict()
         if state is not None:
-            save_whole(state, path)
+            save_whole(state, _path(path))
 
     def save_checkpoint(
         self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True
@@ -64,7 +65,7 @@ class Weights:
             ConfigError: it cannot be written; checkpoints from before are as they were.
         """
         refuse_below(1, keep=1 if keep is None else keep)
-        return self._keeper.save(Path(folder), keep, extra, wait)
+        return self._keeper.save(_path(folder), keep, extra, wait)
 
     def load_checkpoint(self, folder: str | Path) -> Restored:
         """Continue from a checkpoint, or from the newest complete one in `folder`.
@@ -76,7 +77,7 @@ class Weights:
             Damaged: it is; nothing has changed.
             ConfigError: it is of another model or optimizer; nothing has changed.
         """
-        return self._keeper.load(folder)
+        return self._keeper.load(_path(folder))
 
     def resume(self, folder: str | Path) -> Restored:
         """Like `load_checkpoint`, for a script that makes all its calls again, from the first one on.
@@ -84,7 +85,7 @@ class Weights:
         `step`, `evaluate` and `train` return what they returned the first time, without computing, until the script
         reaches the point where the checkpoint was made; batches are read and skipped.
         """
-        return self._keeper.load(folder, anew=True)
+        return self._keeper.load(_path(folder), anew=True)
 
     @property
     def last_batch(self) -> str:
@@ -99,7 +100,7 @@ class Weights:
         Raises:
             ConfigError: another job writes there, or it cannot be written.
         """
-        return self._keeper.claim(Path(folder))
+        return self._keeper.claim(_path(folder))
 
     def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
         """Write a checkpoint after every so many steps from here on, beside training.
@@ -108,7 +109,7 @@ class Weights:
             ConfigError: a number that is not at least 1.
         """
         refuse_below(1, steps=steps, keep=1 if keep is None else keep)
-        self._keeper.every = steps, Path(folder).absolute(), keep  # a script may go to another one
+        self._keeper.every = steps, _path(folder).absolute(), keep  # a script may go to another one
 
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
         """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
@@ -125,7 +126,7 @@ class Weights:
         Raises:
             ConfigError: it does not fit, or is damaged; nothing has changed.
         """
-        return self._keeper.load_pretrained(folder, strict)
+        return self._keeper.load_pretrained(_path(folder), strict)
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the weights as Hugging Face's `from_pretrained` reads them, and the model's config if it has one.
@@ -137,7 +138,7 @@ class Weights:
         """
         if self._keeper.results.behind:
             return
-        self._keeper.save_pretrained(Path(folder))
+        self._keeper.save_pretrained(_path(folder))
 
     @property
     def loss_scale(self) -> float:
@@ -163,3 +164,9 @@ class Weights:
         finally:
             swap(found)
             self._keeper.averaged = False
+
+
+def _path(given: str | Path) -> Path:
+    if not isinstance(given, (str, os.PathLike)) or not str(given):
+        raise ConfigError(f"{given!r}: must be the path of a file or folder")
+    return Path(given)

@@ -96,6 +96,8 @@ def _refuse_idle(typed: dict[str, Any]) -> None:
                 raise ConfigError(
                     f"--{other}: has no effect with --{alone}, which ends as soon as it can; leave one out"
                 )
+    if typed.get("tensorboard") == "":
+        raise ConfigError("--tensorboard: must name a folder")
     if typed.get("speed", 1) <= 0:
         raise ConfigError(f"--speed {typed['speed']:g}: must be more than 0")
     for hurried in ("once", "trace", "record"):

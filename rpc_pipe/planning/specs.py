@@ -37,8 +37,10 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
     Raises:
         ConfigError: there is none; the text offers the nearest name.
     """
-    if not isinstance(schedule, str):
+    if isinstance(schedule, type) and issubclass(schedule, Spec):
         return schedule
+    if not isinstance(schedule, str):
+        raise ConfigError(f"schedule {schedule!r}: must be the name of one, or a subclass of Spec")
     if schedule in SCHEDULES:
         return SCHEDULES[schedule]
     if schedule.endswith(".csv"):

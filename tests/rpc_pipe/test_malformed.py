@@ -102,6 +102,7 @@ def folder(tmp_path_factory):
 @pytest.mark.parametrize(
     "typed, said",
     [
+        ("watch run.jsonl --once --tensorboard=", "--tensorboard: must name a folder"),
         ("simulate --schedule huge.csv --workers 1", "'99999999999F0' is no action"),
         ("simulate --schedule far.csv --workers 1", "no row has stage 0"),
         ("simulate --schedule digits.csv --workers 1", "'²F0' is no action"),

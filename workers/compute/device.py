@@ -81,7 +81,7 @@ def courier_for(device: str, place: int = 0) -> Courier:
     """
     try:
         parsed = torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise ConfigError(f"device {device!r}: must be cpu, cuda or cuda:N") from None
     if parsed.type == "cpu":
         return CpuCourier()
