@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,9 @@ _NAMED = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOT
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    for size in ("COLUMNS", "LINES"):  # of which rich believes any digits, and prints nothing in 0 columns
+        if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(size, "80")):
+            del os.environ[size]
     try:
         code = _dispatch(argv)
         _flush()  # here, where a write error can still be reported

@@ -183,6 +183,14 @@ def test_bad_input_gives_one_error(folder, monkeypatch, capsys, typed, said):
     assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("columns", ["0", "²", "9" * 5000])
+def test_an_error_is_told_whatever_the_width_of_the_terminal(folder, monkeypatch, capsys, columns):
+    """With 0, nothing was printed by any command, and others were tracebacks."""
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(["watch", "nothing"]) == 2
+    assert capsys.readouterr().err.startswith("error: watch nothing: ")
+
+
 def test_a_cache_that_cannot_be_written_is_named(folder, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/no")
     assert main(["run", "--data", str(folder)]) == 2
