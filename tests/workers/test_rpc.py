@@ -1,9 +1,14 @@
 """Real processes over RPC: what comes out is what comes out of threads."""
 
+import ctypes
+from pathlib import Path
+
 import pytest
 import torch
 from processes import ROOT, rpc_pipe
 from rpc_training import CASES, train
+
+from rpc_pipe.workers.transport.rpc import _silence_leaving
 
 
 @pytest.fixture(scope="module")
@@ -27,3 +32,17 @@ def test_replicas_split_backward_and_recomputation_are_the_same_by_rpc(trained, 
     expected, same = train(schedule, early=False)
     assert losses == expected and weights.keys() == same.keys()
     assert all(torch.equal(weights[name], same[name]) for name in same)
+
+
+@pytest.mark.parametrize("chosen, level", [(None, 2), ("ERROR", 2), ("WARNING", 1)])
+def test_leaving_is_not_warned_of_where_torch_was_imported_first(monkeypatch, chosen, level):
+    """A good run under torchrun ended with some eight of TensorPipe's warnings: it had read its level before."""
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    found = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    before, found.value = found.value, 1
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    if chosen:
+        monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", chosen)
+    _silence_leaving()
+    assert found.value == level
+    found.value = before

@@ -11,6 +11,7 @@ rights that containers lack and aborts without them, pytorch#54266).
 from __future__ import annotations
 
 import ctypes
+import os
 import pickle
 import threading
 import time
@@ -20,8 +21,10 @@ from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.futures import Future
@@ -35,6 +38,8 @@ from .remote import RemoteCarrier
 _RPC_THREADS = 2
 _NO_TIMEOUT = 0.0
 _PING_S = 30.0
+#: of torch's levels of logging
+_ERROR = 2
 #: names a store that is there already
 _SCHEME = "rpc-pipe"
 #: from here on torch adds where in the interpreter an error of another worker was raised
@@ -98,6 +103,7 @@ class RpcCarrier(RemoteCarrier):
         #: what is shown to those who watch from other machines; see rpc_pipe/tracing/mirror.py
         self.serve_board: Callable[[int], bytes] | None = None
         _endpoint = self
+        _silence_leaving()
         if store is not None:
             register_rendezvous_handler(_SCHEME, lambda *_, **__: iter([(store, worker, num_workers)]))
         options = rpc.TensorPipeRpcBackendOptions(
@@ -165,6 +171,17 @@ class RpcCarrier(RemoteCarrier):
 
 
 # --- shorter ways than torch's public ones, where they are open
+
+
+def _silence_leaving() -> None:
+    """Have TensorPipe not warn of every worker that leaves before another, unless the user has chosen a log level.
+
+    torch reads `TORCH_CPP_LOG_LEVEL` when it is imported, which under torchrun and plain python is before us.
+    """
+    if os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR") == "ERROR":
+        with suppress(OSError, ValueError):  # another torch, which keeps its level elsewhere
+            library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+            ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level").value = _ERROR
 
 
 def _keep_thread_state() -> None:
