@@ -5,10 +5,14 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+
+#: Python 3.11 counts the depth of what it parses for all threads together: SystemError where two parse
+_PARSING = threading.Lock()
 
 
 def read_by(modules: Sequence[nn.Module]) -> frozenset[str]:
@@ -37,7 +41,9 @@ def _body(function: Callable[..., Any] | None) -> list[ast.stmt]:
     if not inspect.isfunction(function):
         return []
     try:
-        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        source = textwrap.dedent(inspect.getsource(function))
+        with _PARSING:
+            (definition,) = ast.parse(source).body
     except (OSError, SyntaxError, TypeError, ValueError):
         return []
     return definition.body if isinstance(definition, ast.FunctionDef) else []
