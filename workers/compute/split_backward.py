@@ -232,7 +232,8 @@ def backward_inputs(
             found = _run(along, wanted, retain_graph=True)
     for leaf in inputs:
         # The graph that leads here stays until W; the leaf in it would hold the activation.
-        leaf.data = leaf.data.new_empty(0)
+        if not leaf.is_nested:  # whose memory torch cannot take away
+            leaf.data = leaf.data.new_empty(0)
     at = dict(zip(wanted, found, strict=True))
     runs = [(apart, branch.leaves) for branch in later if branch is graph.outputs]
     runs += [(_there(branch.edges, at), branch.leaves) for branch in later if branch is not graph.outputs]

@@ -208,7 +208,8 @@ def _changed(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any]) 
     if not isinstance(tree, (tuple, list)):
         raise _UnfitError
     children = [_changed(child, kinds, change) for child in tree]
-    return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+    kind: Any = type(tree)
+    return kind._make(children) if hasattr(tree, "_fields") else kind(children)
 
 
 def _unfit(tree: Tree, kinds: tuple[type, ...]) -> Iterator[tuple[str, str]]:
