@@ -121,3 +121,31 @@ def test_what_a_layer_keeps_is_not_written_behind_a_cut(keep, shares, schedule):
                 pipe.step(batches[0])
         else:
             assert differences(pipe, views, batches, 1) == []
+
+
+class RemembersInside(nn.Module):
+    """A whole model whose first block keeps what it returns, and whose second may write that."""
+
+    def __init__(self, writes):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            [Remembers(torch.detach), nn.Sequential(nn.LeakyReLU(0.1, inplace=writes), nn.Linear(WIDTH, WIDTH))]
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_what_a_block_keeps_is_not_written_behind_a_cut(writes):
+    """Stages of a whole model write copies of what is seen to be written: the memory kept other numbers, silently."""
+    batch = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    options = {"optimizer": partial(torch.optim.SGD, lr=0.1), "num_workers": 2, "num_microbatches": 2}
+    pipe = Pipeline(RemembersInside(writes), nn.functional.mse_loss, schedule="1f1b", **options)
+    if writes:
+        with pytest.raises(WorkerFailure, match="what a layer of the stage before keeps in an attribute"):
+            pipe.step(batch)
+    else:
+        pipe.step(batch)

@@ -45,8 +45,11 @@ class StageInputs(NamedTuple):
         autograd's own error, as inside one model.
 
         Raises:
-            RuntimeError: a written input shared memory with another one in the previous stage.
+            RuntimeError: a written input shared memory with another one in the previous stage, or is kept there.
         """
+        if self.groups:  # the one that a layer keeps may have been written as a copy
+            kept = [group for group in self.groups if len(group) == 1]
+            refuse_writes(kept, [n for n, (_, given, _) in enumerate(self.given) if hasattr(given, "copy_was_written")])
         found = [n for n, (_, given, version) in enumerate(self.given) if version >= 0 and given._version != version]
         if not found:
             return False
