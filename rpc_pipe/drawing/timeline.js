@@ -2,7 +2,7 @@
 /* Timelines on canvases: `load` takes what `page.encode` made, `build` makes the elements, `refresh` draws. */
 const hint = document.getElementById("hint");
 const AXIS = 24;  // height of the axis, in pixels
-const TALLEST = 96;  // no row is higher, in pixels
+const TALLEST = 180;  // no row of a picture alone is higher, in pixels; of two pictures half of it
 const SMALLEST = 7, SIZES = [1, 0.8, 0.64];  // no text is smaller, in pixels; few sizes, for a calm picture
 const STRIPE = 0.28;  // share of a cell that the stripe of a worker's last stage takes
 const FONT = "system-ui, -apple-system, 'Segoe UI', Helvetica, Arial, sans-serif";
@@ -104,7 +104,7 @@ function measure() {
   const ratio = window.devicePixelRatio || 1;
   const rows = drawn.reduce((sum, picture) => sum + picture.workers, 0);
   const free = window.innerHeight - 60 - drawn.length * (AXIS + 46);
-  const pitch = Math.max(11, Math.min(TALLEST, Math.floor(free / rows)));
+  const pitch = Math.max(11, Math.min(TALLEST / drawn.length, Math.floor(free / rows)));
   for (const picture of drawn) {
     picture.pitch = pitch;
     picture.cell = pitch - (pitch > 14 ? 2 : 1);

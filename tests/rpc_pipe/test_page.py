@@ -110,3 +110,11 @@ def test_a_browser_says_that_there_is_nothing(tmp_path):
     text, canvases = shown(draw_page([Picture("planned", [], 4)]), tmp_path, words)
     assert "Nothing ran." in text and "wheel" not in text and canvases == 0
     assert "There is no timeline to show." in shown(draw_page([]), tmp_path, words)[0]
+
+
+@needs_browser
+def test_a_browser_gives_a_picture_alone_the_height_of_the_window(tmp_path):
+    """Rows stopped at 96 pixels: four workers took half of a usual window."""
+    words = "report([drawn[0].pitch, Math.floor((innerHeight - 60 - AXIS - 46) / drawn[0].workers)])"
+    pitch, fair = shown(draw_page([picture()]), tmp_path, words)
+    assert pitch == min(180, fair) > 96
