@@ -10,13 +10,13 @@ from typing import Any
 from torch import nn
 
 from rpc_pipe.dependency import Action, B, F, I, R, Spec, W
-from rpc_pipe.planning.simulator import simulate
+from rpc_pipe.planning.simulator import Link, simulate
 from rpc_pipe.planning.specs import make_spec
 
 from .devices import WIDTH, Device, Times, batch
 from .models import Model, balanced, bert, ragged, resnet, stage_cost
 from .planned import best_plan, options_of
-from .systems import Job, Workload, absent
+from .systems import BARE, Job, Workload, absent
 
 #: the peers' schedules by our names
 PLANS = {
@@ -66,6 +66,13 @@ def limit_ms(job: Job, cost: Cost) -> tuple[float, float]:
     alone = simulate(spec, cost)
     share = spec.num_workers / spec.num_stages
     return min(alone.makespan, simulate(spec, cost, steps=4).step_time), share * max(alone.peak_activations)
+
+
+def predicted_ms(job: Job, cost: Cost, travel_ms: float) -> float:
+    """Return what the simulator predicts for a step on two hosts, each with half of the workers."""
+    spec, half = spec_of(job.schedule, job.workers, job.microbatches, job.options), job.workers // 2
+    pairs = [(a, b) for a in range(job.workers) for b in range(job.workers) if (a < half) != (b < half)]
+    return simulate(spec, cost, links=dict.fromkeys(pairs, Link(travel_ms))).makespan
 
 
 def make_job(
@@ -164,7 +171,7 @@ def with_slow_worker(quick: bool) -> Iterator[Contest]:
 def with_travel(quick: bool) -> Iterator[Contest]:
     """Two hosts, each with half of the workers."""
     schedules = [("rpc-pipe", "1f1b"), ("rpc-pipe", "eager-1f1b"), ("torch", "1F1B"), ("pippy", "1F1B")]
-    schedules += [("rpc-pipe by ZeroMQ", "1f1b"), ("rpc-pipe by ZeroMQ", "eager-1f1b")]
+    schedules += [("rpc-pipe by ZeroMQ", "1f1b"), ("rpc-pipe by ZeroMQ", "eager-1f1b"), (BARE, "eager-1f1b")]
     for share in (1.0,) if quick else (0.5, 1.0):
         name = f"travel {share:g} t_F one way, 10/20 ms"
         yield emulated(4, 16, {"F": 10, "B": 20}, 5, schedules, scenario=name, travel_ms=10 * share)
@@ -172,7 +179,7 @@ def with_travel(quick: bool) -> Iterator[Contest]:
 
 def with_congestion(quick: bool) -> Iterator[Contest]:
     """Two hosts 20 ms apart, payloads of 256 KiB, with congestion controls that pace bursts and that do not."""
-    schedules = [("rpc-pipe by ZeroMQ", "1f1b"), ("rpc-pipe", "1f1b"), ("torch", "1F1B")]
+    schedules = [("rpc-pipe by ZeroMQ", "1f1b"), ("rpc-pipe", "1f1b"), ("torch", "1F1B"), (BARE, "1f1b")]
     for microbatches in (8,) if quick else (4, 8, 32):
         for congestion in ("reno", "bbr"):
             name = f"20 ms apart, {congestion}, 256 KiB, 10/20 ms"

@@ -22,6 +22,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rpc_pipe.dependency import B, F
+from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.specs import make_spec
+
+#: no system, but what one can reach
+BARE = "bare sockets"
 #: (inputs, targets)
 Microbatch = tuple[Tensor, Tensor]
 
@@ -194,6 +200,47 @@ class TorchPipelining(System):
         dist.destroy_process_group()
 
 
+class BareSockets(System):
+    """A loop written by hand over bare sockets, one stage a worker, in the order that the simulator finds."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        from .bare import neighbours
+
+        super().__init__(job, rank)
+        spec = make_spec(job.schedule, job.workers, job.microbatches, job.options)
+        self._order = simulate(spec, uniform({F: 1, B: 2})).orders()[rank]
+        self._module = job.workload.stage(rank, job.workers)
+        dist.init_process_group("gloo", rank=rank, world_size=job.workers, init_method=_meeting(1))
+        self._before, self._after = neighbours(rank, job.workers, job.workload.batch(0)[0][0].detach())
+
+    def step(self) -> None:
+        batch, begun = self.job.workload.batch(self.done), {}
+        for action in self._order:
+            m = action.index
+            if action.kind is F:
+                x = batch[m][0] if self._before is None else self._before.get().requires_grad_()
+                y = self._module(x)
+                if self._after is None:
+                    y = self.job.workload.loss(y, batch[m][1]) / len(batch)
+                else:
+                    self._after.put(y)
+                begun[m] = x, y
+                continue
+            x, y = begun.pop(m)
+            y.backward(None if self._after is None else self._after.get())
+            if self._before is not None:
+                assert x.grad is not None
+                self._before.put(x.grad)
+        self.done += 1
+
+    def gradients(self) -> dict[int, list[Tensor]]:
+        return {self.rank: [p.grad for p in self._module.parameters() if p.grad is not None]}
+
+    def close(self) -> None:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 class Pippy(System):
     """torchpippy 0.1.1, the last with the RPC driver: worker 0 drives, the others serve."""
 
@@ -288,6 +335,7 @@ SYSTEMS: dict[str, type[System]] = {
     "rpc-pipe by RPC": OursByRpc,
     "rpc-pipe by ZeroMQ": OursByZmq,
     "rpc-pipe by ZeroMQ without CURVE": OursByPlainZmq,
+    BARE: BareSockets,
     "torch": TorchPipelining,
     "pippy": Pippy,
 }

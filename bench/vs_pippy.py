@@ -6,7 +6,9 @@
 Systems take turns (A B C A B C ...), so that a machine that drifts drifts for all. Same modules, weights, data and
 threads for each; forward and backward without update, which PiPPy 0.1.1 cannot do on today's torch. Before a system is
 timed its gradients are compared with those of one process. A step's time is the median over steps that follow each
-other without a barrier. The limit is the simulator's time of a step with the same times and free communication.
+other without a barrier. The limit is the simulator's time of a step with the same times and free communication. Between
+hosts, "predicted" is that with their latency, and "bare sockets" is a loop written by hand over TCP, which shows what
+the emulator of hosts and the processors leave to anyone.
 Peak memory is the sum of the workers' own peaks; peak activations are in microbatches of a worker's whole share.
 """
 
@@ -31,8 +33,8 @@ if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import group
-from bench.scenarios import SCENARIOS, Contest, limit_ms
-from bench.systems import SYSTEMS, Job, absent
+from bench.scenarios import SCENARIOS, Contest, limit_ms, predicted_ms
+from bench.systems import BARE, SYSTEMS, Job, absent
 
 #: gradients may differ from one process's by so much, relatively, where sums are taken in another order
 _TOLERANCE = 1e-4
@@ -85,6 +87,8 @@ def _row(contest: Contest, job: Job, turns: list[list[group.Outcome]]) -> dict[s
         "limit_ms": limit,
         "peak_activations": activations,
     }
+    if contest.travel_ms:
+        row["predicted_ms"] = predicted_ms(job, contest.cost(job), contest.travel_ms)
     failures = [outcome.failure for turn in turns for outcome in turn if outcome.failure]
     if failures:
         return row | {"median_ms": None, "peak_rss_mb": None, "failure": failures[0]}
@@ -98,6 +102,8 @@ def _row(contest: Contest, job: Job, turns: list[list[group.Outcome]]) -> dict[s
         "cpu_ms": statistics.median(sum(outcome.cpu_ms for outcome in turn) for turn in turns),
         "gradient_error": max(outcome.error for turn in turns for outcome in turn),
     }
+    if contest.travel_ms:
+        row["of_predicted"] = row["predicted_ms"] / median
     if contest.rows:
         row["samples_per_s"] = 1e3 * contest.rows / median
     if row["gradient_error"] > _TOLERANCE:
@@ -128,6 +134,7 @@ def show(rows: list[dict[str, Any]]) -> None:
         "step ms",
         "quartiles",
         "of limit",
+        "of predicted",
         *(f"vs {peer}'s best" for peer in peers),
         "CPU ms",
         "activations",
@@ -138,7 +145,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
         if "failure" in row:
             reason = row["failure"].strip().splitlines()[-1]
-            table.add_row(row["system"], row["schedule"], "failed", reason, *[""] * (4 + len(peers)))
+            table.add_row(row["system"], row["schedule"], "failed", reason, *[""] * (5 + len(peers)))
             continue
         low, high = row["quartiles_ms"]
         ratios = [f"{min(best[p]) / row['median_ms']:.2f}" if best[p] and p != row["system"] else "" for p in peers]
@@ -148,13 +155,14 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{row['median_ms']:.1f}",
             f"{low:.1f} - {high:.1f}",
             f"{row['of_limit']:.3f}" if row["limit_ms"] else "",
+            f"{row['of_predicted']:.3f}" if "of_predicted" in row else "",
             *ratios,
             f"{row['cpu_ms']:.0f}",
             f"{row['peak_activations']:g}",
             f"{row['peak_rss_mb']:.0f}",
         )
     console.print(table)
-    timed = [row for row in rows if "faster_than" in row]
+    timed = [row for row in rows if "faster_than" in row and row["system"] != BARE]
     if timed:
         winner = min(timed, key=lambda row: float(row["median_ms"]))
         console.print(f"fastest: {winner['system']} {winner['schedule']}\n")

@@ -8,7 +8,7 @@ from processes import python
 
 from bench import devices, group, systems
 from bench.models import balanced, bert, ragged, resnet
-from bench.scenarios import emulated, limit_ms
+from bench.scenarios import emulated, limit_ms, predicted_ms
 from bench.systems import absent, reference
 from bench.vs_pippy import _row, compare
 from rpc_pipe.dependency import F
@@ -108,3 +108,26 @@ def test_an_absent_peer_is_left_out_with_a_note(monkeypatch):
     assert "pip install torchpippy==0.1.1" in absent("pippy")
     contest = emulated(2, 2, {"F": 1, "B": 1}, 1, [("rpc-pipe", "1f1b"), ("pippy", "1F1B")], scenario="test")
     assert [job.system for job in contest.turns(2)] == ["rpc-pipe", "rpc-pipe"]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "gpipe"])
+def test_bare_sockets_compute_what_one_process_does(schedule):
+    script = f"""
+import json
+from bench.scenarios import emulated
+from bench.vs_pippy import run
+contest = emulated(3, 4, {{"F": 1, "B": 2}}, 2, [("bare sockets", "{schedule}")], scenario="test")
+print(json.dumps(run(contest, 1, None)))
+"""
+    done = python("-c", script)
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert "failure" not in row, row
+    assert row["gradient_error"] < 1e-6
+
+
+def test_between_hosts_latency_is_predicted():
+    contest = emulated(4, 16, {"F": 10, "B": 20}, 1, [("rpc-pipe", "eager-1f1b")], scenario="test", travel_ms=10)
+    job = contest.jobs[0]
+    assert predicted_ms(job, contest.cost(job), 0) == limit_ms(job, contest.cost(job))[0] == 570
+    assert predicted_ms(job, contest.cost(job), contest.travel_ms) == 590, "the way there and back of the first batch"
