@@ -13,6 +13,7 @@ import os
 import re
 import socket as sockets
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,8 @@ from .values import Malformed
 
 #: frames of a message are no larger, so heartbeats find a gap between them, and a stranger cannot make us reserve more
 PIECE_BYTES = 2**22
+#: where frames are encrypted: each as a whole before it travels, so the next one is while it does
+SECRET_PIECE_BYTES = 2**17
 _MOST_FRAME_BYTES = 2 * PIECE_BYTES
 _RECONNECT_MS, _RECONNECT_MOST_MS = 20, 500
 _CONNECT_MS = 5000
@@ -73,6 +76,7 @@ class Sockets:
     def __init__(self, context: Context, worker: int, keys: Keys | None, lost_after_s: float | None) -> None:
         self.lock = threading.Lock()
         self._worker, self._keys = worker, keys
+        self._piece_bytes = PIECE_BYTES if keys is None else SECRET_PIECE_BYTES
         self._speaks, self._hears = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
         for socket in (self._speaks, self._hears):
             _set(socket, lost_after_s)
@@ -148,10 +152,11 @@ class Sockets:
         self._peers[address] = peer
         self._hears.connect(address)
 
-    def say(self, peer: int, frames: list[Any]) -> None:
+    def say(self, peer: int, head: bytes, body: bytes = b"", tensors: Iterable[Tensor] = ()) -> None:
         """Hand a message on to be sent to `peer`, if it is connected; for who holds `lock`."""
         if self._closed:
             return
+        frames = frames_of(head, body, tensors, self._piece_bytes)
         try:
             self._speaks.send_multipart([str(peer).encode(), *frames], zmq.DONTWAIT, copy=False)
         except zmq.ZMQError as error:
@@ -230,7 +235,7 @@ class Pieces:
 
     def __init__(self, first: bytes, rest: list[zmq.Frame]) -> None:
         self.first = first
-        self._rest = [frame.buffer for frame in rest]
+        self._rest = deque([frame.buffer for frame in rest])
         self.num_bytes = len(first) + sum([len(part) for part in self._rest])
 
     def read(self, size: int) -> bytes:
@@ -251,22 +256,22 @@ class Pieces:
         while size:
             if not self._rest:
                 raise Malformed(f"malformed message: {size} bytes are not beside it")
-            part = self._rest.pop(0)
+            part = self._rest.popleft()
             if len(part) > size:
-                self._rest.insert(0, part[size:])
+                self._rest.appendleft(part[size:])
                 part = part[:size]
             size -= len(part)
             yield part
 
 
-def frames_of(head: bytes, body: bytes, tensors: Iterable[Tensor]) -> list[Any]:
-    """Return a message as frames, none too large. The tensors, all dense, are not copied."""
-    frames: list[Any] = [head + body[:PIECE_BYTES]]
-    for at in range(PIECE_BYTES, len(body), PIECE_BYTES):
-        frames.append(body[at : at + PIECE_BYTES])
+def frames_of(head: bytes, body: bytes, tensors: Iterable[Tensor], most_bytes: int) -> list[Any]:
+    """Return a message as frames of `most_bytes` at most, behind its head. The tensors, all dense, are not copied."""
+    frames: list[Any] = [head + body[:most_bytes]]
+    for at in range(most_bytes, len(body), most_bytes):
+        frames.append(body[at : at + most_bytes])
     for tensor in tensors:
         memory = memoryview(numpy.asarray(_Memory(tensor)))  # type: ignore[arg-type]
-        frames += [memory[at : at + PIECE_BYTES] for at in range(0, len(memory), PIECE_BYTES)]
+        frames += [memory[at : at + most_bytes] for at in range(0, len(memory), most_bytes)]
     return frames
 
 

@@ -30,7 +30,7 @@ from .deadline import within
 from .delivery import Delivery, Said
 from .keys import Doorkeeper, Keys
 from .remote import RemoteCarrier, Reply
-from .sockets import Pieces, Sockets, frames_of
+from .sockets import Pieces, Sockets
 from .values import Malformed, decode_value, encode_value
 
 _VERSION = 1
@@ -191,7 +191,7 @@ class ZmqCarrier(RemoteCarrier):
 
     def _say_numbered(self, peer: int, said: Said, content: tuple[int, int, bytes, list[Tensor]]) -> None:
         what, request, body, tensors = content
-        self._by[peer].say(peer, frames_of(self._head(what, len(body), said, request), body, tensors))
+        self._by[peer].say(peer, self._head(what, len(body), said, request), body, tensors)
 
     def _head(self, what: int, size: int, said: Said, request: int) -> bytes:
         return _HEAD.pack(_VERSION, what, self.worker, size, *said, request)
@@ -200,12 +200,12 @@ class ZmqCarrier(RemoteCarrier):
         """Say how far one has come, so that the peer sees what it has missed."""
         by = self._by[peer]
         with by.lock:
-            by.say(peer, [self._head(_TICK, 0, self._deliveries[peer].tick(), int(peer in self._met))])
+            by.say(peer, self._head(_TICK, 0, self._deliveries[peer].tick(), int(peer in self._met)))
 
     def _ask_again(self, peer: int, request: int) -> None:
         by = self._by[peer]
         with by.lock:
-            by.say(peer, [self._head(_AGAIN, 0, self._deliveries[peer].tick(), request)])
+            by.say(peer, self._head(_AGAIN, 0, self._deliveries[peer].tick(), request))
 
     # --- hearing: the hearer's thread
 
