@@ -185,3 +185,24 @@ def test_no_file_and_no_function_is_too_long(name):
     defined = (node for node in ast.walk(tree(name)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
     lengths = {f"{name}.{node.name}": node.end_lineno - node.lineno + 1 for node in defined}
     assert [f for f, length in lengths.items() if length > MOST_FUNCTION_LINES] == []
+
+
+#: what may use functions of torch that are not public, each for one concern
+TORCH_INTERNALS = (
+    "rpc_pipe.workers.compute.torch_internals", "rpc_pipe.workers.transport.rpc", "rpc_pipe.model.placeholder",
+)  # fmt: skip
+
+
+def dotted(node):
+    """Return the name that an attribute is written as, `torch._C` such as; "" for those of other values."""
+    if isinstance(node, ast.Attribute):
+        before = dotted(node.value)
+        return before and f"{before}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+@pytest.mark.parametrize("name", sorted(set(FILES) - set(TORCH_INTERNALS)))
+def test_private_functions_of_torch_are_used_in_few_places(name):
+    used = absolute(name) + [dotted(node) for node in ast.walk(tree(name)) if isinstance(node, ast.Attribute)]
+    parts = [each.split(".") for each in used if each.startswith("torch.")]
+    assert not [each for each in parts if any(part[0] == "_" and part[:2] != "__" for part in each)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError, Spec
 from ..model.microbatches import Microbatches
@@ -27,8 +27,8 @@ from ..model.user_model import UserModel, load_user_model
 from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor
 from ..workers.compute.attributes import Attributes
-from ..workers.compute.operators import OperatorMode
 from ..workers.compute.randomness import Randomness, preserved
+from ..workers.compute.torch_internals import OperatorMode, is_current, without_torch_function
 from ..workers.transport.payload import Tree
 from .proof import add_up, replicas, summing_orders
 from .settings import VerifyOptions
@@ -229,7 +229,7 @@ class Keyed(TorchFunctionMode):
         if self._inside:
             return forward(*args, **kwargs)
         self._inside = True
-        own = _get_current_function_mode() is self
+        own = is_current(self)
         if own:  # under a mode torch leaves its fast paths: attention in evaluation has other bits
             super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
@@ -243,7 +243,7 @@ class Keyed(TorchFunctionMode):
 
     def _advance(self) -> None:
         self._position, self._number = self._position + 1, 0
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             self._begin()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..dependency import ConfigError
-from ..workers.compute.operators import OperatorMode
 from ..workers.compute.randomness import Randomness
-from .placeholder import NEEDS_NUMBERS, Placeholder, PlaceholderFactory, on_shapes, storage_of, written
+from ..workers.compute.torch_internals import OperatorMode
+from .placeholder import NEEDS_NUMBERS, FakeTensor, Placeholder, PlaceholderFactory, on_shapes, storage_of, written
 from .trees import Path, leaves, replaced, tensors
 
 #: tensors of at most this many elements are computed at once: tables of positions, dropout rates, biases

@@ -18,6 +18,7 @@ from ..dependency import ConfigError
 from ..dependency.errors import first_sentence
 from ..dependency.garbage import uncollected
 from ..workers.compute.randomness import Randomness, preserved, python_state, python_too
+from ..workers.compute.torch_internals import has_saved_tensor_hooks
 from .carried_state import find_carried_state
 from .frames import is_of_model
 from .object_state import ObjectState
@@ -84,5 +85,6 @@ def _saving() -> AbstractContextManager[Any]:
 
     Without such hooks it is empty, since `torch.func` does not run under any.
     """
-    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)(False)
-    return nullcontext() if hooks is None else saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    if not has_saved_tensor_hooks():
+        return nullcontext()
+    return saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)

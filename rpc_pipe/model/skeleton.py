@@ -15,12 +15,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError
 from ..dependency.errors import first_sentence
 from ..workers.compute.attributes import Attributes
 from ..workers.compute.inner_state import OF_TORCH
+from ..workers.compute.torch_internals import is_current
 from .placeholder import Placeholder, PlaceholderFactory
 from .trees import at, leaves
 
@@ -231,7 +232,7 @@ class Skeleton:
     def inside_block(self, mode: TorchFunctionMode) -> Iterator[None]:
         """Return a context in which neither torch functions nor blocks are reported."""
         run, self.run = self.run, None
-        if _get_current_function_mode() is not mode:
+        if not is_current(mode):
             raise ConfigError("model: calls its blocks under a torch function mode of its own, which cannot be cut")
         TorchFunctionMode.__exit__(mode, None, None, None)
         try:

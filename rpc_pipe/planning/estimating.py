@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from ..dependency import B, F, G, I, Kind, R, U, W
 from ..model.user_model import UserModel
 from ..workers.compute.split_backward import Saved
+from ..workers.compute.torch_internals import OperatorMode
 from ..workers.compute.updating import OptimizerFactory
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .block_timing import num_bytes
@@ -28,11 +28,11 @@ _MATRIX_SIDE = 512
 _BYTES_A_MS = 4e6
 
 
-class _OperationCounter(TorchDispatchMode):
+class _OperationCounter(OperatorMode):
     """Counts the operations of products and convolutions, like torch's mode, which needs modules besides."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

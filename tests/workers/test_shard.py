@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.workers.compute import engine
+from rpc_pipe.workers.compute import torch_internals
 from rpc_pipe.workers.compute.borders import InputGradients
 from rpc_pipe.workers.compute.randomness import Randomness, computing
 from rpc_pipe.workers.compute.shard import Shard
@@ -282,24 +282,43 @@ def test_order_matters_where_forwards_write_buffers():
 @pytest.mark.parametrize("public", [False, True])
 def test_backward_gives_the_bits_of_torchs_own(public, monkeypatch):
     if public:  # another torch need not have the engine where it is looked for
-        monkeypatch.setattr(engine, "_engine", None)
+        monkeypatch.setattr(torch_internals, "_engine", None)
     weight, x = torch.randn(5, 3).requires_grad_(), torch.randn(2, 5)
     loss, others = (x @ weight).exp().mean(), [x @ weight, (x @ weight).to_sparse()]
     grads = [torch.randn(2, 3), torch.randn(2, 3).to_sparse()]
     torch.autograd.backward([loss, *others], [None, *grads], retain_graph=True)
     expected, weight.grad = weight.grad, None
-    engine.run_backward([loss, *others], [None, *grads])
+    torch_internals.run_backward([loss, *others], [None, *grads])
     assert torch.equal(weight.grad, expected)
 
 
 def test_backward_refuses_what_torch_refuses():
     weight = torch.randn(3).requires_grad_()
     with pytest.raises(RuntimeError, match="scalar"):
-        engine.run_backward([weight * 2], [None])
+        torch_internals.run_backward([weight * 2], [None])
     with pytest.raises(RuntimeError, match="real scalar"):
-        engine.run_backward([(weight * 1j).sum()], [None])
+        torch_internals.run_backward([(weight * 1j).sum()], [None])
     with pytest.raises(RuntimeError, match="shape"):
-        engine.run_backward([weight * 2], [torch.randn(4)])
+        torch_internals.run_backward([weight * 2], [torch.randn(4)])
+
+
+def test_without_torchs_own_functions_gradients_have_the_same_norms(monkeypatch):
+    tensors = [torch.randn(3, 5), torch.randn(7).double(), torch.zeros(2)]
+    expected, largest = torch_internals.norms_of(tensors), torch_internals.norms_of(tensors, float("inf"))
+
+    def ids(groups):
+        return {tuple(map(id, group)) for group in groups}
+
+    groups = ids(torch_internals.by_type(expected))
+    for name in ("_foreach_norm", "_foreach_mul_"):
+        monkeypatch.delattr(torch, name)
+    monkeypatch.delattr("torch.utils._foreach_utils._group_tensors_by_device_and_dtype")
+    assert list(map(torch.equal, torch_internals.norms_of(tensors), expected)) == [True] * 3
+    assert list(map(torch.equal, torch_internals.norms_of(tensors, float("inf")), largest)) == [True] * 3
+    assert ids(torch_internals.by_type(expected)) == groups, "their order is torch's own"
+    doubled = [2 * tensor for tensor in tensors]
+    torch_internals.multiply(tensors, 2.0)
+    assert all(map(torch.equal, tensors, doubled))
 
 
 def test_a_backward_gives_no_gradient_of_one_that_has_failed_before():

@@ -34,7 +34,8 @@ class Average:
         averages, now = list(self.tensors.values()), [p.detach() for p in self._parameters.values()]
         with torch.no_grad():
             if self.num_updates == 0:
-                torch._foreach_copy_(averages, now)
+                for average, parameter in zip(averages, now, strict=True):
+                    average.copy_(parameter)
             else:
                 self._average(averages, now, self.num_updates)
         self.num_updates += 1

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+
+from .torch_internals import BatchNorm
 
 _SUMS = ("sums", "squares", "count")
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(BatchNorm):
     """What a batch normalisation becomes; its tensors keep their names."""
 
     sums: Tensor
@@ -60,7 +61,7 @@ def defer(modules: Iterable[nn.Module]) -> None:
     """Let all batch normalisations among `modules` take over their statistics at updates, by `commit`."""
     for module in modules:
         if (
-            isinstance(module, _BatchNorm)
+            isinstance(module, BatchNorm)
             and not isinstance(module, DeferredBatchNorm)
             and module.running_mean is not None
         ):

@@ -19,6 +19,7 @@ from torch.autograd.graph import increment_version
 from ..transport.payload import Payload, Tree, as_leaf, pack, tensors_of, unpack
 from ..transport.strides import is_dense, span
 from .sharing import Aliased, KeptOutputs, address, refuse_writes, with_aliases
+from .torch_internals import no_view
 
 logger = logging.getLogger(__name__)
 #: cloning a tensor of at most so many bytes is cheaper than making a view of it
@@ -134,7 +135,7 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
 
 def _other(leaf: Tensor) -> Tensor:
     """Return a tensor on the memory of a leaf that to autograd is no view of it."""
-    free: Tensor = torch.ops.aten._unsafe_view.default(leaf, leaf.shape)
+    free = no_view(leaf)
     if free.stride() != leaf.stride():  # of dimensions of size 1: by these, too, kernels lay out what they make
         with torch.no_grad():
             free.as_strided_(leaf.shape, leaf.stride())

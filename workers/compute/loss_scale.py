@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .torch_internals import multiply, norms_of
+
 
 class LossScale:
     """The scale as one shard knows it; those of all shards make the same decisions.
@@ -32,9 +34,9 @@ class LossScale:
         """Divide gradients by the scale; return, without waiting for the device, whether all were finite."""
         if not grads:
             return torch.ones((), dtype=torch.bool, device=device)
-        largest = torch.stack([norm.float() for norm in torch._foreach_norm(list(grads), float("inf"))])
+        largest = torch.stack([norm.float() for norm in norms_of(grads, float("inf"))])
         inverse = torch.tensor(self.scale, dtype=torch.float64).reciprocal().float().item()
-        torch._foreach_mul_(list(grads), inverse)
+        multiply(grads, inverse)
         return largest.isfinite().all()
 
     def update(self, finite: bool) -> None:

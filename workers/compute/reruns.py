@@ -24,10 +24,10 @@ from .borders import version_of
 from .hook_counts import HookCounts
 from .inner_state import OF_TORCH, Place
 from .module_state import ModuleState, equal
-from .operators import OperatorMode
 from .randomness import computing
 from .sharing import address
 from .split_backward import children_first, packed
+from .torch_internals import OperatorMode
 from .written import Written
 
 

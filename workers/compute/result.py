@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from ...dependency import ConfigError
 from ..transport.payload import Tree
 from .sharing import without_aliases
+from .torch_internals import by_type
 
 
 @dataclass
@@ -137,10 +137,5 @@ def total_norm(norms: Sequence[Tensor], device: torch.device) -> Tensor:
     Args:
         norms: each of the type of its tensor; torch takes those of a type together.
     """
-    try:
-        by_type = _group_tensors_by_device_and_dtype([list(norms)]).values()
-        groups = [[norm for norm in of_type if norm is not None] for ([of_type], _) in by_type]
-    except (TypeError, ValueError):  # another torch's
-        groups = [[norm for norm in norms if norm.dtype is kind] for kind in dict.fromkeys(n.dtype for n in norms)]
-    grouped = [(norm.real if norm.is_complex() else norm).to(device) for group in groups for norm in group]
+    grouped = [(norm.real if norm.is_complex() else norm).to(device) for group in by_type(norms) for norm in group]
     return torch.linalg.vector_norm(torch.stack(grouped)) if grouped else torch.tensor(0.0)

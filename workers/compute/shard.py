@@ -19,7 +19,6 @@ from . import borders
 from .autocast import Casts
 from .batch_norm import Statistics
 from .borders import InputGradients, Targets
-from .engine import run_backward
 from .loss_draws import LossDraws
 from .randomness import Randomness
 from .recomputation import FirstRun, Recomputation
@@ -28,6 +27,7 @@ from .result import Losses, sum_and_weight
 from .sharing import KeptOutputs
 from .slices import Slice, Times
 from .split_backward import Saved, WeightBackward, backward_inputs
+from .torch_internals import norms_of, run_backward
 from .unhooked import Unhooked
 from .updating import BeforeUpdate, Training, Updating, refuse_sparse
 from .written import Written
@@ -360,7 +360,7 @@ class Shard:
         parameters = self.updating.parameters.items()
         named = [(name, p.grad) for name, p in parameters if p.grad is not None and name not in first]
         refuse_sparse(named)
-        ranks, norms = self._ranks, torch._foreach_norm([grad for _, grad in named]) if named else ()
+        ranks, norms = self._ranks, norms_of([grad for _, grad in named])
         # Of the gradient's own type, also if that is complex: by it `clip_grad_norm_` takes them together.
         return {ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
 

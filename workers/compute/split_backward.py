@@ -34,6 +34,7 @@ from torch.utils.hooks import RemovableHandle
 from ...dependency import ConfigError
 from .borders import strided_copy
 from .sharing import address
+from .torch_internals import without_torch_function
 
 #: nodes whose formula computes the gradient of each operand by itself, and only if it is asked for
 _SEPARABLE = frozenset((
@@ -146,7 +147,7 @@ class Saved:
         return handle
 
     def _save_unseen(self, tensor: Tensor) -> _Handle:
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             return self._save(tensor)
 
     def _load(self, handle: _Handle) -> Tensor:

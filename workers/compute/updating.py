@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from ...dependency import ConfigError
 from ...dependency.errors import first_sentence
@@ -22,6 +21,7 @@ from .foreign import Foreign
 from .loss_scale import LossScale
 from .randomness import Randomness
 from .snapshot import snapshot
+from .torch_internals import step_hooks
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -253,8 +253,7 @@ def _refuse_hooks(optimizer: Optimizer) -> None:
     Raises:
         ConfigError: there is one.
     """
-    own = [*optimizer._optimizer_step_pre_hooks, *optimizer._optimizer_step_post_hooks]
-    if own or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    if step_hooks(optimizer):
         raise ConfigError(
             f"optimizer {type(optimizer).__name__}: a hook of its step would run once more where an update is made "
             "before the norm of all gradients is known, and taken back; pass post_validation=False, or remove the hook"

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence, Sized
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from ...dependency import ConfigError
 from .autocast import forget_casts
@@ -21,6 +20,7 @@ from .occasional_checks import OccasionalChecks
 from .sharing import address
 from .slices import Slice
 from .split_backward import Saved, children_first, saved_by
+from .torch_internals import NormBase
 
 #: where the elements of a tensor lie
 _Address = int
@@ -35,7 +35,7 @@ class Written:
 
     def __init__(self, slice: Slice) -> None:
         self._slice = slice
-        self._modules = [module for module in slice.own if module._buffers and not isinstance(module, _NormBase)]
+        self._modules = [module for module in slice.own if module._buffers and not isinstance(module, NormBase)]
         self._modes: list[bool] = []
         #: buffers that forwards write, as far as it is known
         self.buffers: list[tuple[nn.Module, str]] = []

@@ -1,0 +1,136 @@
+"""What computing uses of torch that is not public, in one place: a new torch can break it here alone.
+
+Where there is a public function that does the same, it takes over; where there is none, importing this says which
+torch is meant. Fake tensors are the business of `model/placeholder.py`, the RPC agent that of `transport/rpc.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+try:
+    from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+    from torch.nn.modules.batchnorm import _NormBase as NormBase
+    from torch.overrides import TorchFunctionMode, _get_current_function_mode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    #: a context in which no function mode and no subclass sees what is called
+    without_torch_function = torch._C.DisableTorchFunction
+except (ImportError, AttributeError) as error:
+    raise ImportError(f"rpc-pipe was not made for torch {torch.__version__}: {error}") from error
+
+__all__ = ["BatchNorm", "NormBase"]
+
+_engine: Callable[..., Any] | None
+try:
+    from torch.autograd.graph import _engine_run_backward as _engine
+except ImportError:
+    _engine = None
+
+#: attributes of every module that are read and restored
+_OF_MODULES = frozenset((
+    "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks",
+    "_backward_pre_hooks",
+))  # fmt: skip
+if _missing := _OF_MODULES - vars(nn.Module()).keys():
+    raise ImportError(f"rpc-pipe was not made for torch {torch.__version__}: modules have no {min(_missing)}")
+
+
+# --- autograd
+
+
+def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Do as `torch.autograd.backward(roots, grads)` does.
+
+    Of a microbatch of two small layers its looks for subclasses, batches of gradients and symbolic shapes are a fifth.
+    The engine itself checks shapes, types and devices once more.
+    """
+    pairs = zip(roots, grads, strict=True)
+    if _engine is None or not all([_is_plain(root, grad) for root, grad in pairs]):
+        torch.autograd.backward(roots, grads)
+        return
+    begun = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)]
+    _engine(tuple(roots), tuple(begun), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _is_plain(root: Tensor, grad: Tensor | None) -> bool:
+    """Tell whether nothing has to be looked for: torch's own tensor, and a gradient or a loss."""
+    if type(root) is not Tensor or root.is_nested:
+        return False
+    return grad is not None or (root.numel() == 1 and root.is_floating_point())
+
+
+def no_view(tensor: Tensor) -> Tensor:
+    """Return a tensor on the same memory that to autograd is no view of it."""
+    view: Tensor = torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+    return view
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Tell whether the caller has set hooks of saved tensors; True if torch does not say."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
+    return top(False) is not None
+
+
+# --- modes
+
+
+class OperatorMode(TorchDispatchMode):
+    """A mode that sees operators, and imports no compiler for it: compiled functions run as they were written."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+def is_current(mode: TorchFunctionMode) -> bool:
+    """Tell whether a function mode is the innermost one."""
+    return _get_current_function_mode() is mode
+
+
+# --- gradients and optimizers
+
+
+def norms_of(tensors: Sequence[Tensor], order: float = 2.0) -> Sequence[Tensor]:
+    """Return the norm of each tensor, with the bits of `clip_grad_norm_`."""
+    if hasattr(torch, "_foreach_norm"):
+        norms: Sequence[Tensor] = torch._foreach_norm(list(tensors), order) if tensors else ()
+        return norms
+    return [torch.linalg.vector_norm(tensor, order) for tensor in tensors]
+
+
+def multiply(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply tensors in place."""
+    if hasattr(torch, "_foreach_mul_"):
+        torch._foreach_mul_(list(tensors), factor)
+    else:
+        for tensor in tensors:
+            tensor.mul_(factor)
+
+
+def by_type(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Group tensors of one device by type, in the order in which torch goes through the groups."""
+    try:
+        from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype as group
+
+        groups = group([list(tensors)]).values()
+        return [[each for each in of_type if each is not None] for ([of_type], _) in groups]
+    except (ImportError, TypeError, ValueError):
+        return [[each for each in tensors if each.dtype is kind] for kind in dict.fromkeys(t.dtype for t in tensors)]
+
+
+def step_hooks(optimizer: Optimizer) -> Iterable[Any]:
+    """Return the hooks of an optimizer's step, those of all optimizers included."""
+    everybodys = vars(sys.modules[Optimizer.__module__])
+    own = [getattr(optimizer, f"_optimizer_step_{when}_hooks", ()) for when in ("pre", "post")]
+    own += [everybodys.get(f"_global_optimizer_{when}_hooks", ()) for when in ("pre", "post")]
+    return [hook for hooks in own for hook in hooks]
