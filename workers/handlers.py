@@ -240,7 +240,7 @@ def _gradients(ctx: ActionContext) -> Payload:
 
 
 def _gradients_of(shard: Shard, spec: Spec) -> Payload:
-    return shard.gradients(shared=spec.num_routes == 1)
+    return shard.updating.gradients(shared=spec.num_routes == 1)
 
 
 @carries_out(C)
@@ -285,7 +285,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
                 with shard.showing(update) if isinstance(shard, StashingShard) else nullcontext():
                     _complete_gradients(ctx, shard, route)
                     if ctx.worker.max_grad_norm is not None:
-                        norms |= shard.gradient_norms()
+                        norms |= shard.updating.gradient_norms()
                     if shard.updating.scale.enabled:
                         finite.append(ctx.step.finite[shard])
     return pack((norms, finite))
@@ -318,11 +318,11 @@ def _update(ctx: ActionContext) -> None:
     _complete_gradients(ctx, shard, ctx.task.entry.action.index)
     if step.batch.reductions.validated:
         if ctx.task.entry.action.index == 0:
-            step.own_norms |= shard.gradient_norms()
+            step.own_norms |= shard.updating.gradient_norms()
         step.early[shard] = shard.update_early()
         return
     if result is not None and result.norm_tensor is not None and worker.max_grad_norm is not None:
-        shard.clip(worker.max_grad_norm, worker.courier.load(result.norm_tensor))
+        shard.updating.clip(worker.max_grad_norm, worker.courier.load(result.norm_tensor))
     # The only synchronisation of host and device, and only with a scaled loss.
     shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
 
@@ -346,7 +346,7 @@ def _update_version(ctx: ActionContext, shard: StashingShard) -> None:
         shard.updating.divide(step.result.divisor)
     if worker.max_grad_norm is not None:
         if step.result is not None and step.result.norm_tensor is not None:
-            shard.clip(worker.max_grad_norm, worker.courier.load(step.result.norm_tensor))
+            shard.updating.clip(worker.max_grad_norm, worker.courier.load(step.result.norm_tensor))
         else:
             shard.updating.clip_by_own_norm(worker.max_grad_norm)
     shard.update()

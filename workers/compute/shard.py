@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
@@ -27,9 +27,9 @@ from .result import Losses, sum_and_weight
 from .sharing import KeptOutputs
 from .slices import Slice, Times
 from .split_backward import Saved, WeightBackward, backward_inputs
-from .torch_internals import norms_of, run_backward
+from .torch_internals import run_backward
 from .unhooked import Unhooked
-from .updating import BeforeUpdate, Training, Updating, refuse_sparse
+from .updating import BeforeUpdate, Training, Updating
 from .written import Written
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
@@ -98,8 +98,7 @@ class Shard:
         self._casts = Casts()
         self._reruns = Reruns(slice.own, self._under_way, self._written)
         # Names are taken now: a forward may replace modules.
-        self.updating = Updating(self.named_parameters(), training, randomness, slice.first)
-        self._ranks = slice.ranks()
+        self.updating = Updating(slice, stage, training, randomness)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -329,14 +328,6 @@ class Shard:
             self._randomness.seed_backward(step, microbatch, self.slice.first, weights=True)
             deferred.run()
 
-    def gradients(self, *, shared: bool = False) -> Payload:
-        """Return the accumulated gradients by parameter name (None: no gradient), for those who hold them too.
-
-        Args:
-            shared: only of parameters that other stages hold too.
-        """
-        return pack({n: p.grad for n, p in self.updating.parameters.items() if not shared or n in self.slice.shared})
-
     def saved(self, microbatch: int) -> Saved:
         """Return what the forward of a microbatch saved for backward; only after a forward with `split`."""
         saved = self._forwarded[microbatch].saved
@@ -350,23 +341,6 @@ class Shard:
         self.recomputation.forget()
         self.statistics.restore()
         self.updating.restore()
-
-    def gradient_norms(self) -> Mapping[int, Tensor]:
-        """Return the norm of each gradient by the parameter's rank, as tensors on the device.
-
-        The norm of a parameter that several stages hold is returned by the first of them alone.
-        """
-        first = {name for name, stages in self.slice.shared.items() if min(stages) < self.stage}
-        parameters = self.updating.parameters.items()
-        named = [(name, p.grad) for name, p in parameters if p.grad is not None and name not in first]
-        refuse_sparse(named)
-        ranks, norms = self._ranks, norms_of([grad for _, grad in named])
-        # Of the gradient's own type, also if that is complex: by it `clip_grad_norm_` takes them together.
-        return {ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
-
-    def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Clip the gradients as `clip_grad_norm_` does; `norm`: of the gradients of the whole model."""
-        torch.nn.utils.clip_grads_with_norm_(self.parameters(), max_norm, norm)
 
     def update(self, *, finite: bool = True) -> None:
         """Apply one optimizer step and drop the gradients.
@@ -388,7 +362,7 @@ class Shard:
     def update_again(self, before: BeforeUpdate, max_norm: float, norm: Tensor) -> None:
         """Roll back an early update and apply it with clipped gradients."""
         before.put_back()
-        self.clip(max_norm, norm)
+        self.updating.clip(max_norm, norm)
         self.updating.update(finite=True)
 
     def hold(self, weight: float) -> None:

@@ -14,14 +14,15 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...dependency import ConfigError
 from ...dependency.errors import first_sentence
-from ..transport.payload import Payload, unpack
+from ..transport.payload import Payload, pack, unpack
 from . import autocast
 from .average import Average
 from .foreign import Foreign
 from .loss_scale import LossScale
 from .randomness import Randomness
+from .slices import Slice
 from .snapshot import snapshot
-from .torch_internals import step_hooks
+from .torch_internals import norms_of, step_hooks
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -51,18 +52,18 @@ class Updating:
     """The optimizer of a shard, and what goes with it.
 
     Args:
-        named: the shard's parameters by their names in the unsplit model.
-        first: the shard's first unit, by which its random numbers are known.
+        slice: whose parameters are updated.
+        stage: its position in the model.
     """
 
-    def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], training: Training, randomness: Randomness, first: int
-    ) -> None:
+    def __init__(self, slice: Slice, stage: int, training: Training, randomness: Randomness) -> None:
         if training.lr_scheduler is not None and training.optimizer is None:
             raise ConfigError("lr_scheduler: there is no optimizer for it; pass optimizer as well")
         self.training = training
+        named = slice.named_parameters()
         self.parameters = dict(named)
-        self._randomness, self._first = randomness, first
+        self._randomness, self._first = randomness, slice.first
+        self._shared, self._ranks, self._stage = slice.shared, slice.ranks(), stage
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.optimizer = _made("optimizer", training.optimizer, trained) if training.optimizer and trained else None
         if self.optimizer is not None and _needs_closure(self.optimizer):
@@ -106,6 +107,30 @@ class Updating:
         """Divide the gradients by the scale; return whether all were finite, on the device."""
         grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         return self.scale.unscale(grads, self._randomness.device)
+
+    def gradients(self, *, shared: bool = False) -> Payload:
+        """Return the accumulated gradients by parameter name (None: no gradient), for those who hold them too.
+
+        Args:
+            shared: only of parameters that other stages hold too.
+        """
+        return pack({n: p.grad for n, p in self.parameters.items() if not shared or n in self._shared})
+
+    def gradient_norms(self) -> Mapping[int, Tensor]:
+        """Return the norm of each gradient by the parameter's rank, as tensors on the device.
+
+        The norm of a parameter that several stages hold is returned by the first of them alone.
+        """
+        elsewhere = {name for name, stages in self._shared.items() if min(stages) < self._stage}
+        named = [(n, p.grad) for n, p in self.parameters.items() if p.grad is not None and n not in elsewhere]
+        refuse_sparse(named)
+        norms = norms_of([grad for _, grad in named])
+        # Of the gradient's own type, also if that is complex: by it `clip_grad_norm_` takes them together.
+        return {self._ranks[name]: norm.to(grad.dtype) for (name, grad), norm in zip(named, norms, strict=True)}
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Clip the gradients as `clip_grad_norm_` does; `norm`: of the gradients of the whole model."""
+        torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
 
     def sum_gradients(self, parts: Sequence[Payload], own: int) -> None:
         """Replace gradients by the sums of all that the parts have for them, in the order given; `own`: which is this
