@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import count
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from ..dependency import Action, ConfigError, Spec, takes_steps, update_of
 from ..workers.compute.digest import describe, shapes_of
 from ..workers.transport.call import pack_description
-from ..workers.transport.payload import Tree, map_tensors, num_rows, num_tokens, shapes_in, split_rows, tensors_of
+from ..workers.transport.payload import Tree, num_rows, num_tokens, shapes_in, split_rows, tensors_of
 from ..workers.transport.scatter import Scatter
 from .arguments import refuse_batch, refuse_lists
 from .batch_memory import BatchMemory, refuse_rewritten
@@ -79,8 +78,8 @@ class Microbatches:
             if parts > 1:
                 _refuse_masks(whole, num)
                 refuse_lists(whole, num)
-            split = split_rows if pair is None else partial(_split_rows, rows=num)
-            all_inputs, all_targets = split(inputs, parts), split(targets, parts)
+            split_by = None if pair is None else num
+            all_inputs, all_targets = (split_rows(side, parts, split_by) for side in (inputs, targets))
         rows = [count_piece(t if x is None else x) for x, t in zip(all_inputs, all_targets, strict=True)]
         if 0 in rows:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
@@ -172,16 +171,6 @@ def _num_rows(tree: Tree) -> int:
 def _first_rows(tree: Tree) -> int:
     """Return the rows of the first tensor that has any, which weight the mean of a microbatch."""
     return next((tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()), 0)
-
-
-def _split_rows(tree: Tree, parts: int, rows: int) -> list[Tree]:
-    """Split tensors of `rows` rows as `split_rows` does; every piece gets the others whole."""
-    pieces = {id(t): t.tensor_split(parts) for t in tensors_of(tree) if t.dim() and t.shape[0] == rows}
-
-    def piece(i: int) -> Tree:
-        return map_tensors(tree, lambda tensor: pieces[id(tensor)][i] if id(tensor) in pieces else tensor)
-
-    return [piece(i) for i in range(parts)]
 
 
 def update_shares(spec: Spec, shares: Sequence[float]) -> list[float]:

@@ -49,7 +49,7 @@ class Network:
         self.delivered.update(key for key, _ in message.answers)
         self.outboxes[receiver].taken(message.taken, sender)
         for key in message.asks:
-            self.outboxes[receiver].ask(key, sender)
+            self.outboxes[receiver].ask([key], sender)
         self.send(receiver)
 
     def _answer(self, worker, peer, key, answer):

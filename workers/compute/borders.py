@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ..transport.payload import Payload, Tree, as_leaf, pack, tensors_of, unpack
-from ..transport.strides import is_dense, span
+from ..transport.strides import extent, is_dense
 from .sharing import Aliased, KeptOutputs, address, refuse_writes, with_aliases
 from .torch_internals import no_view
 
@@ -146,7 +146,7 @@ def strided_copy(tensor: Tensor) -> Tensor:
     """Return a copy with the same strides; with other strides, kernels would sum in another order."""
     if tensor.layout is not torch.strided or is_dense(tensor) or not tensor.numel():
         return tensor.clone()
-    reach = span(tensor.shape, tensor.stride())
+    reach = extent(tensor.shape, tensor.stride())
     return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 

@@ -221,7 +221,7 @@ class Carrier(ABC):
             else:
                 questions.append(key)
         if questions:
-            self.outbox.ask_all(questions, peer)
+            self.outbox.ask(questions, peer)
 
     def _disagree(self, error: PipeError) -> None:
         self.fail(error)

@@ -97,12 +97,8 @@ class Outbox:
         for consumer in asked:
             self._say(consumer, key, None)
 
-    def ask(self, key: Key, consumer: int) -> None:
-        """Answer `consumer`'s question for `key`, now or when there is something to say. Asking again does no harm."""
-        self.ask_all([key], consumer)
-
-    def ask_all(self, keys: Iterable[Key], consumer: int) -> None:
-        """Answer all of `consumer`'s questions, as `ask` does each."""
+    def ask(self, keys: Iterable[Key], consumer: int) -> None:
+        """Answer `consumer`'s questions, now or when there is something to say. Asking again does no harm."""
         answers: list[tuple[Key, Answer | PipeError]] = []
         with self._lock:
             for key in keys:

@@ -221,15 +221,20 @@ def _unfit(tree: Tree, kinds: tuple[type, ...]) -> Iterator[tuple[str, str]]:
         yield "", type(tree).__qualname__
 
 
-def split_rows(tree: Tree, parts: int) -> list[Tree]:
+def split_rows(tree: Tree, parts: int, rows: int | None = None) -> list[Tree]:
     """Split the tensors of `tree` along dimension 0 into `parts` pieces that differ by at most one row.
 
-    Plain values go to every piece unchanged.
+    Plain values go to every piece unchanged, and so do tensors of another number of rows, if that is given.
     """
-    if isinstance(tree, Tensor):
+    if isinstance(tree, Tensor) and rows is None:
         return list(tree.tensor_split(parts))
-    pieces = {id(tensor): tensor.tensor_split(parts) for tensor in tensors_of(tree)}
-    return [map_tensors(tree, lambda tensor, i=i: pieces[id(tensor)][i]) for i in range(parts)]  # type: ignore[misc]
+    split = [t for t in tensors_of(tree) if rows is None or (t.dim() and t.shape[0] == rows)]
+    pieces = {id(tensor): tensor.tensor_split(parts) for tensor in split}
+
+    def piece(i: int) -> Tree:
+        return map_tensors(tree, lambda tensor: pieces[id(tensor)][i] if id(tensor) in pieces else tensor)
+
+    return [piece(i) for i in range(parts)]
 
 
 def num_rows(tree: Tree) -> int:

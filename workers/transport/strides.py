@@ -19,7 +19,7 @@ Sizes = tuple[int, ...]
 _MOST_GAPS = 2**16
 
 
-def span(shape: Sequence[int], strides: Sequence[int]) -> int:
+def extent(shape: Sequence[int], strides: Sequence[int]) -> int:
     """Return over how many elements of memory a tensor reaches; fewer than it has if it repeats some."""
     return 1 + sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
 
@@ -93,7 +93,7 @@ def spread(dense: Tensor, shape: Sizes, strides: Sizes) -> Tensor:
     """Return a tensor with this shape and these strides, from what `fold` has made of one."""
     form = folded(shape, strides)
     if form.there != form.strides:  # gaps, in which nothing is ever read
-        with_gaps = dense.new_empty(span(shape, strides))
+        with_gaps = dense.new_empty(extent(shape, strides))
         with_gaps.as_strided(form.shape, form.there).copy_(dense)
         dense = with_gaps
     return dense.as_strided(shape, strides)
@@ -102,4 +102,4 @@ def spread(dense: Tensor, shape: Sizes, strides: Sizes) -> Tensor:
 def is_sparing(shape: Sizes, strides: Sizes) -> bool:
     """Tell whether a tensor with these takes little enough memory, for what is in it, to be spread out."""
     count = prod(folded(shape, strides).shape)
-    return count <= prod(shape) and span(shape, strides) <= _MOST_GAPS * count
+    return count <= prod(shape) and extent(shape, strides) <= _MOST_GAPS * count
