@@ -13,7 +13,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..dependency import Action, B, F, I, Kind, Spec, W
+from ..dependency import Action, B, F, I, Spec, W
 
 #: each worker's actions in order, as numbers
 Order = list[list[int]]
@@ -83,16 +83,15 @@ class JobShop:
         return {W: self.after_inputs[stage], B: self.activations[stage]}.get(action.kind, 0)
 
     def _own_need(self, action: Action) -> int:
-        before: Kind | None = {I: F, B: F, W: I}.get(action.kind)
-        return -1 if before is None else self.number[before(action.stage, action.index)]
+        chain = self._of(action.stage, action.index)
+        at = chain.index(action)
+        return self.number[chain[at - 1]] if at else -1
 
     def _other_need(self, action: Action) -> int:
-        stage, kind, m = action
-        if kind is F:
-            return self.number[F(stage - 1, m)] if stage else -1
-        if kind is W or stage == self.spec.last_stage:
+        way, sender = action.kind.way, action.stage - action.kind.way
+        if not way or not 0 <= sender <= self.spec.last_stage:
             return -1
-        return self.number.get(I(stage + 1, m), self.number.get(B(stage + 1, m), -1))
+        return next(self.number[a] for a in self._of(sender, action.index) if a.kind.way == way)
 
     # --- orders
 
