@@ -27,7 +27,7 @@ from typing import NamedTuple
 if __package__ is None or __package__ == "":
     sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import malformed_cases, malformed_code
+from bench import malformed_cases, malformed_code, malformed_surroundings
 from bench.forked import end_with, prepare
 from bench.malformed_input import Case, given
 
@@ -39,7 +39,8 @@ _FAILED = " failed ──"
 _CASES = (
     malformed_cases.options, malformed_cases.texts, malformed_cases.unknown, malformed_cases.csv,
     malformed_cases.documents, malformed_cases.outputs, malformed_cases.inputs, malformed_cases.environments,
-    malformed_code.schedules, malformed_code.models,
+    malformed_code.schedules, malformed_code.models, malformed_surroundings.mangle, malformed_surroundings.together,
+    malformed_surroundings.surroundings, malformed_surroundings.calls,
 )  # fmt: skip
 KINDS = {function.__name__: function for function in _CASES}
 
