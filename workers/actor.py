@@ -180,8 +180,7 @@ class WorkerActor(Context):
             self.carrier.fail(failure)
             if self._is_own(error):
                 # contextlib takes a RuntimeError whose cause is a StopIteration for one that the interpreter has made.
-                plain = isinstance(failure, WorkerFailure) and not failure.remote_traceback
-                raise failure from None if plain or isinstance(error, StopIteration) else error
+                raise failure from None if isinstance(error, StopIteration) else error
             raise
 
     def _is_own(self, error: BaseException) -> bool:

@@ -263,7 +263,8 @@ def test_what_is_refused_in_a_step_is_a_sentence_without_our_traceback(loss, sen
         pipe.step((torch.randn(8, 4), torch.zeros(8)))
     first, *others = str(raised.value).splitlines()
     assert first.startswith(f"worker 1 failed (running 1F0, step 0): {sentence}")
-    assert others == ["stage 1, microbatch 0, given float32[4, 4]"] and raised.value.__cause__ is None
+    assert others == ["stage 1, microbatch 0, given float32[4, 4]"]
+    assert isinstance(raised.value.__cause__, ConfigError)  # which a launcher tells alone, with exit code 2
     pipe.close()
 
 
