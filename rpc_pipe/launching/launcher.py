@@ -300,4 +300,12 @@ def _failed(error: BaseException) -> int:
 
 
 def _formatted(error: BaseException) -> str:
-    return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), MOST_TRACEBACK)
+    frames = error.__traceback__
+    while frames and _leads_to_script(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    frames = frames or error.__traceback__  # no script: all of it is ours
+    return shortened("".join(traceback.format_exception(type(error), error, frames)), MOST_TRACEBACK)
+
+
+def _leads_to_script(file: str) -> bool:
+    return file == "<frozen runpy>" or Path(__file__).parents[1] in Path(file).parents

@@ -1,7 +1,9 @@
 """What a launcher makes of what its workers tell, without any process."""
 
 import io
+import runpy
 import signal
+from functools import partial
 from threading import Timer
 from types import SimpleNamespace
 
@@ -151,6 +153,16 @@ def test_a_script_that_ends_itself_has_failed_unless_a_stop_was_asked_for(monkey
         with pytest.raises(type(error)):
             as_worker(work, Reporter())
         assert told == []
+
+
+def test_an_error_of_the_scripts_is_shown_from_the_script_on(monkeypatch, tmp_path):
+    """Seven frames of the launcher and of runpy stood above it."""
+    script, told = tmp_path / "mine.py", []
+    script.write_text("raise ValueError('my own')\n")
+    monkeypatch.setattr(launcher.link, "tell", lambda **message: told.append(message))
+    assert as_worker(partial(runpy.run_path, str(script)), Reporter()) == 1
+    first, frame, *_ = told[0]["text"].splitlines()
+    assert first.startswith("Traceback") and frame == f'  File "{script}", line 1, in <module>'
 
 
 def test_a_second_signal_does_not_keep_the_launcher_from_clearing_up():
