@@ -39,6 +39,7 @@ MANNERS: dict[str, Callable[[Tree, Tensor, nn.Module], Tree]] = {
     "scalar": lambda tree, y, layer: (y, y.mean(), torch.tensor(1.5)),
     "empty": lambda tree, y, layer: (y, y[:0], ()),
     "expanded": lambda tree, y, layer: (y, y[:, :1].expand(-1, 3)),
+    "packed": lambda tree, y, layer: nn.utils.rnn.PackedSequence(y, torch.tensor([len(y)])),
     "fresh leaf": lambda tree, y, layer: (y, torch.ones(3, requires_grad=True)),
 }
 

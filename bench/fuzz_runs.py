@@ -109,6 +109,8 @@ def _run(case: Case) -> End:
     except Stalled as error:
         return End("HANG", str(error), False)
     except WorkerFailure as error:
+        if not error.remote_traceback:  # a refusal of rpc-pipe's own; behind its sentence: a drawing
+            return _refused(error.summary.partition("\n")[0])._replace(goes_on=False)
         return _failed(case, pipe, initial, str(error), error.summary)._replace(goes_on=False)
     except PipeError as error:
         text = f"{type(error).__name__}: {error}"
