@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
 from ..model.call_form import CallForm
 from ..model.observed_model import BlockCall, Crossing, ObservedModel, observe
+from ..model.partition import LayerPartition
+from ..model.user_model import UserModel
+from ..workers.compute.randomness import Randomness
+from ..workers.transport.payload import distinct_tensors
 from .own_proof import seeded
 from .settings import VerifyOptions
 
@@ -16,17 +23,48 @@ def list_blocks(options: VerifyOptions) -> None:
     """Tell the calls of blocks with their parameters, and the payload of the cut after each."""
     made = seeded(options.model, options.seed)
     if made.is_layers:
-        raise ConfigError(f"--list-blocks: {options.model} makes a list of layers, which can be cut between any two")
+        _list_layers(made, options)
+        return
     (args, kwargs), _ = CallForm(made.model, made.loss_fn).pair(made.batch)  # type: ignore[arg-type]
     observed = observe(made.model, args, kwargs, blocks=options.blocks, at_least=options.workers)  # type: ignore[arg-type]
     cuts = [_payload(observed, after) for after in range(1, observed.num_blocks)]
-    rows = [_as_json(block, payload) for block, payload in zip(observed.blocks, [*cuts, None], strict=True)]
+    title = f"{type(made.model).__name__}: {observed.num_blocks} calls of blocks; behind each, what a cut there passes"
+    notes = [*observed.notes, *(f"{name} is on both sides of every cut" for name in _always_shared(observed))]
+    _tell(options, title, observed.blocks, [*cuts, None], notes)
+
+
+def _list_layers(made: UserModel, options: VerifyOptions) -> None:
+    """Tell the layers of a list, and what each hands on: they run once, on the batch."""
+    tree, _ = made.pair(made.batch)
+    layers, blocks, cuts = LayerPartition(made.layers(), 1).build(0, Randomness(options.seed)), [], []
+    for index, layer in layers:
+        name = f"layer {index} ({type(layer).__name__})"
+        try:
+            with torch.no_grad():
+                tree = layer(tree)
+        except Exception as error:
+            raise ConfigError(f"{name} raised {type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+        parameters = list(layer.parameters())
+        blocks.append(
+            BlockCall(name, str(index), sum(p.numel() for p in parameters), sum(p.nbytes for p in parameters))
+        )
+        cuts.append([Crossing(name, tuple(t.shape), t.dtype, t.nbytes) for t in distinct_tensors(tree)])
+    title = f"{len(layers)} layers; behind each, what a cut there passes"
+    _tell(options, title, blocks, [*cuts[:-1], None], [])
+
+
+def _tell(
+    options: VerifyOptions,
+    title: str,
+    blocks: Sequence[BlockCall],
+    cuts: Sequence[list[Crossing] | str | None],
+    notes: Sequence[str],
+) -> None:
+    rows = [_as_json(block, payload) for block, payload in zip(blocks, cuts, strict=True)]
     lines = [
         f"{i:3} {row['name']}: {row['parameters']:,} parameters, {_bytes(row['bytes'])}{_behind(row)}"
         for i, row in enumerate(rows)
     ]
-    title = f"{type(made.model).__name__}: {observed.num_blocks} calls of blocks; behind each, what a cut there passes"
-    notes = [*observed.notes, *(f"{name} is on both sides of every cut" for name in _always_shared(observed))]
     text = "\n".join([title, *lines, *notes])
     link.tell(kind="result", text=text, json={"model": options.model, "blocks": rows}, exit_code=0)
 

@@ -134,6 +134,19 @@ def test_blocks_and_every_cut_are_listed(file, capsys):
     assert found["blocks"][0]["payload_bytes"] == 4 * 4 * 8 * 8 * 4
 
 
+def test_layers_of_a_list_are_listed(tmp_path, capsys):
+    """It was refused: they can be cut between any two. What that costs was not said."""
+    make = "import torch\nfrom torch.nn import Linear, Tanh, MSELoss\ndef make():\n"
+    make += "    return [Linear(4, {}), Tanh(), Linear(8, 4)], (torch.ones(2, 4), torch.ones(2, 4)), MSELoss()\n"
+    (tmp_path / "right.py").write_text(make.format(8))
+    code, found, _ = verified(capsys, f"{tmp_path}/right.py:make", "--list-blocks")
+    assert code == 0 and [block["parameters"] for block in found["blocks"]] == [40, 0, 36]
+    assert [block["payload_bytes"] for block in found["blocks"][:-1]] == [2 * 8 * 4] * 2
+    (tmp_path / "wrong.py").write_text(make.format(5))
+    code, _, text = verified(capsys, f"{tmp_path}/wrong.py:make", "--list-blocks")
+    assert code == 2 and "layer 2 (Linear) raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in text
+
+
 def test_run_and_compare_take_the_same_model(file, capsys):
     assert main(["compare", "--model", f"{file}:pair", "--workers", "2", "--microbatches", "2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -142,7 +142,6 @@ def folder(tmp_path_factory):
         ("run --save /dev/full", "is not a regular file"),
         ("simulate --schedule specs.py:Idle", "actions(0, 0) gives nothing: each kind once, F among them"),
         ("plan empty.py:make --estimate", "empty.py:make: the batch has no rows; at least 1"),
-        ("verify uneven.py:make --list-blocks", "makes a list of layers, which can be cut between any two"),
         ("verify uneven.py:make --transport local --steps 1", "a batch needs tensors that agree in dimension 0"),
         ("run --save /proc/x", "cannot be written"),
         ("run --transport local --port 2000", "has no effect with --transport local"),
