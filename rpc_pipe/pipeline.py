@@ -335,6 +335,8 @@ class Pipeline(ApiAdvice, Weights):
         self._num_cut += 1
         how = self.spec.num_microbatches, self._num_cut, pair or self.partition.pair
         found = self._batch_reader.cut(batch, microbatches, *how)
+        if microbatches is None:
+            self._batch_reader.say_if_fewer(found)
         if self._maker is not None:
             with torch.inference_mode(False):  # what is made now is trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)

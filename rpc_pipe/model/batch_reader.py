@@ -68,6 +68,8 @@ class BatchReader:
         self._unused: dict[int, frozenset[Path]] = {}
         #: whether this worker's unused fields have been sent to the reader
         self._has_told = False
+        #: whether it has been said that a batch has fewer rows than microbatches are wanted
+        self._said_fewer = False
 
     def cut(
         self,
@@ -95,6 +97,17 @@ class BatchReader:
             return found
         targets = None if pair is not None else found.targets
         return replace(found, scatter=scatter_whole(self._spec, found.inputs, targets))
+
+    def say_if_fewer(self, found: Microbatches) -> None:
+        """Say once if a batch has been split into fewer microbatches than are wanted, as it has too few rows."""
+        wanted, made = self._spec.num_microbatches, len(found.inputs)
+        if made < wanted and not self._said_fewer:
+            self._said_fewer = True
+            if self._me == 0:
+                rows = "1 row" if found.rows == 1 else f"{found.rows} rows"
+                logger.warning(
+                    "num_microbatches=%d, but a batch of %s makes %d: its bubble is larger", wanted, rows, made
+                )
 
     def learn(self, unused: Sequence[frozenset[Path]], shards: Iterable[Shard], found: Microbatches) -> Microbatches:
         """Record the fields that each stage does not use; return the microbatches with which the model was cut."""

@@ -287,3 +287,12 @@ def test_a_factory_that_makes_nothing_of_use_is_named(more, message):
 def test_a_class_in_place_of_a_layer_is_told_without_a_line_of_ours():
     with pytest.raises(ConfigError, match=r"layer 0 could not be made: TypeError: .*'out_features'$"):
         Pipeline([nn.Linear], nn.functional.mse_loss, num_microbatches=2, optimizer=SGD)
+
+
+def test_fewer_rows_than_microbatches_are_told_once(caplog):
+    """A user who typed 16 got 8, and another bubble, silently."""
+    pipe = Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], nn.functional.mse_loss, num_workers=2, num_microbatches=16)
+    batch = torch.ones(8, 4), torch.ones(8, 4)
+    for _ in range(2):
+        pipe.evaluate(batch)
+    assert caplog.messages == ["num_microbatches=16, but a batch of 8 rows makes 8: its bubble is larger"]
