@@ -33,6 +33,8 @@ from .trace import Trace, transfers
 _RUNTIME_HOP_MS = 1.0
 #: ratio of times from which a worker counts as slow; less is noise
 _SLOW = 1.1
+#: ratio of computing times from which a worker counts as busier than others
+_BUSIER = 1.05
 #: number of steps simulated in sequence, as steps may overlap
 _STEPS = 3
 #: share of a step below which a cause is not named; share that a proposed cut must save
@@ -238,29 +240,40 @@ class _Case:
         else:
             worker = max(range(len(busy)), key=lambda w: busy[w])
         times = busy[worker] / max(median_low(busy), 1e-9)
+        crowded = self._cores is not None and self._cores < self._spec.num_workers
+        if not slow and times < _BUSIER:
+            shared = f"; {self._spec.num_workers} workers share {self._cores} cores of one machine" if crowded else ""
+            return (
+                "the workers compute equally long, but a forward or a backward takes longer on one than on others, "
+                f"which {costs}{shared}"
+            )
         reason = (
             f"layers of the same kind take {self._slowness[worker]:.1f} x as long there as elsewhere: a slow worker, "
             "unless they are heavier"
             if slow
-            else f"it has more to compute{self._held(worker)}, so the cut is uneven"
+            else self._more(worker)
             if self._compared
             else "it has more to compute or is slower; its layers cannot be compared with others"
         )
-        if slow and self._cores is not None and self._cores < self._spec.num_workers:
+        if slow and crowded:
             # Whoever has to wait for a core looks slow; which one it is changes from run to run.
             return (
                 f"worker {worker} shares a core, as {self._spec.num_workers} workers have {self._cores}, and takes "
                 f"{self._slowness[worker]:.1f} x as long for the same layers, which {costs}"
             )
         advice = self._better_cut(step_ms, now_ms)
-        busier = f"is {times:.1f} x the median" if times >= 1.05 else "is slow"  # it may have less to do
+        busier = f"is {times:.1f} x the median" if times >= _BUSIER else "is slow"  # it may have less to do
         return f"worker {worker} {busier} ({reason}), which {costs}{advice}"
 
-    def _held(self, worker: int) -> str:
-        if not self._layers:
-            return ""
-        total = sum(count for shards in self._layers for _, route, count in shards if route == 0)
-        return f" ({sum(count for _, route, count in self._layers[worker] if route == 0)} of {total} layers)"
+    def _more(self, worker: int) -> str:
+        """Say why a worker has more to compute, which is not always that it has more layers."""
+        counts = [sum(count for _, route, count in shards if route == 0) for shards in self._layers]
+        if not counts:
+            return "it has more to compute, so the cut is uneven"
+        held = f"{counts[worker]} of {sum(counts)} layers"
+        if counts[worker] * len(counts) > sum(counts):
+            return f"it has more to compute ({held}), so the cut is uneven"
+        return f"it has {held}, which take longer than those of others, so the cut is uneven"
 
     def _slow_link(self, costs: str) -> str:
         source, target = max(self._delays, key=lambda pair: self._delays[pair])

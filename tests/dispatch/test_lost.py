@@ -59,6 +59,24 @@ def test_uneven_stages_are_named_with_a_better_cut():
     assert "moving 1 layer to worker 0 (split 2,2,2,2) would save about" in lost.sentence
 
 
+def test_workers_that_compute_equally_long_are_not_said_to_have_more():
+    """On a crowded machine it said of one of two workers that it is slow, as it has more to compute: 3 of 6 layers."""
+
+    def cost(action):
+        return {F: 10, B: 20, U: 1}.get(action.kind, 0) + {F: 8, B: -8}.get(action.kind, 0) * (action.stage == 0)
+
+    lost = attribute_lost_time(trace_of("gpipe", cost=cost, layers=EVEN), SHARDS, cores=2)
+    assert worst(lost) == "imbalance" and "more to compute" not in lost.sentence and "is slow" not in lost.sentence
+    assert lost.sentence.startswith("the workers compute equally long, but a forward or a backward takes longer on one")
+    assert "; 4 workers share 2 cores of one machine" in lost.sentence
+
+
+def test_heavier_layers_are_not_said_to_be_more_layers():
+    lost = attribute_lost_time(trace_of(cost=heavier(1, 1.5), layers=EVEN | {1: [(2, 7.5), (2, 7.5)]}), SHARDS)
+    assert worst(lost) == "imbalance"
+    assert "(it has 2 of 8 layers, which take longer than those of others, so the cut is uneven)" in lost.sentence
+
+
 def test_a_slow_worker_gets_fewer_layers_proposed():
     layers = {w: [(1, 2.5)] * 4 for w in range(4)} | {2: [(1, 5.0)] * 4}
     shards = [[(stage, 0, 4)] for stage in range(4)]
