@@ -21,7 +21,14 @@ from .launching import overrides
 from .launching.job import Job, own_part
 from .launching.joining import join
 from .model.api_advice import ApiAdvice
-from .model.arguments import describe, refuse_options, refuse_shared, refuse_training, refuse_untrainable
+from .model.arguments import (
+    describe,
+    refuse_options,
+    refuse_shared,
+    refuse_training,
+    refuse_untrainable,
+    refuse_without_grad,
+)
 from .model.batch_reader import BatchReader
 from .model.lazy_batch import label_of
 from .model.microbatches import Microbatches, Pair, Prefetcher
@@ -184,6 +191,7 @@ class Pipeline(ApiAdvice, Weights):
         """
         if self._stopped:
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
+        refuse_without_grad("step")
         self._keeper.refuse_averaged("step")
         cut = self._cut(batch, microbatches)
         if self._keeper.results.behind:
@@ -214,6 +222,7 @@ class Pipeline(ApiAdvice, Weights):
         streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}
         try:
             for step in count():
+                refuse_without_grad("train")
                 ahead.advance(step)
                 result = None if self._stopped else self._each(lambda actor: next(streams[actor], None))[0]
                 if result is None:

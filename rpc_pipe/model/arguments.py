@@ -55,6 +55,20 @@ def refuse_batch(batch: object, microbatches: object, *, pairs: bool = True) -> 
             _refuse_pair("microbatch", pair, number)
 
 
+def refuse_without_grad(call: str) -> None:
+    """Refuse to train where one process could not, as its backward raises.
+
+    Raises:
+        ConfigError: the caller has turned gradients off.
+    """
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        return
+    mode = "inference_mode" if torch.is_inference_mode_enabled() else "no_grad"
+    raise ConfigError(
+        f"{call}: trains, but was called under torch.{mode}: call it outside, or `evaluate` or `predict` in its place"
+    )
+
+
 def _refuse_pair(name: str, pair: object, number: int | None = None) -> None:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         name = name if number is None else f"{name} {number}"

@@ -43,6 +43,20 @@ def test_what_is_no_batch_or_no_number_is_refused_in_one_sentence(call, message)
         call(pipeline())
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_training_without_gradients_is_refused(mode, num_workers):
+    """It trained under no_grad, where one process's backward raises; under inference_mode the loss was blamed."""
+    pipe, calm = pipeline(num_workers=num_workers), pipeline(num_workers=num_workers)
+    for _ in range(2):
+        for call in (lambda: pipe.step((X, Y)), lambda: next(pipe.train([(X, Y)]))):
+            with mode(), pytest.raises(ConfigError, match=f"trains, but was called under torch.{mode.__name__}: call"):
+                call()
+        with mode():
+            assert pipe.evaluate((X, Y)) == calm.evaluate((X, Y))
+        assert pipe.step((X, Y)) == calm.step((X, Y))
+
+
 def test_a_worker_without_the_inputs_of_a_whole_model_is_told_that_it_needs_them():
     """As in torch.distributed.pipelining, one gave the inputs to the first worker alone: "microbatch 0 has no rows"."""
     whole = nn.Sequential(nn.Linear(4, 4))
