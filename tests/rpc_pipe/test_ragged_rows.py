@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from processes import rpc_pipe
 from torch import nn
 from torch.nn.utils import rnn
 
@@ -45,6 +46,14 @@ class Nested(nn.Module):
         return self.linear(rows).tanh()
 
 
+class Viewed(Nested):
+    """Hands on nested rows that are a view of others."""
+
+    def forward(self, rows):
+        rows = super().forward(rows)
+        return torch.nested.nested_tensor_from_jagged(rows.values(), rows.offsets())
+
+
 class Padded(Nested):
     def forward(self, rows):
         return nn.functional.pad(super().forward(rows).to_padded_tensor(0.0).sum(1, keepdim=True), (0, 0, 0, 2))
@@ -72,10 +81,10 @@ def _loss(kind, schedule="1f1b", **options):
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("kind", [(Packed, Unpacked), (Nested, Padded)])
+@pytest.mark.parametrize("kind", [(Packed, Unpacked), (Nested, Padded), (Viewed, Padded)])
 def test_ragged_rows_are_handed_on(kind, schedule):
     """A PackedSequence was made of what stood for its tensors: no attribute 'device'. Split backward emptied nested
-    rows, which torch cannot."""
+    rows, which torch cannot, and a view of such was met by: NotImplementedError: aten.alias.default."""
     piped, alone = _loss(kind, schedule)
     assert piped == pytest.approx(alone)
 
@@ -86,3 +95,32 @@ def test_nested_rows_that_are_recomputed_are_refused_by_name():
         _loss((Nested, Padded), recompute="all")
     piped, alone = _loss((Packed, Unpacked), recompute="all")
     assert piped == pytest.approx(alone)
+
+
+def test_nested_rows_between_processes_are_refused_in_a_sentence(tmp_path):
+    """A TypeError with the traceback of a sender's thread said so."""
+    script = tmp_path / "nested.py"
+    script.write_text(NESTED)
+    done = rpc_pipe("run", script, "--workers", 2)
+    assert done.returncode and "Traceback" not in done.stdout + done.stderr
+    assert (
+        "the payload of 0F0: a NestedTensor on cpu cannot travel between workers: hand on its `values()`" in done.stderr
+    )
+
+
+NESTED = """
+import torch
+from torch import nn
+from rpc_pipe import Pipeline
+
+class Nested(nn.Linear):
+    def forward(self, rows):
+        return torch.nested.nested_tensor(list(super().forward(rows).split([1, 3])), layout=torch.jagged)
+
+class Padded(nn.Linear):
+    def forward(self, rows):
+        return super().forward(rows).values()
+
+pipe = Pipeline([Nested(2, 2), Padded(2, 2)], nn.functional.mse_loss, num_microbatches=1)
+pipe.step((torch.ones(4, 2), torch.ones(4, 2)))
+"""

@@ -9,7 +9,7 @@ import pytest
 import torch
 from carriers import loopback_carriers, zmq_carriers
 
-from rpc_pipe.dependency import PipeError, WorkerFailure
+from rpc_pipe.dependency import ConfigError, PipeError, WorkerFailure
 from rpc_pipe.workers.transport import remote, shared_memory
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.carrier import LEFT
@@ -200,7 +200,7 @@ def test_a_sender_that_cannot_send_fails_its_worker_and_the_others_learn_why():
     second.pull(0, RUN, ["0G0"])
     second.wait(0.05)
     first.outbox.offer((RUN, "0G0"), Payload([torch.ones(3, device="meta")], None), [1])
-    with pytest.raises(TypeError, match="payload of 0G0: a Tensor on meta cannot travel between workers"):
+    with pytest.raises(ConfigError, match="payload of 0G0: a Tensor on meta cannot travel between workers"):
         wait_for(first, 1)
     first.fail(FAILURE)  # as the worker does with it
     assert isinstance(wait_for(second, 1)[0, RUN, "0G0"], WorkerFailure)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpc_pipe.dependency import Disagreement, WorkerFailure
+from rpc_pipe.dependency import ConfigError, Disagreement, WorkerFailure
 from rpc_pipe.workers.transport import form, message
 from rpc_pipe.workers.transport.message import Message, decode, encode
 from rpc_pipe.workers.transport.payload import Payload, Place, pack, unpack
@@ -75,7 +75,7 @@ def test_a_named_tuple_is_of_its_class_where_that_is_loaded_and_of_its_fields_el
     ids=lambda value: type(value).__name__,
 )
 def test_a_value_of_another_type_is_named(value):
-    with pytest.raises(TypeError, match="cannot travel between workers"):
+    with pytest.raises(ConfigError, match="cannot travel between workers"):
         encode_value([value])
 
 
@@ -97,7 +97,7 @@ def test_values_may_not_lie_in_each_other_without_end():
     deep = []
     for _ in range(200):
         deep = [deep]
-    with pytest.raises(TypeError, match="more than 100 deep"):
+    with pytest.raises(ConfigError, match="more than 100 deep"):
         encode_value(deep)
     with pytest.raises(Malformed, match="more than 100 deep"):
         decode_value(b"[\x01\x00\x00\x00" * 200 + bytes(10))
@@ -194,6 +194,7 @@ def test_forms_without_end_are_not_remembered_without_end():
 
 
 UNABLE = {
+    "a NestedTensor on cpu": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged),
     "a Tensor on meta": lambda: torch.ones(2, device="meta"),
     "a Mine on cpu": lambda: torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
     "a quantized tensor": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
@@ -204,7 +205,7 @@ UNABLE = {
 @pytest.mark.parametrize("says", UNABLE)
 @pytest.mark.filterwarnings("ignore")
 def test_a_tensor_that_cannot_travel_is_named_with_its_payload(says):
-    with pytest.raises(TypeError, match=f"the payload of 1B0: {says} cannot travel between workers"):
+    with pytest.raises(ConfigError, match=f"the payload of 1B0: {says} cannot travel between workers"):
         through(Payload([UNABLE[says]()], None))
 
 

@@ -122,7 +122,7 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
             # A clone would lose the strides of expanded or sliced tensors, and kernels would sum in another order.
             alike = leaf.layout is not torch.strided or (leaf.nbytes <= _SMALL_BYTES and is_dense(leaf))
             free = leaf.clone() if alike else _other(leaf)
-            if len(given) in views:  # a view to autograd, as it was in the previous stage
+            if len(given) in views and not free.is_nested:  # a view to autograd, as it was in the previous stage
                 free = torch.ops.aten.alias.default(free)
         given.append((tensor, free, -1 if free.is_inference() else free._version))
         return free

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...dependency import ConfigError
 from .payload import Payload, Place, parts_of
 from .strides import fold, folded, is_dense, is_sparing, spread
 from .values import Malformed, decode_value, encode_value
@@ -73,7 +74,7 @@ def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
     """Return the form of the payload of `name` and the tensors, all dense, whose contents go with it.
 
     Raises:
-        TypeError: something in it cannot travel.
+        ConfigError: something in it cannot travel.
     """
     dense: list[Tensor] = []
     identity = _identity(payload.skeleton)
@@ -86,8 +87,8 @@ def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
                 if len(_written) >= _MOST:
                     _written.clear()
                 _written[identity, looks] = form
-    except TypeError as error:
-        raise TypeError(f"the payload of {name}: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"the payload of {name}: {error}") from None
     return form, dense
 
 
@@ -108,7 +109,9 @@ def assemble(form: Form, contents: Callable[[Dense], Tensor]) -> Payload:
 def _look(tensor: Tensor, dense: list[Tensor]) -> tuple[Any, ...]:
     """Return a tree that says what `tensor` looks like; append what is to be sent of it to `dense`."""
     if type(tensor) is not Tensor or not tensor.is_cpu:
-        raise TypeError(f"a {type(tensor).__qualname__} on {tensor.device} cannot travel between workers")
+        raise ConfigError(
+            f"a {type(tensor).__qualname__} on {tensor.device} cannot travel between workers{_advice(tensor)}"
+        )
     if tensor.layout is not torch.strided:
         return _sparse_look(tensor, dense)
     if tensor.is_neg():
@@ -122,17 +125,23 @@ def _look(tensor: Tensor, dense: list[Tensor]) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), conjugate
 
 
+def _advice(tensor: Tensor) -> str:
+    if not tensor.is_nested:
+        return ""
+    return ": hand on its `values()` and `offsets()` and make it anew, or let one stage have both layers (`split=`)"
+
+
 def _sparse_look(tensor: Tensor, dense: list[Tensor]) -> tuple[Any, ...]:
     layout = str(tensor.layout)
     if layout not in _SPARSE:
-        raise TypeError(f"a tensor of layout {layout} cannot travel between workers")
+        raise ConfigError(f"a tensor of layout {layout} cannot travel between workers")
     coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
     return layout, tensor.shape, coalesced, tuple([_look(part, dense) for part in parts_of(tensor)])
 
 
 def _write(skeleton: Any, looks: tuple[Any, ...]) -> bytes:
     if any(str(look[0]).startswith("torch.q") for look in looks):
-        raise TypeError("a quantized tensor cannot travel between workers")
+        raise ConfigError("a quantized tensor cannot travel between workers")
     return encode_value((skeleton, looks))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from ...dependency import PipeError
+from ...dependency import ConfigError, PipeError
 from .payload import Place
 
 #: so deep may values lie in each other
@@ -37,7 +37,7 @@ def encode_value(value: Any) -> bytes:
     """Write None, bool, int, float, complex, str, bytes, dtype, Size, Place, and tuples, lists and dicts of them.
 
     Raises:
-        TypeError: there is something else.
+        ConfigError: there is something else.
     """
     parts: list[bytes] = []
     _write(value, parts, 0)
@@ -61,7 +61,7 @@ def decode_value(data: bytes) -> Any:
 
 def _write(value: Any, parts: list[bytes], depth: int) -> None:
     if depth > _DEEPEST:
-        raise TypeError(f"values more than {_DEEPEST} deep in each other cannot travel between workers")
+        raise ConfigError(f"values more than {_DEEPEST} deep in each other cannot travel between workers")
     kind: Any = type(value)
     if kind in _SCALARS:
         letter, to_bytes, _ = _SCALARS[kind]
@@ -74,7 +74,7 @@ def _write(value: Any, parts: list[bytes], depth: int) -> None:
         elif kind.__module__ == "torch.return_types":
             kind = torch.return_types
         else:
-            raise TypeError(f"a {kind.__module__}.{kind.__qualname__} cannot travel between workers")
+            raise ConfigError(f"a {kind.__module__}.{kind.__qualname__} cannot travel between workers")
     letter, children_of, _ = _TREES[kind]
     children = children_of(value)
     parts.append(_HEAD.pack(letter, len(children)))
