@@ -1,13 +1,19 @@
-"""Advice in errors for names of other frameworks: what `Pipeline` calls the same thing."""
+"""What a caller is shown of an error: advice for names of other frameworks, and refusals without our own frames."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..dependency import ConfigError, Disagreement, PipeError, ScheduleError, WorkerFailure
+
+_HERE = Path(__file__).parents[1]
 T = TypeVar("T")
 
 _BATCH = "pass one batch, (inputs, targets), or the dict or tuple that the model is called with"
@@ -89,13 +95,16 @@ class ApiAdvice:
 
 
 def _advised(method: Callable[..., T]) -> Callable[..., T]:
-    """Return `method` with an advising TypeError for arguments that it does not take."""
+    """Return `method` with an advising TypeError for arguments that it does not take, and with plain refusals."""
     signature = inspect.signature(method)
 
     @wraps(method)
-    def call(*args: Any, **kwargs: Any) -> T:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return method(*args, **kwargs)
+            found = method(*args, **kwargs)
+            return _plainly(found) if inspect.isgenerator(found) else found
+        except _REFUSALS as error:
+            raise _plain(error) from error.__cause__
         except TypeError:
             refuse(args, kwargs)  # only after an error, since binding takes longer than a call
             raise
@@ -112,6 +121,28 @@ def _advised(method: Callable[..., T]) -> Callable[..., T]:
             raise TypeError(f"{name} has no argument {unknown!r}{advice}") from None
 
     return call
+
+
+def _plainly(steps: Any) -> Iterator[Any]:
+    try:
+        yield from steps
+    except _REFUSALS as error:
+        raise _plain(error) from error.__cause__
+
+
+#: errors whose sentence says all, unless code of others led to them
+_REFUSALS = (ConfigError, Disagreement, ScheduleError, WorkerFailure)
+
+
+def _plain(error: PipeError) -> PipeError:
+    """Return a refusal without its frames where all are ours: a dozen of them hid the sentence."""
+    each: BaseException | None = error
+    while isinstance(each, _REFUSALS):
+        files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(each.__traceback__)]
+        if all(_HERE in file.parents or file == Path(contextlib.__file__) for file in files):
+            each.__traceback__ = None
+        each = each.__cause__
+    return error
 
 
 def _advice(name: str, table: Mapping[str, str], known: Sequence[str]) -> str:

@@ -1,17 +1,21 @@
 """Options and batches that cannot be: each is refused in a sentence that says what would be right."""
 
+import traceback
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from small_pipeline import SGD, X, Y, pipeline
 from torch import nn
 
+import rpc_pipe
 from rpc_pipe import Pipeline
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.api_advice import ApiAdvice
 from rpc_pipe.workers.compute.foreign import Foreign
 
+PACKAGE = Path(rpc_pipe.__file__).parent
 SLOWER = partial(torch.optim.lr_scheduler.StepLR, step_size=1)
 
 
@@ -310,3 +314,25 @@ def test_fewer_rows_than_microbatches_are_told_once(caplog):
     for _ in range(2):
         pipe.evaluate(batch)
     assert caplog.messages == ["num_microbatches=16, but a batch of 8 rows makes 8: its bubble is larger"]
+
+
+def _own_frames(error):
+    """Return how many frames of ours are shown of an error and of its causes."""
+    return sum(line.startswith(f'  File "{PACKAGE}') for line in traceback.format_exception(error))
+
+
+def test_a_refusal_is_shown_without_our_frames_and_a_layers_error_with_its_own():
+    """Five to twelve frames of ours stood above each sentence in `python train.py`."""
+    pipe = pipeline(loss=lambda output, target: 1.0)
+    for call in (
+        lambda: pipe.step(X),
+        lambda: next(pipe.train([X])),
+        lambda: pipe.step((X, Y)),
+        lambda: pipeline(order=1),
+    ):
+        with pytest.raises((ConfigError, WorkerFailure)) as raised:
+            call()
+        assert 1 <= _own_frames(raised.value) <= 2  # where it leaves the public method, which in `train` are two
+    with pytest.raises(WorkerFailure) as raised:
+        pipe.predict(X[:, :1])
+    assert _own_frames(raised.value) > 5 and isinstance(raised.value.__cause__, RuntimeError)
