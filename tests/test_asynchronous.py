@@ -9,7 +9,7 @@ from small_models import LAYERS, NORMED
 from test_transparency import verdict
 from torch import nn
 
-from rpc_pipe.dependency import B, U, WorkerFailure, most_open, staleness
+from rpc_pipe.dependency import B, ConfigError, U, WorkerFailure, most_open, staleness
 from rpc_pipe.model.microbatches import update_shares
 from rpc_pipe.schedules import OneFOneB, PipeDream, PipeDream2BW
 
@@ -178,7 +178,7 @@ def test_a_version_that_is_gone_is_noticed():
     shard = pipe.actors[0].shards[0, 0]
     list(pipe.train([(X[0], X[0])]))
     shard.newest = 5
-    with pytest.raises(RuntimeError, match="version 1 of the weights is declared, but held are"):
+    with pytest.raises(ConfigError, match="version 1 of the weights is declared, but held are"):
         shard._leaves_of(1)
 
 
