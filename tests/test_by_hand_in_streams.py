@@ -17,9 +17,10 @@ class Counting(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear, self.calls, self.factor = nn.Linear(8, 8), 0, 1.0
+        self.register_buffer("shift", torch.zeros(8))
 
     def forward(self, x):
-        y = self.linear(x) * self.factor * (1 + self.calls % 3)
+        y = self.linear(x) * self.factor * (1 + self.calls % 3) + self.shift
         self.calls += self.training
         return y
 
@@ -42,6 +43,7 @@ def _loaded(layer, optimizer):
 CHANGES = {
     "parameter 0.linear.weight was changed": _loaded,
     "requires_grad of parameter 0.linear.bias was changed": lambda layer, _: layer.linear.bias.requires_grad_(False),
+    "shift of a Counting was changed": lambda layer, _: layer.shift.fill_(1.0),
     "factor of a Counting was changed": lambda layer, _: setattr(layer, "factor", 2.0),
     "the mode of a Linear was changed": lambda layer, _: layer.linear.eval(),
     "hooks of a Linear was changed": lambda layer, _: layer.linear.register_forward_hook(print),

@@ -40,7 +40,7 @@ class ByHand:
             for name, p in shard.updating.parameters.items()
             if p not in written  # by forwards, those of an evaluation too
         ]
-        self._modules = [(module, module.training, numbers_of(module)) for module in shard.slice.modules]
+        self._modules = [(module, module.training, _held(module)) for module in shard.slice.modules]
 
     def changed(self, has_evaluated: bool) -> str:
         """Say what has been changed, or nothing.
@@ -60,11 +60,18 @@ class ByHand:
             kind = type(module).__name__
             if module.training != training:
                 return f"the mode of a {kind} was changed"
-            now = {} if has_evaluated else numbers_of(module)
+            now = {} if has_evaluated else _held(module)
             if not has_evaluated and now != numbers:
                 names = sorted(name for name in now.keys() | numbers.keys() if now.get(name) != numbers.get(name))
                 return f"{names[0]} of a {kind} was changed"
         return ""
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """Return the numbers of a module, and what tells whether its buffers were changed."""
+    buffers = [(name, buffer) for name, buffer in vars(module).get("_buffers", {}).items() if buffer is not None]
+    versions = {name: (id(buffer), -1 if buffer.is_inference() else buffer._version) for name, buffer in buffers}
+    return versions | numbers_of(module)
 
 
 def numbers_of(module: nn.Module) -> dict[str, Any]:
