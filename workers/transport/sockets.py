@@ -43,6 +43,8 @@ _BACKLOG = 1024
 #: a path of a unix socket has at most so many bytes (unix(7))
 _LONGEST_PATH = 107
 _ADDRESS = re.compile(r"tcp://([0-9]{1,3}(?:\.[0-9]{1,3}){3}|\[[0-9a-f:.]{2,45}\]):([0-9]{1,5})")
+#: how libzmq spells an address of IPv4 to which it connects again from a socket that may have IPv6
+_MAPPED = re.compile(r"\[::ffff:([0-9.]+)\]")
 #: what a monitor tells of connections that those who listen accept
 _CAME = (
     zmq.EVENT_ACCEPTED
@@ -181,7 +183,7 @@ class Sockets:
             event = parse_monitor_message(monitor.recv_multipart())
             kind = event["event"]
             if monitor is self.monitors[1]:
-                peer = self._peers.get(event["endpoint"].decode(errors="replace"))
+                peer = self._peers.get(_MAPPED.sub(r"\1", event["endpoint"].decode(errors="replace")))
                 if peer is not None:
                     yield Change(peer, kind == zmq.EVENT_HANDSHAKE_SUCCEEDED)
             elif kind == zmq.EVENT_ACCEPTED:

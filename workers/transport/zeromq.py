@@ -10,6 +10,7 @@ What is said is kept until it has arrived, so a connection may break and come ba
 from __future__ import annotations
 
 import itertools
+import logging
 import struct
 import threading
 import time
@@ -32,6 +33,8 @@ from .keys import Doorkeeper, Keys
 from .remote import RemoteCarrier, Reply
 from .sockets import Pieces, Sockets
 from .values import Malformed, decode_value, encode_value
+
+logger = logging.getLogger(__name__)
 
 _VERSION = 1
 #: version, what, who says so, size of the body, number, arrived, followed, request
@@ -107,6 +110,8 @@ class ZmqCarrier(RemoteCarrier):
         self._met_by: set[int] = set()
         #: since when connections are broken
         self._broken_since: dict[int, float] = {}
+        #: of these, the ones that have been told of
+        self._told_broken: set[int] = set()
         self._ending = False
         deadline = time.monotonic() + join_timeout_s
         try:
@@ -285,6 +290,7 @@ class ZmqCarrier(RemoteCarrier):
         monitors = {monitor: by for by in self._all for monitor in by.monitors}
         for monitor in monitors:
             poller.register(monitor, zmq.POLLIN)
+        looked = time.monotonic()
         while True:
             with self.answering_for_errors:
                 try:
@@ -295,11 +301,17 @@ class ZmqCarrier(RemoteCarrier):
                     for monitor in monitors:
                         monitor.close(0)
                     return
-                self._look_after()
+                # Not at each event: a peer that probes whether this worker is there makes one, and is probed then.
+                if time.monotonic() >= looked + _LAST_S:
+                    looked = time.monotonic()
+                    self._look_after()
 
     def _changed(self, peer: int, connected: bool) -> None:
         if connected:
             self._broken_since.pop(peer, None)
+            if peer in self._told_broken:
+                self._told_broken.remove(peer)
+                logger.warning("worker %d: the connection to worker %d is back", self.worker, peer)
         elif peer in self._met:
             self._broken_since.setdefault(peer, time.monotonic())
 
@@ -314,6 +326,12 @@ class ZmqCarrier(RemoteCarrier):
                 self._lose(peer, "its process has ended: the connection broke and nobody listens any more")
             elif now > since + self._lost_after_s:
                 self._lose(peer, f"it does not answer: no connection for {now - since:.0f} s")
+            elif peer not in self._told_broken:
+                self._told_broken.add(peer)
+                logger.warning(
+                    "worker %d: the connection to worker %d is broken; the worker counts as lost if it does not "
+                    "come back within %g s", self.worker, peer, self._lost_after_s,
+                )  # fmt: skip
         for peer, delivery in self._deliveries.items():
             if peer in self._met and peer not in self._lost and delivery.is_open:
                 self._tick(peer)
