@@ -12,6 +12,7 @@ import torch
 from random_specs import RandomLags, RandomProgram, RandomSlots, RandomSpec, RandomStepLags
 from torch import Tensor
 
+from bench.fuzz_changes import drawn
 from bench.fuzz_layers import WIDTH
 from bench.fuzz_models import LOSSES, MANNERS, MEANS, Made, Unsplit
 from bench.fuzz_operations import OPERATIONS
@@ -97,6 +98,10 @@ class Case:
         self.optimizer: Callable[..., torch.optim.Optimizer]
         self._draw_model(draw)
         self.given = draw.random() < 0.2 and self.is_synchronous  # microbatches, not a batch
+        #: what is changed by hand behind each step; not inside `autocast`, which keeps casts, nor where modules have
+        #: copies, which follow them
+        plain = self.is_synchronous and not (self.unsplit or self.autocast or self.spec().num_routes > 1)
+        self.changes = drawn(number, self.steps) if plain else [""] * self.steps
         if short:  # when all has been drawn
             self.steps = min(self.steps, self.accumulate)
             self.between = self.between[: self.steps]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bench.fuzz_alone import Alone, Replayed, state_of
 from bench.fuzz_cases import Case
+from bench.fuzz_changes import ByHand
 from rpc_pipe.dependency import ConfigError, PipeError, ScheduleError, Stalled, WorkerFailure, check_all
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
@@ -167,13 +168,22 @@ def piped(case: Case, pipe: Pipeline) -> Done | None:
     numbers: list[Any] = []
     batches = case.batches()
     before = [(x.clone(), y.clone()) for x, y in batches]
+    hands = {shard: ByHand() for actor in pipe.actors for shard in actor.shards.values()}
+
+    def behind(step: int) -> list[Any]:
+        found = list(_between(case, pipe, step, batches[step]))
+        for shard, hand in hands.items():
+            layers = getattr(shard.slice, "layers", ())
+            hand.change(case.changes[step], f"{case.number} {step}", layers, shard.optimizer)
+        return found
+
     if case.streams and not case.given:
         for step, loss in enumerate(pipe.train(batches)):
-            numbers += [loss, *_between(case, pipe, step, batches[step])]
+            numbers += [loss, *behind(step)]
     else:
         for step, batch in enumerate(batches):
             asked = case.asked(batch)
-            numbers += [pipe.step(**asked), *_between(case, pipe, step, batch)]
+            numbers += [pipe.step(**asked), *behind(step)]
     if any(
         not torch.equal(a, b) for old, new in zip(before, batches, strict=True) for a, b in zip(old, new, strict=True)
     ):
@@ -206,9 +216,12 @@ def held_by(actor: WorkerActor) -> Tree:
 def unpiped(case: Case, alone: Alone | Replayed) -> list[Any]:
     """Do the same in this process."""
     numbers: list[Any] = []
+    hand = ByHand()  # one route, where there are changes
     for step, batch in enumerate(case.batches()):
         asked = {"batch": batch} if case.streams and not case.given else case.asked(batch)
         numbers += [alone.step(asked), *_between(case, alone, step, batch)]
+        what, draw = case.changes[step], f"{case.number} {step}"
+        hand.change(what, draw, enumerate(alone.replicas[0]), alone.optimizers[0] if what else None)
     return numbers
 
 
