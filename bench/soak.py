@@ -3,8 +3,8 @@
     python bench/soak.py [--seconds 60] [--fault-every 20] [--transport zmq]
 
 Every so often a worker gets a signal that ends it, and the launcher starts the job again from its last checkpoint.
-Figures are taken from each attempt's second half against its first, so that what a start costs does not count, and of
-the launcher, which sees all attempts, from its second half against its first.
+A worker's figures are the slopes of lines fitted to its life (least squares), per 1,000 steps, behind those in which
+it is still starting and ahead of its end; the launcher's, which sees all attempts, its second half against its first.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ import psutil
 
 _ROOT = Path(__file__).parents[1]
 _LOOK_EVERY_S, _BEFORE_THE_END_S = 0.5, 5.0
-#: of a life, after which it has written a checkpoint
-_FIRST_STEPS = 60
+#: of a life, in which allocators and caches fill and the first checkpoints are written
+_FIRST_STEPS = 600
+#: steps and samples that a line needs, and samples ahead of a death, which has figures of its own
+_LEAST_STEPS, _LEAST_SAMPLES, _LAST_SAMPLES = 200, 10, 4
 _FAULTS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGABRT, signal.SIGTERM, signal.SIGBUS)
 _SCRIPT = """
-import sys, time
+import os, sys, time
 from functools import partial
 import torch
 from torch import nn
@@ -44,8 +46,8 @@ while not pipe.stopped:
     rows = 32 + step % 7  # shapes change
     pipe.step((torch.randn(rows, 64, generator=draw), torch.randn(rows, 64, generator=draw)))
     step += 1
-    if pipe.worker == 0 and step % 20 == 0:
-        print("step", step, flush=True)
+    if step % 20 == 0:
+        print("process", os.getpid(), "step", step, flush=True)
 """
 
 
@@ -53,8 +55,10 @@ class Sample(NamedTuple):
     """A worker at one moment."""
 
     rss_mb: float
-    descriptors: int
-    threads: int
+    descriptors: float
+    threads: float
+    #: that its worker has trained
+    step: int = 0
 
 
 class Watch(threading.Thread):
@@ -67,9 +71,10 @@ class Watch(threading.Thread):
         self._launcher, self._every_s = psutil.Process(launcher), fault_every_s
         self.samples: dict[int, list[Sample]] = {}
         self._of_launcher: list[Sample] = []
-        #: by process: those that are there, and those that have trained a few steps, which alone are looked at
-        self._there: set[int] = set()
-        self._trained: set[int] = set()
+        #: by process: the step before its first own one, and its last one
+        self._begins: dict[int, int] = {}
+        self._steps: dict[int, int] = {}
+        self._until = time.monotonic() + seconds
         self.faults = 0
 
     def run(self) -> None:
@@ -78,10 +83,10 @@ class Watch(threading.Thread):
             try:
                 self._of_launcher.append(_sampled(self._launcher))
                 workers = self._launcher.children()
-                self._there = {worker.pid for worker in workers}
                 for worker in workers:
-                    if worker.pid in self._trained:
-                        self.samples.setdefault(worker.pid, []).append(_sampled(worker))
+                    step = self._steps.get(worker.pid, 0)
+                    if step > self._begins.get(worker.pid, step) + _FIRST_STEPS and time.monotonic() < self._until:
+                        self.samples.setdefault(worker.pid, []).append(_sampled(worker)._replace(step=step))
                 if self._every_s and workers and next_fault < time.monotonic() < self._no_faults_after:
                     next_fault = time.monotonic() + self._every_s
                     self.faults += 1
@@ -90,18 +95,15 @@ class Watch(threading.Thread):
                 pass
             time.sleep(_LOOK_EVERY_S)
 
-    def steps_made(self) -> None:
-        """Note that the workers that are there have trained some steps."""
-        self._trained |= self._there
+    def told(self, process: int, step: int) -> None:
+        """Note that a worker has made so many steps, of which those that an earlier one had made may not be trained."""
+        self._begins.setdefault(process, max(self._steps.values(), default=0))
+        self._steps[process] = step
 
-    def growth(self) -> Sample | None:
-        """Return by how much the second half of the longest lives was above the first, in the median."""
-        longest = max(map(len, self.samples.values()), default=0)
-        lives = [life for life in self.samples.values() if len(life) >= max(8, longest // 2)]
-        if not lives:
-            return None
-        grown = [_grown(life) for life in lives]
-        return Sample(*(max(found[field] for found in grown) for field in range(3)))  # type: ignore[arg-type]
+    def growth(self) -> list[Sample]:
+        """Return by how much each life that was long enough has grown, per 1,000 steps."""
+        lives = [life[:-_LAST_SAMPLES] for life in self.samples.values() if len(life) >= _LEAST_SAMPLES + _LAST_SAMPLES]
+        return [_slopes(life) for life in lives if life[-1].step - life[0].step >= _LEAST_STEPS]
 
     def growth_of_launcher(self) -> Sample:
         """Return by how much the second half of the launcher's life was above the first, in the median."""
@@ -113,11 +115,19 @@ def _sampled(process: psutil.Process) -> Sample:
         return Sample(process.memory_info().rss / 1e6, process.num_fds(), process.num_threads())
 
 
+def _slopes(life: list[Sample]) -> Sample:
+    steps = [sample.step / 1000 for sample in life]
+    mb, descriptors, threads = (
+        statistics.linear_regression(steps, [sample[field] for sample in life]).slope for field in range(3)
+    )
+    return Sample(mb, descriptors, threads)
+
+
 def _grown(life: list[Sample]) -> Sample:
     late = life[len(life) // 4 :]  # it is still starting before
     first, second = late[: len(late) // 2], late[len(late) // 2 :]
     mb, descriptors, threads = (_median(second, field) - _median(first, field) for field in range(3))
-    return Sample(mb, int(descriptors), int(threads))
+    return Sample(mb, descriptors, threads)
 
 
 def _median(life: list[Sample], field: int) -> float:
@@ -144,23 +154,25 @@ def main() -> None:
             watch.start()
             threading.Timer(options.seconds, launcher.send_signal, (signal.SIGTERM,)).start()
             assert launcher.stdout is not None
-            lines, behind = [], 0
+            lines = []
             for line in launcher.stdout:
                 lines.append(line)
-                if match := re.search(r"goes on from .*, after (\d+) steps", line):
-                    behind = int(match[1])  # which are told again, and not trained
-                if (match := re.search(r"step (\d+)$", line)) and int(match[1]) > behind + _FIRST_STEPS:
-                    watch.steps_made()
+                if match := re.search(r"process (\d+) step (\d+)$", line):
+                    watch.told(int(match[1]), int(match[2]))
             code = launcher.wait()
     said = "".join(lines)
     steps = [int(step) for step in re.findall(r"step (\d+)$", said, re.MULTILINE)]
     restarts, grown = said.count("starting again"), watch.growth()
     print(f"{options.seconds:g} s, {max(steps, default=0)} steps, {watch.faults} kills, {restarts} restarts, "
           f"exit code {code}")  # fmt: skip
-    if grown is not None:
-        for whose, found in (("the worst worker", grown), ("the launcher", watch.growth_of_launcher())):
-            print(f"growth from a life's first half to its second, {whose}: {found.rss_mb:+.1f} MB, "
-                  f"{found.descriptors:+d} descriptors, {found.threads:+d} threads")  # fmt: skip
+    if grown:
+        for whose, of in (("the median", statistics.median), ("the largest", max)):
+            mb, descriptors, threads = (of(life[field] for life in grown) for field in range(3))
+            print(f"growth of a worker per 1,000 steps, {whose} of {len(grown)} lives: {mb:+.2f} MB, "
+                  f"{descriptors:+.2f} descriptors, {threads:+.2f} threads")  # fmt: skip
+    found = watch.growth_of_launcher()
+    print(f"growth of the launcher, second half against first: {found.rss_mb:+.1f} MB, "
+          f"{found.descriptors:+g} descriptors, {found.threads:+g} threads")  # fmt: skip
     failed = code != 128 + signal.SIGTERM or restarts < watch.faults
     if failed:
         print(said[-3000:])
