@@ -41,6 +41,11 @@ class Loopback(RemoteCarrier):
         with self.answering_for_errors:
             self.handle(what, peer, reply, *args)
 
+    def end_threads(self):
+        """End the threads, without a word to the others."""
+        self._to_send.put(None)
+        self.handlers.shutdown()
+
     def answer(self, then, value):
         self.handlers.submit(self.take_reply, then, value)
 

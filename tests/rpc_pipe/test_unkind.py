@@ -40,10 +40,13 @@ def test_identical_to_one_process(name, schedule):
 @pytest.mark.parametrize("name", MODELS)
 def test_identical_when_stages_are_joined_by_messages(name, monkeypatch):
     """Over RPC and ZeroMQ an expanded tensor arrived as a contiguous copy: its sum, and all behind it, differed."""
-    monkeypatch.setattr(module, "local_carriers", loopback_carriers)
+    carriers = loopback_carriers(3)
+    monkeypatch.setattr(module, "local_carriers", lambda _: carriers)
     torch.manual_seed(0)
     pipe = pipeline(MODELS[name], "zb-v", num_workers=3, num_microbatches=3, seed=1)
     assert differences(pipe, MODELS[name], batches_for(name, 3), 1) == []
+    for carrier in carriers:
+        carrier.end_threads()
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1", "chimera", "gpipe-recompute", "pipedream"])

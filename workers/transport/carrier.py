@@ -21,7 +21,7 @@ from ...dependency import PipeError
 from .call import Call, Calls, is_call
 from .outbox import Answer, Key, Outbox
 from .payload import Payload
-from .wakeup import Wakeup
+from .wakeup import ThreadWakeup, Wakeup
 
 #: brings an arrived payload towards the device; called in any thread
 Enter = Callable[[Payload], Payload]
@@ -43,9 +43,13 @@ class Delivered(NamedTuple):
 
 
 class Carrier(ABC):
-    """Carries pulls between the outboxes of workers. One for the life of a worker; its runs may overlap."""
+    """Carries pulls between the outboxes of workers. One for the life of a worker; its runs may overlap.
 
-    def __init__(self, worker: int, num_workers: int) -> None:
+    Args:
+        wakeup: what its compute thread is to sleep on.
+    """
+
+    def __init__(self, worker: int, num_workers: int, wakeup: Wakeup | ThreadWakeup) -> None:
         self.worker = worker
         self.num_workers = num_workers
         self.outbox = Outbox(self._answer)
@@ -60,7 +64,7 @@ class Carrier(ABC):
         self._lost: dict[int, PipeError | str] = {}
         self._breaking: deque[int] = deque()
         self._fault: BaseException | None = None
-        self._wakeup = Wakeup()
+        self._wakeup = wakeup
         self._sleeps = False
         self._awaits_taken = False
 

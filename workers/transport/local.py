@@ -7,6 +7,7 @@ import time
 from ...dependency import PipeError
 from .carrier import Carrier
 from .outbox import Answer, Key
+from .wakeup import ThreadWakeup
 
 
 class LocalCarrier(Carrier):
@@ -17,7 +18,7 @@ class LocalCarrier(Carrier):
     """
 
     def __init__(self, worker: int, num_workers: int, group: dict[int, LocalCarrier]) -> None:
-        super().__init__(worker, num_workers)
+        super().__init__(worker, num_workers, ThreadWakeup())
         self._group = group
         group[worker] = self
 

@@ -28,6 +28,7 @@ from .message import NOTHING, Message, decode, encode
 from .outbox import Answer, Key
 from .shared_memory import Channels, Offer
 from .values import decode_value, encode_value
+from .wakeup import Wakeup
 
 #: how long a leaving worker waits for the others to take what it has made
 _DRAIN_S = 300.0
@@ -73,7 +74,8 @@ class RemoteCarrier(Carrier):
     """
 
     def __init__(self, worker: int, num_workers: int, *, shared_memory: bool = True) -> None:
-        super().__init__(worker, num_workers)
+        wakeup = Wakeup()
+        super().__init__(worker, num_workers, wakeup)
         self.answering_for_errors = AnsweringForErrors(self.fault)
         self._exchanges: dict[int, Exchange] = {}
         self._gathered: deque[int] = deque()  # peers that the compute thread has something to say to
@@ -83,7 +85,7 @@ class RemoteCarrier(Carrier):
         self._to_send: queue.SimpleQueue[int | None] = queue.SimpleQueue()  # peers; None: no more
         self._closed = False
         #: to and from workers of this host
-        self.channels = Channels(self._wakeup, wanted=shared_memory)
+        self.channels = Channels(wakeup, wanted=shared_memory)
         self._sender = threading.Thread(target=self._send_all, name="sender", daemon=True)
 
     @abstractmethod

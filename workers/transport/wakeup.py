@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import threading
 import weakref
 from contextlib import suppress
 
@@ -41,6 +42,27 @@ class Wakeup:
             return False
         os.read(self._read, 4096)
         return True
+
+
+class ThreadWakeup:
+    """Does within a process what a `Wakeup` does, without descriptors.
+
+    Workers that are threads lie in cycles of objects, which Python may collect only after hundreds of pipelines: pipes
+    of them would use up the descriptors of a process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def notify(self) -> None:
+        """Wake who waits, or who will."""
+        with suppress(RuntimeError):  # it was notified before
+            self._lock.release()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep until notified since the last wait; False: nobody did, in time."""
+        return self._lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
 
 
 class Notifier:
