@@ -21,7 +21,6 @@ from typing import Any
 from torch import Tensor
 
 from ...dependency import PipeError
-from .call import Call
 from .carrier import LEFT, Carrier, Delivered
 from .exchange import Exchange
 from .message import NOTHING, Message, decode, encode
@@ -112,10 +111,6 @@ class RemoteCarrier(Carrier):
         return best
 
     # --- the compute thread
-
-    def begin(self, call: Call) -> int:
-        self._has_time = 0  # it waited for the end of the run before; whether it must wait in this one is to be seen
-        return super().begin(call)
 
     def _ask(self, peer: int, keys: list[Key]) -> None:
         self.exchange(peer).ask(keys)
