@@ -39,7 +39,7 @@ from .model.step_inputs import StepInputs
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor
-from .workers.compute.device import courier_for
+from .workers.compute.device import backend_for
 from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn
@@ -148,7 +148,7 @@ class Pipeline(ApiAdvice, Weights):
         elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
         self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
         self._inputs = StepInputs(self.spec, self.order, workers, self._step_end, self._keeper.due)
-        self._devices = {actor.courier.device for actor in self._actors}
+        self._devices = {actor.backend.device for actor in self._actors}
         #: None when the shards are made
         self._maker: ShardMaker | None = ShardMaker(self.partition, seed, training)
         if self.partition.ranges:
@@ -161,7 +161,7 @@ class Pipeline(ApiAdvice, Weights):
         refuse_shared(self.spec, self.partition.sharing)
         here = [actor.worker for actor in self._actors]
         for actor in self._actors:
-            actor.shards.update(maker.hosted(self.spec, actor.worker, actor.courier.device, here))
+            actor.shards.update(maker.hosted(self.spec, actor.worker, actor.backend.device, here))
         # What must be equal on all workers, and is compared: the pipeline, and the replicas' initial weights.
         described = describe(self.spec, self.partition.ranges, maker.seed)
         self._keeper.about["pipeline"] = self._inputs.described = described
@@ -285,7 +285,7 @@ class Pipeline(ApiAdvice, Weights):
         if self._threads is not None:
             self._threads.close()
         for actor in self._actors:
-            actor.courier.close()
+            actor.backend.close()
         self._threads, self._actors, self._closed = None, [], True
 
     def __enter__(self) -> Pipeline:
@@ -382,9 +382,9 @@ def _actors(
     job: Job | None, workers: Sequence[int], device: str, max_grad_norm: float | None, stall_s: float
 ) -> list[WorkerActor]:
     """Return the workers of this process, which have no shards yet."""
-    couriers = [courier_for(device, place) for place in ([job.place] if job else workers)]
-    if len(couriers) == 1:
-        couriers[0].use()  # of several each computes on a thread of its own
+    backends = [backend_for(device, place) for place in ([job.place] if job else workers)]
+    if len(backends) == 1:
+        backends[0].use()  # of several each computes on a thread of its own
     carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
-    made = zip(carriers, couriers, strict=True)
+    made = zip(carriers, backends, strict=True)
     return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeError, Stalled, WorkerFailure
 from .compute.allocator import keep_freed_memory
-from .compute.device import Courier
+from .compute.device import DeviceBackend
 from .compute.inner_state import may_count
 from .compute.result import Result
 from .compute.shard import Shard
@@ -50,13 +50,13 @@ class WorkerActor(Context):
     def __init__(
         self,
         carrier: Carrier,
-        courier: Courier,
+        backend: DeviceBackend,
         shards: dict[tuple[int, int], Shard],
         *,
         max_grad_norm: float | None = None,
         stall_s: float = 300.0,
     ) -> None:
-        super().__init__(carrier.worker, courier, Mailbox(carrier, courier, stall_s), shards, max_grad_norm)
+        super().__init__(carrier.worker, backend, Mailbox(carrier, backend, stall_s), shards, max_grad_norm)
         self.carrier = carrier
         self.stall_s = stall_s
         #: says who hangs, where nobody else does
@@ -84,14 +84,14 @@ class WorkerActor(Context):
         first = next(batches, None)
         if first is None:
             return
-        if self.courier.in_step:
+        if self.backend.in_step:
             keep_freed_memory()
         overlaps = first.train and not first.spec.synchronous
         stream = (OverlappingStream if overlaps else Stream)(self, chain([first], batches), self._tasks_of)
         self._streams.append(stream)
         try:
             while True:
-                self.courier.use()
+                self.backend.use()
                 with self._telling_failures():
                     result = stream.next()
                 if result is None:
@@ -109,7 +109,7 @@ class WorkerActor(Context):
 
     def resume(self, carrier: Carrier, step: int) -> None:
         """Forget what was under way and go on, over another carrier, after `step` complete steps."""
-        self.carrier, self.mailbox = carrier, Mailbox(carrier, self.courier, self.stall_s)
+        self.carrier, self.mailbox = carrier, Mailbox(carrier, self.backend, self.stall_s)
         self.running, self.step, self.next_step = "", step, step
         for shard in self.shards.values():
             shard.abandon()
@@ -136,7 +136,7 @@ class WorkerActor(Context):
         They go straight from worker to worker, and are on the host of all takers alike. All workers call this alike.
         """
         with self._telling_failures():
-            if not self.courier.in_step:  # not by pinned memory, of which a whole model may be too much
+            if not self.backend.in_step:  # not by pinned memory, of which a whole model may be too much
                 value = map_tensors(value, Tensor.cpu)
             run = self.mailbox.begin(Call(self.worker, name))
             values: dict[int, Tree] = {self.worker: value} if self.worker in senders else {}

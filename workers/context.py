@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .compute.device import Courier
+from .compute.device import DeviceBackend
 from .compute.shard import Shard
 from .hooks import Listeners
 from .mailbox import Mailbox
@@ -16,7 +16,7 @@ class Context:
     """A worker's shards, connections and settings, and what it is running."""
 
     worker: int
-    courier: Courier
+    backend: DeviceBackend
     mailbox: Mailbox
     #: by (stage, route)
     shards: dict[tuple[int, int], Shard]

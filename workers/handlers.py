@@ -36,7 +36,7 @@ from ..dependency import (
     reduction_tree,
     takes_steps,
 )
-from .compute.device import Mark
+from .compute.device import Timestamp
 from .compute.module_state import ModuleState
 from .compute.result import Losses, Result, clips, total_norm
 from .compute.shard import Shard
@@ -133,7 +133,7 @@ class Step:
     #: error raised by a step whose weights may still be undone, and the action that raised it
     failure: Exception | None = None
     failed: str = ""
-    marks: list[tuple[Action, Mark, Mark]] = field(default_factory=list)
+    timestamps: list[tuple[Action, Timestamp, Timestamp]] = field(default_factory=list)
     arrived: list[Arrived] = field(default_factory=list)
     layer_times: list[LayerTime] = field(default_factory=list)
     #: if steps overlap: offsets of its microbatches, updates and slots within the stream
@@ -156,7 +156,7 @@ class ActionContext(NamedTuple):
         sources = self.task.entry.sources
         if not sources:
             return None
-        payload = self.worker.given = self.worker.courier.ready(self.step.payloads.pop(sources[0]))
+        payload = self.worker.given = self.worker.backend.ready(self.step.payloads.pop(sources[0]))
         return payload
 
     @property
@@ -194,10 +194,10 @@ def _forward(ctx: ActionContext) -> Payload | None:
     batch, shard, m, at = step.batch, task.shard, ctx.microbatch, task.entry.action.index
     payload, fields = ctx.source(), None
     if shard.slice.takes_fields:
-        fields = loaded(batch.inputs[at], worker.courier.load)
+        fields = loaded(batch.inputs[at], worker.backend.load)
         payload = _NO_PAYLOAD if payload is None else payload
     elif payload is None:
-        payload = worker.given = pack(worker.courier.load(batch.inputs[at]))
+        payload = worker.given = pack(worker.backend.load(batch.inputs[at]))
     run = partial(shard.forward, step.number, m, payload, fields=fields)
     if shard.stage < batch.spec.last_stage:
         return run(split=task.saves, recompute=task.recomputes)
@@ -206,7 +206,7 @@ def _forward(ctx: ActionContext) -> Payload | None:
         assert output is not None
         step.outputs[m] = unpack(output)
     else:
-        target, share = worker.courier.load(batch.targets[at]), batch.shares[at]
+        target, share = worker.backend.load(batch.targets[at]), batch.shares[at]
         shard.losses = step.losses
         if batch.scales is not None:
             run = partial(run, scale=batch.scales[at])
@@ -297,8 +297,8 @@ def _tell_norm(ctx: ActionContext) -> Payload:
     (payload,) = _taken(ctx, T, N)
     norm, finite = unpack(payload)
     if isinstance(norm, dict):
-        norm, finite = ctx.worker.courier.load((norm, finite))  # those of other workers have arrived on the host
-        norm = total_norm([norm[rank] for rank in sorted(norm)], ctx.worker.courier.device) if norm else None
+        norm, finite = ctx.worker.backend.load((norm, finite))  # those of other workers have arrived on the host
+        norm = total_norm([norm[rank] for rank in sorted(norm)], ctx.worker.backend.device) if norm else None
         finite = torch.stack(finite).all() if finite else None
     assert ctx.step.result is not None
     ctx.step.result.norm_tensor, ctx.step.result.finite_tensor = norm, finite
@@ -322,7 +322,7 @@ def _update(ctx: ActionContext) -> None:
         step.early[shard] = shard.update_early()
         return
     if result is not None and result.norm_tensor is not None and worker.max_grad_norm is not None:
-        shard.updating.clip(worker.max_grad_norm, worker.courier.load(result.norm_tensor))
+        shard.updating.clip(worker.max_grad_norm, worker.backend.load(result.norm_tensor))
     # The only synchronisation of host and device, and only with a scaled loss.
     shard.update(finite=result is None or result.finite_tensor is None or bool(result.finite_tensor))
 
@@ -334,7 +334,7 @@ def _validate(ctx: ActionContext) -> None:
     before = step.early.pop(shard)
     assert step.result is not None and step.result.norm_tensor is not None and max_norm is not None
     if clips(max_norm, step.result.norm_tensor):
-        shard.update_again(before, max_norm, ctx.worker.courier.load(step.result.norm_tensor))
+        shard.update_again(before, max_norm, ctx.worker.backend.load(step.result.norm_tensor))
         step.taken_back = True
 
 
@@ -346,7 +346,7 @@ def _update_version(ctx: ActionContext, shard: StashingShard) -> None:
         shard.updating.divide(step.result.divisor)
     if worker.max_grad_norm is not None:
         if step.result is not None and step.result.norm_tensor is not None:
-            shard.updating.clip(worker.max_grad_norm, worker.courier.load(step.result.norm_tensor))
+            shard.updating.clip(worker.max_grad_norm, worker.backend.load(step.result.norm_tensor))
         else:
             shard.updating.clip_by_own_norm(worker.max_grad_norm)
     shard.update()
@@ -363,7 +363,7 @@ def _complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
     step.completed.add(shard)
     exchanged = reduction_tree(spec).exchanged(shard.stage, step.batch.reductions) if spec.synchronous else []
     if exchanged:
-        ready, own = ctx.worker.courier.ready, G(shard.stage, route)
+        ready, own = ctx.worker.backend.ready, G(shard.stage, route)
         # Not taken out: several who hold them may be on this worker.
         parts = [_gradients_of(shard, spec) if g == own else ready(step.payloads[g]) for g in exchanged]
         shard.updating.sum_gradients(parts, exchanged.index(own))

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ..dependency import Action, PeerLost, PipeError, Stalled, WorkerFailure
-from .compute.device import Courier
+from .compute.device import DeviceBackend
 from .transport.call import Call
 from .transport.carrier import LEFT, Carrier, Delivered
 from .transport.outbox import Key, Outbox
@@ -43,9 +43,9 @@ class Mailbox:
         stall_s: how long nothing may arrive while somebody waits, before that counts as a failure.
     """
 
-    def __init__(self, carrier: Carrier, courier: Courier, stall_s: float) -> None:
+    def __init__(self, carrier: Carrier, backend: DeviceBackend, stall_s: float) -> None:
         self._carrier = carrier
-        self._courier = courier
+        self._backend = backend
         self._stall_s = stall_s
         #: the actions of keys that are pulled, or finish on this worker
         self._actions: dict[Key, Action] = {}
@@ -100,16 +100,16 @@ class Mailbox:
                 others.append(what)
         if for_compute:
             # Copies to a GPU are started by the receiving thread: the compute thread must not wait for them.
-            self._carrier.pull(peer, run, for_compute, None if self._courier.in_step else self._courier.enter)
+            self._carrier.pull(peer, run, for_compute, None if self._backend.in_step else self._backend.enter)
         if others:
             self._carrier.pull(peer, run, others)  # these are read on the CPU
 
     def publish(self, run: int, what: str, payload: Payload, others: Sequence[int]) -> None:
         """Let the workers `others` pull `payload` as soon as it has left the device."""
         outbox, key = self._carrier.outbox, (run, what)
-        if not self._courier.in_step:
+        if not self._backend.in_step:
             outbox.promise(key, others)
-        self._courier.leave(payload, lambda left: outbox.offer(key, left, others), self._carrier.fault)
+        self._backend.leave(payload, lambda left: outbox.offer(key, left, others), self._carrier.fault)
 
     def deliver_own(self, run: int, what: Action, outcome: Payload | BaseException | None) -> None:
         """Let an action of the copy thread arrive as finished, or fail the worker. May be called from any thread."""

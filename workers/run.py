@@ -161,7 +161,7 @@ class Stream:
 
     def _collect_layer_times(self, before: Step | None, anew: bool) -> None:
         """Give what was timed so far to the step `before`, all of whose forwards have run."""
-        wanted = anew and self._worker.courier.in_step
+        wanted = anew and self._worker.backend.in_step
         for shard in self._worker.shards.values():
             if before is not None:
                 before.layer_times += [LayerTime(*time) for time in shard.layer_times or ()]
@@ -242,7 +242,7 @@ class Stream:
             )
         worker.running, worker.running_step, worker.given = task.name, step.number, None
         worker.listeners.action_started(step.number, action)
-        begin = worker.courier.mark()
+        begin = worker.backend.timestamp()
         try:
             payload = task.handler(ActionContext(worker, step, task))
         except Exception as error:
@@ -250,8 +250,8 @@ class Stream:
                 raise
             step.failure, step.failed, worker.running = error, task.name, ""  # it counts if the step before stands
             return
-        end = worker.courier.mark()
-        step.marks.append((action, begin, end))
+        end = worker.backend.timestamp()
+        step.timestamps.append((action, begin, end))
         step.forwards_left -= action.kind.way == 1
         self._finish(step, action, payload)
         worker.running, worker.given = "", None
@@ -275,7 +275,7 @@ class Stream:
         """Let an action run beside compute; that it is finished arrives like everything else."""
         task = step.tasks[entry.action]
         self._worker.listeners.action_started(step.number, entry.action)
-        begin, follow = self._worker.courier.mark(), self._worker.courier.as_here()
+        begin, follow = self._worker.backend.timestamp(), self._worker.backend.as_here()
 
         def does() -> Payload | None:
             follow()  # another thread has a current device and stream of its own
@@ -284,7 +284,7 @@ class Stream:
         def copied(future: Future[Payload | None]) -> None:
             outcome = future.exception() or future.result()
             try:
-                step.marks.append((entry.action, begin, self._worker.courier.mark()))
+                step.timestamps.append((entry.action, begin, self._worker.backend.timestamp()))
             except Exception as error:  # else nobody would hear of it, and the worker would wait
                 outcome = outcome if isinstance(outcome, BaseException) else error
             self._mailbox.deliver_own(step.run, entry.action, outcome)
@@ -351,8 +351,8 @@ class Stream:
 
     def _report(self, step: Step) -> None:
         worker = self._worker
-        actions, begins, ends = zip(*step.marks, strict=True)
-        times = worker.courier.resolve([*begins, *ends])
+        actions, begins, ends = zip(*step.timestamps, strict=True)
+        times = worker.backend.resolve([*begins, *ends])
         records = list(map(Record, actions, times[: len(begins)], times[len(begins) :]))
         loss = step.result.loss if step.result is not None else None
         worker.listeners.step_finished(
@@ -367,7 +367,7 @@ class Stream:
                 float("nan") if loss is None else loss,
                 step.batch.rows,
                 step.batch.tokens,
-                worker.courier.peak_bytes(),
+                worker.backend.peak_bytes(),
                 len(worker.mailbox.outbox),
                 len(step.batch.shares),
                 *step.batch.waited,

@@ -68,7 +68,7 @@ class WorkerThreads:
                 return call(actor)
 
         futures = [
-            thread.submit(partial(copy_context().run, run, actor, actor.courier.as_here()))
+            thread.submit(partial(copy_context().run, run, actor, actor.backend.as_here()))
             for thread, actor in zip(pool, self._actors, strict=True)
         ]
         try:

@@ -129,7 +129,7 @@ class _Ending:
             pipe.save(typed["save"])
         if pipe.worker == 0:
             if self._wants_steps:
-                self._tell(str(pipe.actors[0].courier.device), describe_staleness(pipe.spec))
+                self._tell(str(pipe.actors[0].backend.device), describe_staleness(pipe.spec))
             elif "save" in typed:
                 link.tell(kind="text", text=f"{FILES['save']} written to {typed['save']}")
         if "save" in typed or self._wants_steps:

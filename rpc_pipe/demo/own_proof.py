@@ -60,7 +60,7 @@ def prove_own(options: VerifyOptions) -> None:
     if initial is not None and state is not None and momenta is not None and copies is not None:
         whole = pipe.partition
         alone.load_state_dict(initial, strict=False)  # of a model made by a function
-        randomness = Randomness(options.seed, pipe.actors[0].courier.device)
+        randomness = Randomness(options.seed, pipe.actors[0].backend.device)
         expected = Alone(alone, user_model.batch, whole, pipe.spec, randomness)
         compared = Compared()
         compared.losses(losses, [expected.step() for _ in range(options.steps)])

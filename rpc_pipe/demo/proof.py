@@ -166,7 +166,7 @@ def prove(options: VerifyOptions) -> None:
     state, copies = pipe.state_dict(), pipe.gather("replicas", replicas)
     if state is not None and copies is not None:
         compute = replayed if overlaps else unpiped
-        device = pipe.actors[0].courier.device
+        device = pipe.actors[0].backend.device
         there = [(inputs.to(device), targets.to(device)) for inputs, targets in batches]
         randomness = Randomness(options.seed, device)
         expected_losses, expected = compute(task, pipe.spec, pipe.partition.ranges, there, randomness)

@@ -15,7 +15,7 @@ from ..planning.merging import merged
 from ..planning.profile import LayerCost, Profile, as_json, from_json
 from ..planning.profiling import RUNTIME_MS, profile_model
 from ..tracing import run_folders
-from ..workers.compute.device import courier_for
+from ..workers.compute.device import backend_for
 from .calibration import calibrate
 
 
@@ -35,7 +35,7 @@ def profile_together(
     actor, found = calibrate(num_workers)
     actor.exchange("all are there", None)
     job = current_job()
-    courier_for(settings.get("device", "cpu"), job.place if job else actor.worker).use()  # `cuda`: each its own
+    backend_for(settings.get("device", "cpu"), job.place if job else actor.worker).use()  # `cuda`: each its own
 
     def barrier(going: bool) -> bool:
         return all(actor.exchange("who goes on measuring", going))

@@ -107,7 +107,7 @@ def _header(training: Watchable, worker: int) -> dict[str, Any]:
         "num_workers": training.spec.num_workers,
         "process": run_folders.identity(),
         "host": socket.gethostname(),
-        "device": str(training.actors[0].courier.device),
+        "device": str(training.actors[0].backend.device),
         "schedule": name_of(training.spec),
         "microbatches": training.spec.num_microbatches,
         "shards": training.shards(worker),

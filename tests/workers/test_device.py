@@ -17,20 +17,20 @@ from rpc_pipe.launching.job import current_job
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import threads
 from rpc_pipe.workers.compute import device, randomness
-from rpc_pipe.workers.compute.device import CudaCourier
+from rpc_pipe.workers.compute.device import CudaBackend
 from rpc_pipe.workers.transport.payload import pack, unpack
 
 
 @pytest.fixture
-def couriers(monkeypatch):
+def backends(monkeypatch):
     """Let pipelines' workers compute on such devices; the list of them."""
     made = []
 
-    def courier_for(name, place=0):
-        made.append(CudaCourier(FakeCuda()))
+    def backend_for(name, place=0):
+        made.append(CudaBackend(FakeCuda()))
         return made[-1]
 
-    monkeypatch.setattr(pipeline, "courier_for", courier_for)
+    monkeypatch.setattr(pipeline, "backend_for", backend_for)
     return made
 
 
@@ -44,7 +44,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("name, schedule", dict.fromkeys(CASES))
-def test_nothing_is_read_before_it_is_there_nor_written_before_it_has_left(couriers, name, schedule):
+def test_nothing_is_read_before_it_is_there_nor_written_before_it_has_left(backends, name, schedule):
     draw, model = random.Random(name + schedule), MODELS[name]
     microbatches, max_grad_norm = draw.choice([3, 4]), draw.choice([None, 1e9])
     torch.manual_seed(0)
@@ -53,23 +53,23 @@ def test_nothing_is_read_before_it_is_there_nor_written_before_it_has_left(couri
         num_microbatches=microbatches, seed=1, stall_s=30, max_grad_norm=None if name == "sparse" else max_grad_norm,
     )  # fmt: skip
     assert differences(pipe, model, batches_for(name, microbatches), 1) == []
-    assert all(courier._cuda.num_copies for courier in couriers)
+    assert all(backend._cuda.num_copies for backend in backends)
 
 
-def test_workers_compute_in_the_stream_of_the_caller(couriers):
+def test_workers_compute_in_the_stream_of_the_caller(backends):
     """Another stream does not wait for the batch that the caller makes in his."""
     seen = []
 
     class Sees(torch.nn.Linear):
         def forward(self, x):
-            seen.append({courier._cuda.current() for courier in couriers})
+            seen.append({backend._cuda.current() for backend in backends})
             return super().forward(x)
 
     pipe = Pipeline([Sees(2, 2), Sees(2, 2)], torch.nn.functional.mse_loss, num_workers=2, num_microbatches=1)
-    batch, streams = (torch.ones(2, 2), torch.zeros(2, 2)), [Stream(eager=True) for _ in couriers]
+    batch, streams = (torch.ones(2, 2), torch.zeros(2, 2)), [Stream(eager=True) for _ in backends]
     with contextlib.ExitStack() as stack:
-        for courier, stream in zip(couriers, streams, strict=True):
-            stack.enter_context(courier._cuda.on(stream))
+        for backend, stream in zip(backends, streams, strict=True):
+            stack.enter_context(backend._cuda.on(stream))
         pipe.evaluate(batch)
     assert [streams[0] in seen[0], streams[1] in seen[1]] == [True, True]
     pipe.evaluate(batch)
@@ -77,12 +77,12 @@ def test_workers_compute_in_the_stream_of_the_caller(couriers):
 
 
 def test_a_payload_is_published_when_it_has_been_copied_and_not_before():
-    courier, published = CudaCourier(FakeCuda()), threading.Event()
+    backend, published = CudaBackend(FakeCuda()), threading.Event()
     held = threading.Event()
-    courier._out.issue(held.wait)  # something before it on the stream takes its time
+    backend._out.issue(held.wait)  # something before it on the stream takes its time
     source = torch.ones(3)
     found: list[torch.Tensor] = []
-    courier.leave(pack(source), lambda payload: (found.append(unpack(payload)), published.set()), found.append)
+    backend.leave(pack(source), lambda payload: (found.append(unpack(payload)), published.set()), found.append)
     assert not published.wait(0.05)
     held.set()
     assert published.wait(10)
@@ -97,9 +97,9 @@ def test_what_is_shown_conjugate_or_negative_is_copied_as_it_is():
             assert not tensor.is_conj() and not tensor.is_neg()
             return super().down(tensor)
 
-    courier, found = CudaCourier(Cuda()), queue.SimpleQueue()
+    backend, found = CudaBackend(Cuda()), queue.SimpleQueue()
     source = torch.randn(3, 2, dtype=torch.complex64)
-    courier.leave(pack((source.mH, source.conj().imag)), found.put, found.put)
+    backend.leave(pack((source.mH, source.conj().imag)), found.put, found.put)
     conjugate, negative = unpack(found.get(timeout=10))
     assert conjugate.is_conj() and torch.equal(conjugate, source.mH) and torch.equal(negative, -source.imag)
 
@@ -116,9 +116,9 @@ def test_of_what_is_sparse_the_parts_are_held(monkeypatch, layout):
     assert held == [(torch.strided, size) for size in sizes]
 
 
-def test_a_closed_pipeline_leaves_no_thread(couriers):
+def test_a_closed_pipeline_leaves_no_thread(backends):
     def helpers():
-        return [thread for thread in threading.enumerate() if thread.name == "courier"]
+        return [thread for thread in threading.enumerate() if thread.name == "backend"]
 
     model, before = MODELS["frozen"], len(helpers())
     with Pipeline(list(model.layers), model.loss_fn, num_workers=2, num_microbatches=2):
@@ -129,37 +129,37 @@ def test_a_closed_pipeline_leaves_no_thread(couriers):
 
 
 def test_compute_waits_for_what_has_arrived():
-    courier = CudaCourier(FakeCuda())
-    entered = courier.enter(pack(torch.ones(3)))
+    backend = CudaBackend(FakeCuda())
+    entered = backend.enter(pack(torch.ones(3)))
     assert not entered.tensors[0].equal(torch.ones(3))  # the copy has been issued
-    assert unpack(courier.ready(entered)).equal(torch.ones(3))
+    assert unpack(backend.ready(entered)).equal(torch.ones(3))
 
 
-def test_marks_that_come_out_of_order_are_told_in_the_order_of_their_times():
-    """A copy's end is noted when its thread comes round to it, which may be after a later mark of compute."""
-    courier = CudaCourier(FakeCuda())
-    early, late = courier.mark(), courier.mark()
-    side = courier._cuda.recorded(courier._out)  # nobody has waited for it yet
-    times = courier.resolve([late, early, side])
+def test_timestamps_that_come_out_of_order_are_told_in_the_order_of_their_times():
+    """A copy's end is noted when its thread comes round to it, which may be after a later timestamp of compute."""
+    backend = CudaBackend(FakeCuda())
+    early, late = backend.timestamp(), backend.timestamp()
+    side = backend._cuda.recorded(backend._out)  # nobody has waited for it yet
+    times = backend.resolve([late, early, side])
     assert times[1] <= times[0] <= times[2]
-    assert courier._origin is side
-    assert courier.resolve([courier.mark()])[0] >= times[2]
-    assert courier.resolve([]) == []
+    assert backend._origin is side
+    assert backend.resolve([backend.timestamp()])[0] >= times[2]
+    assert backend.resolve([]) == []
 
 
-def test_a_copy_that_fails_fails_the_worker(couriers, monkeypatch):
+def test_a_copy_that_fails_fails_the_worker(backends, monkeypatch):
     model = MODELS["frozen"]
     pipe = Pipeline(list(model.layers), model.loss_fn, num_workers=2, num_microbatches=2, stall_s=30)
 
     def broken():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    monkeypatch.setattr(couriers[0]._cuda, "down", lambda tensor: (couriers[0]._out.issue(broken), tensor)[1])
+    monkeypatch.setattr(backends[0]._cuda, "down", lambda tensor: (backends[0]._out.issue(broken), tensor)[1])
     with pytest.raises((PipeError, WorkerFailure), match="a payload could not leave it: RuntimeError: CUDA error"):
         pipe.evaluate(batches_for("frozen", 2)[0])
 
 
-def test_the_courier_of_a_gpu_is_made_of_torchs_own(monkeypatch):
+def test_the_backend_of_a_gpu_is_made_of_torchs_own(monkeypatch):
     """On a machine without one: that the names exist and are called as torch has them."""
     streams = "Stream", "current_stream", "stream", "set_stream"
     for name in (*streams, "Event", "device", "set_device", "max_memory_allocated"):
@@ -189,7 +189,7 @@ def apart(monkeypatch):
     where = property(lambda tensor: DEVICE if is_there(tensor) else device_of.__get__(tensor))
     monkeypatch.setattr(torch.Tensor, "device", where, raising=False)
     monkeypatch.setattr(threads, "callers_settings", settings_apart)
-    monkeypatch.setattr(pipeline, "courier_for", lambda name, place=0: CudaCourier(StrictCuda()))
+    monkeypatch.setattr(pipeline, "backend_for", lambda name, place=0: CudaBackend(StrictCuda()))
 
 
 def _pipe(schedule, **options):
@@ -283,7 +283,7 @@ def test_no_tensor_of_the_host_is_taken_for_one_of_the_device(apart, monkeypatch
 
 @pytest.fixture
 def two_gpus(monkeypatch):
-    """Let this host have two GPUs, as far as couriers ask."""
+    """Let this host have two GPUs, as far as backends ask."""
 
     class Cuda(FakeCuda):
         def __init__(self, device):
@@ -296,10 +296,10 @@ def two_gpus(monkeypatch):
 
 
 def test_each_worker_of_a_host_has_a_gpu_of_its_own(two_gpus, caplog):
-    found = [device.courier_for("cuda", place).device for place in range(2)]
+    found = [device.backend_for("cuda", place).device for place in range(2)]
     assert [str(each) for each in found] == ["cuda:0", "cuda:1"] and not caplog.records
-    assert str(device.courier_for("cuda:1", 0).device) == "cuda:1"
-    assert str(device.courier_for("cuda", 2).device) == "cuda:0"
+    assert str(device.backend_for("cuda:1", 0).device) == "cuda:1"
+    assert str(device.backend_for("cuda", 2).device) == "cuda:0"
     assert "this host has 2 GPUs, so worker 2 of it shares cuda:0" in caplog.text
 
 
@@ -318,7 +318,7 @@ def test_shards_are_made_on_their_workers_gpu(two_gpus, monkeypatch):
         device="cuda",
     ) as pipe:
         assert moved == ["cuda:0", "cuda:1"]
-        assert [str(actor.courier.device) for actor in pipe.actors] == ["cuda:0", "cuda:1"]
+        assert [str(actor.backend.device) for actor in pipe.actors] == ["cuda:0", "cuda:1"]
 
 
 @pytest.mark.parametrize(

@@ -189,15 +189,15 @@ def test_what_fails_behind_a_copy_fails_the_worker():
         num_microbatches=4,
         stall_s=20,
     )
-    courier = pipe.actors[0].courier
-    mark = courier.mark
+    backend = pipe.actors[0].backend
+    timestamp = backend.timestamp
 
     def broken():
         if threading.current_thread().name.startswith("copies"):
             raise ValueError("no more events")
-        return mark()
+        return timestamp()
 
-    courier.mark = broken
+    backend.timestamp = broken
     with pytest.raises(Exception, match="no more events"):
         pipe.step((torch.ones(8, 8), torch.ones(8, 8)))
     pipe.close()

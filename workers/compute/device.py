@@ -1,6 +1,6 @@
 """The road between a worker's device and its outbox, and the device's clock.
 
-The wire carries CPU tensors. On a CPU there is no road. On CUDA a payload leaves through pinned buffers on a
+Carriers take CPU tensors. On a CPU there is no road. On CUDA a payload leaves through pinned buffers on a
 side stream, and is published by a helper thread when the copy is complete; it enters through pinned buffers
 on another side stream, for which the compute stream waits on the device. The compute thread never waits
 for the device before the end of a step.
@@ -27,11 +27,11 @@ from ..transport.strides import fold, is_dense, is_sparing, spread
 
 logger = logging.getLogger(__name__)
 
-#: a point in time on the device; what it is depends on the courier
-Mark = Any
+#: a point in time on the device; what it is depends on the backend
+Timestamp = Any
 
 
-class Courier(Protocol):
+class DeviceBackend(Protocol):
     """Moves payloads between device and outbox, batches to the device, and tells the device's time."""
 
     device: torch.device
@@ -56,11 +56,11 @@ class Courier(Protocol):
     def load(self, batch: Tree) -> Tree:
         """Bring a part of the user's batch, or what has arrived on the host, to the device."""
 
-    def mark(self) -> Mark:
+    def timestamp(self) -> Timestamp:
         """Return the point in time that the compute issued so far ends."""
 
-    def resolve(self, marks: list[Mark]) -> list[int]:
-        """Return marks as `perf_counter_ns`; may wait for the device."""
+    def resolve(self, timestamps: list[Timestamp]) -> list[int]:
+        """Return timestamps as `perf_counter_ns`; may wait for the device."""
 
     def peak_bytes(self) -> int:
         """Return the most memory held so far: by the process on a CPU, by torch on the device on a GPU."""
@@ -69,8 +69,8 @@ class Courier(Protocol):
         """Let the last payloads leave, and nothing after them."""
 
 
-def courier_for(device: str, place: int = 0) -> Courier:
-    """Return the courier for `cpu`, `cuda` or `cuda:N`.
+def backend_for(device: str, place: int = 0) -> DeviceBackend:
+    """Return the backend for `cpu`, `cuda` or `cuda:N`.
 
     Args:
         place: of the worker among those of its host: `cuda` is the GPU of this number, where there are fewer from the
@@ -84,7 +84,7 @@ def courier_for(device: str, place: int = 0) -> Courier:
     except (RuntimeError, TypeError):
         raise ConfigError(f"device {device!r}: must be cpu, cuda or cuda:N") from None
     if parsed.type == "cpu":
-        return CpuCourier()
+        return CpuBackend()
     if parsed.type != "cuda":
         raise ConfigError(f"device {device!r}: must be cpu, cuda or cuda:N")
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -95,10 +95,10 @@ def courier_for(device: str, place: int = 0) -> Courier:
             "device cuda: this host has %d GPUs, so worker %d of it shares cuda:%d", count, place, place % count
         )
     index = place % count if parsed.index is None else parsed.index
-    return CudaCourier(Cuda(torch.device("cuda", index)))
+    return CudaBackend(Cuda(torch.device("cuda", index)))
 
 
-class CpuCourier:
+class CpuBackend:
     """Compute and outbox share one memory."""
 
     in_step = True
@@ -124,11 +124,11 @@ class CpuCourier:
     def load(self, batch: Tree) -> Tree:
         return batch
 
-    def mark(self) -> Mark:
+    def timestamp(self) -> Timestamp:
         return time.perf_counter_ns()
 
-    def resolve(self, marks: list[Mark]) -> list[int]:
-        return marks
+    def resolve(self, timestamps: list[Timestamp]) -> list[int]:
+        return timestamps
 
     def peak_bytes(self) -> int:
         return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # kilobytes on Linux
@@ -138,7 +138,7 @@ class CpuCourier:
 
 
 class Cuda:
-    """The part of `torch.cuda` that a courier needs; a test has another, of which nothing is done before it must be."""
+    """The part of `torch.cuda` that a backend needs; a test has another, of which nothing is done before it must be."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -227,7 +227,7 @@ def _spread(copy: Tensor, look: _Look) -> Tensor:
     return spread(copy.conj(), *look).conj() if copy.is_conj() else spread(copy, *look)
 
 
-class CudaCourier:
+class CudaBackend:
     """Pinned buffers and side streams; see asks R13 to R15 of TensorPipe's users (pytorch#100784, #44169)."""
 
     in_step = False
@@ -239,7 +239,7 @@ class CudaCourier:
         self._origin = cuda.recorded(cuda.current())
         self._origin.synchronize()
         self._origin_ns = time.perf_counter_ns()
-        threading.Thread(target=self._publish_when_copied, name="courier", daemon=True).start()
+        threading.Thread(target=self._publish_when_copied, name="backend", daemon=True).start()
 
     def use(self) -> None:
         self._cuda.use()
@@ -303,17 +303,17 @@ class CudaCourier:
         with self._cuda.on(self._cuda.current()):
             return map_tensors(batch, lambda tensor: tensor if self._cuda.has(tensor) else self._cuda.up(tensor))
 
-    def mark(self) -> Mark:
+    def timestamp(self) -> Timestamp:
         return self._cuda.recorded(self._cuda.current())
 
-    def resolve(self, marks: list[Mark]) -> list[int]:
-        if not marks:
+    def resolve(self, timestamps: list[Timestamp]) -> list[int]:
+        if not timestamps:
             return []
-        for mark in marks:  # those of copies are noted when they are done, which may be late
-            mark.synchronize()
-        times = [self._origin_ns + round(self._origin.elapsed_time(mark) * 1e6) for mark in marks]
+        for timestamp in timestamps:  # those of copies are noted when they are done, which may be late
+            timestamp.synchronize()
+        times = [self._origin_ns + round(self._origin.elapsed_time(timestamp) * 1e6) for timestamp in timestamps]
         # The device tells a difference as a 32-bit float of ms, which is coarse after hours: measure from here next.
-        self._origin_ns, self._origin = max(zip(times, marks, strict=True), key=lambda pair: pair[0])
+        self._origin_ns, self._origin = max(zip(times, timestamps, strict=True), key=lambda pair: pair[0])
         return times
 
     def peak_bytes(self) -> int:

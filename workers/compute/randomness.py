@@ -32,7 +32,7 @@ Seed = Callable[[int, int], None]
 MOST_LOOKS = 4
 #: names of this library's threads, up to the first "_"; none of them draws numbers that are not seeded for it
 _OUR_THREADS = frozenset((
-    "MainThread", "batches", "chunks", "copies", "courier", "ending", "hearer", "leash", "sender", "warm", "watcher",
+    "MainThread", "batches", "chunks", "copies", "backend", "ending", "hearer", "leash", "sender", "warm", "watcher",
     "within", "worker",
 ))  # fmt: skip
 #: what a key is for
