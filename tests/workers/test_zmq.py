@@ -64,14 +64,24 @@ def exchange(carriers, count, seed=0):
         list(pool.map(work, carriers))
 
 
-def test_connections_that_break_again_and_again_lose_and_double_nothing():
-    cables = []
+class Cables(list):
+    """Those between workers, in the order in which they were laid."""
 
-    def through(address):
-        cables.append(Cable(address))
-        return cables[-1].address
+    def through(self, address):
+        self.append(Cable(address))
+        return self[-1].address
 
-    carriers = begun(zmq_carriers(2, tcp=True, through=through))
+
+@pytest.fixture
+def cables():
+    laid = Cables()
+    yield laid
+    for cable in laid:
+        cable.close()
+
+
+def test_connections_that_break_again_and_again_lose_and_double_nothing(cables):
+    carriers = begun(zmq_carriers(2, tcp=True, through=cables.through))
     over = threading.Event()
 
     def cut():
@@ -88,8 +98,6 @@ def test_connections_that_break_again_and_again_lose_and_double_nothing():
         cutter.join()
     assert sum(cable.cuts for cable in cables) >= 3
     close(carriers)
-    for cable in cables:
-        cable.close()
 
 
 HOSTILE = {
@@ -163,15 +171,9 @@ def test_who_has_another_key_or_none_is_not_heard():
     close(carriers)
 
 
-def test_a_peer_whose_host_is_cut_off_is_lost_in_time(caplog):
+def test_a_peer_whose_host_is_cut_off_is_lost_in_time(caplog, cables):
     """By default that takes 32 s, of which all were silent: heartbeats know after 12, and now that is said."""
-    cables = []
-
-    def through(address):
-        cables.append(Cable(address))
-        return cables[-1].address
-
-    carriers = begun(zmq_carriers(2, tcp=True, through=through, lost_after_s=1))
+    carriers = begun(zmq_carriers(2, tcp=True, through=cables.through, lost_after_s=1))
     exchange(carriers, 3)
     for cable in cables:
         cable.stop()
@@ -185,19 +187,11 @@ def test_a_peer_whose_host_is_cut_off_is_lost_in_time(caplog):
     assert "worker 0: the connection to worker 1 is broken; the worker counts as lost" in caplog.text
     for carrier in carriers:
         carrier._end()
-    for cable in cables:
-        cable.close()
 
 
-def test_a_connection_that_has_come_back_is_not_lost_later():
+def test_a_connection_that_has_come_back_is_not_lost_later(cables):
     """libzmq tells of `[::ffff:127.0.0.1]` when it connects again, so the peer was lost in the midst of training."""
-    cables = []
-
-    def through(address):
-        cables.append(Cable(address))
-        return cables[-1].address
-
-    carriers = begun(zmq_carriers(2, tcp=True, through=through, lost_after_s=1))
+    carriers = begun(zmq_carriers(2, tcp=True, through=cables.through, lost_after_s=1))
     exchange(carriers, 3)
     for cable in cables:
         cable.cut()
@@ -212,8 +206,6 @@ def test_a_connection_that_has_come_back_is_not_lost_later():
         time.sleep(0.05)
     for carrier in carriers:
         carrier._end()
-    for cable in cables:
-        cable.close()
 
 
 @pytest.mark.parametrize("where", [{}, {"tcp": True}, {"tcp": True, "host": "::1"}], ids=["unix", "ipv4", "ipv6"])
