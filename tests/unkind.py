@@ -71,6 +71,7 @@ MODELS = {
     "loss with noise": repeated(trained, loss_fn=noisy),
     "complex": repeated(unkind_layers.Complex, loss_fn=lambda output, target: (output - target).abs().mean()),
     "sparse": repeated(unkind_layers.SparseGradients, optimizer=partial(torch.optim.SGD, lr=0.1)),
+    "sparse, handed on": repeated(unkind_layers.SparseHandedOn),
     "hooks": repeated(unkind_layers.Hooks),
     "views": repeated(unkind_layers.Views),
     "strided": repeated(unkind_layers.Strided),

@@ -167,6 +167,14 @@ class SparseGradients(Linear):
         return self.linear(x + self.bag(ids)).tanh()
 
 
+class SparseHandedOn(Linear):
+    """Hands on a sparse tensor that wants a gradient beside a dense one."""
+
+    def forward(self, x: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        y = self.linear(x + 0 if isinstance(x, Tensor) else x[0] + x[1].to_dense()).tanh()
+        return y, (y * (y > 0)).to_sparse()
+
+
 class Hooks(Linear):
     """Hooks of gradients, of a parameter, after accumulation, and of the module."""
 

@@ -131,7 +131,7 @@ def _needed(_: None) -> NoReturn:
 
 
 def _sample(tree: Tree) -> list[Tensor]:
-    """Return some elements of each floating-point tensor of an output.
+    """Return some elements of each floating-point tensor of an output that is not sparse.
 
     Raises:
         ConfigError: one is nested; when it is computed again, torch takes its rows for others.
@@ -142,7 +142,7 @@ def _sample(tree: Tree) -> list[Tensor]:
             "a stage hands on a nested tensor, which cannot be recomputed: torch takes its rows for others then; hand "
             "on what is padded or packed, or use a schedule that does not recompute"
         )
-    return [sample(t).clone() for t in floating]
+    return [sample(t).clone() for t in floating if t.layout is torch.strided]
 
 
 def _differences(first: Sequence[Tensor], second: Sequence[Tensor]) -> list[Tensor]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import ConfigError
-from ..transport.payload import Payload, Tree, distinct_tensors, parts_of
+from ..transport.payload import Payload, Tree, distinct_tensors, is_taken_apart, parts_of
 from .inner_state import BOXES, MOST_INSIDE
 
 #: tensors with more elements in one storage count as overlapping without a look at each element
@@ -88,7 +88,7 @@ def with_aliases(payload: Payload, tree: Tree, kept: Collection[int] = ()) -> Pa
     for tensor in distinct_tensors(tree):
         if tensor.requires_grad and tensor._is_view():
             views.append(number)
-        number += len(parts_of(tensor)) if tensor.layout is torch.sparse_coo else 1
+        number += len(parts_of(tensor)) if is_taken_apart(tensor) else 1
     if not (groups or views):
         return payload
     return Payload(payload.tensors, Aliased(payload.skeleton, groups, tuple(views)))

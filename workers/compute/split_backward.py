@@ -218,7 +218,7 @@ def backward_inputs(
     """
     first = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)]
     starts = list(zip(((edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)), first, strict=True))
-    graph = _Graph([edge for edge, _ in starts], {get_gradient_edge(leaf).node for leaf in inputs})
+    graph = _Graph([edge for edge, _ in starts], {_leaf_node(leaf) for leaf in inputs})
     now, later = graph.divided(all_now=saved.hooked)
     along: _Starts = []
     apart: _Starts = []
@@ -226,19 +226,27 @@ def backward_inputs(
         (apart if graph.outputs in later and start[0][0] not in graph.to_inputs else along).append(start)
     weights = list(dict.fromkeys(leaf for branch in now for leaf in branch.leaves))
     cut = [edge for branch in later if branch is not graph.outputs for edge in branch.edges]
-    wanted = [*((get_gradient_edge(leaf).node, 0) for leaf in inputs), *((leaf, 0) for leaf in weights), *cut]
+    wanted = [*((_leaf_node(leaf), 0) for leaf in inputs), *((leaf, 0) for leaf in weights), *cut]
     found: Sequence[Tensor | None] = [None] * len(wanted)
     if along:
         with saved.freeing((node for branch in later for node in branch.nodes), graph.written_in_python):
             found = _run(along, wanted, retain_graph=True)
     for leaf in inputs:
         # The graph that leads here stays until W; the leaf in it would hold the activation.
-        if not leaf.is_nested:  # whose memory torch cannot take away
+        if leaf.layout is torch.strided and not leaf.is_nested:  # else torch cannot take its memory away
             leaf.data = leaf.data.new_empty(0)
     at = dict(zip(wanted, found, strict=True))
     runs = [(apart, branch.leaves) for branch in later if branch is graph.outputs]
     runs += [(_there(branch.edges, at), branch.leaves) for branch in later if branch is not graph.outputs]
     return _unshared(found, len(inputs)), WeightBackward([(leaf, at[leaf, 0]) for leaf in weights], runs)
+
+
+def _leaf_node(leaf: Tensor) -> Node:
+    if leaf.layout is torch.strided:
+        return get_gradient_edge(leaf).node
+    made = leaf.clone().grad_fn  # torch finds the node by a view, and sparse tensors have none
+    assert made is not None
+    return made.next_functions[0][0]  # type: ignore[return-value]
 
 
 def _there(edges: Iterable[_Edge], at: Mapping[_Edge, Tensor | None]) -> _Starts:

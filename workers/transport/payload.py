@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 class Sparse(NamedTuple):
-    """Stands in the skeleton where a sparse tensor was."""
+    """Stands in the skeleton where a sparse tensor was that owes no gradient."""
 
     indices: Place
     values: Place
@@ -77,7 +77,7 @@ def pack(tree: Tree) -> Payload:
         found = found_at.get(id(tensor))
         if found is not None:
             return found
-        if tensor.layout is torch.sparse_coo:
+        if is_taken_apart(tensor):
             # Not coalesced: the order in which values are added up stays the receiver's to choose.
             parts = append(tensor.detach()._indices(), False), append(tensor.detach()._values(), False)
             return Sparse(*parts, tuple(tensor.shape), tensor.is_coalesced())
@@ -89,6 +89,11 @@ def pack(tree: Tree) -> Payload:
         return Place(len(tensors) - 1, owes_grad)
 
     return Payload(tensors, _map(tree, (Tensor,), place, "output"))
+
+
+def is_taken_apart(tensor: Tensor) -> bool:
+    """Tell whether a payload has the indices and values of a sparse tensor, which owes no gradient, in its place."""
+    return tensor.layout is torch.sparse_coo and not tensor.requires_grad
 
 
 def _is_flat(tree: Tree) -> bool:
