@@ -208,6 +208,20 @@ def test_a_connection_that_has_come_back_is_not_lost_later(cables):
         carrier._end()
 
 
+def test_who_is_asked_whether_it_is_there_has_refused_nobody():
+    """Behind a cut that healed, the end told of refused connections "that did not prove to be of this job": ours."""
+    carriers = begun(zmq_carriers(2, tcp=True))
+    exchange(carriers, 3)
+    for _ in range(3):
+        assert not carriers[0]._by[1].is_gone(1)
+    deadline = time.monotonic() + 5
+    while carriers[1]._by[0].refused < 3:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    close(carriers)
+    assert carriers[0].refused == carriers[1].refused == 0
+
+
 @pytest.mark.parametrize("where", [{}, {"tcp": True}, {"tcp": True, "host": "::1"}], ids=["unix", "ipv4", "ipv6"])
 def test_a_peer_that_has_died_is_known_at_once(where):
     carriers = begun(zmq_carriers(2, **where))

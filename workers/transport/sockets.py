@@ -13,7 +13,7 @@ import os
 import re
 import socket as sockets
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -91,6 +91,8 @@ class Sockets:
         #: where this worker is reached over a network
         self.bound = ""
         self._peers: dict[str, int] = {}
+        #: how often a peer was found to listen by a connection that said nothing
+        self.probes: Counter[int] = Counter()
         #: connections that were accepted, and of those the ones that proved who they were
         self._came = self._known = 0
         self._accepted: Accepted | None = None
@@ -200,7 +202,7 @@ class Sockets:
 
     @property
     def refused(self) -> int:
-        """How many connections there have been of which nobody proved to be a worker of this job."""
+        """How many connections there have been that did not prove to be a worker of this job, probes of peers too."""
         return self._came - self._known
 
     def is_gone(self, peer: int) -> bool:
@@ -219,6 +221,7 @@ class Sockets:
                 return True
             except OSError:
                 return False
+        self.probes[peer] += 1
         return False
 
     def fall_silent(self) -> None:

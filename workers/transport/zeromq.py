@@ -108,6 +108,8 @@ class ZmqCarrier(RemoteCarrier):
         #: those heard, and those that have heard this worker
         self._met: set[int] = set()
         self._met_by: set[int] = set()
+        #: how often peers have looked whether this worker is there
+        self._probed_by: dict[int, int] = {}
         #: since when connections are broken
         self._broken_since: dict[int, float] = {}
         #: of these, the ones that have been told of
@@ -131,7 +133,7 @@ class ZmqCarrier(RemoteCarrier):
     @property
     def refused(self) -> int:
         """How many connections to this worker's port there have been that no worker of the job made."""
-        return sum(by.refused for by in self._all)
+        return max(0, sum(by.refused for by in self._all) - sum(self._probed_by.values()))
 
     # --- meeting
 
@@ -202,10 +204,11 @@ class ZmqCarrier(RemoteCarrier):
         return _HEAD.pack(_VERSION, what, self.worker, size, *said, request)
 
     def _tick(self, peer: int) -> None:
-        """Say how far one has come, so that the peer sees what it has missed."""
+        """Say how far one has come, so that the peer sees what it has missed, and how often it was probed."""
         by = self._by[peer]
         with by.lock:
-            by.say(peer, self._head(_TICK, 0, self._deliveries[peer].tick(), int(peer in self._met)))
+            news = by.probes[peer] << 1 | (peer in self._met)
+            by.say(peer, self._head(_TICK, 0, self._deliveries[peer].tick(), news))
 
     def _ask_again(self, peer: int, request: int) -> None:
         by = self._by[peer]
@@ -239,7 +242,7 @@ class ZmqCarrier(RemoteCarrier):
                     self._say_numbered(peer, again, content)
             return
         if what == _TICK:
-            self._ticked(peer, said, bool(request))
+            self._ticked(peer, said, request)
         elif delivery.take(said, pieces.num_bytes):
             body = pieces.first[_HEAD.size :]
             self._handle(peer, what, request, body + pieces.read(size - len(body)), pieces)
@@ -248,9 +251,10 @@ class ZmqCarrier(RemoteCarrier):
         elif delivery.owes:
             self._tick(peer)
 
-    def _ticked(self, peer: int, said: Said, met: bool) -> None:
+    def _ticked(self, peer: int, said: Said, news: int) -> None:
         self._deliveries[peer].ticked(said)
-        if met:
+        self._probed_by[peer] = news >> 1
+        if news & 1:
             self._met_by.add(peer)
 
     def _handle(self, peer: int, what: int, request: int, body: bytes, pieces: Pieces) -> None:
@@ -370,6 +374,7 @@ class ZmqCarrier(RemoteCarrier):
         return answer
 
     def close(self) -> None:
+        self._tick_all()  # ahead of the goodbye, behind which peers count whom they have refused
         super().close()
         self._end()
 
