@@ -28,8 +28,9 @@ import psutil
 import zmq
 
 _ROOT = Path(__file__).parents[1]
-_SCRIPT = """
+SCRIPT = """
 import sys
+import time
 from functools import partial
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ pipe = Pipeline(layers, nn.functional.cross_entropy, num_microbatches=8, optimiz
 draw = torch.Generator().manual_seed(0)
 for step in range(int(sys.argv[1])):
     loss = pipe.step((torch.randn(32, 64, generator=draw), torch.randint(4, (32,), generator=draw)))
+    time.sleep(float(sys.argv[2]))
     if step == 0 and pipe.worker == 0:
         print("training", flush=True)
 if pipe.worker == 0:
@@ -172,10 +174,10 @@ def train(transport: str, steps: int, connections: int) -> tuple[str, list[str]]
     """Train, under attack if there are `connections`; return the loss, and what was said."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "train.py")
-        script.write_text(_SCRIPT)
+        script.write_text(SCRIPT)
         port = _free_port()
         command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "3", "--transport", transport]
-        command += ["--port", str(port), "--", str(steps)]
+        command += ["--port", str(port), "--", str(steps), "0"]
         sniffer = _sniffer() if connections else None
         environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
         with subprocess.Popen(
