@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors.torch import save
@@ -31,6 +31,12 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> int:
         OSError: it cannot be written.
         KeyError: safetensors has no name for a type.
     """
+    with open(path, "wb") as file:
+        return write_to(file, tensors)
+
+
+def write_to(file: BinaryIO, tensors: Mapping[str, Tensor]) -> int:
+    """Write to an open file as `write` does."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # Types that take more bytes come first, so that each tensor begins at a multiple of what its type takes.
     names, end = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)), 0
@@ -40,12 +46,11 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> int:
         header[name] = {"dtype": _called(tensor.dtype), "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-        for name in names:
-            file.write(memory_of(tensors[name]))
-        file.flush()
-        os.fsync(file.fileno())
+    file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+    for name in names:
+        file.write(memory_of(tensors[name]))
+    file.flush()
+    os.fsync(file.fileno())
     return _LENGTH_BYTES + len(text) + end
 
 

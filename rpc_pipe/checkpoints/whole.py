@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import glob
+import errno
 import os
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..dependency import ConfigError
 from ..workers.actor import WorkerActor
+from .tensor_file import write_to
 
-#: what folders end with in which a file is written
-_PARTIAL = ".partial"
+#: file systems that know no files without a name say so
+_UNKNOWN = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
 def own_tensors(actor: WorkerActor) -> dict[str, Tensor]:
@@ -45,18 +43,35 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"{path}: is not a regular file")
-    folder, name = Path(path).absolute().parent, Path(path).name
-    for left in folder.glob(f".{glob.escape(name)}.*{_PARTIAL}"):
-        if not Path("/proc", left.name.removesuffix(_PARTIAL).rpartition(".")[2]).exists():
-            shutil.rmtree(left, ignore_errors=True)  # of a process that was killed while it wrote
-    # A folder, as the library writes to a file of its own beside the one that is named. No user has one of this name.
-    temporary = folder / f".{name}.{os.getpid()}{_PARTIAL}"
+    path = Path(path).absolute()
+    # No user has a file of this name, and if another process of this number was killed, it is of no use to anybody.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        temporary.mkdir()
-        save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary / name)
-        (temporary / name).replace(path)
-    except (OSError, SafetensorError) as error:
+        temporary.unlink(missing_ok=True)
+        with os.fdopen(_opened(temporary), "wb") as file:
+            write_to(file, {name: tensor.contiguous() for name, tensor in state.items()})
+            if not temporary.exists():
+                _name(file.fileno(), temporary)
+        temporary.replace(path)
+    except (OSError, KeyError) as error:
+        temporary.unlink(missing_ok=True)
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ConfigError(f"{path}: cannot be written: {said}; what was there is as it was") from error
+
+
+def _opened(temporary: Path) -> int:
+    """Open a file without a name, so that nothing is left if this process is killed; one with a name, if need be."""
+    try:
+        return os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in _UNKNOWN:
+            raise
+        return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+
+
+def _name(descriptor: int, path: Path) -> None:
+    folder = os.open(path.parent, os.O_DIRECTORY | os.O_CLOEXEC)
+    try:  # without a folder Python calls link(2), which follows no symbolic link
+        os.link(f"/proc/self/fd/{descriptor}", path.name, src_dir_fd=folder, dst_dir_fd=folder)
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        os.close(folder)

@@ -1,5 +1,6 @@
 """What is asked of a pipeline besides training: evaluations, predictions, and weights in files."""
 
+import os
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -125,11 +126,15 @@ def test_saving_touches_no_other_file(tmp_path):
     assert (tmp_path / "w.partial").read_text() == "mine"
 
 
-def test_what_a_killed_save_has_left_goes_with_the_next(tmp_path):
-    """A kill during `save` left a hidden file of the model's size for ever."""
-    left = tmp_path / ".w.safetensors.999999999.partial"
-    left.mkdir()
-    (left / ".tmp123").write_text("half of the weights")
-    save_whole({"a": torch.ones(3)}, tmp_path / "w.safetensors")
-    assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
-    assert torch.equal(load_file(tmp_path / "w.safetensors")["a"], torch.ones(3))
+@pytest.mark.parametrize("unnamed", [True, False], ids=["", "without unnamed files"])
+def test_a_save_that_is_killed_leaves_nothing(tmp_path, monkeypatch, unnamed):
+    """A kill during `save` left a hidden file of the model's size, until something else was saved by that name."""
+    monkeypatch.setattr("os.fsync", lambda _: seen.append(list(tmp_path.iterdir())))
+    if not unnamed:
+        monkeypatch.setattr("os.O_TMPFILE", os.O_DIRECTORY)  # which cannot be opened for writing: EISDIR
+    for number in (1, 2):
+        seen = []
+        save_whole({"a": torch.full((3,), number)}, tmp_path / "w.safetensors")
+        assert seen == [[tmp_path / "w.safetensors"][: number - 1]] or not unnamed
+        assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
+        assert load_file(tmp_path / "w.safetensors")["a"].tolist() == [number] * 3
