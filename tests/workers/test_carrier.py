@@ -1,6 +1,7 @@
 """What every carrier does alike: threads, messages between threads, ZeroMQ, with and without shared memory."""
 
 import random
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -204,6 +205,18 @@ def test_a_sender_that_cannot_send_fails_its_worker_and_the_others_learn_why():
         wait_for(first, 1)
     first.fail(FAILURE)  # as the worker does with it
     assert isinstance(wait_for(second, 1)[0, RUN, "0G0"], WorkerFailure)
+    first.close()
+    second.close()
+
+
+def test_a_thread_that_is_ended_by_more_than_an_error_fails_its_worker():
+    """It ended silently, and after a while all workers said that a message had been lost."""
+    first, second = begun(loopback_carriers(2, shared_memory=False))
+    with first.answering_for_errors:
+        sys.exit("enough")
+    with pytest.raises(PipeError, match=r"a thread of the worker ended: SystemExit\('enough'\)"):
+        wait_for(first, 1)
+    first.fail(FAILURE)
     first.close()
     second.close()
 

@@ -280,7 +280,7 @@ class CudaBackend:
             try:
                 moving.event.synchronize()  # releases the GIL
                 publish(moving.spread())
-            except Exception as error:
+            except BaseException as error:
                 failed(PipeError(f"{self.device}: a payload could not leave it: {type(error).__name__}: {error}"))
             del leaving, moving, held, publish, failed  # not to be held until the next one comes
 

@@ -55,9 +55,10 @@ class AnsweringForErrors:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> bool:
-        if not isinstance(error, Exception):
+        if error is None:
             return False
-        self._fault(error)
+        # SystemExit, or a panic of a library: raised again in the compute thread, it would end the script instead.
+        self._fault(error if isinstance(error, Exception) else PipeError(f"a thread of the worker ended: {error!r}"))
         return True
 
 
