@@ -117,22 +117,24 @@ class Watcher:
             display = stack.enter_context(
                 Display(screen, console=self.console, screen=True, auto_refresh=False, vertical_overflow="crop")
             )
-        said, over_before = 0.0, self._hurry
+        said, over_before, ended_before = 0.0, self._hurry, False
         while True:
             over = self._source.over
             self._look(sinks)
+            ended = over and over_before  # twice in a row, as failed workers may be restarting
             if display is not None:
                 display.update(screen, refresh=True)
-            elif time.monotonic() > said + _LINE_EVERY_S and self._view.complete_steps(1):
+            elif not ended and time.monotonic() > said + _LINE_EVERY_S and self._view.complete_steps(1):
                 said = time.monotonic()
                 self.console.print(screen.title(), soft_wrap=True)
-            if over and over_before and not self._wishes.web:
-                break
-            over_before = over  # twice in a row, as failed workers may be restarting
+            if ended and not ended_before:
+                if display is not None:
+                    display.stop()
+                self._say_the_end()
+            if ended and not self._wishes.web:
+                break  # a page stays, to be looked at
+            over_before, ended_before = over, ended
             await asyncio.sleep(0 if self._hurry else _LOOK_EVERY_S)
-        if display is not None:
-            display.stop()
-        self._say_the_end()
 
     def _say_the_end(self) -> None:
         ending = self._view.ending

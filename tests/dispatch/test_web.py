@@ -10,15 +10,17 @@ from importlib.resources import files
 
 import pytest
 from browser import BROWSER, needs_browser, shown
-from synthetic import view_of
+from synthetic import news_of, records_of, view_of
 
 from bench.hostile_pages import REFUSED, STAYING, Attack
 
 web = pytest.importorskip("rpc_pipe.dispatch.web")
 
 from rpc_pipe.dependency import ConfigError  # noqa: E402
+from rpc_pipe.dispatch import watcher  # noqa: E402
 from rpc_pipe.dispatch.view import View  # noqa: E402
 from rpc_pipe.drawing.page import with_parts  # noqa: E402
+from rpc_pipe.planning.specs import make_spec  # noqa: E402
 
 
 class Source:
@@ -150,6 +152,19 @@ def test_who_connects_and_stays_keeps_nobody_out():
         return statuses, closed >= 100 - web._MOST_CONNECTIONS
 
     assert served(view_of(), use) == ({200}, True)
+
+
+def test_a_run_that_has_ended_is_told_once_and_its_page_stays(monkeypatch, capsys):
+    """`watch --web` into a file repeated its last line every five seconds for ever."""
+    monkeypatch.setattr(watcher, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(watcher, "_LOOK_EVERY_S", 0.005)
+    source = Source()
+    spec = make_spec("1f1b", 2, 2, {})
+    source.over, source.look = True, lambda: news_of(spec, records_of(spec))
+    with pytest.raises(TimeoutError):
+        asyncio.run(asyncio.wait_for(watcher.Watcher(source, watcher.Wishes(web="0")).run(), 1))
+    lines = capsys.readouterr().out.splitlines()
+    assert "step 3" in lines[1] and lines[2] == "run-1 has ended" and len(lines) <= 5, lines
 
 
 def test_metrics_are_openmetrics_with_units():
