@@ -100,11 +100,18 @@ class Launcher:
         return code
 
     def _attempts(self, logs: Logs) -> int:
+        causes: set[Cause] = set()
         for restarts in range(self._how.max_restarts + 1):
             cause, code = self._attempt(restarts, logs)
             if cause is None:
                 return code
-            if self._signals or cause.code != FAILED or restarts == self._how.max_restarts:
+            causes.add(cause)
+            if self._signals or cause.code != FAILED:
+                break
+            if restarts == self._how.max_restarts:
+                if restarts:
+                    alike = ", all for this cause" if len(causes) == 1 else ""
+                    self._reporter.text(f"not starting again: {restarts + 1} attempts have failed{alike}")
                 break
             self._reporter.text(f"starting again ({restarts + 1} of {self._how.max_restarts})")
         if logs.folder is not None and code == FAILED:

@@ -277,6 +277,26 @@ def test_a_failed_run_starts_again_from_its_own_checkpoint_and_ends_alike(tmp_pa
     assert re.search(r"goes on from \S+/step-00000002, after 2 steps", done.stdout)
 
 
+ALWAYS = """
+import torch
+from rpc_pipe import Pipeline
+pipe = Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)], torch.nn.functional.mse_loss, num_microbatches=2)
+for step in range(4):
+    if step == 1 and pipe.worker == 1:
+        raise ArithmeticError("always here")
+    pipe.step((torch.ones(4, 2), torch.ones(4, 2)))
+"""
+
+
+def test_a_run_that_fails_alike_each_time_stops_and_says_so(tmp_path):
+    """The last attempt ended as any other failure does, without a word of the attempts before it."""
+    (tmp_path / "train.py").write_text(ALWAYS)
+    options = "--checkpoint-every", 1, "--max-restarts", 2
+    done = rpc_pipe("run", "train.py", "--workers", 2, *options, cwd=tmp_path, RPC_PIPE_LOGS="off")
+    assert done.returncode == 1 and done.stdout.count("starting again (") == 2, done.stdout + done.stderr
+    assert "not starting again: 3 attempts have failed, all for this cause" in done.stdout
+
+
 DAMAGE = """
 import os, signal, sys
 from pathlib import Path
