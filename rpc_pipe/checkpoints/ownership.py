@@ -100,10 +100,13 @@ def claim(folder: Path, starters: Collection[str]) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         hold(folder)
         there = {path.name: _written(path) for path in reversed(named(folder))}
-        before = _before(folder / _JOB, starters)
+        noted = _noted(folder / _JOB)
+        before = _before(noted, starters)
         if before is None:
             before = there
-        write_json(folder / _JOB, {"starters": sorted(starters), "before": before})
+        note = {"starters": sorted(starters), "before": before}
+        if note != noted:  # a restart needs no room for it
+            write_json(folder / _JOB, note)
     except OSError as error:
         raise ConfigError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
     return [folder / name for name, written in there.items() if before.get(name) != written]
@@ -114,10 +117,15 @@ def _written(path: Path) -> int:
     return manifest.stat().st_mtime_ns if manifest.exists() else 0  # a damaged one
 
 
-def _before(path: Path, starters: Collection[str]) -> dict[str, Any] | None:
+def _noted(path: Path) -> Any:
+    with suppress(ConfigError):
+        return read_json(path)
+    return None
+
+
+def _before(noted: Any, starters: Collection[str]) -> dict[str, Any] | None:
     """Return what was there before this job began; None: it begins."""
-    with suppress(ConfigError, LookupError, TypeError):
-        noted = read_json(path)
+    with suppress(LookupError, TypeError, ValueError):
         if set(starters) & set(noted["starters"]):
             return dict(noted["before"])
     return None

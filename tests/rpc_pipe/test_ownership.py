@@ -1,5 +1,6 @@
 """Whose a folder of checkpoints is: a restart goes on from those of its own job, and two jobs do not write in one."""
 
+import errno
 import json
 import os
 import subprocess
@@ -29,6 +30,20 @@ def test_a_job_that_is_started_again_knows_its_own_checkpoints(tmp_path):
     os.utime(further / MANIFEST, ns=(1, 1))  # it was removed, and the job has written another one of this name
     assert ownership.claim(tmp_path, ["agent c"]) == [further, own]
     assert ownership.claim(tmp_path, ["agent d"]) == []  # another job
+
+
+def test_a_job_that_is_started_again_needs_no_room(tmp_path, monkeypatch):
+    """On a full disk training goes on without checkpoints, but a restart was refused, whose job is noted already."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    ownership.claim(tmp_path, ["a"])
+    own = written(tmp_path, 2)
+    monkeypatch.setattr(ownership, "write_json", full)
+    assert ownership.claim(tmp_path, ["a"]) == [own]
+    with pytest.raises(ConfigError, match="No space left"):
+        ownership.claim(tmp_path, ["b"])
 
 
 @pytest.mark.parametrize("noted", ["", "{}", "[]", '{"starters": 3}', '{"starters": ["a"], "before": 3}', "[" * 9999])
