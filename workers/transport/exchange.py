@@ -27,7 +27,7 @@ from .outbox import Answer, Key
 #: so many requests may lie here unanswered, for want of anything to say
 _HELD_LIMIT = 32
 #: arrivals are told with the next message, or alone once there are so many, or so many bytes, of them
-_UNTOLD_LIMIT, _UNTOLD_BYTES = 8, 2**20
+_UNTOLD_LIMIT, _UNTOLD_BYTES = 8, 4 * 2**20
 
 
 class Outgoing(NamedTuple):
