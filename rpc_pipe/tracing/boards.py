@@ -22,7 +22,7 @@ _STACKS_S = 2.0
 #: newest frame of this package's helper threads, whose stacks say nothing
 _HELPERS = ("in _send_all", "in _follow")
 #: a frame in the stacks of ZeroMQ's helper threads
-_ZMQ = re.compile(r'transport/(zeromq\.py", line \d+ in (_hear|_watch)|keys\.py)|zmq/.*garbage\.py')
+_ZMQ = re.compile(r'transport/((zeromq|hearing)\.py", line \d+ in (_watch|_run)|keys\.py)|zmq/.*garbage\.py')
 
 
 @dataclass

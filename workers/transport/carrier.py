@@ -140,7 +140,7 @@ class Carrier(ABC):
         self._send_gathered()
         self._sleeps = True  # before looking, so that whoever delivers after that look sees it
         try:
-            return self._has_come() or self._wakeup.wait(timeout_s)
+            return self._has_come() or self._sleep(timeout_s)
         finally:
             self._sleeps = False
 
@@ -167,7 +167,7 @@ class Carrier(ABC):
                     for peer in set().union(*left.values()):
                         self._hurry(peer)
                     look, pause = now + pause, min(2 * pause, _LAST_LOOK_S)
-                self._wakeup.wait(max(min(look, deadline) - now, 0))
+                self._sleep(max(min(look, deadline) - now, 0))
                 now = time.monotonic()
         finally:
             self._awaits_taken = False
@@ -242,6 +242,10 @@ class Carrier(ABC):
     def _send_gathered(self) -> None:
         """Send what the compute thread, which now has time, has left to be sent later."""
         return
+
+    def _sleep(self, timeout_s: float) -> bool:
+        """Sleep until notified; False: nobody did, in time."""
+        return self._wakeup.wait(timeout_s)
 
     def _has_come(self) -> bool:
         """Tell, before the compute thread sleeps, whether there is something to poll for."""

@@ -54,6 +54,8 @@ _CAME = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 _HEARD = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+#: no enum, whose operators are functions in Python
+_READABLE = int(zmq.POLLIN)
 
 Context = zmq.Context[zmq.Socket[bytes]]
 Socket = zmq.Socket[bytes]
@@ -68,7 +70,7 @@ class Change(NamedTuple):
 
 
 class Sockets:
-    """By which a worker says and hears. Saying is for whoever holds `lock`, hearing for one thread.
+    """By which a worker says and hears. Saying is for whoever holds `lock`, hearing for one thread at a time.
 
     Args:
         keys: of the job; None: everybody who can reach the sockets is of this job.
@@ -167,12 +169,19 @@ class Sockets:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
 
-    def hear(self) -> Pieces:
-        """Wait for a message and return it.
+    @property
+    def descriptor(self) -> int:
+        """Readable when something may have come since `hear` last returned None."""
+        return int(self._hears.getsockopt(zmq.FD))
+
+    def hear(self) -> Pieces | None:
+        """Return the next message, None if none has come.
 
         Raises:
             ContextTerminated: the worker leaves.
         """
+        if not self._hears.getsockopt(zmq.EVENTS) & _READABLE:  # type: ignore[operator]
+            return None
         first = self._hears.recv()
         rest = []
         while self._hears.getsockopt(zmq.RCVMORE):
@@ -231,7 +240,7 @@ class Sockets:
             self._speaks.close(1000)
 
     def close_hearing(self) -> None:
-        """Hear nothing more; for the thread that hears."""
+        """Hear nothing more."""
         self._hears.close(0)
 
 

@@ -35,13 +35,17 @@ class Wakeup:
         """Wake who waits, or who will."""
         self._notifier.notify()
 
+    def watch(self, descriptor: int) -> None:
+        """Wake also whenever `descriptor` can be read."""
+        self._poll.register(descriptor, select.POLLIN)
+
     def wait(self, timeout_s: float) -> bool:
         """Sleep until notified since the last wait; False: nobody did, in time. May wake for nothing."""
-        notified = self._poll.poll(min(1000 * timeout_s, _LONGEST_MS))
-        if not notified:
-            return False
-        os.read(self._read, 4096)
-        return True
+        readable = self._poll.poll(min(1000 * timeout_s, _LONGEST_MS))
+        for descriptor, _ in readable:
+            if descriptor == self._read:
+                os.read(descriptor, 4096)
+        return bool(readable)
 
 
 class ThreadWakeup:

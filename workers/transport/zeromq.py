@@ -1,7 +1,7 @@
 """Workers as processes over ZeroMQ: no port and no key inside a host, proved and encrypted between hosts.
 
-    compute thread, sender ──_request──> numbered, ROUTER ──────> the peer's DEALER ──> its hearer's thread: handle
-    hearer's thread  <─────────────────── DEALER <─────────────── the peer's ROUTER
+    compute thread, sender ──_request──> numbered, ROUTER ──────> the peer's DEALER ──> who hears there: handle
+    who hears: see `hearing.py` <──────── DEALER <─────────────── the peer's ROUTER
 
 Nothing here is a long poll: a message that says something needs no answer, and of a peer's death its connection tells.
 What is said is kept until it has arrived, so a connection may break and come back; see `delivery.py`.
@@ -14,7 +14,7 @@ import logging
 import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
@@ -26,9 +26,11 @@ import zmq
 from torch import Tensor
 
 from ...dependency import ConfigError
+from .carrier import Delivered
 from .congestion import CONGESTION
 from .deadline import within
 from .delivery import Delivery, Said
+from .hearing import Hearing
 from .keys import Doorkeeper, Keys
 from .remote import RemoteCarrier, Reply
 from .sockets import Pieces, Sockets
@@ -119,8 +121,7 @@ class ZmqCarrier(RemoteCarrier):
         try:
             self._connect(folder, network, deadline)
             threading.Thread(target=self._watch, name="watcher", daemon=True).start()
-            for by in self._all:
-                threading.Thread(target=self._hear, args=(by,), name="hearer", daemon=True).start()
+            self._hearing = Hearing(self._all, self.channels.wakeup, self._take_in, self.answering_for_errors)
             self._meet(deadline)
         except (ConfigError, TimeoutError) as error:
             self._end()
@@ -215,17 +216,17 @@ class ZmqCarrier(RemoteCarrier):
         with by.lock:
             by.say(peer, self._head(_AGAIN, 0, self._deliveries[peer].tick(), request))
 
-    # --- hearing: the hearer's thread
+    # --- hearing: see `hearing.py`
 
-    def _hear(self, by: Sockets) -> None:
-        while True:
-            with self.answering_for_errors:
-                try:
-                    pieces = by.hear()
-                except zmq.ContextTerminated:
-                    by.close_hearing()
-                    return
-                self._take_in(pieces)
+    def poll(self, runs: Container[int]) -> list[Delivered]:
+        self._hearing.look()
+        return super().poll(runs)
+
+    def _sleep(self, timeout_s: float) -> bool:
+        woken = self._hearing.wait(partial(super()._sleep, timeout_s))
+        self._sleeps = False  # nobody is to be woken for what is heard now
+        self._hearing.look()
+        return woken
 
     def _take_in(self, pieces: Pieces) -> None:
         try:
