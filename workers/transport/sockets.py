@@ -35,6 +35,8 @@ PIECE_BYTES = 2**22
 #: where frames are encrypted: each as a whole before it travels, so the next one is while it does
 SECRET_PIECE_BYTES = 2**17
 _MOST_FRAME_BYTES = 2 * PIECE_BYTES
+#: what a unix socket holds of what its peer has not read, where the system allows it; TCP finds out by itself
+_UNIX_BUFFER_BYTES = 2**22
 _RECONNECT_MS, _RECONNECT_MOST_MS = 20, 500
 _CONNECT_MS = 5000
 #: who has not proved who it is by then is disconnected
@@ -312,7 +314,9 @@ def _set(socket: Socket, lost_after_s: float | None) -> None:
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _RECONNECT_MOST_MS)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
-    if lost_after_s is not None:
+    if lost_after_s is None:
+        socket.setsockopt(zmq.SNDBUF, _UNIX_BUFFER_BYTES)
+    else:
         socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
         socket.setsockopt(zmq.HEARTBEAT_IVL, max(1, int(1000 * lost_after_s / 8)))
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, max(1, int(1000 * lost_after_s / 2)))
