@@ -11,7 +11,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ class Snapshot:
         return sum(tensor.nbytes for tensors in self._files.values() for tensor in tensors.values())
 
     def write(self, place: Path) -> None:
-        """Write the files and, when they are on the disk, the list of them.
+        """Write the files and, when they are on the disk, the list of them. The copies are let go.
 
         Raises:
             ConfigError: a file cannot be written.
@@ -98,6 +98,8 @@ class Snapshot:
                 (place / name).unlink(missing_ok=True)
             _give_up(place, self.worker, str(error))
             raise
+        finally:
+            self._files = {}
 
 
 def _copied(tensor: Tensor) -> Tensor:
@@ -258,7 +260,7 @@ class Writing(threading.Thread):
         self.error: Exception | None = None
         self.path: Path | None = None
         self.start()
-        self._registered = at_exit(self._at_exit)
+        self._registered: Callable[[], None] | None = at_exit(self._at_exit)
 
     def run(self) -> None:
         """Write."""
@@ -283,7 +285,9 @@ class Writing(threading.Thread):
 
     def finished(self) -> Exception | None:
         """Wait until the checkpoint is complete, as far as this process sees; return why it cannot be."""
-        atexit.unregister(self._registered)
+        if self._registered is not None:
+            atexit.unregister(self._registered)
+            self._registered = None  # else this thread is kept until cycles are collected
         own = self._own_are.wait(self._own_s)
         if own:
             self.join(self._deadline_s + _MANIFEST_S)

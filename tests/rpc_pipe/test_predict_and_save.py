@@ -1,6 +1,8 @@
 """What is asked of a pipeline besides training: evaluations, predictions, and weights in files."""
 
+import gc
 import os
+import weakref
 from collections import OrderedDict
 from typing import NamedTuple
 
@@ -10,6 +12,7 @@ from safetensors.torch import load_file
 from small_pipeline import X, Y, layers, num_held, pipeline
 from torch import nn
 
+from rpc_pipe.checkpoints import writing
 from rpc_pipe.checkpoints.whole import save_whole
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.pipeline import Pipeline
@@ -138,3 +141,30 @@ def test_a_save_that_is_killed_leaves_nothing(tmp_path, monkeypatch, unnamed):
         assert seen == [[tmp_path / "w.safetensors"][: number - 1]] or not unnamed
         assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
         assert load_file(tmp_path / "w.safetensors")["a"].tolist() == [number] * 3
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_checkpoint_that_is_written_holds_no_copy_of_the_weights(tmp_path, monkeypatch, wait):
+    """A copy of weights and optimizer stayed until the next checkpoint, and in a cycle until Python collected it."""
+    kept, copied = [], writing._copied
+
+    def noted(tensor):
+        copy = copied(tensor)
+        kept.append(weakref.ref(copy))
+        return copy
+
+    monkeypatch.setattr(writing, "_copied", noted)
+    pipe = pipeline(num_workers=2)
+    pipe.step((X, Y))
+    gc.collect()
+    gc.disable()
+    try:
+        pipe.save_checkpoint(tmp_path, wait=wait)
+        thread = None if wait else weakref.ref(pipe._keeper._writing)
+        if thread is not None:
+            thread().join()
+        assert kept and not any(copy() is not None for copy in kept)
+        pipe.close()
+        assert thread is None or thread() is None
+    finally:
+        gc.enable()
