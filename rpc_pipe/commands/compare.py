@@ -27,6 +27,7 @@ from .options import (
     typed_spec,
     whole,
 )
+from .profile import progress
 
 #: dimensions of the GPT that is measured
 _SIZES = ("width", "depth", "heads", "context", "batch")
@@ -101,11 +102,17 @@ def _compare_own(typed: dict[str, Any]) -> int:
 
 
 def _show(typed: Mapping[str, Any], model: ModelCosts, options: TrainOptions, comm: float, limit: float | None) -> int:
-    rows = compare(model, options.microbatches, comm=comm, limit=limit, order=options.order, also=_also(typed))
+    reporter, also = Reporter(), _also(typed)
+    with progress(reporter) as bar:
+        task = bar.add_task("simulating", total=1.0)
+        rows = compare(
+            model, options.microbatches, comm=comm, limit=limit, order=options.order, also=also,
+            tell=lambda share: bar.update(task, completed=share),
+        )  # fmt: skip
     if "json" in typed:
         print(json.dumps([_as_json(row) for row in rows]))
         return 0
-    console = Reporter().console
+    console = reporter.console
     console.print(table(rows, options.workers, options.microbatches))
     console.print(verdict(rows, limit), markup=False)
     return 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -134,6 +134,7 @@ def compare(
     limit: float | None = None,
     order: Order | None = None,
     also: tuple[str, Mapping[str, Any]] | None = None,
+    tell: Callable[[float], None] = lambda share: None,
 ) -> list[Row]:
     """Return a row for every schedule, the fastest first.
 
@@ -142,9 +143,13 @@ def compare(
 
     Args:
         also: another schedule, by name or file, and its parameters.
+        tell: called after each schedule with how much is done, of 1.
     """
     variants = [*VARIANTS, also] if also and also not in VARIANTS else VARIANTS
-    rows = [_row(name, parameters, model, num_microbatches, comm, limit, order) for name, parameters in variants]
+    rows = []
+    for name, parameters in variants:
+        rows.append(_row(name, parameters, model, num_microbatches, comm, limit, order))
+        tell(len(rows) / len(variants))
     return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
 

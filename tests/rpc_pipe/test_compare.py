@@ -89,6 +89,13 @@ def test_the_fastest_comes_first_and_what_cannot_be_last():
     assert table(rows, 3, 6).row_count == len(rows) - len(refused)
 
 
+def test_how_much_is_done_is_told_after_each_schedule():
+    """`compare --microbatches 100000` said nothing for minutes."""
+    told = []
+    compare(ModelCosts(2, [COST]), 2, tell=told.append)
+    assert len(told) == len(VARIANTS) and told == sorted(told) and told[-1] == 1
+
+
 def test_what_does_not_fit_is_left_out():
     size = Size(weights=10, activations=10)
     rows = compare(ModelCosts(4, [COST], [size]), 8, limit=50)
