@@ -111,8 +111,24 @@ def test_workers_that_are_started_again_find_nobodys_old_words():
         assert len(found) == 1
         attempts += found
     assert len(set(attempts)) == 3
-    with pytest.raises(TimeoutError, match="not all workers came"):
-        agree_on_attempt(HashStore(), 0, 2, time.monotonic() + 0.1)
+
+
+@pytest.mark.parametrize("attempts_before", [0, 1])
+def test_who_has_not_come_to_torchruns_store_is_named(attempts_before):
+    """A worker whose script ended before its pipeline was not: "no answer" was all that the others said."""
+    store = HashStore()
+    with ThreadPoolExecutor(3) as workers:
+        for _ in range(attempts_before):
+            list(workers.map(lambda rank: agree_on_attempt(store, rank, 3, time.monotonic() + 20), range(3)))
+    with pytest.raises(TimeoutError, match=r"workers \[1\] have not come"):
+        _two_of_three(store)
+
+
+def _two_of_three(store):
+    """Let workers 0 and 2 meet, and return what worker 0 hears."""
+    with ThreadPoolExecutor(2) as workers:
+        found, _ = [workers.submit(agree_on_attempt, store, rank, 3, time.monotonic() + 1) for rank in (0, 2)]
+        return found.result()
 
 
 def test_torchrun_on_one_host_needs_neither_port_nor_key(script):

@@ -21,6 +21,8 @@ from .deadline import within
 
 _MOST_BYTES = 512
 _PAUSE_S = 0.02
+#: who waits in vain has so long to say for whom
+_LAST_WORDS_S = 2.0
 #: of a word that nobody else draws
 _WORD_BYTES = 8
 
@@ -94,7 +96,7 @@ def torchrun_store(worker: int, num_workers: int, timeout_s: float) -> Any:
         store = next(rendezvous("env://", worker, num_workers, timeout=timedelta(seconds=timeout_s)))[0]
         found.append(PrefixStore(f"rpc-pipe {agree_on_attempt(store, worker, num_workers, deadline)}", store))
 
-    within(timeout_s, reach)
+    within(timeout_s + _LAST_WORDS_S, reach)
     return found[0]
 
 
@@ -129,7 +131,13 @@ def agree_on_attempt(store: Any, worker: int, num_workers: int, deadline: float)
         if answered and _words(store, ["counts"]) == [answered]:
             return answered
         time.sleep(_PAUSE_S)
-    raise TimeoutError("not all workers came to torchrun's store")
+    others = [other for other in everybody if other != worker]
+    if worker == 0 and answered:  # the others cannot tell a word of an attempt before from one of this
+        absent = [other for other in others if _words(store, [f"repeated {other}"]) != [answered]]
+    else:
+        absent = [other for other in others if not _words(store, [f"hello {other}"])]
+    who = f"workers {absent} have not come" if absent else "not all workers have come"
+    raise TimeoutError(f"{who} to torchrun's store")
 
 
 def _words(store: Any, keys: list[str]) -> list[str]:
