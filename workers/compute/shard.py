@@ -231,6 +231,7 @@ class Shard:
         entered = borders.stage_inputs(inputs, copied=copied)
         if target is not None:
             target = self._targets.take(target, known=self.loss_fn is self._own_loss_fn, copied=spared)
+        trained = self.updating.trained() if backward else []
         looks = backward and self._written.has_to_look()
         known = self._written.begin() if looks else {}
         seen = not self._unhooked.known
@@ -251,6 +252,7 @@ class Shard:
         if target is not None:
             self._targets.look()
         if backward:
+            self.updating.refuse_changes(trained)
             owing = entered.owing
             if not split:
                 self._owed.watch(owing)

@@ -211,6 +211,23 @@ class Updating:
             parameter.grad = None
         autocast.forget_casts()  # of weights as they were, kept until the caller leaves `autocast`
 
+    def trained(self) -> list[bool]:
+        """Return which parameters require a gradient now."""
+        return [parameter.requires_grad for parameter in self.parameters.values()]
+
+    def refuse_changes(self, before: list[bool]) -> None:
+        """Refuse a forward behind which other parameters are trained than before: all backwards go by what is then.
+
+        Raises:
+            ConfigError: there are.
+        """
+        if (now := self.trained()) != before:
+            name = next(name for name, is_, was in zip(self.parameters, now, before, strict=True) if is_ != was)
+            raise ConfigError(
+                f"a forward changes requires_grad of parameter {name}, by which backwards of other microbatches go "
+                "too; change it between two steps, or give this forward the parameter's .detach()"
+            )
+
     def refuse_thawed(self) -> None:
         """Refuse parameters whose gradients no optimizer would look at; average those that one has been given.
 
