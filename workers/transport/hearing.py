@@ -44,9 +44,11 @@ class Hearing:
         self._sockets, self._take_in = sockets, take_in
         self._answering_for_errors = answering_for_errors
         self._lock = threading.Lock()
-        self._poll = select.poll()
+        #: on which the hearer's thread sleeps, and the compute thread looks
+        self._sleeps_on, self._looks_at = select.poll(), select.poll()
         for by in sockets:
-            self._poll.register(by.descriptor, select.POLLIN)
+            self._sleeps_on.register(by.descriptor, select.POLLIN)
+            self._looks_at.register(by.descriptor, select.POLLIN)
             wakeup.watch(by.descriptor)
         #: whether the compute thread hears; whether it waits, so hears at once; how often it has heard
         self._by_compute = self._waits = False
@@ -66,9 +68,11 @@ class Hearing:
         """Take in what has come if it is the compute thread, which calls this, that hears."""
         if self._by_compute:
             self._times += 1
-            self._hear()
+            if self._looks_at.poll(0):
+                self._hear()
 
     def _hear(self) -> None:
+        # Until there is nothing more: a descriptor tells of what has come since then alone.
         with self._lock:
             for by in self._sockets:
                 try:
@@ -87,9 +91,9 @@ class Hearing:
                 if self._waits or self._times != times:
                     continue
                 self._by_compute = False
-            self._poll.poll()
-            if not self._by_compute:
-                with self._answering_for_errors:
-                    self._hear()
+            with self._answering_for_errors:
+                self._hear()
+            if not self._over:
+                self._sleeps_on.poll()
         for by in self._sockets:
             by.close_hearing()
