@@ -12,6 +12,7 @@ from carriers import zmq_carriers
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.payload import pack, unpack
 from rpc_pipe.workers.transport.sockets import Sockets
+from rpc_pipe.workers.transport.values import Malformed
 
 RUN = 1
 
@@ -66,6 +67,21 @@ def test_who_computes_for_long_or_leaves_the_pipeline_alone_is_heard_for(pair):
     there.wait(0.001)
     here.pull(1, RUN, ["1F0"])
     assert awaited(here, "1F0") == 7
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, Malformed])
+def test_what_ends_the_hearing_of_a_waiting_thread_is_for_its_caller(pair, monkeypatch, error):
+    """Ctrl-C while a message was taken in became an error of "a thread of the worker", as it does on other threads."""
+    here, there = pair
+
+    def handle(*_):
+        raise error("as if from outside")
+
+    monkeypatch.setattr(here, "handle", handle)
+    here.pull(1, RUN, ["1F0"])
+    threading.Timer(0.2, there.outbox.offer, ((RUN, "1F0"), payload(0), [0])).start()
+    with pytest.raises(error, match="as if from outside"):
+        awaited(here, "1F0")
 
 
 def test_both_threads_hear_in_turn_and_nothing_is_lost_or_heard_twice(pair):

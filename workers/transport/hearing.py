@@ -13,7 +13,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 import zmq
 
@@ -31,7 +31,7 @@ class Hearing:
         sockets: by which others are heard.
         wakeup: what the compute thread sleeps on, from now on also until something comes.
         take_in: called for each message.
-        answering_for_errors: entered for each message.
+        answering_for_errors: entered by the hearer's thread.
     """
 
     def __init__(
@@ -69,15 +69,15 @@ class Hearing:
         if self._by_compute:
             self._times += 1
             if self._looks_at.poll(0):
-                self._hear()
+                self._hear(nullcontext())  # an error, and Ctrl-C, is for the caller
 
-    def _hear(self) -> None:
+    def _hear(self, answering_for_errors: AbstractContextManager[None]) -> None:
         # Until there is nothing more: a descriptor tells of what has come since then alone.
         with self._lock:
             for by in self._sockets:
                 try:
                     while (pieces := by.hear()) is not None:
-                        with self._answering_for_errors:
+                        with answering_for_errors:
                             self._take_in(pieces)
                 except zmq.ContextTerminated:
                     self._over = True
@@ -92,7 +92,7 @@ class Hearing:
                     continue
                 self._by_compute = False
             with self._answering_for_errors:
-                self._hear()
+                self._hear(self._answering_for_errors)
             if not self._over:
                 self._sleeps_on.poll()
         for by in self._sockets:
