@@ -3,7 +3,7 @@ from collections import namedtuple
 import pytest
 import torch
 
-from rpc_pipe.workers.transport.payload import compact, num_rows, pack, split_rows, unpack
+from rpc_pipe.workers.transport.payload import compact, map_tensors, num_rows, pack, split_rows, unpack
 
 Pair = namedtuple("Pair", "left right")
 
@@ -33,6 +33,20 @@ def test_two_consumers_of_one_payload_do_not_share_gradients():
 def test_what_cannot_travel_is_named_with_its_place():
     with pytest.raises(TypeError, match=r"output\['a'\]\[1\] is a set"):
         pack({"a": [1, {2}]})
+
+
+@pytest.mark.parametrize("read", [pack, num_rows, lambda tree: map_tensors(tree, torch.Tensor.cpu)])
+def test_what_contains_itself_or_is_thousands_deep_is_refused_in_a_sentence(read):
+    """The error was a RecursionError, which told nothing of payloads."""
+    endless, deep = [torch.ones(2)], torch.ones(2)
+    endless.append(endless)
+    for _ in range(3000):
+        deep = [deep]
+    for tree in (endless, deep, {"x": deep}, {"x": endless}):
+        with pytest.raises(
+            TypeError, match="dicts that contain themselves, or lie hundreds deep in each other, cannot"
+        ):
+            read(tree)
 
 
 def test_a_view_travels_without_its_storage():

@@ -20,6 +20,9 @@ from ...dependency import ConfigError
 
 #: any nesting of tensors and plain values
 Tree = Any
+_TOO_DEEP = (
+    "tuples, lists or dicts that contain themselves, or lie hundreds deep in each other, cannot travel between workers"
+)
 _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
 
@@ -162,17 +165,20 @@ def distinct_tensors(tree: Tree) -> Iterable[Tensor]:
 
 
 def _tensors_in(tree: Tree) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, (tuple, list)):
-        for child in tree:
-            if isinstance(child, Tensor):
-                yield child
-            else:
+    try:
+        if isinstance(tree, Tensor):
+            yield tree
+        elif isinstance(tree, (tuple, list)):
+            for child in tree:
+                if isinstance(child, Tensor):
+                    yield child
+                else:
+                    yield from _tensors_in(child)
+        elif isinstance(tree, dict):
+            for child in tree.values():
                 yield from _tensors_in(child)
-    elif isinstance(tree, dict):
-        for child in tree.values():
-            yield from _tensors_in(child)
+    except RecursionError:
+        raise TypeError(_TOO_DEEP) from None
 
 
 def map_tensors(tree: Tree, change: Callable[[Tensor], Any]) -> Tree:
@@ -196,6 +202,8 @@ def _map(tree: Tree, kinds: tuple[type, ...], change: Callable[[Any], Any], wher
             f"{where}{path} is a {kind}, which cannot travel between workers; use tensors, None, "
             "bool, numbers, strings, tuples, lists and dicts"
         ) from None
+    except RecursionError:
+        raise TypeError(f"{where}: {_TOO_DEEP}") from None
 
 
 class _UnfitError(Exception):
