@@ -23,7 +23,8 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None, mo
         if num_stages > num_layers:
             raise ConfigError(
                 f"stages {num_stages}: the model has only {num_layers} layer{'s' * (num_layers > 1)} to cut between; "
-                f"use at most {num_layers} stage{'s' * (num_layers > 1)}{more and f', or a larger {more}'}"
+                f"use at most {num_layers} stage{'s' * (num_layers > 1)}, so fewer workers (num_workers=, or --workers "
+                f"if typed){more and f', or a larger {more}'}"
             )
         small, larger = divmod(num_layers, num_stages)
         split = [small + (stage < larger) for stage in range(num_stages)]

@@ -134,7 +134,10 @@ def folder(tmp_path_factory):
         ("plan --batch 8 --profile deep.jsonl", "cannot be read as JSON: maximum recursion depth exceeded"),
         ("plan models.py:make --topology links.json", "links [1]: must be such as"),
         ("run --width 99999999999 --heads 1", "this machine has"),
-        ("run --workers 9", "has only 6 layers to cut between; use at most 6 stages, or a larger --depth"),
+        (
+            "run --workers 9",
+            "use at most 6 stages, so fewer workers (num_workers=, or --workers if typed), or a larger --depth",
+        ),
         ("run wide.py", "has 2097153 bytes; at most 2097152 of code are read"),
         ("run --checkpoint-folder= --checkpoint-every 1", "--checkpoint-folder: must name a folder"),
         ("run exits.py --workers 99999", "at most 1024 processes are started on one machine"),

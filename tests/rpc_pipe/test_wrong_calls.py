@@ -72,7 +72,10 @@ def test_a_worker_without_the_inputs_of_a_whole_model_is_told_that_it_needs_them
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"num_workers": 9}, "stages 9: the model has only 4 layers"),
+        (
+            {"num_workers": 9},
+            r"stages 9: the model has only 4 layers .* fewer workers \(num_workers=, or --workers if typed",
+        ),
         ({"split": 2}, "split 2: must be a list with the number of layers of each stage"),
         ({"schedule_options": "window=2"}, "schedule_options 'window=2': must be a dict, such as"),
         ({"num_workers": 0}, "num_workers 0: must be a whole number, at least 1"),
