@@ -25,7 +25,9 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--model", help=f"what is trained: {', '.join(_BUILT_IN)} or FILE.py:make ({VerifyOptions.model})"
     )
-    parser.add_argument("--blocks", action="append", help="name of the model's list of blocks, if it is not found")
+    parser.add_argument(
+        "--blocks", action="append", help="names of the model's lists of blocks, or of single blocks, with commas"
+    )
     parser.add_argument(
         "--list-blocks", action="store_true", help="only print blocks, parameters and payload of every possible cut"
     )
@@ -85,4 +87,6 @@ def _own_model(typed: dict[str, Any]) -> dict[str, Any]:
         for name in ("rows", "dropout"):
             if name in typed:
                 raise ConfigError(f"--{name}: is of the built-in models; {model} says it itself")
-    return {**{name: value for name, value in typed.items() if name != "own_model"}, "model": model}
+    blocks = [name for each in typed["blocks"] for name in each.split(",")] if "blocks" in typed else None
+    named = {"model": model} if blocks is None else {"model": model, "blocks": blocks}
+    return {**{name: value for name, value in typed.items() if name != "own_model"}, **named}

@@ -47,13 +47,20 @@ class Assignment:
     Args:
         cut: the calls of blocks of each stage.
         owners: the stages that hold each parameter, if that has been decided already.
+        blocks: names of the blocks, for an error.
 
     Raises:
         ConfigError: something that cannot cross a cut would have to.
     """
 
-    def __init__(self, observation: Observation, cut: Sequence[range], owners: Owners | None = None) -> None:
-        self._observation = observation
+    def __init__(
+        self,
+        observation: Observation,
+        cut: Sequence[range],
+        owners: Owners | None = None,
+        blocks: Sequence[str] = (),
+    ) -> None:
+        self._observation, self._blocks = observation, blocks
         self._owners = owners
         self.num_stages = len(cut)
         self._stage_of_call = [stage for stage, calls in enumerate(cut) for _ in calls]
@@ -237,8 +244,22 @@ class Assignment:
                     raise ConfigError(
                         f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages "
                         f"too, each of which has a copy of its own; write and use it in one block, which one stage "
-                        f"calls (split=), or name the module that does among blocks="
+                        f"calls (split=){self._with_block(name)}"
                     )
+
+    def _with_block(self, name: str) -> str:
+        """Write the blocks with the module among them that has this buffer; nothing if it contains blocks."""
+        owners = [name[:end] for end, letter in enumerate(name) if letter == "."]
+        apart = [each for each in owners if not any(f"{block}.".startswith(f"{each}.") for block in self._blocks)]
+        if not (apart and self._blocks):
+            return ""
+        lists = [
+            parent if last.isdigit() else f"{parent}.{last}"
+            for parent, _, last in (block.rpartition(".") for block in self._blocks)
+        ]
+        names = [*dict.fromkeys(each.strip(".") for each in lists), apart[0]]
+        listed = ", ".join(f'"{each}"' for each in names)
+        return f", or, if {apart[0]} does both, name it too: blocks=[{listed}], or --blocks {','.join(names)} of verify"
 
     def _refuse_decisions(self) -> None:
         """Refuse decisions of the model, which every stage makes, by data of a field that one stage has written."""

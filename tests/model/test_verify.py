@@ -22,6 +22,7 @@ import sys
 sys.path.insert(0, {folder!r})
 import torch
 import unsplit_models as models
+from codebook import Codebook
 from torch import nn
 
 
@@ -41,6 +42,10 @@ def unet():
 
 def loss(output, batch):
     return (output - batch["wanted"]).square().sum(), batch["wanted"].numel()
+
+
+def codebook():
+    return Codebook(), (torch.randn(4, 4),)
 
 
 def pair():
@@ -123,6 +128,14 @@ def test_what_cannot_be_cut_is_refused_in_a_sentence(file, capsys, arguments, sa
     code, found, text = verified(capsys, *typed, "--microbatches", "2")
     assert (code, found) == (2, {}) and " ".join(says.split()) in " ".join(text.split())
     assert "Traceback" not in text
+
+
+def test_a_codebook_between_two_lists_is_cut_as_the_refusal_says(file, capsys):
+    """The refusal asked for names among blocks= without saying which, and no `--blocks` took several."""
+    code, _, text = verified(capsys, f"{file}:codebook", "--microbatches", "2")
+    assert code == 2 and 'name it too: blocks=["enc", "dec", "book"], or --blocks enc,dec,book of verify' in text, text
+    code, found, text = verified(capsys, f"{file}:codebook", "--microbatches", "2", "--blocks", "enc,dec,book")
+    assert (code, found["identical"]) == (0, True), text
 
 
 def test_blocks_and_every_cut_are_listed(file, capsys):
