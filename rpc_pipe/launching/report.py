@@ -102,10 +102,10 @@ class Reporter:
         self.close()
         width = min(self.console.width, 100)
         self.console.print(f"── {title} ".ljust(width, "─"), style="bold red", markup=False)
-        self.console.print(text.rstrip(), markup=False)
+        self.console.print(_printable(text.rstrip()), markup=False)
         self.console.print("─" * width, style="bold red")
         if consequences:
-            self.console.print(f"consequences: {'; '.join(consequences)}", markup=False)
+            self.console.print(f"consequences: {_printable('; '.join(consequences))}", markup=False)
 
     def error(self, text: str) -> None:
         """Show wrong input."""
@@ -116,7 +116,7 @@ class Reporter:
         """Show the report on a stall."""
         self.close()
         for line in ["nothing has finished for a while:", *(f"  {line}" for line in lines), *stacks]:
-            self.console.print(line, markup=False)
+            self.console.print(_printable(line), markup=False)
 
     def close(self) -> None:
         """End the progress line."""
@@ -169,9 +169,13 @@ class Reporter:
 
 
 def _readable(text: str) -> str:
-    """Return a text from wrong input with long words cut and control characters removed."""
-    text = _ENDLESS.sub(lambda found: f"{found[0][:80]}... ({len(found[0])} characters)", text)
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    """Return a text from wrong input with long words cut, and printable."""
+    return _printable(_ENDLESS.sub(lambda found: f"{found[0][:80]}... ({len(found[0])} characters)", text))
+
+
+def _printable(text: str) -> str:
+    """Return a text that somebody else may have written with control characters, which move cursors, as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def _console(name: str) -> Console:

@@ -195,6 +195,16 @@ def test_output_that_cannot_be_written_does_not_end_training(monkeypatch, stdout
     assert wanted.exit_code == 1  # a result that nobody gets
 
 
+def test_what_an_error_says_does_not_move_the_cursor(capsys):
+    """The text of an error may be a stranger's: an escape sequence in it cleared the screen, cause and all."""
+    reporter = Reporter()
+    reporter.failure("worker 1 failed", "ValueError: \x1b[2J\tas\x00 if\nnothing", ["worker 0: \x07"])
+    reporter.roll_call(["worker 0: \x1b[1A"], [])
+    found = capsys.readouterr().out
+    assert r"ValueError: \x1b[2J" in found and r"as\x00 if" in found and r"worker 0: \x07" in found
+    assert not {"\x1b", "\x00", "\x07"} & set(found)
+
+
 def test_logs_are_bounded_and_few(tmp_path, monkeypatch):
     monkeypatch.setenv(logs.FOLDER, str(tmp_path / "logs"))
     monkeypatch.setattr(logs, "_MOST_BYTES", 10)
