@@ -2,7 +2,7 @@
 
 A pull is a long poll, and what is said in both directions shares messages: see `exchange.py`. Whoever handles a request
 only notes what it brings, so no thread is held and none computes. What the compute thread has to say it sends itself
-where it has waited a short while ago, and leaves to the sender's thread where it always has something to compute.
+where that is cheap or it has waited a short while ago, and else leaves to the sender's thread.
 Answers to a worker of the same host take a shorter way: see `shared_memory.py`.
 """
 
@@ -72,6 +72,9 @@ class RemoteCarrier(Carrier):
     Args:
         shared_memory: whether workers of one host answer each other through it, where that is possible.
     """
+
+    #: whether to send something costs the compute thread no more than to have another thread do so
+    _sends_cheaply = False
 
     def __init__(self, worker: int, num_workers: int, *, shared_memory: bool = True) -> None:
         wakeup = Wakeup()
@@ -151,7 +154,7 @@ class RemoteCarrier(Carrier):
     def _hand_on(self) -> None:
         while self._gathered:
             peer = self._gathered.popleft()
-            if self._has_time > 0:
+            if self._sends_cheaply or self._has_time > 0:
                 self._send(peer)
             else:
                 self._to_send.put(peer)

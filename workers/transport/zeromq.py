@@ -1,6 +1,6 @@
 """Workers as processes over ZeroMQ: no port and no key inside a host, proved and encrypted between hosts.
 
-    compute thread, sender ──_request──> numbered, ROUTER ──────> the peer's DEALER ──> who hears there: handle
+    compute thread, hearer ──_request──> numbered, ROUTER ──────> the peer's DEALER ──> who hears there: handle
     who hears: see `hearing.py` <──────── DEALER <─────────────── the peer's ROUTER
 
 Nothing here is a long poll: a message that says something needs no answer, and of a peer's death its connection tells.
@@ -84,6 +84,8 @@ class ZmqCarrier(RemoteCarrier):
         ConfigError: the others did not come, or could not be who they said they were.
     """
 
+    _sends_cheaply = True  # libzmq's own thread does
+
     def __init__(
         self,
         worker: int,
@@ -129,7 +131,6 @@ class ZmqCarrier(RemoteCarrier):
                 f"worker {worker} could not meet the other {num_workers - 1} workers by ZeroMQ "
                 f"within {timedelta(seconds=join_timeout_s)}: {error}"
             ) from error
-        self._sender.start()
 
     @property
     def refused(self) -> int:
