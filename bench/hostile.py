@@ -180,16 +180,28 @@ def train(transport: str, steps: int, connections: int) -> tuple[str, list[str]]
         command += ["--port", str(port), "--", str(steps), "0"]
         sniffer = _sniffer() if connections else None
         environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        ) as launcher:
-            assert launcher.stdout is not None
-            lines = []
-            for line in launcher.stdout:
-                lines.append(line.rstrip())
-                if "training" in line and connections:
-                    _attack(launcher.pid, connections, sniffer)
-            code = launcher.wait()
+        attack = (lambda launcher: _attack(launcher, connections, sniffer)) if connections else None
+        return loss_of(command, environment, attack)
+
+
+def loss_of(
+    command: list[str], environment: dict[str, str], attack: Callable[[int], None] | None
+) -> tuple[str, list[str]]:
+    """Run a job that trains; return the loss, and what was said.
+
+    Args:
+        attack: called with the launcher's process when the job says that it trains.
+    """
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as launcher:
+        assert launcher.stdout is not None
+        lines = []
+        for line in launcher.stdout:
+            lines.append(line.rstrip())
+            if "training" in line and attack is not None:
+                attack(launcher.pid)
+        code = launcher.wait()
     losses = re.findall(r"loss (0x\S+|-0x\S+)", "\n".join(lines))
     return losses[0] if losses and code == 0 else f"none: the job ended with {code}", lines
 

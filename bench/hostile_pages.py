@@ -32,7 +32,7 @@ import psutil
 _ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from bench.hostile import SCRIPT  # noqa: E402
+from bench.hostile import SCRIPT, loss_of  # noqa: E402
 
 #: a watcher that may open more would hide that connections are not bounded
 _FILES = 128
@@ -304,7 +304,7 @@ class Attacked:
 
 def train(steps: int, connections: int) -> tuple[str, bool]:
     """Train, watched and under attack if there are `connections`; return the loss, and whether all was well."""
-    well = True
+    found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         script = folder / "train.py"
@@ -312,18 +312,12 @@ def train(steps: int, connections: int) -> tuple[str, bool]:
         environment = {**os.environ, "PYTHONPATH": str(_ROOT)}
         command = [sys.executable, "-m", "rpc_pipe", "run", str(script), "--workers", "2", "--"]
         command += [str(steps), "0.05" if connections else "0"]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
-        ) as launcher:
-            assert launcher.stdout is not None
-            lines = []
-            for line in launcher.stdout:
-                lines.append(line)
-                if "training" in line and connections:
-                    well = _attack_pages(launcher.pid, folder, environment, connections)
-            code = launcher.wait()
-    losses = re.findall(r"loss (0x\S+|-0x\S+)", "".join(lines))
-    return losses[0] if losses and code == 0 else f"none: the job ended with {code}", well
+
+        def attack(launcher: int) -> None:
+            found.append(_attack_pages(launcher, folder, environment, connections))
+
+        loss, _ = loss_of(command, environment, attack if connections else None)
+    return loss, all(found)
 
 
 def _attack_pages(run: int, folder: Path, environment: dict[str, str], connections: int) -> bool:
