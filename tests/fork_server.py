@@ -159,7 +159,7 @@ class _Serving:
 
     def _fork(self) -> bool:
         """Do the next request, if there is one."""
-        from bench.forked import fork
+        from trials.forked import fork
 
         request, descriptors, *_ = socket.recv_fds(self._channel, _MOST_BYTES, 3)
         if not request:
@@ -183,7 +183,7 @@ class _Serving:
 
 
 def main() -> None:
-    from bench.forked import prepare
+    from trials.forked import prepare
 
     prepare()
     gc.collect()

@@ -11,8 +11,7 @@ from importlib.resources import files
 import pytest
 from browser import BROWSER, needs_browser, shown
 from synthetic import news_of, records_of, view_of
-
-from bench.hostile_pages import REFUSED, STAYING, Attack
+from trials.hostile_pages import REFUSED, STAYING, Attack
 
 web = pytest.importorskip("rpc_pipe.dispatch.web")
 

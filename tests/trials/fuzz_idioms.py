@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
-from bench.fuzz_layers import WIDTH, linear
+from trials.fuzz_layers import WIDTH, linear
 
 
 class LowRank(nn.Module):

@@ -1,6 +1,7 @@
 """Random faults, one after the other: whether the first cause is named, how soon, and whether anything is left.
 
-    python bench/faults.py [--count 10] [--seed 0] [--transport zmq] [--only "kill in loss"] [--exec | --torchrun]
+    python tests/trials/faults.py [--count 10] [--seed 0] [--transport zmq] [--only "kill in loss"]
+        [--exec | --torchrun]
 
 Each fault hits a training of three workers: something in a worker's own code, wherever that is called, a signal from
 outside, or what is around the launcher. It counts as right if the block on the console names the worker and what
@@ -33,16 +34,16 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 if __package__ is None or __package__ == "":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import psutil
 
-from bench import fault_kinds
-from bench.fault_kinds import AROUND, FROM_OUTSIDE, NODE, STRANGERS, TO_LAUNCHER
-from bench.forked import Forked, prepare
 from rpc_pipe.tracing import run_folders
+from trials import fault_kinds
+from trials.fault_kinds import AROUND, FROM_OUTSIDE, NODE, STRANGERS, TO_LAUNCHER
+from trials.forked import Forked, prepare
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _STALL_S, _MOST_S, _START_S, _STOP_S = 6, 10.0, 15.0, 3.0
 #: three interpreters load torch in so long
 _TORCHRUN_S = 30.0

@@ -1,4 +1,4 @@
-"""Operations that are legal in one process and hard on a pipeline, of which `bench/fuzz_models.py` makes layers."""
+"""Operations that are legal in one process and hard on a pipeline, of which `fuzz_models.py` makes layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from unkind_layers import Penalty
 
-from bench.fuzz_idioms import (
+from trials.fuzz_idioms import (
     Adversary,
     Chooses,
     Cools,
@@ -31,7 +31,7 @@ from bench.fuzz_idioms import (
     Teacher,
     Warm,
 )
-from bench.fuzz_layers import (
+from trials.fuzz_layers import (
     WIDTH,
     Average,
     Both,
@@ -56,7 +56,7 @@ from bench.fuzz_layers import (
     linear,
     parametrized,
 )
-from bench.fuzz_strange import (
+from trials.fuzz_strange import (
     Attended,
     Bounded,
     Codebook,

@@ -1,4 +1,4 @@
-"""Random models with a forward of their own, for `bench/fuzz.py --whole`: what people write around blocks, mixed."""
+"""Random models with a forward of their own, for `fuzz.py --whole`: what people write around blocks, mixed."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from torch.func import functional_call
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from bench.fuzz_idioms import Held
-from bench.fuzz_layers import WIDTH, linear
-from bench.fuzz_models import first
 from rpc_pipe.workers.transport.payload import Tree, tensors_of
+from trials.fuzz_idioms import Held
+from trials.fuzz_layers import WIDTH, linear
+from trials.fuzz_models import first
 
 #: what a forward has at hand: the hidden states `x`, the tree that the last block returned, what came in, what was
 #: saved on the way, and what adds to the loss

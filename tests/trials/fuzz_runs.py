@@ -1,4 +1,4 @@
-"""A run of `bench/fuzz.py`: train piped and in one process, and compare what both come to."""
+"""A run of `fuzz.py`: train piped and in one process, and compare what both come to."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bench.fuzz_alone import Alone, Replayed, state_of
-from bench.fuzz_cases import Case
-from bench.fuzz_changes import ByHand
 from rpc_pipe.dependency import ConfigError, PipeError, ScheduleError, Stalled, WorkerFailure, check_all
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers.actor import WorkerActor
 from rpc_pipe.workers.transport.payload import Tree, tensors_of
+from trials.fuzz_alone import Alone, Replayed, state_of
+from trials.fuzz_cases import Case
+from trials.fuzz_changes import ByHand
 
 _STALL_S = 200.0
 #: letters of a sentence

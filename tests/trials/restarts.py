@@ -1,6 +1,6 @@
 """Kills and automatic restarts: whether the final weights are those of a run that nothing disturbed, bit for bit.
 
-    python bench/restarts.py [--count 10] [--seed 0] [--transport zmq]
+    python tests/trials/restarts.py [--count 10] [--seed 0] [--transport zmq]
 
 Each run trains with dropout, momentum and data that are drawn anew in every step. A worker is killed (SIGKILL) at a
 random step, also while a checkpoint is written, some while they start again; the launcher starts the job again. All are
@@ -23,13 +23,13 @@ from contextlib import suppress
 from pathlib import Path
 
 if __package__ is None or __package__ == "":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import psutil
 
-from bench.forked import Forked, prepare
+from trials.forked import Forked, prepare
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _STEPS = 24
 _SCRIPT = f"""
 import time

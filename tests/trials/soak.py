@@ -1,6 +1,6 @@
 """Train for long and see what grows: memory, descriptors and threads of all processes; faults happen meanwhile.
 
-    python bench/soak.py [--seconds 60] [--fault-every 20] [--transport zmq]
+    python tests/trials/soak.py [--seconds 60] [--fault-every 20] [--transport zmq]
 
 Every so often a worker gets a signal that ends it, and the launcher starts the job again from its last checkpoint.
 A worker's figures are the slopes of lines fitted to its life (least squares), per 1,000 steps, behind those in which
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import psutil
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _LOOK_EVERY_S, _BEFORE_THE_END_S = 0.5, 5.0
 #: of a life, in which allocators and caches fill and the first checkpoints are written
 _FIRST_STEPS = 600

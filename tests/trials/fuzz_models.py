@@ -1,4 +1,4 @@
-"""Random models that are legal in one process and hard on a pipeline: what `bench/fuzz.py` trains.
+"""Random models that are legal in one process and hard on a pipeline: what `fuzz.py` trains.
 
 A layer takes a tree and returns one: inside are some operations, drawn at random, and outside a way to hand things on.
 Every layer takes what any other returns, so that all of them meet at all borders.
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.fuzz_layers import Calls, linear
-from bench.fuzz_operations import OPERATIONS
 from rpc_pipe.workers.transport.payload import Tree, tensors_of
+from trials.fuzz_layers import Calls, linear
+from trials.fuzz_operations import OPERATIONS
 
 Pair = namedtuple("Pair", "left right")
 

@@ -1,6 +1,6 @@
 """What strangers can do to the pages of a run: requests of all kinds to `watch --web` and `watch --metrics`.
 
-    python bench/hostile_pages.py [--connections 1000] [--steps 1500]
+    python tests/trials/hostile_pages.py [--connections 1000] [--steps 1500]
 
 Both may open 128 files. Meanwhile an honest client asks ten times a second, and must get what it asks for. The job is
 trained once in peace and once watched and attacked; the losses must have the same bits.
@@ -29,10 +29,10 @@ from typing import NamedTuple
 
 import psutil
 
-_ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(_ROOT))
+_ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(_ROOT), str(_ROOT / "tests")]
 
-from bench.hostile import SCRIPT, loss_of  # noqa: E402
+from trials.hostile import SCRIPT, loss_of  # noqa: E402
 
 #: a watcher that may open more would hide that connections are not bounded
 _FILES = 128

@@ -1,4 +1,4 @@
-"""One process that does what a pipeline does, for `bench/fuzz.py` to compare with."""
+"""One process that does what a pipeline does, for `fuzz.py` to compare with."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.fuzz_cases import Case
 from rpc_pipe.demo.own_proof import Keyed
 from rpc_pipe.demo.proof import add_up, summing_orders
 from rpc_pipe.demo.replay import Replay
@@ -24,6 +23,7 @@ from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.workers.compute.randomness import Randomness, preserved, python_too
 from rpc_pipe.workers.compute.stash import Holding
 from rpc_pipe.workers.transport.payload import Tree, map_tensors
+from trials.fuzz_cases import Case
 
 
 class Alone:

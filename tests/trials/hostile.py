@@ -1,6 +1,6 @@
 """What strangers can do to a job over ZeroMQ: connections of all kinds to every port that its workers open.
 
-    python bench/hostile.py [--connections 1000] [--steps 60] [--transport zmq]
+    python tests/trials/hostile.py [--connections 1000] [--steps 60] [--transport zmq]
 
 The job is trained once in peace and once under attack; the losses must have the same bits. With --transport rpc it is
 shown what TensorPipe does: it aborts.
@@ -27,7 +27,7 @@ from pathlib import Path
 import psutil
 import zmq
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 import time

@@ -17,7 +17,7 @@ from rpc_pipe.dependency import Action, Order, PipeError, ScheduleError, Spec, c
 from rpc_pipe.dependency.memory import Memory
 from rpc_pipe.planning.simulator import simulate
 
-_TESTS = Path(__file__).parents[1] / "tests"
+_TESTS = Path(__file__).parents[1]
 sys.path += [str(_TESTS / "rpc_pipe"), str(_TESTS / "dependency")]
 from antichain import most_held  # noqa: E402
 from state_machines import run_state_machines  # noqa: E402
@@ -29,7 +29,7 @@ _STEPS = 6
 
 
 class Tried(NamedTuple):
-    """How it ended, as the ends of `bench/fuzz.py`."""
+    """How it ended, as the ends of `fuzz.py`."""
 
     how: str
     detail: str

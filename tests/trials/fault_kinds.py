@@ -1,4 +1,4 @@
-"""All kinds of faults that `bench/faults.py` inflicts, and what must be said of each."""
+"""All kinds of faults that `tests/trials/faults.py` inflicts, and what must be said of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script changes by hand between two steps: `bench/fuzz.py` does it to a pipeline and to one process alike."""
+"""What a script changes by hand between two steps: `fuzz.py` does it to a pipeline and to one process alike."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Random models by random schedules, piped and in one process: whether any bit differs, anything hangs or raises.
 
-    python bench/fuzz.py [--runs 1000] [--first 0] [--seconds 600] [--jobs 1]
-    python bench/fuzz.py --workers 2 --transport rpc      # in processes, 25 runs a job
-    python bench/fuzz.py --whole                         # models with a forward of their own, and anything around
-    python bench/fuzz.py --specs --runs 4000              # random specs: checker, state machines and simulator
-    python bench/fuzz.py --show 17                        # what run 17 is, and what happens; --doubled: in double
+    python tests/trials/fuzz.py [--runs 1000] [--first 0] [--seconds 600] [--jobs 1]
+    python tests/trials/fuzz.py --workers 2 --transport rpc      # in processes, 25 runs a job
+    python tests/trials/fuzz.py --whole  # models with a forward of their own, and anything around
+    python tests/trials/fuzz.py --specs --runs 4000  # random specs: checker, state machines and simulator
+    python tests/trials/fuzz.py --show 17  # what run 17 is, and what happens; --doubled: in double
 
 A run is one number: model, schedule, workers, microbatches, order, optimizer and calls follow from it. It ends as
 `identical`; as `rounding`, where gradients of what several stages use are summed in another order, sparse ones are
@@ -31,13 +31,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 
-from bench.fuzz_cases import Case  # noqa: E402
-from bench.fuzz_runs import End, run, tried  # noqa: E402
+from trials.fuzz_cases import Case  # noqa: E402
+from trials.fuzz_runs import End, run, tried  # noqa: E402
 
 #: nothing has been told of a run for so long
 _HANG_S = 300.0
@@ -63,7 +63,7 @@ def work(numbers: range, workers: int | None, specs: bool, whole: bool) -> None:
     for number in numbers:
         print(json.dumps({"begins": number}), flush=True)
         if specs:
-            from bench.fuzz_specs import tried as tried_spec
+            from trials.fuzz_specs import tried as tried_spec
 
             how, detail, about = tried_spec(number)
             end = End(how, detail)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from bench.fuzz_layers import WIDTH, linear
+from trials.fuzz_layers import WIDTH, linear
 
 
 class Depth(nn.Module):

@@ -1,6 +1,6 @@
-"""A script in which something goes wrong on one of three workers: `bench/faults.py` runs it.
+"""A script in which something goes wrong on one of three workers: `tests/trials/faults.py` runs it.
 
-rpc-pipe run bench/faulty.py --workers 3 -- FAULT PLACE RANK CALL STALL_S
+rpc-pipe run tests/trials/faulty.py --workers 3 -- FAULT PLACE RANK CALL STALL_S
 """
 
 from __future__ import annotations

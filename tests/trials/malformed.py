@@ -1,6 +1,6 @@
 """Malformed input of all kinds, drawn at random: is each refused with one clear error, at once, in little memory.
 
-    python bench/malformed.py [--count 1000] [--first 0] [--seed 0] [--only options,csv,...] [--list]
+    python tests/trials/malformed.py [--count 1000] [--first 0] [--seed 0] [--only options,csv,...] [--list]
 
 A case is right if the command ends within 5 s with exit code 2 and one error, without a traceback of ours, and no
 process takes 500 MB. A case that may as well be legal, such as a recording with a field too many, may be taken too.
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 if __package__ is None or __package__ == "":
-    sys.path.insert(0, str(Path(__file__).parents[1]))
+    sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
-from bench import malformed_cases, malformed_code, malformed_surroundings
-from bench.forked import end_with, prepare
-from bench.malformed_input import Case, given
+from trials import malformed_cases, malformed_code, malformed_surroundings
+from trials.forked import end_with, prepare
+from trials.malformed_input import Case, given
 
 _MOST_S, _MOST_MB, _KILL_S = 5.0, 500, 40.0
 _MOST_ADDRESSES = 2 * 2**30

@@ -1,4 +1,4 @@
-"""What `bench/fuzz.py` draws: a model, how it is trained, by which schedule."""
+"""What `fuzz.py` draws: a model, how it is trained, by which schedule."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from random_specs import RandomLags, RandomProgram, RandomSlots, RandomSpec, RandomStepLags
 from torch import Tensor
 
-from bench.fuzz_changes import drawn
-from bench.fuzz_layers import WIDTH
-from bench.fuzz_models import LOSSES, MANNERS, MEANS, Made, Unsplit
-from bench.fuzz_operations import OPERATIONS
-from bench.fuzz_whole import Drawn, Wild
 from rpc_pipe.dependency import Order, Spec
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec, parameter_types
 from rpc_pipe.schedules import SCHEDULES
+from trials.fuzz_changes import drawn
+from trials.fuzz_layers import WIDTH
+from trials.fuzz_models import LOSSES, MANNERS, MEANS, Made, Unsplit
+from trials.fuzz_operations import OPERATIONS
+from trials.fuzz_whole import Drawn, Wild
 
 _SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
 _OVERLAPPING = [name for name, cls in SCHEDULES.items() if not cls.synchronous]

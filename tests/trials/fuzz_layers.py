@@ -1,4 +1,4 @@
-"""Modules that are legal in one process and hard on a pipeline; `bench/fuzz_operations.py` names them."""
+"""Modules that are legal in one process and hard on a pipeline; `fuzz_operations.py` names them."""
 
 from __future__ import annotations
 
