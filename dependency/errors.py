@@ -8,6 +8,7 @@
     ├── Disagreement       the script: workers were not asked for the same; who was asked for what
     ├── WorkerFailure      a worker raised: who, where (`2B3`, step), traceback as text
     ├── PeerLost           a peer stopped answering: a consequence, the cause is at the peer
+    ├── NotMet             workers did not all come to the meeting at the start: a consequence as well
     ├── NotFinite          the loss is nan or infinite, and the weights soon are
     └── Stalled            nothing finished before the deadline: who waits for what
 
@@ -123,6 +124,10 @@ class PeerLost(PipeError, ConnectionError):
     def __init__(self, worker: int, peer: int, detail: str, cause: WorkerFailure | None = None) -> None:
         self.worker, self.peer, self.cause = worker, peer, cause
         super().__init__(f"worker {worker} lost worker {peer}: {detail}")
+
+
+class NotMet(PipeError, ConnectionError):
+    """Not all workers came to the meeting at the start. Look for the cause at those that did not; a restart may do."""
 
 
 class NotFinite(PipeError, ArithmeticError):

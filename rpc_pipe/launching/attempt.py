@@ -185,7 +185,9 @@ class Attempt:
                 self._disagreement = self._disagreement or Cause(f"worker {rank} failed", message["text"])
             if "cause" in message:
                 self._heard = self._heard or Cause(*message["cause"])
-            self._follow_up(rank, message["text"])
+            unmet = message.get("unmet", False)
+            missing = self._who_is_missing(rank) if unmet else ""
+            self._follow_up(rank, message["text"] + missing, "the workers could not meet" if unmet else "")
         elif self._cause is None and message.get("stalled"):
             self._cause = self._who_stalls(message["text"])
         else:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, NotMet
 from ..dependency.at_exit import at_exit
 from ..tracing import run_folders
 from ..workers.transport.forks import keep_from_forks, letting_go
@@ -46,7 +46,8 @@ def join(job: Job) -> Carrier:
     """Meet the other workers; once in the life of a process (pytorch#46491).
 
     Raises:
-        ConfigError: they did not come, or others could come too.
+        ConfigError: strangers could come too, or the system allows too little.
+        NotMet: not all came.
     """
     link.tell(kind="joining")
     _refuse_few_descriptors(job)
@@ -54,7 +55,7 @@ def join(job: Job) -> Carrier:
         with letting_go():
             carrier = _by_zmq(job) if job.transport == "zmq" else _by_rpc(job)
     except (TimeoutError, RuntimeError, OSError) as error:
-        raise ConfigError(
+        raise NotMet(
             f"worker {job.worker} could not meet the other {job.num_workers - 1} workers within "
             f"{job.join_timeout_s:g} s: {error}"
         ) from error

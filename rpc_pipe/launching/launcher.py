@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..dependency import ConfigError, Disagreement, PeerLost, PipeError, ScheduleError, Stalled
+from ..dependency import ConfigError, Disagreement, NotMet, PeerLost, PipeError, ScheduleError, Stalled
 from ..dependency.errors import MOST_TRACEBACK, shortened
 from ..tracing import run_folders
 from ..tracing.boards import RunBoards
@@ -34,6 +34,8 @@ from .worker_process import WorkerProcess
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 #: most workers of one machine; each is a process that loads torch
 _MOST_PROCESSES = 1024
+#: what workers run: by its path, so that Python imports nothing from the current folder, as it would behind -m
+_PROGRAM = Path(__file__).parents[1] / "__main__.py"
 #: seconds that a run may take to stop, if no user is present to ask again
 STOP_TIMEOUT, _STOP_S = "RPC_PIPE_STOP_TIMEOUT", 30.0
 #: environment variable of workers: number of earlier attempts
@@ -127,7 +129,7 @@ class Launcher:
         try:
             boards = self._make_boards()
             environment = self._environment(folder, boards) | {RESTARTS: str(restarts)}
-            command = [sys.executable, "-m", "rpc_pipe", *self._arguments]
+            command = [sys.executable, str(_PROGRAM), *self._arguments]
             number = 1 if self._how.transport == "local" else self._num_workers
             rpc = self._how.transport == "rpc"
             attempt = Attempt(command, number, environment, self._reporter, boards, logs, rpc=rpc)
@@ -292,7 +294,12 @@ def _failed(error: BaseException) -> int:
         if isinstance(error.__cause__, ConfigError):  # an error in the configuration that only computing has shown
             link.tell(kind="wrong input", text=str(error.__cause__))
             return WRONG_INPUT
-        kinds = {"consequence": PeerLost, "stalled": Stalled, "disagreement": Disagreement}
+        kinds: dict[str, Any] = {
+            "consequence": (PeerLost, NotMet),
+            "unmet": NotMet,
+            "stalled": Stalled,
+            "disagreement": Disagreement,
+        }
         told: dict[str, Any] = {name: isinstance(error, kind) for name, kind in kinds.items()}
         if isinstance(error, PeerLost) and error.cause is not None:  # in case that worker cannot tell it
             told["cause"] = f"worker {error.cause.worker} failed", str(error.cause)

@@ -14,7 +14,7 @@ import torch
 import zmq
 from carriers import Cable, zmq_carriers
 
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import NotMet
 from rpc_pipe.workers.transport import congestion
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.form import Dense
@@ -154,7 +154,7 @@ def test_strangers_get_nothing_and_disturb_nobody():
 
 
 def test_who_has_another_key_or_none_is_not_heard():
-    with pytest.raises(ConfigError, match="could not meet the other 1 workers by ZeroMQ"):
+    with pytest.raises(NotMet, match="could not meet the other 1 workers by ZeroMQ"):
         zmq_carriers(2, tcp=True, secrets=[b"a" * 32, b"b" * 32], join_timeout_s=1)
     carriers = zmq_carriers(2, tcp=True)
     context = zmq.Context()

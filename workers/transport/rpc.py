@@ -29,7 +29,7 @@ from torch.distributed import rpc
 from torch.distributed.rendezvous import register_rendezvous_handler
 from torch.futures import Future
 
-from ...dependency import ConfigError
+from ...dependency import NotMet
 from .deadline import within
 from .payload import compact
 from .remote import RemoteCarrier
@@ -121,7 +121,7 @@ class RpcCarrier(RemoteCarrier):
                 meet = partial(rpc.init_rpc, _name(worker), rank=worker, world_size=num_workers)
                 within(join_timeout_s, partial(meet, rpc_backend_options=options))
         except (RuntimeError, ValueError, TimeoutError) as error:
-            raise ConfigError(
+            raise NotMet(
                 f"worker {worker} could not meet the other {num_workers - 1} workers at {init_method} "
                 f"within {timedelta(seconds=join_timeout_s)}: {str(error).partition(_STACK)[0]}"
             ) from error

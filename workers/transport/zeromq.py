@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import zmq
 from torch import Tensor
 
-from ...dependency import ConfigError
+from ...dependency import ConfigError, NotMet
 from .carrier import Delivered
 from .congestion import CONGESTION
 from .deadline import within
@@ -127,7 +127,8 @@ class ZmqCarrier(RemoteCarrier):
             self._meet(deadline)
         except (ConfigError, TimeoutError) as error:
             self._end()
-            raise ConfigError(
+            kind = ConfigError if isinstance(error, ConfigError) else NotMet
+            raise kind(
                 f"worker {worker} could not meet the other {num_workers - 1} workers by ZeroMQ "
                 f"within {timedelta(seconds=join_timeout_s)}: {error}"
             ) from error
