@@ -113,6 +113,12 @@ class WorkerFailure(PipeError, RuntimeError):
             lines += ["traceback of where it failed:", remote_traceback.rstrip()]
         super().__init__("\n".join(filter(None, lines)))
 
+    def __str__(self) -> str:
+        text = str(self.args[0])
+        if self.__cause__ is None:
+            return text
+        return text.partition("\ntraceback of where it failed:\n")[0]  # Python prints the cause's own above this
+
 
 class PeerLost(PipeError, ConnectionError):
     """A peer stopped answering. Look for the cause at that peer; this is a consequence.

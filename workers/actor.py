@@ -10,14 +10,17 @@ the carrier's threads alone.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import traceback
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from types import TracebackType
 
 from torch import Tensor
+from torch.nn.modules import module
 
 from ..dependency import Action, Disagreement, NotFinite, Part, PeerLost, PipeError, Stalled, WorkerFailure
 from .compute.allocator import keep_freed_memory
@@ -36,6 +39,8 @@ from .transport.carrier import Carrier
 from .transport.payload import Tree, map_tensors, pack, unpack
 
 _HERE = Path(__file__).parent
+#: files through which the calls of a module and of a context manager go
+_CALLERS = Path(module.__file__), Path(contextlib.__file__)
 
 
 class WorkerActor(Context):
@@ -192,6 +197,7 @@ class WorkerActor(Context):
         return isinstance(error, Exception) or bool(self.running)
 
     def _describe(self, error: BaseException) -> WorkerFailure:
+        error.__traceback__ = _leading_to(error)
         step = self.running_step if self.running else self.step
         return WorkerFailure(self.worker, self.running, step, *_told(error), self._place())
 
@@ -206,13 +212,22 @@ class WorkerActor(Context):
         return f"stage {action.stage}{index}" + (f", given {given}" if given else "")
 
 
+def _leading_to(error: BaseException) -> TracebackType | None:
+    """Return the frames of an error from the user's first one on: how the workers came there is of no interest."""
+    frames = error.__traceback__
+    while frames and _is_ours(Path(frames.tb_frame.f_code.co_filename)):
+        frames = frames.tb_next
+    return frames or error.__traceback__
+
+
+def _is_ours(file: Path) -> bool:
+    return _HERE.parent in file.parents or file in _CALLERS
+
+
 def _told(error: BaseException) -> tuple[str, str]:
     """Return an error in one line, and its traceback: none for a refusal of ours to which no code of others led."""
-    frames = error.__traceback__
-    while frames and frames.tb_next and Path(frames.tb_frame.f_code.co_filename).parent == _HERE:
-        frames = frames.tb_next  # the user's code is of interest, not how we came there
-    files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(frames)]
+    files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, PipeError) and all(_HERE.parent in file.parents for file in files):
         return str(error), ""
     summary = ", ".join(line.strip() for line in traceback.format_exception_only(type(error), error))
-    return summary, "".join(traceback.format_exception(type(error), error, frames))
+    return summary, "".join(traceback.format_exception(error))

@@ -344,7 +344,8 @@ class Stream:
         if worker.nan == "stop":
             raise NotFinite(
                 f"step {number}: the loss is {loss}, and the weights are spoilt by it: go on from a checkpoint of "
-                "before; torch.autograd.set_detect_anomaly(True) shows where it comes from; --nan warn goes on"
+                "before; torch.autograd.set_detect_anomaly(True) shows where it comes from; RPC_PIPE_NAN=warn goes on "
+                "(in a job: rpc-pipe run --nan warn)"
             )
         if worker.nan == "warn" and worker.worker == 0:
             logger.warning("step %d: the loss is %s", number, loss)

@@ -338,4 +338,18 @@ def test_a_refusal_is_shown_without_our_frames_and_a_layers_error_with_its_own()
         assert 1 <= _own_frames(raised.value) <= 2  # where it leaves the public method, which in `train` are two
     with pytest.raises(WorkerFailure) as raised:
         pipe.predict(X[:, :1])
-    assert _own_frames(raised.value) > 5 and isinstance(raised.value.__cause__, RuntimeError)
+    assert _own_frames(raised.value) == 1 and isinstance(raised.value.__cause__, RuntimeError)
+
+
+def test_a_loss_functions_error_is_called_that_and_shown_once():
+    """A mistake in `loss_fn` came with 70 lines, the traceback twice, and without a word of where it was made."""
+
+    def mistaken(output, target):
+        raise ArithmeticError("my own mistake")
+
+    pipe = pipeline(loss=mistaken)
+    with pytest.raises(WorkerFailure, match="my own mistake, in the loss function") as raised:
+        pipe.step((X, Y))
+    shown = "".join(traceback.format_exception(raised.value))
+    assert shown.count("in mistaken") == 1 and shown.count("\n") < 30, shown
+    assert "in mistaken" in raised.value.remote_traceback  # what a launcher or another process shows

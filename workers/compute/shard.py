@@ -25,7 +25,7 @@ from .recomputation import FirstRun, Recomputation
 from .reruns import Reruns
 from .result import Losses, sum_and_weight
 from .sharing import KeptOutputs
-from .slices import Slice, Times
+from .slices import Slice, Times, note
 from .split_backward import Saved, WeightBackward, backward_inputs
 from .torch_internals import run_backward
 from .unhooked import Unhooked
@@ -271,7 +271,12 @@ class Shard:
         tree = self.slice.forward(inputs, fields, seed, times)
         if share is None:
             return tree
-        return self._weigh(microbatch, self._drawn(self.loss_fn, step, microbatch, tree, target), share)
+        try:
+            loss = self._drawn(self.loss_fn, step, microbatch, tree, target)
+        except Exception as error:
+            note(error, "in the loss function")
+            raise
+        return self._weigh(microbatch, loss, share)
 
     def _staying(self, inputs: Payload) -> Iterable[Tensor]:
         """Yield the tensors that outlive this forward: parameters, buffers, and the user's batch on the first stage."""
