@@ -27,7 +27,7 @@ setup(
             "rpc_pipe." + room
             for room in ("model", "planning", "drawing", "tracing", "launching", "checkpoints", "commands")
         ),
-        *("rpc_pipe." + room for room in ("dispatch", "data", "demo")),
+        *("rpc_pipe." + room for room in ("planning.measuring", "dispatch", "data", "demo", "verifying")),
     ],
     package_data={
         "rpc_pipe": ["py.typed"],

@@ -32,13 +32,13 @@ import torch
 from torch import Tensor, nn
 
 from bench import devices
-from rpc_pipe.demo.replay import Replay
 from rpc_pipe.dependency import B, F, most_open
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.verifying.replay import Replay
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.hooks import Listener
 

@@ -27,13 +27,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rpc_pipe.demo.corpus import Corpus
 from rpc_pipe.demo.gpt import gpt_layers, next_byte_loss
-from rpc_pipe.demo.replay import Replay
 from rpc_pipe.demo.settings import GPTConfig
 from rpc_pipe.demo.text import find_text
 from rpc_pipe.dependency import B, F
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.verifying.replay import Replay
 from rpc_pipe.workers.compute.randomness import Randomness
 
 _P, _M = 8, 8

@@ -17,7 +17,7 @@ from rpc_pipe.demo.gpt import gpt_layers
 from rpc_pipe.demo.settings import GPTConfig
 from rpc_pipe.demo.text import default_text
 from rpc_pipe.dependency import Action, B, F, I, Kind, R, W
-from rpc_pipe.planning.block_timing import measure_layers
+from rpc_pipe.planning.measuring.block_timing import measure_layers
 
 from .systems import Microbatch, Workload
 

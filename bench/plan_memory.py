@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from rpc_pipe.pipeline import Pipeline
-from rpc_pipe.planning.block_timing import measure_layers
+from rpc_pipe.planning.measuring.block_timing import measure_layers
+from rpc_pipe.planning.measuring.profiling import load_user_model, profile_model, rows_of
 from rpc_pipe.planning.plan import Plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
-from rpc_pipe.planning.profiling import load_user_model, profile_model, rows_of
 from rpc_pipe.planning.search import PlanRequest, search
 from rpc_pipe.tracing import run_folders
 

@@ -7,10 +7,10 @@ import torch
 from small_models import LAYERS
 from torch import nn
 
-from rpc_pipe.demo.replay import Replay
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.verifying.replay import Replay
 from rpc_pipe.workers.compute.randomness import Randomness
 from rpc_pipe.workers.hooks import Listener
 

@@ -19,7 +19,7 @@ MAY_IMPORT = {
     "workers/compute": "workers/transport dependency",
     "workers": "workers/compute workers/transport dependency",
     "model": "workers workers/compute workers/transport dependency",
-    "planning": "model workers/compute workers/transport schedules dependency",
+    "planning": "model schedules dependency",
     "drawing": "planning dependency",
     "tracing": "drawing planning model workers workers/transport schedules dependency",
     # the watching node; nobody knows it but the launcher, which shows what it sees, and the command line
@@ -29,18 +29,18 @@ MAY_IMPORT = {
     "pipeline": "checkpoints launching model planning workers workers/compute workers/transport dependency",
     # batches of data larger than memory; training does not need it, who makes batches may
     "data": "model workers/compute workers/transport dependency",
-    "demo": "data pipeline checkpoints launching tracing drawing planning model workers workers/compute "
+    # times of this model on this machine, for the planner
+    "planning/measuring": "pipeline launching tracing planning model workers workers/compute "
     "workers/transport dependency",
-    "commands": "demo data pipeline checkpoints launching dispatch tracing drawing planning schedules dependency",
+    "demo": "data pipeline checkpoints launching tracing drawing planning planning/measuring model workers "
+    "workers/compute workers/transport dependency",
+    "verifying": "demo pipeline launching planning model workers workers/compute workers/transport dependency",
+    "commands": "verifying demo data pipeline checkpoints launching dispatch tracing drawing planning "
+    "planning/measuring schedules dependency",
     "rpc_pipe": "commands pipeline schedules dependency",
 }
 #: of `launching`, the launcher's attempts alone may import `dispatch`
 LAUNCHER = "rpc_pipe.launching.attempt"
-#: what measures on this machine needs what it measures
-MEASURING = tuple(
-    f"rpc_pipe.planning.{name}"
-    for name in ("block_timing", "profiling", "estimating", "update_times", "working_memory")
-)
 MOST_LINES, MOST_FUNCTION_LINES = 400, 60
 
 
@@ -160,7 +160,7 @@ def loads(modules, without):
 
 
 def of(*folders):
-    return [name for name in FILES if folder(name) in folders and name not in MEASURING]
+    return [name for name in FILES if folder(name) in folders]
 
 
 def test_schedules_and_planning_load_without_torch_and_rich():

@@ -2,10 +2,10 @@
 
 import pytest
 
-from rpc_pipe.demo.proof import prove
-from rpc_pipe.demo.settings import VerifyOptions
 from rpc_pipe.launching import launcher_link as link
 from rpc_pipe.schedules import SCHEDULES
+from rpc_pipe.verifying.options import VerifyOptions
+from rpc_pipe.verifying.proof import prove
 
 #: the others are in test_asynchronous.py
 SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]

@@ -91,7 +91,7 @@ def _compare_own(typed: dict[str, Any]) -> int:
     options = filled(TrainOptions, typed)
     import torch
 
-    from ..planning.profiling import load_user_model, profile_model, rows_of
+    from ..planning.measuring.profiling import load_user_model, profile_model, rows_of
 
     torch.set_num_threads(options.threads)
     user_model = load_user_model(typed["model"])

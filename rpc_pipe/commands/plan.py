@@ -221,7 +221,7 @@ def _rows_of_batch(typed: dict[str, Any]) -> int:
     """Return the rows of the batch of the user's function."""
     if "model" not in typed:
         raise ConfigError("--batch: needed with --profile; give the rows of a step's batch")
-    from ..planning.profiling import load_user_model, rows_of
+    from ..planning.measuring.profiling import load_user_model, rows_of
 
     return rows_of(load_user_model(typed["model"]).batch)
 

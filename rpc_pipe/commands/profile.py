@@ -29,7 +29,7 @@ from .options import Parser, add_json, device, whole
 from .topology import machines_of
 
 if TYPE_CHECKING:
-    from ..planning.profiling import UserModel
+    from ..planning.measuring.profiling import UserModel
 
 #: folder of profiles, beside the model's file
 _FOLDER = ".rpc_pipe"
@@ -102,8 +102,8 @@ def _as_part_of(job: Job, typed: Mapping[str, Any], reporter: Reporter) -> None:
         raise ConfigError(f"--workers {typed['workers']}: this job has {job.num_workers} workers; leave it out")
     import torch
 
-    from ..demo.together import profile_together
-    from ..planning.profiling import load_user_model, rows_of
+    from ..planning.measuring.joint_profile import profile_together
+    from ..planning.measuring.profiling import load_user_model, rows_of
 
     torch.set_num_threads(typed.get("threads", 1))
     user_model = load_user_model(typed["model"])
@@ -141,7 +141,7 @@ def find_profile(
         try_files(typed, ["profile"])
     import torch
 
-    from ..planning.profiling import load_user_model, rows_of
+    from ..planning.measuring.profiling import load_user_model, rows_of
 
     torch.set_num_threads(typed.get("threads", 1))
     user_model = load_user_model(typed["model"])
@@ -183,7 +183,7 @@ def _settings(typed: Mapping[str, Any]) -> dict[str, Any]:
 
 def _place(user_model: UserModel, typed: Mapping[str, Any], together: int) -> tuple[str, Path]:
     """Return the signature of the model and options, and the file of its profile."""
-    from ..planning.profiling import signature
+    from ..planning.measuring.profiling import signature
 
     more = [f"{together} workers"] if together else []
     name = signature(user_model, *_settings(typed).values(), typed.get("threads", 1), *more)
@@ -195,7 +195,7 @@ def _place(user_model: UserModel, typed: Mapping[str, Any], together: int) -> tu
 def _measure(
     user_model: UserModel, typed: Mapping[str, Any], rows: Sequence[int], at_least: int, reporter: Reporter
 ) -> Profile:
-    from ..planning.profiling import profile_model
+    from ..planning.measuring.profiling import profile_model
 
     with progress(reporter) as bar:
         task = bar.add_task("measuring", total=1.0)

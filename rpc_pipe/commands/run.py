@@ -184,7 +184,7 @@ def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"--model {model}: must be path/to/file.py:make, a function that returns model, batch")
     arguments = [model, *(f"--{name}={typed[name]}" for name in ("steps", "lr", "seed") if name in typed)]
     rest = {name: value for name, value in typed.items() if name not in ("model", "steps", "lr")}
-    return {**rest, "script": str(Path(__file__).parent.parent / "demo" / "own_train.py"), "arguments": arguments}
+    return {**rest, "script": str(Path(__file__).with_name("own_train.py")), "arguments": arguments}
 
 
 def how(typed: Mapping[str, Any]) -> How:

@@ -26,7 +26,7 @@ from .auto import note, noting
 from .options import typed_checkpoints
 
 #: the script of `run --model`
-OWN_TRAIN = Path(__file__).parent.parent / "demo" / "own_train.py"
+OWN_TRAIN = Path(__file__).with_name("own_train.py")
 #: options that need the last steps
 _OF_STEPS = ("trace", "html", "json")
 _PATHS = (*FILES, "checkpoint_folder", "resume")
@@ -67,7 +67,7 @@ def run_script(
     sys.argv = [script, *arguments]
     sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        runpy.run_path(script, run_name="rpc_pipe.demo.__main__" if Path(script) == OWN_TRAIN else "__main__")
+        runpy.run_path(script, run_name="rpc_pipe.commands.__main__" if Path(script) == OWN_TRAIN else "__main__")
     except KeyboardInterrupt:
         if link.stopping():  # the script has ignored a stop: all workers end here
             ending.leave()

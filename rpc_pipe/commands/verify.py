@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..demo.settings import VerifyOptions
 from ..dependency import ConfigError
 from ..launching.job import current_job
 from ..launching.launcher import as_worker, launch
 from ..launching.report import Reporter
+from ..verifying.options import VerifyOptions
 from .options import Parser, add_pipeline, filled, fraction, set_transport, whole
 from .run import how, refuse_idle
 
@@ -49,7 +49,7 @@ def verify(typed: dict[str, Any], argv: list[str]) -> int:
     options.spec(sum(options.split) if options.split else 10**9)
     reporter = Reporter("json" in typed)
     if "list_blocks" in typed:
-        from ..demo.blocks import list_blocks
+        from ..verifying.blocks import list_blocks
 
         return as_worker(lambda: list_blocks(options), reporter)
     if job is None and options.transport != "local":
@@ -57,11 +57,11 @@ def verify(typed: dict[str, Any], argv: list[str]) -> int:
 
     def work() -> None:
         if options.model in _BUILT_IN:
-            from ..demo.proof import prove
+            from ..verifying.proof import prove
 
             prove(options)
         else:
-            from ..demo.own_proof import prove_own
+            from ..verifying.own_proof import prove_own
 
             prove_own(options)
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch.optim import AdamW
 
-from ..planning.block_timing import measure_layers
+from ..planning.measuring.block_timing import measure_layers
 from ..planning.profile import LayerCost
 from .gpt import VOCABULARY, gpt_layers, next_byte_loss
 from .settings import TrainOptions

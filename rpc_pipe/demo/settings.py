@@ -1,4 +1,4 @@
-"""What the built-in training and the proof can be told, with the rules that their values must keep. Torch-free."""
+"""The options of the built-in training, with the rules that their values must keep. Torch-free."""
 
 from __future__ import annotations
 
@@ -68,21 +68,3 @@ class TrainOptions(PipeOptions):
                 f"{parameters:.3g} parameters with gradients and AdamW, and {tokens:.3g} tokens, take at least "
                 f"{least / 1e9:.3g} GB; this machine has {there / 1e9:.3g} GB"
             )
-
-
-@dataclass(frozen=True, kw_only=True)
-class VerifyOptions(PipeOptions):
-    """The comparison with one process."""
-
-    model: str = "gpt"
-    transport: str = "rpc"
-    steps: int = 3
-    rows: int | None = None
-    dropout: float = 0.1
-    #: names of the user's lists of blocks
-    blocks: list[str] | None = None
-
-    @property
-    def batch_rows(self) -> int:
-        """Rows of a batch: by default not a multiple of the microbatches, so that the last is ragged."""
-        return 2 * self.microbatches + 1 if self.rows is None else self.rows

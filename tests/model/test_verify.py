@@ -13,8 +13,8 @@ from torch import nn
 
 from rpc_pipe.commands.main import main
 from rpc_pipe.commands.run import run
-from rpc_pipe.demo.own_proof import Keyed, seeded
 from rpc_pipe.dependency import ConfigError
+from rpc_pipe.verifying.own_proof import Keyed, seeded
 
 MODELS = """
 import random

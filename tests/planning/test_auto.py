@@ -8,11 +8,11 @@ from processes import rpc_pipe
 
 from rpc_pipe.commands.auto import Auto, let_note, noting
 from rpc_pipe.commands.main import main
-from rpc_pipe.demo.together import around, with_moves
 from rpc_pipe.dependency import B, ConfigError, F, G, I, R, U, W
 from rpc_pipe.planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms, read_measured_run, spec_of
 from rpc_pipe.planning.footprint import Size
-from rpc_pipe.planning.merging import merged
+from rpc_pipe.planning.measuring.joint_profile import around, with_moves
+from rpc_pipe.planning.measuring.merging import merged
 from rpc_pipe.planning.plan import Plan, read_plan
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile, as_json, from_json
 from rpc_pipe.planning.search import PlanRequest

@@ -8,10 +8,10 @@ from torch import nn
 
 from rpc_pipe.dependency import B, F, G, I, U, W
 from rpc_pipe.model.user_model import UserModel
-from rpc_pipe.planning import profiling, update_times
-from rpc_pipe.planning.block_timing import TimedBlock, _forward, measure_layers, time_blocks
+from rpc_pipe.planning.measuring import profiling, update_times
+from rpc_pipe.planning.measuring.block_timing import TimedBlock, _forward, measure_layers, time_blocks
+from rpc_pipe.planning.measuring.profiling import profile_model, signature
 from rpc_pipe.planning.profile import Chain
-from rpc_pipe.planning.profiling import profile_model, signature
 
 
 def test_what_two_blocks_both_keep_is_there_once():

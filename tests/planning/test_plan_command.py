@@ -13,9 +13,9 @@ from rpc_pipe.dependency import ConfigError
 from rpc_pipe.drawing.plans import front_svg
 from rpc_pipe.model.user_model import UserModel, load_user_model, resize_batch, rows_of
 from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.planning.measuring.profiling import profile_model
 from rpc_pipe.planning.plan import Plan, read_plan
 from rpc_pipe.planning.profile import from_json
-from rpc_pipe.planning.profiling import profile_model
 
 MODEL = """
 import torch

@@ -13,10 +13,10 @@ from torch import nn
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, F, I, R, W
 from rpc_pipe.drawing.comparison import table
-from rpc_pipe.planning.block_timing import measure_layers
 from rpc_pipe.planning.candidates import VARIANTS
 from rpc_pipe.planning.compare import ModelCosts, compare, complete_costs, verdict
 from rpc_pipe.planning.footprint import Size, num_messages, peak_bytes
+from rpc_pipe.planning.measuring.block_timing import measure_layers
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
 

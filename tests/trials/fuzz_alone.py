@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rpc_pipe.demo.own_proof import Keyed
-from rpc_pipe.demo.proof import add_up, summing_orders
-from rpc_pipe.demo.replay import Replay
 from rpc_pipe.dependency import Spec
 from rpc_pipe.model.microbatches import Microbatches, join_rows
 from rpc_pipe.model.partition import LayerPartition
+from rpc_pipe.verifying.own_proof import Keyed
+from rpc_pipe.verifying.proof import add_up, summing_orders
+from rpc_pipe.verifying.replay import Replay
 from rpc_pipe.workers.compute.randomness import Randomness, preserved, python_too
 from rpc_pipe.workers.compute.stash import Holding
 from rpc_pipe.workers.transport.payload import Tree, map_tensors

@@ -14,13 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..dependency import B, F, I, Kind, R, W
-from ..workers.compute.shard import LossFn
-from ..workers.compute.split_backward import Saved, WeightBackward, backward_inputs, children_first
-from ..workers.compute.updating import OptimizerFactory
-from ..workers.transport.payload import Tree, pack, tensors_of, unpack
-from .footprint import Size
-from .profile import LayerCost
+from ...dependency import B, F, I, Kind, R, W
+from ...workers.compute.shard import LossFn
+from ...workers.compute.split_backward import Saved, WeightBackward, backward_inputs, children_first
+from ...workers.compute.updating import OptimizerFactory
+from ...workers.transport.payload import Tree, pack, tensors_of, unpack
+from ..footprint import Size
+from ..profile import LayerCost
 from .update_times import Barrier, BlockParameters, Synchronize, cache_exceeding_groups, milliseconds, with_update_times
 from .working_memory import Forward, begin_gradients, peak_working_bytes
 

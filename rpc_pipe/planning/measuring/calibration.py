@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..dependency import B, F, G, I, Kind, R, U, W
-from ..pipeline import Pipeline
-from ..planning.block_timing import measure_layers
-from ..planning.simulator import Link
-from ..workers.actor import WorkerActor
-from ..workers.hooks import Listener, StepRecord
-from ..workers.transport.call import Call
-from ..workers.transport.payload import pack, unpack
+from ...dependency import B, F, G, I, Kind, R, U, W
+from ...pipeline import Pipeline
+from ...workers.actor import WorkerActor
+from ...workers.hooks import Listener, StepRecord
+from ...workers.transport.call import Call
+from ...workers.transport.payload import pack, unpack
+from ..simulator import Link
+from .block_timing import measure_layers
 
 #: how long a layer sleeps, seconds: long against what a thread needs to wake up
 _SLEEP_S = 0.002

@@ -15,8 +15,8 @@ from ..model.partition import LayerPartition
 from ..model.user_model import UserModel
 from ..workers.compute.randomness import Randomness
 from ..workers.transport.payload import distinct_tensors
+from .options import VerifyOptions
 from .own_proof import seeded
-from .settings import VerifyOptions
 
 
 def list_blocks(options: VerifyOptions) -> None:

@@ -7,9 +7,9 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from ..dependency import B, F
-from .profile import LayerCost, Profile
-from .simulator import Link
+from ...dependency import B, F
+from ..profile import LayerCost, Profile
+from ..simulator import Link
 
 #: workers whose times differ by a smaller factor count as equally fast: such differences are noise
 _NOISE = 1.1

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..launching import launcher_link as link
-from .settings import VerifyOptions
+from .options import VerifyOptions
 
 #: what sums in another order may differ by, in units of the float's own precision, relative to the largest number
 _ROUNDINGS = 256

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..dependency import G, U
-from ..workers.compute.updating import OptimizerFactory
-from .profile import LayerCost
+from ...dependency import G, U
+from ...workers.compute.updating import OptimizerFactory
+from ..profile import LayerCost
 
 #: waits for the device, like `torch.cuda.synchronize`
 Synchronize = Callable[[], None]

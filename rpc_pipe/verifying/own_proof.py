@@ -30,8 +30,8 @@ from ..workers.compute.attributes import Attributes
 from ..workers.compute.randomness import Randomness, preserved
 from ..workers.compute.torch_internals import OperatorMode, is_current, without_torch_function
 from ..workers.transport.payload import Tree
+from .options import VerifyOptions
 from .proof import add_up, replicas, summing_orders
-from .settings import VerifyOptions
 from .verdict import Compared, tell
 
 # Linear in the gradients, so that rounding stays rounding; the momentum shows the gradients themselves.

@@ -20,14 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..dependency import B, ConfigError, F, G, I, Kind, PipeError, R, U, W
-from ..model.user_model import UserModel, load_user_model, resize_batch, rows_of
-from ..workers.compute.allocator import keep_freed_memory
-from ..workers.compute.updating import OptimizerFactory
-from ..workers.transport.payload import Tree, map_tensors, tensors_of
+from ...dependency import B, ConfigError, F, G, I, Kind, PipeError, R, U, W
+from ...model.user_model import UserModel, load_user_model, resize_batch, rows_of
+from ...workers.compute.allocator import keep_freed_memory
+from ...workers.compute.updating import OptimizerFactory
+from ...workers.transport.payload import Tree, map_tensors, tensors_of
+from ..profile import LayerCost, Profile, Tie
 from .block_timing import TimedBlock, measure_layers, num_bytes, time_blocks, with_working_memory
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
-from .profile import LayerCost, Profile, Tie
 from .update_times import Barrier, BlockParameters, PeerOutOfMemoryError, Synchronize, with_update_times
 from .working_memory import Forward
 

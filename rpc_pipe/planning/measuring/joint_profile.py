@@ -8,15 +8,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..dependency import G, Kind
-from ..launching.job import current_job
-from ..model.user_model import UserModel
-from ..planning.merging import merged
-from ..planning.profile import LayerCost, Profile, as_json, from_json
-from ..planning.profiling import RUNTIME_MS, profile_model
-from ..tracing import run_folders
-from ..workers.compute.device import backend_for
+from ...dependency import G, Kind
+from ...launching.job import current_job
+from ...model.user_model import UserModel
+from ...tracing import run_folders
+from ...workers.compute.device import backend_for
+from ..profile import LayerCost, Profile, as_json, from_json
 from .calibration import calibrate
+from .merging import merged
+from .profiling import RUNTIME_MS, profile_model
 
 
 def profile_together(

@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from ..workers.compute.split_backward import Saved, backward_inputs
-from ..workers.transport.payload import Tree
+from ...workers.compute.split_backward import Saved, backward_inputs
+from ...workers.transport.payload import Tree
 
 #: runs a forward; returns the leaves whose gradients backward computes, the next block's input, backward's roots
 Forward = Callable[[], tuple[list[Tensor], Tree, list[Tensor]]]

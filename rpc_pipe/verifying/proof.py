@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import AdamW
 
+from ..demo.gpt import gpt_layers, next_byte_loss
+from ..demo.settings import GPTConfig
 from ..dependency import Spec, local_order
 from ..model.partition import LayerPartition
 from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness
 from ..workers.transport.payload import split_rows
-from .gpt import gpt_layers, next_byte_loss
+from .options import VerifyOptions
 from .replay import Replay
-from .settings import GPTConfig, VerifyOptions
 from .verdict import Compared, tell
 
 Layers = Sequence[Callable[[], nn.Module]]

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from ..dependency import B, F, G, I, Kind, R, U, W
-from ..model.user_model import UserModel
-from ..workers.compute.split_backward import Saved
-from ..workers.compute.torch_internals import OperatorMode
-from ..workers.compute.updating import OptimizerFactory
-from ..workers.transport.payload import Tree, map_tensors, tensors_of
+from ...dependency import B, F, G, I, Kind, R, U, W
+from ...model.user_model import UserModel
+from ...workers.compute.split_backward import Saved
+from ...workers.compute.torch_internals import OperatorMode
+from ...workers.compute.updating import OptimizerFactory
+from ...workers.transport.payload import Tree, map_tensors, tensors_of
+from ..footprint import Size
+from ..profile import LayerCost
 from .block_timing import num_bytes
-from .footprint import Size
-from .profile import LayerCost
 
 #: side of the square matrices by whose product the speed of a device is measured
 _MATRIX_SIDE = 512

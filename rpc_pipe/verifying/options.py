@@ -1,0 +1,25 @@
+"""The options of `rpc-pipe verify`. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..planning.specs import PipeOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyOptions(PipeOptions):
+    """The comparison with one process."""
+
+    model: str = "gpt"
+    transport: str = "rpc"
+    steps: int = 3
+    rows: int | None = None
+    dropout: float = 0.1
+    #: names of the user's lists of blocks
+    blocks: list[str] | None = None
+
+    @property
+    def batch_rows(self) -> int:
+        """Rows of a batch: by default not a multiple of the microbatches, so that the last is ragged."""
+        return 2 * self.microbatches + 1 if self.rows is None else self.rows
