@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from .checkpoints.keeper import Keeper
+from .checkpoints.resumption import name_of
 from .checkpoints.weights import Weights
 from .dependency import ConfigError, Entry, Order, PipeError, check, most_open
 from .launching import launcher_link as link
@@ -195,7 +196,7 @@ class Pipeline(ApiAdvice, Weights):
         self._keeper.refuse_averaged("step")
         cut = self._cut(batch, microbatches)
         if self._keeper.results.behind:
-            return self._keeper.answer("step", label_of(batch))
+            return self._keeper.skip_step(label_of(batch))
         return self._record(self._run(cut, train=True), label_of(batch))
 
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
@@ -216,7 +217,7 @@ class Pipeline(ApiAdvice, Weights):
             self._cut(first)
             batches = chain([first], batches)
         while self._keeper.results.behind and (skipped := next(batches, batches)) is not batches:
-            yield self._keeper.answer("step", label_of(skipped))
+            yield self._keeper.skip_step(label_of(skipped))
         ahead = Prefetcher(batches, self._cut, most_open(self.spec) - 1)
         made = partial(self._inputs.make, train=True, streamed=True)
         streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}
@@ -245,12 +246,14 @@ class Pipeline(ApiAdvice, Weights):
             metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
         """
         cut = self._cut(batch, microbatches, None if metric is None else self.partition.pair_for_metric)
-        if self._keeper.results.behind:
-            return self._keeper.answer("evaluate")
+        results, name = self._keeper.results, name_of(metric)
+        if results.behind and name in results.metrics:
+            return results.metrics[name]
+        results.warn_of_weights("evaluate", self.worker)
         with with_metric((shard for actor in self._actors for shard in actor.shards.values()), metric):
             result = self._run(cut, what="evaluate")
         assert result.loss is not None
-        self._keeper.results.note("evaluate", result.loss)
+        results.metrics[name] = result.loss
         return result.loss
 
     def predict(self, inputs: Tree, *, to: int | Collection[int] | None = None) -> Tree:
@@ -259,7 +262,7 @@ class Pipeline(ApiAdvice, Weights):
         Args:
             to: the worker or workers that get the output; others get None. None: all workers.
         """
-        self._keeper.results.predicts(self.worker)
+        self._keeper.results.warn_of_weights("predict", self.worker)
         outputs, cut = Outputs(self.spec, to), self._cut(inputs, pair=self.partition.only_inputs)
 
         def predicted(actor: WorkerActor) -> list[Tree] | None:
@@ -363,7 +366,7 @@ class Pipeline(ApiAdvice, Weights):
         assert result.loss is not None
         self._stopped |= result.stop
         self._step_end.observe_result(result)
-        self._keeper.results.note("step", result.loss, batch, result.norm)
+        self._keeper.note_step(result.loss, batch, result.norm)
         self._keeper.after(self.steps_done, result.stop)
         return result.loss
 

@@ -22,13 +22,11 @@ from .pretrained import Loaded, Pretrained, begin_export
 from .random_state import NAMES, random_state, set_random_state
 from .reading import Checkpoint
 from .resumption import Resumption
-from .shard_state import by_hand, model_tensors, put
+from .shard_state import model_tensors, put
 from .together import agreed, failure, raise_first, together
 from .writing import Snapshot, Writing, export
 
 logger = logging.getLogger(__name__)
-
-_RESULTS = "results"
 
 
 class Restored(NamedTuple):
@@ -77,10 +75,8 @@ class Keeper:
         self.every: tuple[int, Path, int | None] | None = None
         #: of the model, if it has one that can write itself
         self.config: Any = None
-        #: of a script that makes its calls anew: what they go on from, and `by_hand` of the workers of this process
-        self._put_from: tuple[Path, list[Any]] | None = None
-        #: the same, if the script has asked for that checkpoint itself; and how many results it had been told then
-        self._saved_from: tuple[Path, int] | None = None
+        #: of a script that starts from the top: the checkpoint that it goes on from, and whether it wrote that itself
+        self._resumed: tuple[Path, bool] | None = None
         #: whether weights and their averages are exchanged now
         self.averaged = False
         #: the folder that was claimed, and by whom
@@ -111,15 +107,15 @@ class Keeper:
     def save(self, where: Path, keep: int | None, extra: Any, wait: bool) -> Path | None:
         """Copy all numbers and write them beside training; with `wait`, return when the checkpoint is complete.
 
-        Where calls are answered it has been written already. If it is the one that the script goes on from, all is put
+        Where calls are skipped it has been written already. If it is the one that the script goes on from, all is put
         as it was once more: what the script changes by hand just before is in it, and must not count twice.
         """
         self.refuse_averaged("save_checkpoint")
         if self.results.behind:
             return where / folder.name(self.results.steps_done(0))
-        saved, self._saved_from = self._saved_from, None
-        if saved is not None and saved[1] == self.results.count:
-            return self._put(saved[0]).checkpoint.path
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and resumed[1]:
+            return self._put(resumed[0]).checkpoint.path
         return self._save(where, keep, extra, wait, asked=True)
 
     def refuse_averaged(self, what: str) -> None:
@@ -146,7 +142,7 @@ class Keeper:
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
             first, routes = _first_route(actor), _own_routes(actor) if self._elastic else []
-            also = {**random_state(), _RESULTS: self.results.tensor()} if actor.worker == 0 else {}
+            also = random_state() if actor.worker == 0 else {}
             return Snapshot(actor.worker, self._num_workers, first, also, routes, _replicas(actor))
 
         about["step"] = self._each(lambda actor: actor.step)[0]
@@ -204,10 +200,8 @@ class Keeper:
         self.settle()
         checkpoint, self.results, random = self._put(where)
         if anew:
-            self.results.replay()
-            self._put_from = checkpoint.path, self._each(by_hand)
-            if checkpoint.about.get("asked"):
-                self._saved_from = checkpoint.path, self.results.count
+            self.results.skip(checkpoint.step)
+            self._resumed = checkpoint.path, bool(checkpoint.about.get("asked"))
         else:
             with _understood(checkpoint.path):
                 set_random_state(random)
@@ -223,19 +217,21 @@ class Keeper:
 
         return self._each(put_all)[0]  # type: ignore[no-any-return]
 
-    def answer(self, what: str, batch: str = "") -> float:
-        """Return what a call was told when it was made, as `Resumption.answer`.
+    def skip_step(self, batch: str) -> float:
+        """Skip a training step that the checkpoint covers, as `Resumption.skip_step`.
 
         With the last one the script is where the checkpoint was made. What it has changed by hand until then, such as
         a learning rate, is in the checkpoint already: it must not count twice.
         """
-        found = self.results.answer(what, batch)
-        if not self.results.behind and self._put_from is not None:
-            (path, before), self._put_from = self._put_from, None
-            own = before != self._each(by_hand)
-            if any(self._each(lambda actor: actor.exchange("changed by hand", own))[0]):
-                self._put(path)
-        return found
+        loss = self.results.skip_step(batch)
+        if not self.results.behind and self._resumed is not None:
+            self._put(self._resumed[0])
+        return loss
+
+    def note_step(self, loss: float, batch: str, norm: float | None) -> None:
+        """Remember the result of a training step; what was written before it is not written again."""
+        self._resumed = None
+        self.results.note_step(loss, batch, norm)
 
     def save_pretrained(self, where: Path) -> None:
         """Write the weights alone, as `from_pretrained` takes them.
@@ -339,7 +335,7 @@ def _prepared(
     @_understood(where)
     def prepare() -> _Prepared:
         checkpoint = Checkpoint(where)
-        results = Resumption(checkpoint.rest([_RESULTS])[_RESULTS], checkpoint.about)
+        results = Resumption(checkpoint.about)
         # Another number of routes goes on from their reference, with the state of the first one's optimizer.
         apart = elastic and checkpoint.num_routes == len(_own_routes(actor))
         for (_, route), shard in actor.shards.items():

@@ -1,171 +1,92 @@
-"""What a script has been told so far, so that a script that starts anew is told it again without computing.
+"""A script that knows nothing of checkpoints starts from the top: its calls that a checkpoint covers are skipped.
 
-A script that knows nothing of checkpoints makes its calls from the first one on. Those that the checkpoint has behind
-it are answered from here: the same losses in the same order, whatever else the script does between them.
+A checkpoint keeps how many training steps it covers and what the last ones gave, so its size does not grow with them.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from array import array
 from collections.abc import Mapping
-from mmap import mmap
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from ..dependency import ConfigError
 
-_KINDS = ("step", "evaluate")
-_MOST_COLUMNS = 3
-
 
 class Resumption:
-    """Results of `step` and `evaluate`, in the order of the calls.
+    """The last results of a run, and which calls of a script that starts from the top are skipped.
 
     Args:
-        past: of the run that the checkpoint was made in, as `tensor` gives it.
-        about: of the same run, as `about` gives it.
+        about: of the run that the checkpoint was made in, as `about` gives it.
 
     Attributes:
         batch: what the batch of the last training step is called, if it has a name.
+        loss: of the last training step.
         norm: of the gradients of the last training step, if it was asked for.
-
-    Raises:
-        ValueError: no run can have had such a past.
+        metrics: the last result of each metric by which the run was evaluated, by the metric's name.
     """
 
-    def __init__(self, past: Tensor | None = None, about: Mapping[str, Any] = {}) -> None:
-        #: of each call: which it was, the loss, the norm of the gradients or nan; a run may make millions
-        self._kinds, self._losses, self._norms = bytearray(), array("d"), array("d")
-        self.batch = str(about.get("batch", ""))
-        self.norm: float | None = None
-        if past is not None:
-            calls = about.get("calls", len(past))
-            if not 0 <= calls <= len(past):
-                raise ValueError(f"{calls} calls, but {len(past)} rows of results")
-            self._remember(past[:calls])
-        #: calls that are answered from the past: the next one, and the first that is not
-        self._next = self._until = 0
-        #: of these, the last training step
-        self._last = -1
+    def __init__(self, about: Mapping[str, Any] = {}) -> None:
+        self.batch, self.loss = str(about.get("batch", "")), float(about.get("loss", math.nan))
+        norm = about.get("norm")
+        self.norm = None if norm is None else float(norm)
+        self.metrics = {str(name): float(value) for name, value in dict(about.get("metrics", {})).items()}
+        #: training steps that are skipped, and how many the script has asked for
+        self._covered = self._asked = 0
         self._warned = False
-
-    def _remember(self, past: Tensor) -> None:
-        calls, columns = past.shape
-        if not 1 <= columns <= _MOST_COLUMNS:
-            raise ValueError(f"{columns} columns of results")
-        kinds = past[:, 0] if columns == _MOST_COLUMNS else torch.zeros(calls)
-        if not ((kinds == 0) | (kinds == 1)).all():
-            raise ValueError("results of unknown calls")
-        self._kinds.extend(kinds.to(torch.uint8).numpy().tobytes())
-        self._losses.frombytes(past[:, max(0, columns - 2)].double().numpy().tobytes())
-        norms = array("d", [math.nan]) * calls
-        if columns > 1:
-            norms = array("d", past[:, -1].double().numpy().tobytes())
-        self._norms.extend(norms)
-        last = self._kinds.rfind(0)
-        if last >= 0:
-            self._note_norm(0, self._norms[last])
-
-    def tensor(self) -> Tensor:
-        """Return all results, (calls or more, columns): which call it was, the loss, the norm of the gradients or nan.
-
-        The first column is left out where all calls were steps, and then the last where none has a norm. Rows of zeros
-        follow, so that a long run has few sizes, whose memory is used again.
-        """
-        kinds, losses, norms = (_column(each) for each in (self._kinds, self._losses, self._norms))
-        columns = [kinds, losses, norms]
-        if not kinds.any():
-            columns = [losses] if norms.isnan().all() else [losses, norms]
-        unit = 1 << max(4, self.count.bit_length() - 4)
-        rows = self.count // unit * unit + unit
-        # The system's, who takes it back: in the allocator's heap each would leave a hole, a little too small later.
-        memory = mmap(-1, rows * len(columns) * torch.float64.itemsize)
-        found = torch.frombuffer(memory, dtype=torch.float64).view(rows, len(columns))
-        for number, column in enumerate(columns):
-            found[: self.count, number] = column
-        return found
 
     @property
     def about(self) -> dict[str, Any]:
-        """What is kept beside `tensor`: how many calls it holds, and what the last step's batch is called."""
-        return {"batch": self.batch, "calls": self.count}
+        """What a checkpoint keeps of this."""
+        return {"batch": self.batch, "loss": self.loss, "norm": self.norm, "metrics": dict(self.metrics)}
 
-    @property
-    def count(self) -> int:
-        """How many results there are."""
-        return len(self._kinds)
-
-    def steps_done(self, now: int) -> int:
-        """Return how many training steps the script has made, which are `now` when all calls have been answered."""
-        return self._kinds.count(0, 0, self._next) if self.behind else now
-
-    def _note_norm(self, kind: int, norm: float) -> None:
-        if _KINDS[kind] == "step":
-            self.norm = None if math.isnan(norm) else norm
-
-    def replay(self) -> None:
-        """Answer the calls from the first one on."""
-        self.norm = None
-        self._next, self._until = 0, len(self._kinds)
-        self._last = self._kinds.rfind(0)
+    def skip(self, steps: int) -> None:
+        """Skip calls until the script has asked for so many training steps."""
+        self._covered, self._asked = steps, 0
 
     @property
     def behind(self) -> bool:
-        """Whether the next call is answered from the past."""
-        return self._next < self._until
+        """Whether the script has not come to the checkpoint yet."""
+        return self._asked < self._covered
 
-    def answer(self, what: str, batch: str = "") -> float:
-        """Return what this call was told when it was made.
+    def steps_done(self, now: int) -> int:
+        """Return how many training steps the script has asked for, which are `now` when none is skipped any more."""
+        return self._asked if self.behind else now
+
+    def skip_step(self, batch: str) -> float:
+        """Skip a training step; return the loss of the last one before the checkpoint.
 
         Args:
             batch: what the batch is called, if it has a name.
 
         Raises:
-            ConfigError: the script makes other calls than it did, or has other data.
+            ConfigError: it is the checkpoint's last step, and had another batch.
         """
-        kind = self._kinds[self._next]
-        if _KINDS[kind] != what:
-            raise ConfigError(
-                f"--resume: call {self._next} of the script is {what}, and was {_KINDS[kind]} in the run that "
-                "wrote the checkpoint; continue with the same script"
-            )
-        if self._next == self._last and batch != self.batch and batch and self.batch:
+        self._asked += 1
+        if not self.behind and batch != self.batch and batch and self.batch:
             raise ConfigError(
                 f"--resume: the last step before the checkpoint was of {self.batch}, and is of {batch}: the data, "
                 "their order or the rows of a batch have changed; continue with the same, or start "
                 "again without --resume"
             )
-        number, self._next = self._next, self._next + 1
-        self._note_norm(kind, self._norms[number])
-        return self._losses[number]
+        return self.loss
 
-    def predicts(self, worker: int) -> None:
-        """Warn, once and on worker 0, that what is predicted now is not what was: only numbers are kept."""
+    def note_step(self, loss: float, batch: str, norm: float | None) -> None:
+        """Remember the result of a training step."""
+        self.loss, self.batch, self.norm = loss, batch, norm
+
+    def warn_of_weights(self, what: str, worker: int) -> None:
+        """Warn, once and on worker 0, that a call that is not skipped computes with the checkpoint's weights."""
         if self.behind and not self._warned:
             self._warned = True
             if worker == 0:
                 warnings.warn(
-                    f"predict: call {self._next} of the script is behind the checkpoint that it goes on from, whose "
-                    "weights this is computed with; a script that decides by it may decide otherwise than then",
+                    f"{what}: the script has not come to the checkpoint that it goes on from, whose weights this is "
+                    "computed with; a script that decides by it may decide otherwise than then",
                     stacklevel=3,
                 )
 
-    def note(self, what: str, loss: float, batch: str = "", norm: float | None = None) -> None:
-        """Remember a result, and of a training step what its batch is called and the norm of its gradients."""
-        if what == "step":
-            self.batch, self.norm = batch, norm
-        self._kinds.append(_KINDS.index(what))
-        self._losses.append(loss)
-        self._norms.append(math.nan if norm is None else norm)
 
-
-def _column(values: bytearray | array[float]) -> Tensor:
-    """Return what shares the memory of `values`, which cannot grow before it is let go."""
-    if not values:
-        return torch.empty(0, dtype=torch.float64)
-    dtype = torch.uint8 if isinstance(values, bytearray) else torch.float64
-    return torch.frombuffer(values, dtype=dtype)
+def name_of(metric: object) -> str:
+    """Return what a metric is called; nothing for None, the loss."""
+    return "" if metric is None else str(getattr(metric, "__qualname__", type(metric).__qualname__))

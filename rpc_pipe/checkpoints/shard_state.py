@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..dependency import ConfigError
-from ..workers.actor import WorkerActor
-from ..workers.compute.digest import digest
 from ..workers.compute.shard import Shard
 from ..workers.compute.updating import Updating
 from .json_values import decoded, encoded
@@ -107,16 +105,6 @@ def described(shard: Shard) -> dict[str, Any]:
         "on_host": [key for key, value, p in _state(shard) if isinstance(value, Tensor) and value.device != p.device],
         "scheduler": None if scheduler is None else encoded(scheduler.state_dict(), type(scheduler).__name__),
     }
-
-
-def by_hand(actor: WorkerActor) -> list[Any]:
-    """Return what tells whether a user has changed what a checkpoint keeps of a worker; no device is waited for."""
-    found: list[Any] = []
-    for shard in actor.shards.values():
-        tensors = {**model_tensors(shard), **optimizer_tensors(shard)}
-        found.append([(name, t._version, t.data_ptr(), digest([t])) for name, t in tensors.items()])
-        found.append(described(shard))
-    return found
 
 
 def _state(shard: Shard) -> Iterator[tuple[str, Any, nn.Parameter]]:

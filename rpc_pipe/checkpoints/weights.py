@@ -40,7 +40,7 @@ class Weights:
     def save(self, path: str | Path) -> None:
         """Write the whole model as one safetensors file, from worker 0; complete or not at all.
 
-        A script that is resumed has written it already where its calls are answered.
+        A script that is resumed has written it already where its calls are skipped.
         """
         if self._keeper.results.behind:
             return
@@ -82,8 +82,8 @@ class Weights:
     def resume(self, folder: str | Path) -> Restored:
         """Like `load_checkpoint`, for a script that makes all its calls again, from the first one on.
 
-        `step`, `evaluate` and `train` return what they returned the first time, without computing, until the script
-        reaches the point where the checkpoint was made; batches are read and skipped.
+        Batches of the steps that the checkpoint covers are read and skipped. Until they have all come, `step` and
+        `train` return the last loss before the checkpoint and `evaluate` the last result of the same metric.
         """
         return self._keeper.load(_path(folder), anew=True)
 

@@ -147,7 +147,7 @@ def test_a_script_is_not_resumed_on_other_data(loader, tmp_path, how):
                 script(pipe, loader(**other))
     with pipeline(3) as pipe:
         pipe.resume(tmp_path / "checkpoints")
-        assert script(pipe, loader()) == losses
+        assert script(pipe, loader())[-1] == losses[-1]
 
 
 class Small(nn.Module):

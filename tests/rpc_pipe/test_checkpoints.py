@@ -1,7 +1,6 @@
 """Checkpoints: gone on from with any number of workers, cut and schedule; damaged ones are told, and change nothing."""
 
 import copy
-import math
 import os
 import resource
 import shutil
@@ -15,15 +14,14 @@ from functools import partial
 import pytest
 import torch
 from processes import rpc_pipe, start
+from safetensors.torch import load_file
 from saved_training import BATCHES, DONE, LAYERS, bits, pipeline
 from torch import nn
 
 from rpc_pipe.checkpoints import folder as folders
 from rpc_pipe.checkpoints import writing
 from rpc_pipe.checkpoints.reading import Checkpoint
-from rpc_pipe.checkpoints.resumption import Resumption
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.dependency.files import DAMAGED
 
 
 @pytest.fixture(scope="module")
@@ -101,34 +99,58 @@ def test_gradients_kept_for_the_next_step_are_summed_as_without_a_stop(tmp_path,
         torch.testing.assert_close(tensor, undisturbed.state_dict()[name], rtol=1e-4, atol=1e-5)
 
 
-def test_a_script_that_knows_nothing_of_checkpoints_is_told_what_it_was_told(tmp_path):
+def test_a_script_that_knows_nothing_of_checkpoints_ends_with_the_same_weights(tmp_path):
     def script(pipe, stop=99):
         told = []
-        for batch in BATCHES[:5]:
-            told += [pipe.step(batch), pipe.grad_norm, pipe.steps_done, pipe.evaluate(BATCHES[0])]
-            pipe.save(tmp_path / f"{len(told)}.safetensors")
-            if len(told) == stop:
+        for step, batch in enumerate(BATCHES[:6], 1):
+            told.append((pipe.step(batch), pipe.grad_norm, pipe.steps_done, pipe.evaluate(BATCHES[0])))
+            pipe.save(tmp_path / f"{step}.safetensors")
+            if step == stop:
                 break
-        return told
+        return told, bits(pipe)
 
-    undisturbed = script(pipeline(2))
+    undisturbed, weights = script(pipeline(2))
     pipe = pipeline(3)
     pipe.checkpoint_every(2, tmp_path, keep=1)
-    script(pipe, stop=16)
+    script(pipe, stop=5)
     pipe.close()
-    first = (tmp_path / "4.safetensors").read_bytes()
+    first = (tmp_path / "1.safetensors").read_bytes()
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000004"]
     pipe = pipeline(1)
     pipe.resume(tmp_path)
-    assert script(pipe) == undisturbed
-    assert (tmp_path / "4.safetensors").read_bytes() == first, "weights of then, not of the checkpoint"
+    told, again = script(pipe)
+    assert again == weights
+    last_loss, last_norm = undisturbed[3][:2]
+    skipped = [(last_loss, last_norm, step, undisturbed[2][3]) for step in (1, 2, 3)]
+    assert told[:3] == skipped, "the last that were known when the checkpoint was written, and the script's own count"
+    assert told[3:] == undisturbed[3:], "from the checkpoint on all is as it was, an evaluation just behind it too"
+    assert (tmp_path / "1.safetensors").read_bytes() == first, "weights of then, not of the checkpoint"
+
+
+def test_who_predicts_before_the_checkpoint_is_told_whose_weights_these_are(tmp_path):
     pipe = pipeline(2)
-    pipe.resume(tmp_path)
-    with pytest.warns(UserWarning, match="predict: call 0 of the script is behind the checkpoint"):
-        pipe.predict(BATCHES[0][0])
-    pipe.predict(BATCHES[0][0])
-    with pytest.raises(ConfigError, match="call 1 of the script is step, and was evaluate"):
-        list(pipe.train(BATCHES))
+    pipe.step(BATCHES[0])
+    pipe.save_checkpoint(tmp_path)
+    resumed = pipeline(2)
+    resumed.resume(tmp_path)
+    with pytest.warns(UserWarning, match="predict: the script has not come to the checkpoint"):
+        resumed.predict(BATCHES[0][0])
+    assert resumed.evaluate(BATCHES[1]) == pipe.evaluate(BATCHES[1]), "which was never evaluated before"
+
+
+def test_a_script_that_trains_by_steps_goes_on_where_a_stream_was_written(tmp_path):
+    """It was refused, as its calls had to be those of the run that wrote the checkpoint, in their order."""
+    pipe = pipeline(2)
+    undisturbed = list(pipe.train(BATCHES))
+    written = pipeline(2)
+    written.checkpoint_every(3, tmp_path, keep=1)
+    next(stream := written.train(BATCHES)), next(stream), next(stream)
+    stream.close()
+    written.close()
+    resumed = pipeline(2)
+    resumed.resume(tmp_path)
+    assert [resumed.step(batch) for batch in BATCHES][3:] == undisturbed[3:]
+    assert bits(resumed) == bits(pipe)
 
 
 def test_a_stream_skips_the_batches_that_it_has_behind_it(tmp_path):
@@ -140,7 +162,20 @@ def test_a_stream_skips_the_batches_that_it_has_behind_it(tmp_path):
             break
     pipe = pipeline(3)
     pipe.resume(tmp_path)
-    assert list(pipe.train(BATCHES)) == undisturbed
+    told = list(pipe.train(BATCHES))
+    assert told[3:] == undisturbed[3:] and told[:3] == 3 * [undisturbed[3]]
+
+
+def test_checkpoints_of_a_long_run_are_as_small_as_those_of_a_short_one(tmp_path):
+    """They kept what every step and evaluation had returned."""
+    pipe, sizes = pipeline(1), []
+    for number in range(1, 40):
+        pipe.step(BATCHES[0])
+        pipe.evaluate(BATCHES[0])
+        if number in (8, 39):  # the scheduler has passed its milestones
+            path = pipe.save_checkpoint(tmp_path)
+            sizes.append([file.stat().st_size for file in sorted(path.glob("*.safetensors"))])
+    assert sizes[0] == sizes[1]
 
 
 def test_only_the_newest_are_kept_and_one_step_may_be_saved_twice(tmp_path):
@@ -272,49 +307,6 @@ def test_a_checkpoint_that_fails_at_once_is_not_missed_by_a_slower_worker(tmp_pa
     assert not os.listdir(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "calls, columns",
-    [
-        ([], 1),
-        ([("step", None)] * 2, 1),
-        ([("step", 0.5), ("step", None)], 2),
-        ([("evaluate", None), ("step", None)], 3),
-    ],
-)
-def test_what_a_script_was_told_takes_a_few_bytes_a_call(calls, columns):
-    told = Resumption()
-    for number, (what, norm) in enumerate(calls):
-        told.note(what, number / 3, norm=norm)
-    kept = told.tensor()
-    assert kept.shape == (16, columns) and kept.dtype == torch.float64
-    again = Resumption(kept, told.about)
-    kept = kept[: len(calls)]
-    assert again.norm == told.norm
-    again.replay()
-    assert [(again.answer(what), again.norm) for what, _ in calls if again.behind] == [
-        (number / 3, norm) for number, (_, norm) in enumerate(calls)
-    ]
-    assert not again.behind and again.tensor()[: len(calls)].equal(kept.nan_to_num()) == (not kept.isnan().any())
-    assert Resumption(kept).count == len(calls), "checkpoints that do not say how many calls they hold have them all"
-
-
-def test_what_a_script_was_told_has_few_sizes_in_a_long_run():
-    """Each checkpoint had a size of its own, and safetensors kept 6 KB of worker 0's memory for each."""
-    told, sizes = Resumption(), set()
-    for number in range(2000):
-        told.note("step", number / 3)
-        sizes.add(told.tensor().nbytes)
-    assert len(sizes) < 80 and max(sizes) < 1.15 * 8 * 2000
-
-
-@pytest.mark.parametrize(
-    "past", [torch.ones(2), torch.ones(2, 4), torch.full((1, 3), 7.0), torch.full((1, 3), math.nan)]
-)
-def test_a_past_that_nobody_had_is_refused(past):
-    with pytest.raises(DAMAGED):
-        Resumption(past)
-
-
 KILLED = """
 import sys
 sys.path[:0] = {path!r}
@@ -368,15 +360,18 @@ def test_an_ordinary_script_that_was_killed_goes_on_with_other_workers(tmp_path)
         done = rpc_pipe("run", script, *typed, cwd=tmp_path)
         return done, [line for line in done.stdout.splitlines() if line.startswith("worker 0 | ")]
 
-    _, undisturbed = run("--workers", 2, "--", 0)
+    _, undisturbed = run("--workers", 2, "--save", "undisturbed.safetensors", "--", 0)
     killed, _ = run("--workers", 2, "--checkpoint-every", 1, "--", 7)
     assert killed.returncode != 0
     kept = len(folders.complete(tmp_path / "checkpoints"))
     assert kept >= 4, killed.stderr
-    resumed, told = run("--workers", 3, "--schedule", "zb-h1", "--resume", "auto", "--", 0)
+    again = "--workers", 3, "--schedule", "zb-h1", "--resume", "auto", "--save", "resumed.safetensors"
+    resumed, told = run(*again, "--", 0)
     assert resumed.returncode == 0, resumed.stderr
     assert "goes on from checkpoints/step-" in resumed.stdout
-    assert told == undisturbed
+    assert told[-1] == undisturbed[-1]
+    weights = [load_file(tmp_path / f"{name}.safetensors") for name in ("undisturbed", "resumed")]
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
 @pytest.mark.parametrize(
