@@ -23,10 +23,8 @@ setup(
         "rpc_pipe",
         *("rpc_pipe." + room for room in ("dependency", "schedules")),
         *("rpc_pipe." + room for room in ("workers", "workers.compute", "workers.transport")),
-        *(
-            "rpc_pipe." + room
-            for room in ("model", "planning", "drawing", "tracing", "launching", "checkpoints", "commands")
-        ),
+        *("rpc_pipe.model" + room for room in ("", ".observe", ".assign", ".replay", ".batches")),
+        *("rpc_pipe." + room for room in ("planning", "drawing", "tracing", "launching", "checkpoints", "commands")),
         *("rpc_pipe." + room for room in ("planning.measuring", "dispatch", "data", "demo", "verifying")),
     ],
     package_data={

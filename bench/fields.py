@@ -22,9 +22,9 @@ from torch import Tensor
 from bench import model_zoo
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.cut import cut
+from rpc_pipe.model.observe.trees import tensors
+from rpc_pipe.model.observe.unread_fields import FieldNeeded
 from rpc_pipe.model.observed_model import ObservedModel, observe
-from rpc_pipe.model.trees import tensors
-from rpc_pipe.model.unread_fields import FieldNeeded
 
 STAGES = 3
 _MOST_BYTES = 8 * 2**30

@@ -13,6 +13,15 @@ from typing import Any, TypeVar
 
 import torch
 
+from .api_advice import ApiAdvice
+from .arguments import (
+    describe,
+    refuse_options,
+    refuse_shared,
+    refuse_training,
+    refuse_untrainable,
+    refuse_without_grad,
+)
 from .checkpoints.keeper import Keeper
 from .checkpoints.resumption import name_of
 from .checkpoints.weights import Weights
@@ -21,22 +30,13 @@ from .launching import launcher_link as link
 from .launching import overrides
 from .launching.job import Job, own_part
 from .launching.joining import join
-from .model.api_advice import ApiAdvice
-from .model.arguments import (
-    describe,
-    refuse_options,
-    refuse_shared,
-    refuse_training,
-    refuse_untrainable,
-    refuse_without_grad,
-)
-from .model.batch_reader import BatchReader
-from .model.lazy_batch import label_of
-from .model.microbatches import Microbatches, Pair, Prefetcher
-from .model.outputs import Outputs
+from .model.batches.batch_reader import BatchReader
+from .model.batches.lazy_batch import label_of
+from .model.batches.microbatches import Microbatches, Pair, Prefetcher
+from .model.batches.outputs import Outputs
+from .model.batches.step_end import StepEnd
+from .model.batches.step_inputs import StepInputs
 from .model.shard_maker import Model, ShardMaker, make_partition, with_metric
-from .model.step_end import StepEnd
-from .model.step_inputs import StepInputs
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor

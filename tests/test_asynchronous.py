@@ -10,7 +10,7 @@ from test_transparency import verdict
 from torch import nn
 
 from rpc_pipe.dependency import B, ConfigError, U, WorkerFailure, most_open, staleness
-from rpc_pipe.model.microbatches import update_shares
+from rpc_pipe.model.batches.microbatches import update_shares
 from rpc_pipe.schedules import OneFOneB, PipeDream, PipeDream2BW
 
 

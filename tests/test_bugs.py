@@ -13,7 +13,7 @@ from processes import rpc_pipe
 from torch import nn
 
 from rpc_pipe.dependency import B, ConfigError, ScheduleError, Spec, WorkerFailure, check_all
-from rpc_pipe.model.frames import in_function
+from rpc_pipe.model.observe.frames import in_function
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.compute.read_names import _body

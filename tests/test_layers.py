@@ -18,7 +18,13 @@ MAY_IMPORT = {
     "workers/transport": "dependency",
     "workers/compute": "workers/transport dependency",
     "workers": "workers/compute workers/transport dependency",
-    "model": "workers workers/compute workers/transport dependency",
+    # a model that is no list of layers: one run on shapes is observed, its events are assigned to stages, and each
+    # stage replays its part; batches are split into microbatches
+    "model/observe": "workers/compute dependency",
+    "model/assign": "model/observe dependency",
+    "model/replay": "model/assign model/observe workers/compute workers/transport dependency",
+    "model/batches": "model/replay model/observe workers workers/compute workers/transport dependency",
+    "model": "model/replay model/assign model/observe workers/compute workers/transport dependency",
     "planning": "model schedules dependency",
     "drawing": "planning dependency",
     "tracing": "drawing planning model workers workers/transport schedules dependency",
@@ -26,15 +32,17 @@ MAY_IMPORT = {
     "dispatch": "tracing drawing planning workers dependency",
     "launching": "dispatch tracing workers/transport dependency",
     "checkpoints": "model workers workers/compute workers/transport dependency",
-    "pipeline": "checkpoints launching model planning workers workers/compute workers/transport dependency",
+    "pipeline": "checkpoints launching model model/batches planning workers workers/compute workers/transport "
+    "dependency",
     # batches of data larger than memory; training does not need it, who makes batches may
-    "data": "model workers/compute workers/transport dependency",
+    "data": "model/batches workers/compute workers/transport dependency",
     # times of this model on this machine, for the planner
     "planning/measuring": "pipeline launching tracing planning model workers workers/compute "
     "workers/transport dependency",
     "demo": "data pipeline checkpoints launching tracing drawing planning planning/measuring model workers "
     "workers/compute workers/transport dependency",
-    "verifying": "demo pipeline launching planning model workers workers/compute workers/transport dependency",
+    "verifying": "demo pipeline launching planning model model/batches model/observe workers workers/compute "
+    "workers/transport dependency",
     "commands": "verifying demo data pipeline checkpoints launching dispatch tracing drawing planning "
     "planning/measuring schedules dependency",
     "rpc_pipe": "commands pipeline schedules dependency",
@@ -95,7 +103,7 @@ def folder(name):
     """Return the folder of a file as the table names it; the face has a line of its own."""
     if name in ("rpc_pipe", "rpc_pipe.__main__"):
         return "rpc_pipe"
-    if name == "rpc_pipe.pipeline":
+    if name in ("rpc_pipe.pipeline", "rpc_pipe.arguments", "rpc_pipe.api_advice"):
         return "pipeline"
     path = FILES[name].parent.relative_to(ROOT).as_posix()
     return path.removeprefix("rpc_pipe/")
@@ -189,7 +197,7 @@ def test_no_file_and_no_function_is_too_long(name):
 
 #: what may use functions of torch that are not public, each for one concern
 TORCH_INTERNALS = (
-    "rpc_pipe.workers.compute.torch_internals", "rpc_pipe.workers.transport.rpc", "rpc_pipe.model.placeholder",
+    "rpc_pipe.workers.compute.torch_internals", "rpc_pipe.workers.transport.rpc", "rpc_pipe.model.observe.placeholder",
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import rpc_pipe.pipeline
 from rpc_pipe.launching.job import Job
-from rpc_pipe.model import observe_forward
+from rpc_pipe.model.observe import observe_forward
 from rpc_pipe.workers.transport.local import local_carriers
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from ..dependency import ConfigError, refuse_below
-from ..model.lazy_batch import FieldSelection, LazyBatch
+from ..model.batches.lazy_batch import FieldSelection, LazyBatch
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .order import Order

@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import default_collate
 
 from ..dependency import ConfigError
-from ..model.lazy_batch import FieldSelection
+from ..model.batches.lazy_batch import FieldSelection
 from ..workers.transport.payload import Tree, tensors_of
 from .bijection import Numbers
 from .drawing import drawn, draws

@@ -13,7 +13,7 @@ from ..dependency import ConfigError
 from .bijection import Numbers
 
 if TYPE_CHECKING:
-    from ..model.lazy_batch import FieldSelection
+    from ..model.batches.lazy_batch import FieldSelection
     from ..workers.transport.payload import Tree
 
 #: what may keep a batch from being there

@@ -18,8 +18,16 @@ from torch import Tensor, nn
 from ..dependency import ConfigError
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.torch_internals import OperatorMode
-from .placeholder import NEEDS_NUMBERS, FakeTensor, Placeholder, PlaceholderFactory, on_shapes, storage_of, written
-from .trees import Path, leaves, replaced, tensors
+from .observe.placeholder import (
+    NEEDS_NUMBERS,
+    FakeTensor,
+    Placeholder,
+    PlaceholderFactory,
+    on_shapes,
+    storage_of,
+    written,
+)
+from .observe.trees import Path, leaves, replaced, tensors
 
 #: tensors of at most this many elements are computed at once: tables of positions, dropout rates, biases
 _SMALL = 2**14

@@ -21,8 +21,8 @@ from ..dependency import ConfigError
 from ..workers.compute.by_hand import HOOKS, PLAIN, OfWeight
 from ..workers.compute.digest import digest
 from ..workers.compute.inner_state import OF_TORCH
-from .forward_writes import ForwardWrites
-from .placeholder import Placeholder
+from .observe.placeholder import Placeholder
+from .replay.forward_writes import ForwardWrites
 
 _NONE: list[Any] = []
 #: containers whose contents are followed, such as a list of names

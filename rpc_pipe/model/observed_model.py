@@ -18,17 +18,17 @@ from torch import nn
 
 from ..dependency import ConfigError
 from ..dependency.garbage import uncollected
-from .assignment import Assignment, Owners
-from .blocks import find_blocks, named_blocks, num_bytes
+from .assign.assignment import Assignment, Owners
+from .assign.unused_fields import unused_fields
 from .deferred import DeferredModel
-from .observation import Observation
-from .observe_forward import observe_forward
-from .observed_stage import ObservedStage
+from .observe.blocks import find_blocks, named_blocks, num_bytes
+from .observe.observation import Observation
+from .observe.observe_forward import observe_forward
+from .observe.placeholder import Placeholder
+from .observe.skeleton import Skeleton
+from .observe.trees import Path, mapped, tensors
 from .parameter_hooks import copy_attachments, needs_rebinding, rebinding, refuse_hooks
-from .placeholder import Placeholder
-from .skeleton import Skeleton
-from .trees import Path, mapped, tensors
-from .unused_fields import unused_fields
+from .replay.observed_stage import ObservedStage
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from .call_form import CallForm, loss_of_output
 from .cut import cut
 from .deferred import DeferredModel
 from .module_copies import ModuleCopies
+from .observe.skeleton import refuse_lazy
+from .observe.trees import Path
 from .observed_model import ObservedModel, observe
-from .observed_slice import ObservedSlice
-from .skeleton import refuse_lazy
+from .replay.observed_slice import ObservedSlice
 from .ties import groups
-from .trees import Path
 
 #: a model, or a function that makes one
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]

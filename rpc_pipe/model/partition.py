@@ -21,9 +21,9 @@ from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
 from .cut import cut
 from .module_copies import ModuleCopies
-from .object_state import is_object
+from .observe.object_state import is_object
+from .observe.skeleton import refuse_lazy
 from .parameter_hooks import copy_attachments
-from .skeleton import refuse_lazy
 from .ties import Ties, groups
 
 #: one layer: a module, or a callable that builds it

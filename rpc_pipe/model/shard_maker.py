@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -18,7 +19,6 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.stash import StashingShard
 from ..workers.compute.updating import Training
-from .arguments import refuse_sums
 from .observed_partition import ModuleOrFactory, ObservedPartition, needs_observation
 from .partition import Layered, LayerPartition
 from .stale_weights import refuse_stale_weights
@@ -148,3 +148,21 @@ def _unchanging(loss_fn: nn.Module) -> LossFn:
 def _state(loss_fn: nn.Module) -> list[Any]:
     buffers = [(id(buffer), buffer._version) for buffer in loss_fn.buffers()]
     return [buffers, *[numbers_of(module) for module in loss_fn.modules()]]
+
+
+def refuse_sums(loss_fn: object, name: str) -> None:
+    """Refuse a loss function of torch that returns no mean, as losses are weighted by their shares of the rows.
+
+    Raises:
+        ConfigError: it returns a sum, or a value for each row.
+    """
+    of_torch, how = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch."), None
+    if isinstance(loss_fn, nn.Module) and of_torch:
+        how = getattr(loss_fn, "reduction", None)
+    elif isinstance(loss_fn, partial) and getattr(loss_fn.func, "__module__", "") == nn.functional.__name__:
+        how = loss_fn.keywords.get("reduction")
+    if how in ("sum", "none"):
+        raise ConfigError(
+            f"{name}: reduction={how!r} is no mean of a microbatch: leave it out, or return (sum, weight), such as "
+            f"lambda output, target: (loss(output, target), len(target))"
+        )

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..dependency import ConfigError, Spec
-from ..model.microbatches import Microbatches
+from ..model.batches.microbatches import Microbatches
+from ..model.observe.placeholder import draws_at_random
+from ..model.observe.skeleton import MARK, is_mark
+from ..model.observe.trees import mapped
 from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
 from ..model.partition import replicas as copies_of
-from ..model.placeholder import draws_at_random
-from ..model.skeleton import MARK, is_mark
-from ..model.trees import mapped
 from ..model.user_model import UserModel, load_user_model
 from ..pipeline import Pipeline
 from ..workers.actor import WorkerActor

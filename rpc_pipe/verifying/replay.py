@@ -19,7 +19,7 @@ from torch.func import functional_call
 from torch.optim import Optimizer
 
 from ..dependency import Spec, local_order, microbatches_of, takes_steps, update_of
-from ..model.microbatches import update_shares
+from ..model.batches.microbatches import update_shares
 from ..workers.compute.randomness import Randomness, python_too
 from ..workers.compute.stash import Holding, places_of
 from ..workers.transport.payload import split_rows

@@ -11,8 +11,8 @@ from torch import nn
 
 from rpc_pipe import Pipeline
 from rpc_pipe.data import Loader, dataset
+from rpc_pipe.model.observe.unread_fields import FieldNeeded
 from rpc_pipe.model.observed_model import observe
-from rpc_pipe.model.unread_fields import FieldNeeded
 
 
 class Columns(dict):

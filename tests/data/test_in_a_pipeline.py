@@ -13,7 +13,7 @@ from torch import nn
 from rpc_pipe import Pipeline
 from rpc_pipe.data import Loader, dataset, tokens
 from rpc_pipe.dependency import ConfigError
-from rpc_pipe.model.microbatches import Microbatches
+from rpc_pipe.model.batches.microbatches import Microbatches
 from rpc_pipe.tracing.own_boards import collect, record
 from rpc_pipe.tracing.run_summary import figures
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.deferred import DeferredModel
+from rpc_pipe.model.observe.placeholder import Placeholder
 from rpc_pipe.model.observed_model import observe
-from rpc_pipe.model.placeholder import Placeholder
 
 
 class Elaborate(nn.Module):

@@ -190,7 +190,7 @@ def test_more_blocks_are_looked_for_where_more_are_wanted():
 
 
 def test_forms_that_have_not_come_for_long_are_forgotten(monkeypatch):
-    monkeypatch.setattr("rpc_pipe.model.observed_stage._MOST_FORMS", 2)
+    monkeypatch.setattr("rpc_pipe.model.replay.observed_stage._MOST_FORMS", 2)
     (stage,) = stages_of(observe(models.Nested(), [floats(1, 6)]), 1)
     for rows in (1, 2, 1, 3, 1):
         stage.forward((), [floats(rows, 6)], {})

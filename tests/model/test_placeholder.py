@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rpc_pipe.model.placeholder import Placeholder, PlaceholderFactory, on_shapes, storage_of
-from rpc_pipe.model.shape_operators import OPERATORS
-from rpc_pipe.model.trees import mapped, tensors
+from rpc_pipe.model.observe.placeholder import Placeholder, PlaceholderFactory, on_shapes, storage_of
+from rpc_pipe.model.observe.shape_operators import OPERATORS
+from rpc_pipe.model.observe.trees import mapped, tensors
 
 aten = torch.ops.aten
 X, IMAGE, MASK = torch.rand(4, 4) + 0.1, torch.rand(2, 4, 8, 8), torch.rand(4, 4) > 0.5

@@ -11,8 +11,8 @@ from torch import nn
 
 import rpc_pipe
 from rpc_pipe import Pipeline
+from rpc_pipe.api_advice import ApiAdvice
 from rpc_pipe.dependency import ConfigError, WorkerFailure
-from rpc_pipe.model.api_advice import ApiAdvice
 from rpc_pipe.workers.compute.foreign import Foreign
 
 PACKAGE = Path(rpc_pipe.__file__).parent

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rpc_pipe.dependency import Spec
-from rpc_pipe.model.microbatches import Microbatches, join_rows
+from rpc_pipe.model.batches.microbatches import Microbatches, join_rows
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.verifying.own_proof import Keyed
 from rpc_pipe.verifying.proof import add_up, summing_orders

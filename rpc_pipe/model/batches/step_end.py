@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..dependency import ConfigError, Reductions, Spec, known_reductions
-from ..workers.compute.result import Result, clips
-from ..workers.compute.updating import Training
+from ...dependency import ConfigError, Reductions, Spec, known_reductions
+from ...workers.compute.result import Result, clips
+from ...workers.compute.updating import Training
 
 
 class StepEnd:

@@ -11,9 +11,9 @@ from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..dependency import ConfigError, Disagreement, PipeError, ScheduleError, WorkerFailure
+from .dependency import ConfigError, Disagreement, PipeError, ScheduleError, WorkerFailure
 
-_HERE = Path(__file__).parents[1]
+_HERE = Path(__file__).parent
 T = TypeVar("T")
 
 _BATCH = "pass one batch, (inputs, targets), or the dict or tuple that the model is called with"

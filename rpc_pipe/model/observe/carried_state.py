@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..workers.compute.attributes import Attributes
-from ..workers.compute.inner_state import OF_TORCH, has_generator
+from ...workers.compute.attributes import Attributes
+from ...workers.compute.inner_state import OF_TORCH, has_generator
 from .observation import CarriedState, Depends, Event, Observation
 from .observer import Observer
 from .skeleton import Skeleton

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from ..dependency import ConfigError
-from ..workers.compute.digest import MOST_TENSORS
-from ..workers.transport.payload import Tree, tensors_of
+from ...dependency import ConfigError
+from ...workers.compute.digest import MOST_TENSORS
+from ...workers.transport.payload import Tree, tensors_of
 
 
 class BatchMemory:

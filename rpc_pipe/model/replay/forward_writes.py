@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
-from ..workers.compute.attributes import Attributes
-from ..workers.compute.borders import version_of
-from ..workers.compute.digest import few, sample
-from ..workers.compute.sharing import address
+from ...dependency import ConfigError
+from ...workers.compute.attributes import Attributes
+from ...workers.compute.borders import version_of
+from ...workers.compute.digest import few, sample
+from ...workers.compute.sharing import address
 
 _T = TypeVar("_T")
 #: module and name of a buffer, the buffer, its version, its memory, and a copy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from ..dependency import ConfigError, Spec
-from ..workers.transport.payload import Tree
+from ...dependency import ConfigError, Spec
+from ...workers.transport.payload import Tree
 from .microbatches import join_rows
 
 

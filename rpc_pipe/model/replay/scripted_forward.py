@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ..dependency import ConfigError
-from ..workers.compute.borders import version_of
-from ..workers.compute.randomness import Seed, python_too
-from ..workers.compute.slices import note
-from .object_state import is_object
-from .observation import Output
-from .observer import name_of
-from .output_contract import check_attribute
-from .placeholder import Placeholder
+from ...dependency import ConfigError
+from ...workers.compute.borders import version_of
+from ...workers.compute.randomness import Seed, python_too
+from ...workers.compute.slices import note
+from ..observe.object_state import is_object
+from ..observe.observation import Output
+from ..observe.observer import name_of
+from ..observe.output_contract import check_attribute
+from ..observe.placeholder import Placeholder
+from ..observe.skeleton import Skeleton, is_mark
+from ..observe.trees import Path, at, leaves, mapped, replaced, tensors
+from ..observe.unread_fields import FieldNeeded, UnreadField, copy_of, static_arguments
 from .script import Diverged, Script, ScriptLine, agrees
-from .skeleton import Skeleton, is_mark
-from .trees import Path, at, leaves, mapped, replaced, tensors
-from .unread_fields import FieldNeeded, UnreadField, copy_of, static_arguments
 
 
 class ScriptedForward(TorchFunctionMode):

@@ -6,16 +6,15 @@ import inspect
 import re
 import zlib
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..dependency import ConfigError, Spec, refuse_below
-from ..workers.compute.updating import Training
-from ..workers.transport.payload import Tree, tensors_of
+from .dependency import ConfigError, Spec, refuse_below
+from .model.shard_maker import refuse_sums
+from .workers.compute.updating import Training
 
 
 def refuse_options(
@@ -37,24 +36,6 @@ def refuse_options(
         raise ConfigError(f"order {order!r}: must be ready or fixed, or None for the schedule's own")
 
 
-def refuse_batch(batch: object, microbatches: object, *, pairs: bool = True) -> None:
-    """Refuse what is neither a batch nor a list of microbatches.
-
-    Args:
-        pairs: whether a batch must be a pair of inputs and targets.
-    """
-    if (batch is None) == (microbatches is None):
-        raise ConfigError("pass a batch, (inputs, targets), or else microbatches=, a list of such")
-    if microbatches is None:
-        if pairs:
-            _refuse_pair("batch", batch)
-    elif not isinstance(microbatches, Sequence) or not microbatches:
-        raise ConfigError("microbatches: must be a list of at least one (inputs, targets)")
-    elif pairs:
-        for number, pair in enumerate(microbatches):
-            _refuse_pair("microbatch", pair, number)
-
-
 def refuse_without_grad(call: str) -> None:
     """Refuse to train where one process could not, as its backward raises.
 
@@ -67,32 +48,6 @@ def refuse_without_grad(call: str) -> None:
     raise ConfigError(
         f"{call}: trains, but was called under torch.{mode}: call it outside, or `evaluate` or `predict` in its place"
     )
-
-
-def _refuse_pair(name: str, pair: object, number: int | None = None) -> None:
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        name = name if number is None else f"{name} {number}"
-        length = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
-        raise ConfigError(f"{name} is a {type(pair).__name__}{length}: must be (inputs, targets), trees of tensors")
-
-
-def refuse_lists(tree: Tree, rows: int) -> None:
-    """Refuse a list with an item for each row, such as strings, which every microbatch would get whole.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    if not isinstance(tree, (list, tuple, dict)) or isinstance(tree, torch.Size):
-        return
-    parts = tree.values() if isinstance(tree, dict) else tree
-    if isinstance(tree, dict) or any(tensor.dim() and tensor.shape[0] == rows for tensor in tensors_of(tree)):
-        for part in parts:
-            refuse_lists(part, rows)
-    elif len(tree) == rows > 2 and any(part is not None for part in parts):
-        raise ConfigError(
-            f"batch: a {type(tree).__name__} of {rows} beside {rows} rows looks like one for each row, and would go "
-            "whole to every microbatch: make it a tensor, or pass microbatches=, a list of batches that are split"
-        )
 
 
 def _takes_one(function: Callable[..., object]) -> bool:
@@ -146,24 +101,6 @@ def refuse_training(loss_fn: object, training: Training) -> None:
         raise ConfigError(f"ema_decay {decay!r}: must be a number from 0 to below 1, such as 0.999")
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise ConfigError(f"grad_scaler {scaler!r}: must be a torch.amp.GradScaler, which says how the scale begins")
-
-
-def refuse_sums(loss_fn: object, name: str) -> None:
-    """Refuse a loss function of torch that returns no mean, as losses are weighted by their shares of the rows.
-
-    Raises:
-        ConfigError: it returns a sum, or a value for each row.
-    """
-    of_torch, how = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch."), None
-    if isinstance(loss_fn, nn.Module) and of_torch:
-        how = getattr(loss_fn, "reduction", None)
-    elif isinstance(loss_fn, partial) and getattr(loss_fn.func, "__module__", "") == nn.functional.__name__:
-        how = loss_fn.keywords.get("reduction")
-    if how in ("sum", "none"):
-        raise ConfigError(
-            f"{name}: reduction={how!r} is no mean of a microbatch: leave it out, or return (sum, weight), such as "
-            f"lambda output, target: (loss(output, target), len(target))"
-        )
 
 
 def refuse_untrainable(spec: Spec, training: Training) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ..dependency import ConfigError
-from .observation import Depends, Event, Observation, Value, Version
-from .placeholder import storage_of
+from ...dependency import ConfigError
+from ..observe.observation import Depends, Event, Observation, Value, Version
+from ..observe.placeholder import storage_of
 
 _IN_PLACE = "leave out the change in place"
 _FUNCTION = "call it inside a block"

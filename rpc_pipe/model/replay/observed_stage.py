@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
-from ..workers.compute.attributes import Attributes
-from ..workers.compute.randomness import Seed, drawn_since, python_place
-from .assignment import Owners
-from .buffer_users import BufferUsers
+from ...dependency import ConfigError
+from ...workers.compute.attributes import Attributes
+from ...workers.compute.randomness import Seed, drawn_since, python_place
+from ..assign.assignment import Owners
+from ..assign.buffer_users import BufferUsers
+from ..observe.observe_forward import observe_forward
+from ..observe.observer import name_of
+from ..observe.placeholder import Placeholder
+from ..observe.skeleton import Skeleton
+from ..observe.trees import tensors
+from ..observe.unread_fields import FieldNeeded, UnreadField, UnreadFieldFiller, UnreadForms
 from .forward_writes import ForwardWrites
-from .observe_forward import observe_forward
-from .observer import name_of
-from .placeholder import Placeholder
 from .script import Diverged, Script
 from .scripted_forward import ScriptedForward
-from .skeleton import Skeleton
-from .trees import tensors
-from .unread_fields import FieldNeeded, UnreadField, UnreadFieldFiller, UnreadForms
 
 #: most scripts for inputs of one form
 _MOST_SCRIPTS = 8

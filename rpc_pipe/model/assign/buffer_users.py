@@ -6,7 +6,7 @@ the same forward nor on another path, as in evaluation.
 
 from __future__ import annotations
 
-from ..dependency import ConfigError
+from ...dependency import ConfigError
 from .assignment import Assignment
 
 

@@ -18,15 +18,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..dependency import Spec
-from ..workers.compute.shard import Shard
-from ..workers.compute.slices import PartialFields
-from ..workers.transport.payload import Tree, map_tensors, split_rows, tensors_of
-from ..workers.transport.scatter import Scatter, scatter_whole
+from ...dependency import Spec
+from ...workers.compute.shard import Shard
+from ...workers.compute.slices import PartialFields
+from ...workers.transport.payload import Tree, map_tensors, split_rows, tensors_of
+from ...workers.transport.scatter import Scatter, scatter_whole
+from ..observe.trees import Path, at, leaves, replaced
+from ..replay.observed_slice import ObservedSlice
 from .lazy_batch import FieldSelection, LazyBatch, form_of
 from .microbatches import Microbatches, Pair
-from .observed_slice import ObservedSlice
-from .trees import Path, at, leaves, replaced
 
 logger = logging.getLogger(__name__)
 

@@ -6,13 +6,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
-from ..workers.compute.randomness import Seed
-from ..workers.compute.slices import PartialFields, Times, note
-from ..workers.transport.payload import Tree
+from ...dependency import ConfigError
+from ...workers.compute.randomness import Seed
+from ...workers.compute.slices import PartialFields, Times, note
+from ...workers.transport.payload import Tree
+from ..observe.placeholder import Placeholder
+from ..observe.unread_fields import FieldNeeded
 from .observed_stage import ObservedStage
-from .placeholder import Placeholder
-from .unread_fields import FieldNeeded
 
 
 class ObservedSlice:

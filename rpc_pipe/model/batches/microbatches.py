@@ -9,12 +9,11 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from ..dependency import Action, ConfigError, Spec, takes_steps, update_of
-from ..workers.compute.digest import describe, shapes_of
-from ..workers.transport.call import pack_description
-from ..workers.transport.payload import Tree, num_rows, num_tokens, shapes_in, split_rows, tensors_of
-from ..workers.transport.scatter import Scatter
-from .arguments import refuse_batch, refuse_lists
+from ...dependency import Action, ConfigError, Spec, takes_steps, update_of
+from ...workers.compute.digest import describe, shapes_of
+from ...workers.transport.call import pack_description
+from ...workers.transport.payload import Tree, num_rows, num_tokens, shapes_in, split_rows, tensors_of
+from ...workers.transport.scatter import Scatter
 from .batch_memory import BatchMemory, refuse_rewritten
 from .lazy_batch import LazyBatch, label_of
 
@@ -134,6 +133,50 @@ class Microbatches:
             num_tokens(inputs),
             (told, ""),
             batch,
+        )
+
+
+def refuse_batch(batch: object, microbatches: object, *, pairs: bool = True) -> None:
+    """Refuse what is neither a batch nor a list of microbatches.
+
+    Args:
+        pairs: whether a batch must be a pair of inputs and targets.
+    """
+    if (batch is None) == (microbatches is None):
+        raise ConfigError("pass a batch, (inputs, targets), or else microbatches=, a list of such")
+    if microbatches is None:
+        if pairs:
+            _refuse_pair("batch", batch)
+    elif not isinstance(microbatches, Sequence) or not microbatches:
+        raise ConfigError("microbatches: must be a list of at least one (inputs, targets)")
+    elif pairs:
+        for number, pair in enumerate(microbatches):
+            _refuse_pair("microbatch", pair, number)
+
+
+def _refuse_pair(name: str, pair: object, number: int | None = None) -> None:
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        name = name if number is None else f"{name} {number}"
+        length = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
+        raise ConfigError(f"{name} is a {type(pair).__name__}{length}: must be (inputs, targets), trees of tensors")
+
+
+def refuse_lists(tree: Tree, rows: int) -> None:
+    """Refuse a list with an item for each row, such as strings, which every microbatch would get whole.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if not isinstance(tree, (list, tuple, dict)) or isinstance(tree, torch.Size):
+        return
+    parts = tree.values() if isinstance(tree, dict) else tree
+    if isinstance(tree, dict) or any(tensor.dim() and tensor.shape[0] == rows for tensor in tensors_of(tree)):
+        for part in parts:
+            refuse_lists(part, rows)
+    elif len(tree) == rows > 2 and any(part is not None for part in parts):
+        raise ConfigError(
+            f"batch: a {type(tree).__name__} of {rows} beside {rows} rows looks like one for each row, and would go "
+            "whole to every microbatch: make it a tensor, or pass microbatches=, a list of batches that are split"
         )
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..dependency import ConfigError
-from ..dependency.errors import first_sentence
+from ...dependency import ConfigError
+from ...dependency.errors import first_sentence
 from .frames import caller, checkpoint_frame, in_function
 from .observation import Depends, Event, Observation, Output, Value, is_unread
 from .operator_observer import OperatorObserver

@@ -7,10 +7,10 @@ is a guess: the stage's own forward is then observed with placeholders for these
 
 from __future__ import annotations
 
+from ..observe.observation import Observation, Value
+from ..observe.placeholder import storage_of
+from ..observe.trees import Path, leaves
 from .assignment import Assignment
-from .observation import Observation, Value
-from .placeholder import storage_of
-from .trees import Path, leaves
 
 
 def unused_fields(observation: Observation, assignment: Assignment, stage: int) -> frozenset[Path]:

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
-from ..workers.compute.inner_state import OF_TORCH
+from ...dependency import ConfigError
+from ...workers.compute.inner_state import OF_TORCH
 from .skeleton import Skeleton
 
 _NO_STATE = (nn.Module, Tensor, random.Random, type, FunctionType, MethodType, BuiltinFunctionType, ModuleType)

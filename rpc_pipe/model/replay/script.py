@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dependency import ConfigError
-from ..workers.compute.attributes import Attributes
-from .assignment import Assignment, Owners, Role
-from .buffer_users import BufferUsers
-from .observation import Event, Observation, Output, is_unread
-from .output_contract import OutputContract, form_of
-from .placeholder import Placeholder
-from .skeleton import Skeleton
-from .trees import Path, leaves, replaced
-from .unread_fields import FieldNeeded, UnreadField
+from ...dependency import ConfigError
+from ...workers.compute.attributes import Attributes
+from ..assign.assignment import Assignment, Owners, Role
+from ..assign.buffer_users import BufferUsers
+from ..observe.observation import Event, Observation, Output, is_unread
+from ..observe.output_contract import OutputContract, form_of
+from ..observe.placeholder import Placeholder
+from ..observe.skeleton import Skeleton
+from ..observe.trees import Path, leaves, replaced
+from ..observe.unread_fields import FieldNeeded, UnreadField
 
 #: number of an output, path in it, id of the observed tensor
 _Place = tuple[int, Path, int]

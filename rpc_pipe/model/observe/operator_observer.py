@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..workers.compute.torch_internals import OperatorMode
+from ...workers.compute.torch_internals import OperatorMode
 from .observation import Event
 from .placeholder import NEEDS_NUMBERS, Placeholder, PlaceholderFactory, on_ones, on_shapes, without_masks
 from .trees import tensors

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ..dependency import ConfigError
+from ...dependency import ConfigError
 from .observation import Observation
 from .observe_forward import observe_forward
 from .skeleton import Skeleton

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from ..dependency import NO_REDUCTIONS, Order, Part, Reductions, Spec, check, entries
-from ..workers.actor import WorkerActor
-from ..workers.handlers import StepInput
-from ..workers.transport.call import Call
+from ...dependency import NO_REDUCTIONS, Order, Part, Reductions, Spec, check, entries
+from ...workers.actor import WorkerActor
+from ...workers.handlers import StepInput
+from ...workers.transport.call import Call
 from .microbatches import Microbatches, update_shares
 from .step_end import StepEnd
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..workers.transport.payload import Tree, map_tensors
+from ...workers.transport.payload import Tree, map_tensors
 
 #: the part of inputs, or of targets, to read: all, none, or these fields of a dict
 FieldSelection = bool | frozenset[str]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dependency import ConfigError
+from ...dependency import ConfigError
 from .placeholder import Placeholder
 from .trees import PLAIN, Path, at, leaves, replaced, tensors
 

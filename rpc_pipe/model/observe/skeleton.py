@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ..dependency import ConfigError
-from ..dependency.errors import first_sentence
-from ..workers.compute.attributes import Attributes
-from ..workers.compute.inner_state import OF_TORCH
-from ..workers.compute.torch_internals import is_current
+from ...dependency import ConfigError
+from ...dependency.errors import first_sentence
+from ...workers.compute.attributes import Attributes
+from ...workers.compute.inner_state import OF_TORCH
+from ...workers.compute.torch_internals import is_current
 from .placeholder import Placeholder, PlaceholderFactory
 from .trees import at, leaves
 

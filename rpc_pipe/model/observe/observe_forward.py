@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..dependency import ConfigError
-from ..dependency.errors import first_sentence
-from ..dependency.garbage import uncollected
-from ..workers.compute.randomness import Randomness, preserved, python_state, python_too
-from ..workers.compute.torch_internals import has_saved_tensor_hooks
+from ...dependency import ConfigError
+from ...dependency.errors import first_sentence
+from ...dependency.garbage import uncollected
+from ...workers.compute.randomness import Randomness, preserved, python_state, python_too
+from ...workers.compute.torch_internals import has_saved_tensor_hooks
 from .carried_state import find_carried_state
 from .frames import is_of_model
 from .object_state import ObjectState
