@@ -25,7 +25,6 @@ from weakref import ref
 from ..dependency import ConfigError
 from ..dependency.at_exit import at_exit
 from ..tracing import run_folders
-from ..tracing.mirror import RemoteBoards
 from ..tracing.own_boards import (
     collect,
     end_calls,
@@ -36,8 +35,8 @@ from ..tracing.own_boards import (
     stay,
     tell_failure,
 )
+from ..tracing.remote_boards import RemoteBoards
 from ..tracing.run_ending import RUN_FAILED, Ending, tell_end
-from ..tracing.run_summary import figures, lost_lines, sentence
 from ..tracing.watchable import Watchable
 
 logger = logging.getLogger(__name__)
@@ -265,6 +264,8 @@ def _end(worker: int) -> None:
 
 
 def _say_how_it_went() -> None:
+    from ..tracing.run_summary import figures, lost_lines, sentence  # they load the simulator
+
     try:
         found = None if _concluded or _has_failed() else figures(collect())
         if found is None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
-from ..dependency import ConfigError
-from .listed_schedule import program_of
-from .plan import Plan, read_plan
-from .specs import ScheduleLike
+from ..dependency import ConfigError, Spec
+
+if TYPE_CHECKING:
+    from .plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 _TOLERANCE = 0.01
 
 #: a plan, its file, or the file's contents
-PlanLike = Plan | Mapping[str, Any] | str | Path
+PlanLike = Union["Plan", Mapping[str, Any], str, Path]
 
 
 def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
@@ -32,6 +32,9 @@ def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
     """
     if plan is None:
         return settings
+    from .listed_schedule import program_of
+    from .plan import read_plan
+
     if (
         settings.num_microbatches
         or settings.split is not None
@@ -44,7 +47,7 @@ def apply_plan(plan: PlanLike | None, settings: Any) -> Any:
     found = read_plan(plan)
     if settings.num_workers is not None and found.num_workers and settings.num_workers != found.num_workers:
         raise ConfigError(f"num_workers {settings.num_workers}: the plan is for {found.num_workers} workers")
-    schedule: ScheduleLike = program_of(found) if found.program else found.schedule
+    schedule: str | type[Spec] = program_of(found) if found.program else found.schedule
     return settings._replace(
         schedule=schedule,
         schedule_options=found.schedule_options,
@@ -62,7 +65,11 @@ def warn_if_other_model(plan: PlanLike | None, name: str, workers: Iterable[Mapp
         name: of the model that is trained.
         workers: the shards by (stage, route) of each worker in this process.
     """
-    found = Plan("", {}, (), 0) if plan is None else read_plan(plan)
+    if plan is None:
+        return
+    from .plan import read_plan
+
+    found = read_plan(plan)
     planned = found.weights_by_stage
     heaviest = max(range(len(planned)), key=planned.__getitem__, default=-1)
     for shard in [shards[heaviest, 0] for shards in workers if (heaviest, 0) in shards]:

@@ -15,8 +15,6 @@ from ..dependency import ConfigError, Order, Spec, check_all, recomputing, sched
 from ..dependency.files import load_module
 from ..model.cut import cut
 from ..schedules import SCHEDULES
-from .listed_schedule import read_program
-from .torch_csv import import_csv
 
 #: a schedule as `Pipeline` and the command line take it
 ScheduleLike = str | type[Spec]
@@ -44,8 +42,12 @@ def find_schedule(schedule: ScheduleLike) -> type[Spec]:
     if schedule in SCHEDULES:
         return SCHEDULES[schedule]
     if schedule.endswith(".csv"):
+        from .torch_csv import import_csv
+
         return import_csv(schedule)
     if schedule.endswith(".json"):
+        from .listed_schedule import read_program
+
         return read_program(schedule)
     path, colon, name = schedule.rpartition(":")
     if colon and path.endswith(".py"):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Board, Live, State
-from .mirror import WATCHED
+from .remote_boards import WATCHED
 from .run_ending import RUN_FAILED, Ending, EndReader
 
 #: how long a stuck worker has to write its stacks

@@ -12,8 +12,8 @@ from typing import Any
 from ..dependency import ConfigError, Spec
 from ..workers.hooks import StepRecord
 from .boards import RunUpdate
+from .listed_relation import spec_of_listings
 from .lost_time import LostTime, attribute_lost_time
-from .program_listing import spec_of_listings
 from .trace import Trace
 
 #: steps kept in full, and points of the loss curve

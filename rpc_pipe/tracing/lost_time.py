@@ -25,8 +25,8 @@ from statistics import median, median_low
 from ..dependency import Action, B, F, Kind
 from ..planning.bottleneck import least_bottleneck
 from ..planning.simulator import Cost, Link, simulate
+from ..schedules import name_of
 from ..workers.hooks import StepRecord
-from .program_listing import name_of
 from .trace import Trace, transfers
 
 #: the runtime's own part of a transfer: serialisation, and waking threads (bench/hops.py)

@@ -1,7 +1,8 @@
 """The boards of this process's workers: written during training, sent to other machines, removed at the end.
 
 At the end of a run worker 0 collects the boards of all workers. If a launcher keeps them, they are read from the run's
-folder; otherwise worker 0 requests them from the other workers, which stay until then.
+folder; otherwise worker 0 requests them from the other workers, which stay until then. What reads boards is imported
+when it is needed: a training script loads what writes them.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from ..dependency import Kind, PeerLost, PipeError
 from ..dependency.kinds import BUILT_IN
+from ..schedules import name_of
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Board, BoardWriter
-from .boards import RunUpdate
-from .history import History
-from .mirror import NO_MORE, WATCHED, Mirror, RemoteBoards, ask_everything, pack_answer, tell_no_more
-from .program_listing import list_program, name_of
+from .program_listing import list_program
+from .remote_boards import NO_MORE, WATCHED, RemoteBoards, ask_everything, pack_answer, tell_no_more
 from .run_ending import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
-from .stall_report import describe_stall
 from .watchable import Watchable
+
+if TYPE_CHECKING:
+    from .boards import RunUpdate
+    from .history import History
 
 #: signal on which a worker writes the stacks of its threads to `stacks-<process>`
 _STACKS = signal.SIGRTMIN + 7
@@ -143,6 +146,8 @@ def keep_boards(training: Watchable) -> bool:
 
 def roll_call_here() -> str:
     """Return the stall report on the workers of this host; "" if there is none."""
+    from .stall_report import describe_stall
+
     folder = _folder()
     try:
         return "" if folder is None else describe_stall(folder)
@@ -179,6 +184,8 @@ def _keep(training: Watchable, folder: Path | None) -> None:
 
 def collect() -> History:
     """Return the last steps of all workers. Called by worker 0 at the end of a run."""
+    from .history import History
+
     deadline = time.monotonic() + _COLLECT_S
     last = max((record.step for board in _boards.values() for _, record in board.board.since(0)), default=-1)
     while True:
@@ -192,6 +199,8 @@ def collect() -> History:
 
 def _everybody() -> RunUpdate:
     """Return the contents of all boards that can be read."""
+    from .boards import RunUpdate
+
     folder = _folder() if run_folders.FOLDER in os.environ else None
     boards = {} if folder is None else run_folders.boards(folder)
     boards = {worker: board for worker, board in boards.items() if not _mirrored(board)}
@@ -252,6 +261,8 @@ def _keep_mirror(carrier: RemoteBoards, folder: Path) -> None:
     """Start mirrors in the first worker of a machine. torchrun numbers ranks machine by machine."""
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if local == "0" and size.isdecimal() and int(size) < carrier.num_workers:
+        from .mirror import Mirror
+
         own = range(carrier.worker, carrier.worker + int(size))
         remote = [worker for worker in range(carrier.num_workers) if worker not in own]
         Mirror(carrier, folder, remote).start()
