@@ -1,6 +1,5 @@
 """Bugs that were found, each with its story."""
 
-import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +15,6 @@ from rpc_pipe.dependency import B, ConfigError, ScheduleError, Spec, WorkerFailu
 from rpc_pipe.model.observe.frames import in_function
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.workers.compute.read_names import _body
 from rpc_pipe.workers.transport.call import Call
 from rpc_pipe.workers.transport.message import Message, decode
 from rpc_pipe.workers.transport.payload import Payload
@@ -246,22 +244,6 @@ def test_a_kind_that_is_compared_with_a_text_is_told():
 def test_a_parameter_without_a_type_is_told_how_to_be_one():
     with pytest.raises(ConfigError, match="has no such parameter; it has none; write extra: int = 3"):
         make_spec(Lettered, 2, 4, {"extra": "2"})
-
-
-def test_workers_read_sources_one_at_a_time(monkeypatch):
-    """SystemError: AST constructor recursion depth mismatch. Amid it, collected garbage lets other threads run."""
-    deep = "def forward(x):\n" + f"    x = {' + '.join(['x'] * 60)}\n" * 9
-    monkeypatch.setattr("inspect.getsource", lambda _: deep)
-    before, pause = gc.get_threshold(), lambda *_: time.sleep(1e-4)
-    gc.callbacks.append(pause)
-    gc.set_threshold(50)
-    try:
-        with ThreadPoolExecutor(3) as threads:
-            read = [threads.submit(_body, pytest.raises) for _ in range(12)]
-            assert all(each.result() for each in read)
-    finally:
-        gc.set_threshold(*before)
-        gc.callbacks.remove(pause)
 
 
 class Freezing(nn.Linear):

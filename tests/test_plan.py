@@ -12,7 +12,7 @@ from rpc_pipe.dependency import B, F, I, R, W
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
-from rpc_pipe.workers.compute import autocast, loss_draws, randomness, slices
+from rpc_pipe.workers.compute import autocast, randomness
 from rpc_pipe.workers.hooks import Listener
 
 #: an action's length: long against what a thread needs to wake up
@@ -24,8 +24,6 @@ def _devices_compute_at_once(monkeypatch):
     """Workers that are threads take turns, for what a process has once; these devices neither draw nor cast."""
     for module in (autocast, randomness):
         monkeypatch.setattr(module, "computing", nullcontext())
-    for module in (loss_draws, slices):  # without turns, another worker's seeding would count as a draw
-        monkeypatch.setattr(module, "drawn_since", lambda before, who: False)
 
 
 class Device(torch.autograd.Function):

@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 from ..dependency import ConfigError
 from ..dependency.errors import first_sentence
-from ..workers.compute.common import Common
-from ..workers.compute.inner_state import BOXES, OF_TORCH
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
 from .cut import cut
 from .module_copies import ModuleCopies
-from .observe.object_state import is_object
 from .observe.skeleton import refuse_lazy
 from .parameter_hooks import copy_attachments
 from .ties import Ties, groups
@@ -88,9 +85,6 @@ class LayerPartition:
         #: parameters that several stages hold -> those stages
         self.shared = self._ties.shared
         self.sharing = groups(self.shared, num_stages)
-        #: ids of modules in several stages, and of attributes' objects that several stages may write
-        listed = list(model) if isinstance(model, (nn.Sequential, Sequence)) else None
-        self._held_by_several = frozenset[int]() if listed is None else _held_by_several(listed, self.ranges)
         self.block_names = [str(layer) for layer in range(self.num_layers)]
 
     def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
@@ -99,24 +93,7 @@ class LayerPartition:
         for _, module in layers:
             module.to(randomness.device)
         shared = {name: held for name, held in self.shared.items() if stage in held}
-        return Layers(layers, self._ties.names, shared, self._common(layers))
-
-    def _common(self, layers: Sequence[tuple[int, nn.Module]]) -> Common | None:
-        """Return the modules and objects that the layers of a stage share with other stages; None: none."""
-        if not self._held_by_several or not isinstance(self._model, (nn.Sequential, Sequence)):
-            return None
-        modules: dict[nn.Module, None] = {}
-        objects: dict[int, Any] = {}
-        for i, layer in layers:
-            given = self._model[i]
-            pairs = zip(layer.modules(), given.modules(), strict=True) if isinstance(given, nn.Module) else ()
-            for mine, module in pairs:
-                if id(module) in self._held_by_several:
-                    modules[mine] = None
-                for name, value in vars(module).items():
-                    if id(value) in self._held_by_several:
-                        objects[id(value)] = vars(mine)[name]
-        return Common(list(modules), list(objects.values())) if modules or objects else None
+        return Layers(layers, self._ties.names, shared)
 
     def build(self, stage: int, randomness: Randomness, route: int = 0) -> list[tuple[int, nn.Module]]:
         """Build the layers of `stage` only; return them with their indices in the whole model.
@@ -199,17 +176,6 @@ class LayerPartition:
     def output(self, tree: Tree) -> Tree:
         """Return an output in the type that the model returns."""
         return tree
-
-
-def _held_by_several(layers: Sequence[object], ranges: Sequence[range]) -> frozenset[int]:
-    stages: dict[int, set[int]] = {}
-    for stage, layer in ((stage, layers[i]) for stage, own in enumerate(ranges) for i in own):
-        for module in layer.modules() if isinstance(layer, nn.Module) else ():
-            stages.setdefault(id(module), set()).add(stage)
-            for name, value in vars(module).items():
-                if name not in OF_TORCH and (type(value) in BOXES or is_object(value)):
-                    stages.setdefault(id(value), set()).add(stage)
-    return frozenset(key for key, found in stages.items() if len(found) > 1)
 
 
 def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = None) -> list[nn.Module]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import logging
 import random
 import struct
 import sys
@@ -19,8 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-from ...dependency import ConfigError
+from torch import nn
 
 #: A process has one default generator a device, and one table of cast weights; workers that are threads of one process
 #: take turns.
@@ -28,35 +26,16 @@ computing = threading.RLock()
 
 #: (unit of the model, number of the operation around the units; 0: the unit) whose random numbers are drawn next
 Seed = Callable[[int, int], None]
-#: forwards after which layers that have drawn nothing from the generators of Python and numpy may not begin to
-MOST_LOOKS = 4
-#: names of this library's threads, up to the first "_"; none of them draws numbers that are not seeded for it
-_OUR_THREADS = frozenset((
-    "MainThread", "batches", "chunks", "copies", "backend", "ending", "hearer", "leash", "sender", "warm", "watcher",
-    "within", "worker",
-))  # fmt: skip
+#: forwards that are looked at for draws from the generators of Python and numpy
+MOST_LOOKS = 2
+#: what of torch's own modules draws random numbers; others that compute are known not to
+_DRAWING = (
+    nn.modules.dropout._DropoutNd, nn.RReLU, nn.MultiheadAttention, nn.RNNBase, nn.Transformer,
+    nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d,
+)  # fmt: skip
 #: what a key is for
 _INITIAL, _FORWARD, _BACKWARD, _BACKWARD_WEIGHTS, _UPDATE, _LOSS = range(6)
 _packers = [struct.Struct(f"<{length}q").pack for length in range(8)]
-
-
-class _Hashed:
-    """Stands for the place in a generator where another Python keeps it elsewhere."""
-
-    @property
-    def value(self) -> int:
-        return hash(random.getstate())
-
-
-#: in Python's generator, how many words of its state are used up, and the first of them
-_python_place: ctypes.c_uint64 | _Hashed = ctypes.c_uint64.from_address(id(random._inst) + object.__basicsize__)
-if _python_place.value & 0xFFFFFFFF != random.getstate()[1][-1]:
-    _python_place = _Hashed()
-#: numpy's global generator, what makes its numbers, and the same place of that
-_numpy: Any = None
-_numpy_bits: Any = None
-_numpy_place = ctypes.c_uint64(0)
-logger = logging.getLogger(__name__)
 
 
 class Randomness:
@@ -174,45 +153,13 @@ def python_too(seed: Seed) -> Seed:
     return all_alike
 
 
-def python_place() -> tuple[int, int]:
-    """Return what changes with every draw from generators that are not torch's, in 0.2 us; their states take 20."""
-    if _numpy is None or _numpy._bit_generator is not _numpy_bits:
-        _find_numpy()
-    return _python_place.value, _numpy_place.value
-
-
-def _find_numpy() -> None:
-    """Note where numpy's global generator, if there is one by now, counts what it has made, as far as is known."""
-    global _numpy, _numpy_bits, _numpy_place
-    state = _numpy_state()
-    _numpy_place = ctypes.c_uint64(0) if state is None else ctypes.c_uint64.from_address(state[0] + 4 * 623)
-    if (mtrand := sys.modules.get("numpy.random.mtrand")) is not None:
-        _numpy, _numpy_bits = mtrand._rand, mtrand._rand._bit_generator
-
-
-def drawn_since(before: tuple[int, int], who: str) -> bool:
-    """Tell whether `who` has drawn from the generators that are not torch's; warn where a thread may have done it."""
-    if python_place() == before:
-        return False
-    if others := other_threads():
-        logger.warning(
-            "thread %s or %s drew random numbers of Python or numpy: if %s did, they are others on other numbers of "
-            "workers",
-            *(others[0], who, who),
-        )
-    return not others
-
-
-def other_threads() -> list[str]:
-    """Return the names of threads that are not this library's and may draw random numbers at any time."""
-    return [thread.name for thread in threading.enumerate() if thread.name.partition("_")[0] not in _OUR_THREADS]
-
-
-def late(who: str) -> ConfigError:
-    """Return the error for who begins to draw from generators that have not been seeded for it."""
-    return ConfigError(
-        f"{who} drew random numbers of Python or numpy, and in none of the first {MOST_LOOKS} forwards: they would be "
-        f"others on other numbers of workers; draw in each forward, or from torch's"
+def may_draw(module: nn.Module) -> bool:
+    """Tell whether a forward of a module may draw random numbers: the user's own, what has hooks, and dropouts do."""
+    return any(
+        isinstance(part, _DRAWING)
+        or not type(part).__module__.startswith("torch.nn.modules")
+        or bool(part._forward_hooks or part._forward_pre_hooks)
+        for part in module.modules()
     )
 
 

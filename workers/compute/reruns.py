@@ -21,7 +21,6 @@ from ...dependency import ConfigError
 from ..transport.payload import tensors_of
 from .autocast import Casts
 from .borders import version_of
-from .hook_counts import HookCounts
 from .inner_state import OF_TORCH, Place
 from .module_state import ModuleState, equal
 from .randomness import computing
@@ -50,7 +49,6 @@ class Reruns:
         self._held: Mapping[Place, tuple[Tensor | None, float]] = {}
         self._moved: list[Place] = []
         self._num_forwards = 0
-        self._hook_counts = HookCounts(modules, others)
 
     def forwarded(self) -> None:
         """Record the numbers and tensors in attributes after a forward."""
@@ -84,7 +82,7 @@ class Reruns:
                 self._held = {}
         if self._may_be:
             return self._watched(casts, of_inputs)
-        return self._hook_counts.watched(casts.backward()) if self._hook_counts.due() else casts.backward()
+        return casts.backward()
 
     @contextmanager
     def _watched(self, casts: Casts, of_inputs: bool) -> Iterator[None]:

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..transport.payload import Tree, tensors_of
-from .common import Common
-from .randomness import MOST_LOOKS, Seed, drawn_since, late, python_place, python_state, python_too
+from .randomness import MOST_LOOKS, Seed, may_draw, python_state, python_too
 
 #: (kind of layer, ns) as in `LayerTime`
 Times = list[tuple[int, int]]
@@ -103,7 +102,6 @@ class Layers:
         layers: (index in the whole model, module), in order.
         names: of parameters that the unsplit model calls by another layer, which has them too.
         shared: as in `Slice`.
-        common: what layers of other stages hold, too; None: nothing that could count.
     """
 
     takes_fields = False
@@ -113,9 +111,7 @@ class Layers:
         layers: Sequence[tuple[int, nn.Module]],
         names: Mapping[str, str] = {},
         shared: Mapping[str, Sequence[int]] = {},
-        common: Common | None = None,
     ) -> None:
-        self._common = common
         self.layers = list(layers)
         self._names, self.shared = names, shared
         self.first = self.layers[0][0]
@@ -125,6 +121,8 @@ class Layers:
         #: whether gradients are wanted -> how many more forwards are looked at for draws from Python's generators
         self._looks = {True: MOST_LOOKS, False: MOST_LOOKS}
         self._draws_in_python = False
+        #: layers that are seeded: the last one too, from where a loss function draws on
+        self._seeded = {index for index, module in self.layers if may_draw(module)} | {self.layers[-1][0]}
 
     def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
         found: dict[nn.Parameter, str] = {}
@@ -148,13 +146,11 @@ class Layers:
         looks = 0 if self._draws_in_python else self._looks[torch.is_grad_enabled()]
         if looks:
             self._looks[torch.is_grad_enabled()] -= 1
-        seeded = looks or self._draws_in_python
-        if seeded:
+        if looks or self._draws_in_python:
             seed = python_too(seed)
-        place = None if seeded else python_place()
-        held = None if self._common is None else self._common.before()
         for index, module in self.layers:
-            seed(index, 0)
+            if index in self._seeded:
+                seed(index, 0)
             before = python_state() if looks else None
             try:
                 tree = module(tree) if times is None else self._timed(index, module, tree, times)
@@ -163,16 +159,7 @@ class Layers:
                 raise
             if looks and python_state() != before:
                 self._draws_in_python = True
-        if self._common is not None and held is not None:
-            self._common.refuse_changed(held)
-        if place is not None and place != python_place():
-            self._refuse_drawn(place)
         return tree
-
-    def _refuse_drawn(self, before: tuple[int, int]) -> None:
-        who = f"one of the layers {self.first} to {self.layers[-1][0]}"
-        if drawn_since(before, who):
-            raise late(f"model: {who}")
 
     def _timed(self, index: int, module: nn.Module, tree: Tree, times: Times) -> Tree:
         """Call a layer and note how long it took."""

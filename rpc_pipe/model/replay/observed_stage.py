@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError
 from ...workers.compute.attributes import Attributes
-from ...workers.compute.randomness import Seed, drawn_since, python_place
+from ...workers.compute.randomness import MOST_LOOKS, Seed, python_state
 from ..assign.assignment import Owners
 from ..assign.buffer_users import BufferUsers
 from ..observe.observe_forward import observe_forward
@@ -63,6 +63,8 @@ class ObservedStage:
         self._own = self.own_modules()
         self.writes = ForwardWrites(self._own)
         self._users = BufferUsers()
+        #: forwards still to be looked at for draws from the generators of Python and numpy
+        self._draw_looks = MOST_LOOKS
         #: the script of the last forward
         self.script: Script | None = None
 
@@ -70,6 +72,13 @@ class ObservedStage:
     def ranks(self) -> dict[str, int]:
         """The positions of all parameters in the unsplit model, by name."""
         return {name: place for place, name in enumerate(self._skeleton.parameters)}
+
+    def _python_state_before(self, script: Script) -> Any:
+        """Return the states of the generators that are not torch's, if a forward is to be looked at for draws."""
+        if script.draws_in_python or not self._draw_looks:
+            return None
+        self._draw_looks -= 1
+        return python_state()
 
     def own_modules(self) -> list[nn.Module]:
         """Return the modules that are not inside blocks of other stages only."""
@@ -118,7 +127,7 @@ class ObservedStage:
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             before = self.writes.before(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
             first = None if script.is_settled else Attributes(self._modules)
-            place = python_place()
+            drawn = self._python_state_before(script)
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
             except (Diverged, FieldNeeded) as diverged:
@@ -129,7 +138,7 @@ class ObservedStage:
                     raise diverged.__context__ from None
                 divergences.append(diverged)
                 continue
-            if not script.draws_in_python and drawn_since(place, "the model"):
+            if drawn is not None and python_state() != drawn:
                 script.draws_in_python = True  # unlike in the observation: run again with seeded generators
                 before.put_back()
                 continue
