@@ -33,7 +33,7 @@ from rpc_pipe.dependency import B, F
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.planning.specs import make_spec
-from rpc_pipe.verifying.replay import Replay
+from rpc_pipe.verifying.reference import Reference
 from rpc_pipe.workers.compute.randomness import Randomness
 
 _P, _M = 8, 8
@@ -136,7 +136,7 @@ def _run(case: Case, seed: int, steps: int, rows: int, folder: Path) -> None:
     partition = LayerPartition(list(gpt_layers(_CONFIG)), _P, None, next_byte_loss)
     layers = [module for stage in range(_P) for _, module in partition.build(stage, randomness)]
     updates = steps * (_M if case.schedule == "pipedream" else 1)
-    replay = Replay(
+    replay = Reference.of_layers(
         spec, layers, partition.ranges, next_byte_loss, partial(case.optimizer, lr=case.lr), randomness,
         lr_scheduler=partial(_warmed_up, updates=updates), max_grad_norm=1.0,
     )  # fmt: skip

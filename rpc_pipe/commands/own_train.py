@@ -7,7 +7,7 @@ import torch
 
 from ..launching import launcher_link as link
 from ..pipeline import Pipeline
-from ..verifying.own_proof import seeded
+from ..verifying.proof import seeded
 
 
 def main() -> None:

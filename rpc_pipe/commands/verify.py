@@ -8,23 +8,21 @@ from ..dependency import ConfigError
 from ..launching.job import current_job
 from ..launching.launcher import as_worker, launch
 from ..launching.report import Reporter
-from ..verifying.options import VerifyOptions
-from .options import Parser, add_pipeline, filled, fraction, set_transport, whole
+from ..verifying.options import BUILT_IN, VerifyOptions
+from .options import Parser, add_pipeline, filled, fraction, number, set_transport, whole
 from .run import how, refuse_idle
 
-_BUILT_IN = ("gpt", "conv", "mlp")
-_OWN = "a function that returns model, batch (the model computes the loss) or model, batch, loss_fn"
+_MODEL = (
+    "gpt, conv, mlp, or a function that returns model, batch (the model computes the loss) or model, batch, loss_fn"
+)
 
 
 def add(commands: Any) -> None:
     """Add `verify` to the command line."""
     parser: Parser = commands.add_parser("verify", help="compare with one process, bit for bit")
-    parser.add_argument("own_model", nargs="?", metavar="FILE.py:make", help=_OWN)
+    parser.add_argument("model", nargs="?", metavar="FILE.py:make", help=f"{_MODEL} ({VerifyOptions.model})")
     add_pipeline(parser)
     parser.add_argument("--steps", type=whole(1), help=f"training steps ({VerifyOptions.steps})")
-    parser.add_argument(
-        "--model", help=f"what is trained: {', '.join(_BUILT_IN)} or FILE.py:make ({VerifyOptions.model})"
-    )
     parser.add_argument(
         "--blocks", action="append", help="names of the model's lists of blocks, or of single blocks, with commas"
     )
@@ -33,12 +31,13 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--rows", type=whole(1), help="rows of a batch (2 M + 1, so that the last is ragged)")
     parser.add_argument("--dropout", type=fraction, help=f"dropout ({VerifyOptions.dropout})")
+    parser.add_argument("--max-grad-norm", type=number, help="clip gradients to this norm, and compare the norms")
     parser.set_defaults(command=verify)
 
 
 def verify(typed: dict[str, Any], argv: list[str]) -> int:
     """Train by a pipeline and in one process, and compare; return the exit code."""
-    typed = _own_model(typed)
+    typed = _checked(typed)
     set_transport(typed)
     started = how(typed)
     options = filled(VerifyOptions, {**typed, "transport": started.transport})
@@ -56,37 +55,32 @@ def verify(typed: dict[str, Any], argv: list[str]) -> int:
         return launch(argv, options.workers, reporter, started)
 
     def work() -> None:
-        if options.model in _BUILT_IN:
-            from ..verifying.proof import prove
+        from ..verifying.proof import prove
 
-            prove(options)
-        else:
-            from ..verifying.own_proof import prove_own
-
-            prove_own(options)
+        prove(options)
 
     return as_worker(work, reporter)
 
 
-def _own_model(typed: dict[str, Any]) -> dict[str, Any]:
-    """Return the typed options with the model under one name.
+def _checked(typed: dict[str, Any]) -> dict[str, Any]:
+    """Return the typed options with the names of blocks apart.
 
     Raises:
-        ConfigError: it is unknown, or something does not go with it.
+        ConfigError: the model is unknown, or something does not go with it.
     """
-    if "own_model" in typed and "model" in typed:
-        raise ConfigError(f"--model {typed['model']}: {typed['own_model']} says it too; leave one of the two out")
-    model = typed.get("own_model", typed.get("model", VerifyOptions.model))
-    if model in _BUILT_IN:
+    model = typed.get("model", VerifyOptions.model)
+    if model in BUILT_IN:
         for name in ("blocks", "list_blocks"):
             if name in typed:
                 raise ConfigError(f"--{name.replace('_', '-')}: is of a model of yours; name it, FILE.py:make")
     else:
         if ".py:" not in model:
-            raise ConfigError(f"--model {model}: must be {', '.join(_BUILT_IN)}, or path/to/file.py:make")
+            raise ConfigError(f"{model}: must be {', '.join(BUILT_IN)}, or path/to/file.py:make")
         for name in ("rows", "dropout"):
             if name in typed:
                 raise ConfigError(f"--{name}: is of the built-in models; {model} says it itself")
-    blocks = [name for each in typed["blocks"] for name in each.split(",")] if "blocks" in typed else None
-    named = {"model": model} if blocks is None else {"model": model, "blocks": blocks}
-    return {**{name: value for name, value in typed.items() if name != "own_model"}, **named}
+    return (
+        {**typed, "blocks": [name for each in typed["blocks"] for name in each.split(",")]}
+        if "blocks" in typed
+        else typed
+    )

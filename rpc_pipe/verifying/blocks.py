@@ -16,7 +16,7 @@ from ..model.user_model import UserModel
 from ..workers.compute.randomness import Randomness
 from ..workers.transport.payload import distinct_tensors
 from .options import VerifyOptions
-from .own_proof import seeded
+from .proof import seeded
 
 
 def list_blocks(options: VerifyOptions) -> None:

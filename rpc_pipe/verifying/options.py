@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ..planning.specs import PipeOptions
 
+#: names of the models that need no file
+BUILT_IN = "gpt", "conv", "mlp"
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(PipeOptions):
@@ -13,9 +16,10 @@ class VerifyOptions(PipeOptions):
 
     model: str = "gpt"
     transport: str = "rpc"
-    steps: int = 3
+    steps: int = 8
     rows: int | None = None
     dropout: float = 0.1
+    max_grad_norm: float | None = None
     #: names of the user's lists of blocks
     blocks: list[str] | None = None
 

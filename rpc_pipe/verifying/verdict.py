@@ -25,13 +25,19 @@ class Compared:
         #: (name, largest difference, largest expected number, group, dtype)
         self._errors: list[tuple[str, float, float, str, torch.dtype]] = []
         self.num_same = 0
-        self._losses_same = True
+        self._num_numbers = 0
+        self._numbers_same = True
 
-    def losses(self, found: Sequence[float], expected: Sequence[float]) -> None:
-        """Compare the losses of all steps."""
-        self._losses_same = _same(torch.tensor(found).double(), torch.tensor(expected).double())
-        pair = torch.tensor(found).double(), torch.tensor(expected).double()
-        self._errors.append(("loss", *_difference(*pair), "loss", torch.float32))
+    def numbers(self, what: str, found: Sequence[float], expected: Sequence[float]) -> None:
+        """Compare a number of every step, such as the loss."""
+        if len(found) != len(expected):
+            self._errors.append((what, math.inf, 1.0, what, torch.float32))
+            self._numbers_same = False
+        elif found:
+            pair = torch.tensor(found).double(), torch.tensor(expected).double()
+            self._numbers_same &= _same(*pair)
+            self._errors.append((what, *_difference(*pair), what, torch.float32))
+            self._num_numbers += 1
 
     def tensors(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str = "") -> None:
         """Compare tensors by name; what is missing on one side differs.
@@ -49,11 +55,11 @@ class Compared:
 
     @property
     def num_tensors(self) -> int:
-        return len(self._errors) - 1
+        return len(self._errors) - self._num_numbers
 
     @property
     def identical(self) -> bool:
-        return self.num_same == self.num_tensors and self._losses_same
+        return self.num_same == self.num_tensors and self._numbers_same
 
     def relative(self) -> dict[str, float]:
         """Return by name the largest difference relative to the largest number (see `_SMALL`)."""

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from rpc_pipe.dependency import Spec
 from rpc_pipe.model.batches.microbatches import Microbatches, join_rows
 from rpc_pipe.model.partition import LayerPartition
-from rpc_pipe.verifying.own_proof import Keyed
-from rpc_pipe.verifying.proof import add_up, summing_orders
-from rpc_pipe.verifying.replay import Replay
+from rpc_pipe.verifying.keyed import Keyed
+from rpc_pipe.verifying.reference import Reference, add_up, summing_orders
 from rpc_pipe.workers.compute.randomness import Randomness, preserved, python_too
 from rpc_pipe.workers.compute.stash import Holding
 from rpc_pipe.workers.transport.payload import Tree, map_tensors
@@ -168,8 +167,8 @@ class Replayed:
         randomness = self._randomness = Randomness(case.number)
         layers = [layer for _, layer in LayerPartition(case.model(), 1).build(0, randomness, 0)]
         self._case = case
-        self._replay = Replay(
-            spec, layers, ranges, case.loss_fn, case.optimizer, randomness,  # type: ignore[arg-type]
+        self._replay = Reference.of_layers(
+            spec, layers, ranges, case.loss_fn, case.optimizer, randomness,
             lr_scheduler=case.lr_scheduler, max_grad_norm=case.max_grad_norm,
         )  # fmt: skip
         self._batches: deque[tuple[Tensor, Tensor]] = deque()
@@ -178,12 +177,12 @@ class Replayed:
     @property
     def replicas(self) -> list[list[nn.Module]]:
         """The layers of each route."""
-        return [[module for stage in route for _, module in stage.layers] for route in self._replay.replicas]
+        return [[*replica.module.children()] for replica in self._replay.replicas]
 
     @property
     def optimizers(self) -> list[Any]:
         """What each route's optimizers keep."""
-        kept = [[stage.optimizer for stage in route if stage.optimizer is not None] for route in self._replay.replicas]
+        kept = [[s.optimizer for s in replica.stages if s.optimizer is not None] for replica in self._replay.replicas]
         return [SimpleNamespace(state={p: s for each in some for p, s in each.state.items()}) for some in kept]
 
     def step(self, asked: dict[str, Any]) -> float:
@@ -199,18 +198,18 @@ class Replayed:
         """Return the loss of a batch by the newest weights, or the reference."""
         replay = self._replay
         pieces = Microbatches.of(asked["batch"], None, self._case.microbatches, 1)
-        stages = replay.replicas[0]
+        stages = replay.replicas[0].stages
         modules = [module for layers in self.replicas for layer in layers for module in layer.modules()]
         parts = []
         with evaluating(modules), preserved(torch.device("cpu")), ExitStack() as stack:
-            for stage, reference in zip(stages, replay.reference, strict=True):
+            for stage, reference in zip(stages, replay.pulled_to, strict=True):
                 own = [parameter for _, parameter in stage.named]
                 if self._case.spec().elasticity:
                     stack.enter_context(Holding(stage.places, [reference[name] for name, _ in stage.named], own))
             for m, x in enumerate(pieces.inputs):
                 x = map_tensors(x, torch.clone)
-                for layer, module in (layer for stage in stages for layer in stage.layers):
-                    seed = partial(self._randomness.seed_forward, replay._num_steps, m)
+                for layer, module in enumerate(replay.replicas[0].module.children()):
+                    seed = partial(self._randomness.seed_forward, replay.num_steps, m)
                     python_too(seed)(layer, 0)
                     x = module(x)
                 loss = self._case.loss_fn(x, pieces.targets[m].clone())

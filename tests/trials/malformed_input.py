@@ -204,7 +204,7 @@ def bases(made: Path) -> dict[str, list[str]]:
     return {
         "simulate": [],
         "compare": [],
-        "verify": ["--model", "mlp", "--steps", "1", "--microbatches", "2", "--transport", "local"],
+        "verify": ["mlp", "--steps", "1", "--microbatches", "2", "--transport", "local"],
         "run": [*gpt, "--heads", "2", "--microbatches", "2", "--transport", "local"],
         "run a model": ["--model", f"{good}:make", "--steps", "1", "--microbatches", "2", "--transport", "local"],
         "plan": ["--profile", f"{made}/profile.json", "--batch", "8", "--seconds", "0.2", "--no-searched"],

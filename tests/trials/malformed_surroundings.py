@@ -161,7 +161,7 @@ def surroundings(draw: random.Random, made: Path) -> Case:
     typed = draw.choice(
         [
             typed_as("run a model", made, "--transport", transport), ["simulate"],
-            ["verify", "--model", "mlp", "--steps", "1", "--microbatches", "2", "--transport", transport],
+            ["verify", "mlp", "--steps", "1", "--microbatches", "2", "--transport", transport],
             ["data", f"{made}/text.txt", "--context", "8"], ["watch", "--once"],
             [*typed_as("run a model", made, "--transport", transport), "--save", "w.safetensors"],
         ]

@@ -1,0 +1,106 @@
+"""A model run in one process whose random draws are those of the pipeline: keyed by their places in the model."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..model.observe.placeholder import draws_at_random
+from ..model.observe.skeleton import MARK, is_mark
+from ..workers.compute.torch_internals import OperatorMode, is_current, without_torch_function
+
+
+class Keyed(TorchFunctionMode):
+    """Lets a model draw its random numbers by the place where it draws: (calls of blocks before, number of the draw).
+
+    Args:
+        blocks: names of the blocks; what is inside one is one place.
+        seed: called with the place before numbers are drawn; number 0 is the block.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[str], seed: Callable[[int, int], None]) -> None:
+        super().__init__()
+        self._seed = seed
+        self._marked = MARK in blocks
+        names = [name for name in dict.fromkeys(blocks) if name != MARK]
+        self._blocks = [model if not name else model.get_submodule(name) for name in names]
+        self._position = self._number = 0
+        self._inside = False
+        self._wrapped: list[tuple[nn.Module, Any]] = []
+
+    def __enter__(self) -> Keyed:
+        for block in self._blocks:
+            self._wrapped.append((block, vars(block).get("forward")))
+            vars(block)["forward"] = partial(self._block, block.forward)
+        self._begin()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for block, own in self._wrapped:
+            del vars(block)["forward"]
+            if own is not None:
+                vars(block)["forward"] = own
+        # The loss function draws on from where the model has stopped.
+
+    def _begin(self) -> None:
+        """Begin a place: Python's and numpy's generators follow torch's."""
+        self._seed(self._position, 0)
+        drawn = int(torch.randint(2**32, ()).item())
+        random.seed(drawn)
+        if numpy := sys.modules.get("numpy"):
+            numpy.random.seed(drawn)
+        self._seed(self._position, 0)
+
+    def _block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:
+            return forward(*args, **kwargs)
+        self._inside = True
+        own = is_current(self)
+        if own:  # under a mode torch leaves its fast paths: attention in evaluation has other bits
+            super().__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            result = forward(*args, **kwargs)
+        finally:
+            self._inside = False
+            if own:
+                super().__enter__()  # type: ignore[no-untyped-call]
+        self._advance()
+        return result
+
+    def _advance(self) -> None:
+        self._position, self._number = self._position + 1, 0
+        with without_torch_function():
+            self._begin()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._inside:
+            return func(*args, **(kwargs or {}))
+        if self._marked and is_mark(func):
+            return self._advance()
+        self._seed(self._position, self._number + 1)
+        with _Draws() as draws:
+            result = func(*args, **(kwargs or {}))
+        if draws.seen:
+            self._number += 1
+            self._begin()
+        self._seed(self._position, 0)
+        return result
+
+
+class _Draws(OperatorMode):
+    """Sees whether an operator may draw random numbers, as the observed forward does: by its numbers it need not."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= draws_at_random(func, kwargs or {})
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,350 @@
+"""What a schedule trains, computed by plain PyTorch in one process: the reference of `rpc-pipe verify`.
+
+A microbatch is a call of the whole model, of the loss function and of `backward`; gradients are added up in the order
+of the schedule. Where forwards overtake updates, a microbatch uses the versions of weights that are declared for it.
+No worker, no stash and no timing: versions are copies in a dictionary, one microbatch follows the other.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.optim import Optimizer
+
+from ..dependency import Spec, local_order, microbatches_of, takes_steps, update_of
+from ..model.batches.microbatches import Microbatches, update_shares
+from ..model.observe.trees import mapped
+from ..model.observed_partition import ObservedPartition
+from ..model.partition import LayerPartition
+from ..workers.compute.randomness import Randomness, preserved
+from ..workers.compute.shard import LossFn
+from ..workers.compute.stash import Holding, places_of
+from ..workers.transport.payload import Tree
+from .keyed import Keyed
+
+Grads = list[Tensor | None]
+#: plain attributes of modules that a forward may change
+_PLAIN = bool, int, float, str, list, dict, set
+
+
+class _Stage:
+    """The parameters of a stage on one route: the newest, and as many older versions as microbatches may still use."""
+
+    def __init__(
+        self, module: nn.Module, names: Sequence[str], optimizer: Callable[..., Optimizer], schedule: Any
+    ) -> None:
+        parameters = dict(module.named_parameters())
+        self.named = [(name, parameters[name]) for name in names]
+        self.own = [parameter for _, parameter in self.named]
+        trained = [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
+        self.optimizer = optimizer(trained) if trained else None
+        self.lr_scheduler = schedule(self.optimizer) if schedule and self.optimizer else None
+        self.places = places_of(module.modules(), {parameter: n for n, parameter in enumerate(self.own)})
+        self.num_updates = self.newest = 0
+        self.versions: dict[int, list[Tensor]] = {}
+        self.grads: dict[int, dict[int, Grads]] = {}  # update -> microbatch -> gradients
+
+    def note(self) -> None:
+        """Keep the newest version."""
+        self.versions[self.newest] = [parameter.detach().clone() for parameter in self.own]
+
+    def leaves(self, version: int) -> list[Tensor]:
+        """Return leaves with the numbers of a version; versions before it are dropped."""
+        self.versions = {number: tensors for number, tensors in self.versions.items() if number >= version}
+        pairs = zip(self.versions[version], self.own, strict=True)
+        return [tensor.detach().requires_grad_(parameter.requires_grad) for tensor, parameter in pairs]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the tensors of the optimizer: of momentum, they show the gradients of all steps."""
+        kept = self.optimizer.state if self.optimizer is not None else {}
+        return {
+            f"{name} {key}": value
+            for name, p in self.named
+            for key, value in kept.get(p, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+
+@dataclass
+class Replica:
+    """A whole model with its loss function. Of the first route it is the user's own; further routes have their own."""
+
+    module: nn.Module
+    loss_fn: LossFn
+    stages: list[_Stage] = field(default_factory=list)
+
+
+@dataclass
+class _Step:
+    """What the microbatches of a step have given so far."""
+
+    begin: int
+    pieces: Microbatches
+    scales: Sequence[float]
+    #: (loss or its sum, weight) by microbatch
+    parts: list[tuple[float, float]] = field(default_factory=list)
+    summed: bool = False
+
+    def weight(self, microbatches: Iterable[int]) -> float:
+        """Return by what the gradients of microbatches are divided."""
+        return sum(self.parts[m - self.begin][1] for m in microbatches) if self.summed else 1.0
+
+
+class Reference:
+    """Trains whole models as a schedule says.
+
+    Args:
+        replicas: one for each route, with equal weights.
+        cut: which parameters each stage has, and which modules are blocks.
+        optimizer, lr_scheduler, max_grad_norm: as for `Pipeline`.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        replicas: Sequence[Replica],
+        cut: LayerPartition | ObservedPartition,
+        optimizer: Callable[..., Optimizer],
+        randomness: Randomness,
+        *,
+        lr_scheduler: Any = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self._spec, self._cut, self._randomness, self._max_norm = spec, cut, randomness, max_grad_norm
+        self.replicas = list(replicas)
+        names: list[list[str]] = [[] for _ in range(spec.num_stages)]
+        for name, _ in self.replicas[0].module.named_parameters():
+            names[cut.first_stage_of(name)].append(name)
+        for replica in self.replicas:
+            replica.module.to(randomness.device)
+            replica.stages = [_Stage(replica.module, own, optimizer, lr_scheduler) for own in names]
+        #: of each stage, what routes are pulled to
+        self.pulled_to = [{name: p.detach().clone() for name, p in stage.named} for stage in self.replicas[0].stages]
+        #: norms of the gradients before clipping, by step, where a step has one
+        self.norms: list[float] = []
+        self._orders: dict[int, list[list[list[int]]]] = {}
+        self.num_steps = 0
+
+    @classmethod
+    def of_layers(
+        cls,
+        spec: Spec,
+        layers: Sequence[nn.Module],
+        ranges: Sequence[range],
+        loss_fn: LossFn,
+        *more: Any,
+        **options: Any,
+    ) -> Reference:
+        """Return the reference for built layers, of which every route gets copies; `ranges` are those of the stages."""
+        whole = nn.Sequential(*layers)
+        cut = LayerPartition(list(layers), len(ranges), [len(each) for each in ranges])
+        return cls(
+            spec, [Replica(copy.deepcopy(whole), loss_fn) for _ in range(spec.num_routes)], cut, *more, **options
+        )
+
+    def train(self, batches: Iterable[Tree]) -> Iterator[float]:
+        """Train on one batch after the other and yield the loss of each; a call is one stream."""
+        spec, begin = None, 0
+        for batch in batches:
+            pieces = Microbatches.of(batch, None, self._spec.num_microbatches, 1, pair=self._cut.pair)
+            count = len(pieces.inputs)
+            if not self.num_steps and self._cut.pair is not None:  # the pipeline has observed one, too
+                self._settle(pieces)
+            if spec is None or count != spec.num_microbatches:
+                spec, begin = replace(self._spec, num_microbatches=count), 0
+                for stage in (stage for replica in self.replicas for stage in replica.stages):
+                    stage.newest, stage.versions = 0, {}
+                    stage.note()
+            scales = pieces.shares if spec.synchronous else update_shares(spec, pieces.shares)
+            step = _Step(0 if spec.synchronous else begin, pieces, scales)
+            with preserved(self._randomness.device):
+                (self._step if spec.synchronous else self._overlapping)(spec, step)
+            begin, self.num_steps = begin + count, self.num_steps + 1
+            total = sum(loss for loss, _ in step.parts)
+            yield total / sum(weight for _, weight in step.parts) if step.summed else total
+
+    def state_dict(self, route: int = 0) -> dict[str, Tensor]:
+        """Return the newest weights of a route under the unsplit model's names; of the first, the reference if any."""
+        replica = self.replicas[route]
+        state: dict[str, Tensor] = dict(replica.module.state_dict())
+        if self._spec.elasticity and route == 0:
+            now = {p: name for name, p in replica.module.named_parameters()}  # a forward may have exchanged modules
+            for stage, pulled_to in zip(replica.stages, self.pulled_to, strict=True):
+                state |= {now[parameter]: pulled_to[name] for name, parameter in stage.named}
+        return state
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """Return the tensors of the first route's optimizers, by parameter and key."""
+        return {name: tensor for stage in self.replicas[0].stages for name, tensor in stage.state().items()}
+
+    @torch.no_grad()
+    def evaluate(self, inputs: Tensor, targets: Tensor) -> float:
+        """Return the loss of one batch of tensors by the newest weights, or the reference."""
+        module, loss_fn = self.replicas[0].module, self.replicas[0].loss_fn
+        modes = [(each, each.training) for each in module.modules()]
+        output = functional_call(module.eval(), self.state_dict(), (inputs,))
+        for each, mode in modes:
+            each.training = mode
+        return float(loss_fn(output, targets))
+
+    def _settle(self, pieces: Microbatches) -> None:
+        """Run a forward that counts for nothing: some models change themselves for good in their first one."""
+        for replica in self.replicas:
+            modules = list(replica.module.modules())
+            plain = [
+                (m, {key: copy.copy(v) for key, v in vars(m).items() if isinstance(v, _PLAIN) and key[:1] != "_"})
+                for m in modules
+            ]
+            buffers = [(buffer, buffer.detach().clone()) for buffer in replica.module.buffers()]
+            with preserved(self._randomness.device), torch.no_grad():
+                self._loss(replica, 0, pieces.inputs[0], pieces.targets[0])
+                for module, values in plain:
+                    vars(module).update(values)
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+
+    def _loss(self, replica: Replica, m: int, inputs: Any, target: Any) -> Any:
+        args, kwargs = inputs if self._cut.pair is not None else ((inputs,), {})
+        device = self._randomness.device
+        args, kwargs = mapped((tuple(args), kwargs), lambda t: t.to(device, copy=True))  # which the model may change
+        target = mapped(target, lambda tensor: tensor.to(device, copy=True))
+        with Keyed(replica.module, self._cut.block_names, partial(self._randomness.seed_forward, self.num_steps, m)):
+            output = replica.module(*args, **kwargs)
+        return replica.loss_fn(output, target)
+
+    def _forth_and_back(self, spec: Spec, step: _Step, m: int) -> list[Grads]:
+        """Run one microbatch and return the gradients by stage; `m` is counted through the stream."""
+        replica, at = self.replicas[spec.route(m)], m - step.begin
+        used: list[list[Tensor]] = [[*stage.own] for stage in replica.stages]
+        with ExitStack() as stack:  # backward too, as a checkpoint computes again
+            if not spec.synchronous:
+                used = [stage.leaves(spec.version(s, m)) for s, stage in enumerate(replica.stages)]
+                for stage, leaves in zip(replica.stages, used, strict=True):
+                    stack.enter_context(Holding(stage.places, leaves, stage.own))
+            loss = self._loss(replica, m, step.pieces.inputs[at], step.pieces.targets[at])
+            step.summed = isinstance(loss, tuple)
+            total, weight = loss if isinstance(loss, tuple) else (loss, 0.0)
+            step.parts.append(((total if step.summed else total * step.pieces.shares[at]).item(), float(weight)))
+            if not step.summed:
+                total = total * step.scales[at]
+            elif not spec.synchronous and not takes_steps(spec):  # such an update knows its rows, not its weight
+                total = total * step.scales[at] / (weight or 1)
+            total.backward()
+        grads: list[Grads] = [[tensor.grad for tensor in of_stage] for of_stage in used]
+        for tensor in (tensor for of_stage in used for tensor in of_stage):
+            tensor.grad = None
+        return grads
+
+    def _step(self, spec: Spec, step: _Step) -> None:
+        """Train on a batch; every update takes what all routes have given."""
+        grads = [self._forth_and_back(spec, step, m) for m in range(spec.num_microbatches)]
+        weight = step.weight(range(len(grads)))
+        for number, orders in enumerate(self._summing(spec)):
+            for n in range(len(self.replicas[0].stages[number].own)):
+                total = add_up(add_up(grads[m][number][n] for m in order) for order in orders)
+                if total is not None and weight != 1:
+                    total = total.div_(weight)
+                for replica in self.replicas:
+                    replica.stages[number].own[n].grad = None if total is None else total.clone()
+        for route, replica in enumerate(self.replicas):
+            self._clip(replica.stages, note=route == 0)
+            for number in range(spec.num_stages):
+                self._update(number, route)
+
+    def _overlapping(self, spec: Spec, step: _Step) -> None:
+        """Train on a batch; an update comes as soon as its microbatches have been there and back."""
+        for m in range(step.begin, step.begin + spec.num_microbatches):
+            stages, ready = self.replicas[spec.route(m)].stages, []
+            for number, grads in enumerate(self._forth_and_back(spec, step, m)):
+                update = update_of(spec, number, m)
+                of_update = stages[number].grads.setdefault(update.index, {})
+                of_update[m] = grads
+                if len(of_update) == len(microbatches_of(spec, update)):
+                    ready.append(number)
+            # What is clipped together is of one update of all stages, and complete with the same microbatch.
+            for number in ready:
+                self._take(spec, step, number, m)
+            together = [stages[number] for number in ready]
+            for some in [together] if takes_steps(spec) else [[stage] for stage in together]:
+                self._clip(some, note=takes_steps(spec))
+            for number in ready:
+                self._update(number, spec.route(m))
+        for route in range(min(spec.num_microbatches, spec.num_routes), spec.num_routes):  # without microbatches
+            for number in range(spec.num_stages):
+                self._update(number, route)
+
+    def _take(self, spec: Spec, step: _Step, number: int, m: int) -> None:
+        """Give a stage's parameters the sum of the gradients of the update that takes microbatch `m`."""
+        stage = self.replicas[spec.route(m)].stages[number]
+        grads = stage.grads.pop(update_of(spec, number, m).index)
+        order = [step.begin + i for of_route in self._summing(spec)[number] for i in of_route]
+        weight = step.weight(grads) if takes_steps(spec) else 1.0
+        for n, parameter in enumerate(stage.own):
+            total = add_up(grads[i][n] for i in order if i in grads)
+            parameter.grad = total if total is None or weight == 1 else total.div_(weight)
+
+    def _clip(self, stages: Sequence[_Stage], *, note: bool) -> None:
+        if self._max_norm is not None and stages:
+            norm = nn.utils.clip_grad_norm_([p for stage in stages for p in stage.own], self._max_norm)
+            if note:
+                self.norms.append(float(norm))
+
+    def _update(self, number: int, route: int) -> None:
+        stage = self.replicas[route].stages[number]
+        if stage.optimizer is not None:
+            with self._randomness.lock:
+                self._randomness.seed_update(stage.num_updates, self._cut.ranges[number].start)
+                stage.optimizer.step()
+            stage.num_updates += 1
+            if stage.lr_scheduler is not None:
+                stage.lr_scheduler.step()
+            stage.optimizer.zero_grad()
+        with torch.no_grad():
+            for name, parameter in stage.named if self._spec.elasticity else ():
+                pull = (parameter - self.pulled_to[number][name]) * self._spec.elasticity
+                parameter.sub_(pull)
+                self.pulled_to[number][name] += pull
+        stage.newest += 1
+        if not self._spec.synchronous:
+            stage.note()
+
+    def _summing(self, spec: Spec) -> list[list[list[int]]]:
+        count = spec.num_microbatches
+        if count not in self._orders:
+            self._orders[count] = summing_orders(spec)
+        return self._orders[count]
+
+
+def add_up(parts: Iterable[Tensor | None]) -> Tensor | None:
+    """Add up in the order given."""
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+def summing_orders(spec: Spec) -> list[list[list[int]]]:
+    """Return, by stage and route, the microbatches in the order in which the schedule adds up their gradients."""
+    orders: list[list[list[int]]] = [[[] for _ in range(spec.num_routes)] for _ in range(spec.num_stages)]
+    for worker in range(spec.num_workers):
+        for action in local_order(spec, worker):
+            if action.kind.accumulates:
+                orders[action.stage][spec.route(action.microbatch)].append(action.microbatch)
+    return orders
+
+
+@torch.no_grad()
+def give(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Give a model the numbers of a state, by names."""
+    for name, tensor in module.state_dict().items():
+        if name in state and isinstance(tensor, Tensor):
+            tensor.copy_(state[name])
