@@ -76,6 +76,9 @@ class Spec(_Frozen):
     post_validation: ClassVar[bool] = False
     #: for asynchronous schedules: how often weights are updated
     update_every: ClassVar[Literal["step", "microbatch"]] = "step"
+    #: sizes of the slices of a sequence, in parts of it. With several a microbatch of the step is as many indices, one
+    #: for each of its slices; see `slicing.py`
+    slice_sizes: ClassVar[tuple[int, ...]] = (1,)
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "num_microbatches", "num_steps"):
@@ -187,6 +190,13 @@ class Spec(_Frozen):
         if self.splits(stage, microbatch):
             return *forward, I(stage, microbatch), W(stage, microbatch)
         return *forward, B(stage, microbatch)
+
+    def share(self, action: Action) -> float:
+        """Return which part of its microbatch's sequence an action works on: 1, unless sequences are sliced."""
+        sizes = self.slice_sizes
+        if len(sizes) == 1 or not action.kind.per_microbatch:
+            return 1
+        return sizes[action.index % len(sizes)] / sum(sizes)
 
     def updates(self, stage: int, route: int) -> Iterable[Action]:
         """Return the updates of a replica of a stage: one for synchronous schedules, else as `update_every` says."""

@@ -13,11 +13,13 @@ from ..drawing.comparison import table
 from ..launching.report import Reporter
 from ..planning.compare import ModelCosts, Row, compare, verdict
 from ..planning.footprint import Size
+from ..planning.specs import read_slices
 from .options import (
     Parser,
     add_costs,
     add_json,
     add_order,
+    add_slices,
     filled,
     parse_assignments,
     parse_bytes,
@@ -42,6 +44,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a parameter of --schedule")
     parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
     parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step (8)")
+    add_slices(parser)
     add_order(parser)
     add_json(parser)
     add_costs(parser, "of a worker's share of the model: stages of 1/v share cost 1/v")
@@ -103,10 +106,13 @@ def _compare_own(typed: dict[str, Any]) -> int:
 
 def _show(typed: Mapping[str, Any], model: ModelCosts, options: TrainOptions, comm: float, limit: float | None) -> int:
     reporter, also = Reporter(), _also(typed)
+    if "slices" in typed:
+        read_slices(typed["slices"])  # otherwise every row would be refused for it
     with progress(reporter) as bar:
         task = bar.add_task("simulating", total=1.0)
         rows = compare(
             model, options.microbatches, comm=comm, limit=limit, order=options.order, also=also,
+            slices=typed.get("slices"),
             tell=lambda share: bar.update(task, completed=share),
         )  # fmt: skip
     if "json" in typed:

@@ -74,6 +74,13 @@ def add_order(parser: Parser) -> None:
     )
 
 
+def add_slices(parser: Parser) -> None:
+    """Add into what sequences are cut."""
+    parser.add_argument(
+        "--slices", metavar="K", help="cut each sequence into K slices, or into sizes in parts, such as 8,6,5,4 (1)"
+    )
+
+
 def add_json(parser: Parser) -> None:
     """Add --json."""
     parser.add_argument("--json", action="store_true", help="print JSON; human text goes to stderr")
@@ -136,7 +143,9 @@ def typed_checkpoints(typed: Mapping[str, Any]) -> tuple[int | None, str, int | 
 def typed_spec(typed: Mapping[str, Any]) -> Spec:
     """Return the spec of the typed options."""
     settings = filled(PipeOptions, typed)
-    return make_spec(settings.schedule, settings.workers, settings.microbatches, settings.schedule_options)
+    return make_spec(
+        settings.schedule, settings.workers, settings.microbatches, settings.schedule_options, typed.get("slices")
+    )
 
 
 def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:

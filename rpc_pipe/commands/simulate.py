@@ -34,6 +34,7 @@ from .options import (
     add_json,
     add_order,
     add_schedule,
+    add_slices,
     parse_assignments,
     parse_bytes,
     parse_costs,
@@ -57,6 +58,7 @@ def add(commands: Any) -> None:
     """Add `simulate` to the command line."""
     parser: Parser = commands.add_parser("simulate", help="check, price and draw a schedule")
     add_schedule(parser)
+    add_slices(parser)
     add_order(parser)
     add_json(parser)
     add_costs(parser)
@@ -86,7 +88,13 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     reporter = Reporter("json" in typed)
     try:
         result = simulate(
-            spec, cost, comm=comm, order=typed.get("order"), steps=steps, links=links, payload=lambda _: size
+            spec,
+            cost,
+            comm=comm,
+            order=typed.get("order"),
+            steps=steps,
+            links=links,
+            payload=lambda action: size * spec.share(action),
         )
     except ScheduleError:
         raise
@@ -100,7 +108,9 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
         return 0
     if len(result.spans) <= _MOST_DRAWN:
         width = reporter.console.width
-        reporter.console.print(draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES))
+        reporter.console.print(
+            draw(result.spans, spec.num_workers, width=width, most_lines=_MOST_LINES, slices=len(spec.slice_sizes))
+        )
     a_step = f", step {result.step_time:g}" if steps > 1 else ""
     reporter.console.print(
         f"{name}: makespan {result.makespan:g}{a_step}, span {result.span:g}, bubble {result.bubble:.1%}, "
@@ -112,11 +122,11 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     return 0
 
 
-def _tell_peaks(peaks: Sequence[int]) -> str:
+def _tell_peaks(peaks: Sequence[float]) -> str:
     """Return the peak activations of each worker, or the range for many workers."""
     if len(peaks) > _MOST_PEAKS and min(peaks) < max(peaks):
-        return f"{min(peaks)} to {max(peaks)}"
-    return ", ".join(map(str, peaks[:1] if len(peaks) > _MOST_PEAKS else peaks))
+        return f"{min(peaks):.9g} to {max(peaks):.9g}"
+    return ", ".join(f"{peak:.9g}" for peak in (peaks[:1] if len(peaks) > _MOST_PEAKS else peaks))
 
 
 def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
@@ -134,7 +144,7 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
     """Return the cost of an action from --cost, --stage-cost and --slow."""
     by_kind = parse_costs(typed.get("cost", ""))
     if "stage_cost" not in typed and "slow" not in typed:
-        return lambda action: by_kind.get(action.kind, 0)
+        return lambda action: by_kind.get(action.kind, 0) * spec.share(action)
     by_stage: list[float] = [1] * spec.num_stages
     if "stage_cost" in typed:
         by_stage = parse_factors("--stage-cost", typed["stage_cost"], spec.num_stages, "stages")
@@ -144,7 +154,8 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
         by_worker[number] = parse_number(f"--slow {worker}=", factor)
 
     def cost(action: Action) -> float:
-        return by_kind.get(action.kind, 0) * by_stage[action.stage] * by_worker[spec.worker(action)]
+        whole = by_kind.get(action.kind, 0) * by_stage[action.stage] * by_worker[spec.worker(action)]
+        return whole * spec.share(action)
 
     return cost
 
@@ -173,7 +184,8 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
         "parameters": spec.parameters(),
         "workers": spec.num_workers,
         "stages": spec.num_stages,
-        "microbatches": spec.num_microbatches,
+        "microbatches": spec.num_microbatches // len(spec.slice_sizes),
+        **({"slices": list(spec.slice_sizes)} if len(spec.slice_sizes) > 1 else {}),
         "order": result.order,
         "makespan": result.makespan,
         "step_time": result.step_time,
@@ -190,15 +202,25 @@ def _report(schedule: str, result: Simulation) -> dict[str, Any]:
 
 
 def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> None:
-    spec = result.spec
-    title = f"{name}, {spec.num_workers} workers, {spec.num_microbatches} microbatches"
+    spec, slices = result.spec, len(result.spec.slice_sizes)
+    title = f"{name}, {spec.num_workers} workers, {_count(spec)}"
     if "svg" in typed:
-        write(typed["svg"], draw_svg(result.spans, spec.num_workers, title=title, num_stages=spec.num_stages))
+        write(
+            typed["svg"],
+            draw_svg(result.spans, spec.num_workers, title=title, num_stages=spec.num_stages, slices=slices),
+        )
     if "html" in typed:
-        picture = Picture(title, result.spans, spec.num_workers, waits=waits(spec, result.spans))
+        picture = Picture(title, result.spans, spec.num_workers, waits=waits(spec, result.spans), slices=slices)
         write(typed["html"], draw_page([picture]))
     if "chrome" in typed:
         write_chrome(typed["chrome"], spec, _by_step(result.spans))
+
+
+def _count(spec: Spec) -> str:
+    """Return how many microbatches a step has, and of how many slices each."""
+    slices = len(spec.slice_sizes)
+    of_slices = f" of {slices} slices" if slices > 1 else ""
+    return f"{spec.num_microbatches // slices} microbatches{of_slices}"
 
 
 def _by_step(spans: Iterable[Span]) -> dict[int, list[Span]]:

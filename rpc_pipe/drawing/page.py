@@ -14,7 +14,7 @@ from importlib.resources import files
 from ..dependency import Kind
 from ..planning.span import Span
 from ..planning.waits import Wait
-from .timeline import held_stages, summarize
+from .timeline import held_stages, name_index, summarize
 
 #: placeholder of the data in the template
 _MARKER = "@DATA@"
@@ -33,6 +33,8 @@ class Picture:
     gaps: str = "bubble"
     #: the result of `waits.waits`
     waits: Mapping[Span, Wait] = field(default_factory=dict)
+    #: number of slices of a microbatch's sequence
+    slices: int = 1
 
 
 def draw_page(pictures: Sequence[Picture]) -> str:
@@ -74,7 +76,7 @@ def _encode(picture: Picture) -> dict[str, object]:
             span.worker,
             stage,
             kind.letter,
-            microbatch,
+            microbatch if picture.slices == 1 else name_index(span.action, picture.slices),
             _short(span.start - first),
             _short(span.end - first),
         ]

@@ -14,7 +14,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from ..dependency import Kind
 from ..planning.span import Span
-from .timeline import held_stages, summarize, tell
+from .timeline import held_stages, name_index, summarize, tell
 
 #: width of the plot in pixels: wide enough for the labels of the shortest cells, within these bounds
 _NARROWEST, _WIDEST = 640, 1280
@@ -35,16 +35,23 @@ _DARK = {"paper": "#0d1117", "ink": "#e6edf3", "dim": "#9198a1", "bubble": "#262
 
 
 def draw_svg(
-    spans: Sequence[Span], num_workers: int, *, title: str = "", num_stages: int | None = None, unit: str = ""
+    spans: Sequence[Span],
+    num_workers: int,
+    *,
+    title: str = "",
+    num_stages: int | None = None,
+    unit: str = "",
+    slices: int = 1,
 ) -> str:
     """Return an SVG document of `spans`, which are of workers 0 to `num_workers` - 1.
 
     Times count from the first start. The same spans give the same text. `num_stages` is told in the line under the
-    title; by default it is the highest stage that ran, plus one. `unit` is the name of the unit of time.
+    title; by default it is the highest stage that ran, plus one. `unit` is the name of the unit of time,
+    `slices` the number of slices of a microbatch's sequence.
     """
     title, unit = _printable(title), _printable(unit)
     about = summarize(spans, num_workers, unit=unit, num_stages=num_stages)
-    layout = _Layout.of(spans, num_workers)
+    layout = _Layout.of(spans, num_workers, slices)
     held = held_stages(spans, num_workers)
     foot, legend = _legend(layout, spans, max(map(len, held), default=0)) if spans else (layout.bottom, [])
     width, height = _number(layout.width), _number(foot + _MARGIN)
@@ -65,6 +72,8 @@ class _Layout:
     """The layout, in pixels."""
 
     num_workers: int
+    #: of a microbatch's sequence
+    slices: int
     #: first start, and time from there to the last end
     first: float
     length: float
@@ -83,17 +92,18 @@ class _Layout:
     seam: float
 
     @classmethod
-    def of(cls, spans: Sequence[Span], num_workers: int) -> _Layout:
+    def of(cls, spans: Sequence[Span], num_workers: int, slices: int) -> _Layout:
         first = min((span.start for span in spans), default=0.0)
         length = max((span.end for span in spans), default=1.0) - first
         pitch = min(_HIGHEST, max(_LOWEST, _ROWS // max(1, num_workers)))
         cell = pitch - 2 if pitch > 12 else pitch - 1
         font = min(12.0, max(_SMALLEST_TEXT, math.floor(cell * 1.5) / 2))
         shortest = min((span.end - span.start for span in spans if span.end > span.start), default=1.0)
-        longest = max((len(_label(span)) for span in spans), default=1)
+        longest = max((len(_label(span, slices)) for span in spans), default=1)
         plot = min(_WIDEST, max(_NARROWEST, (longest * font * _CHARACTER + 4) * length / shortest))
         return cls(
             num_workers=num_workers,
+            slices=slices,
             first=first,
             length=length,
             cell=cell,
@@ -191,7 +201,8 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
     """
     kind, stage = span.action.kind.letter, span.action.stage
     start, end = span.start - layout.first, span.end - layout.first
-    hint = f"<title>{span.action}, stage {stage}, {tell(start)} to {tell(end)}</title>"
+    named = f"{stage}{kind}{name_index(span.action, layout.slices)}"
+    hint = f"<title>{named}, stage {stage}, {tell(start)} to {tell(end)}</title>"
     x, height = layout.x(span.start), _number(layout.cell)
     if span.end <= span.start:
         return f'<path class="tick {kind}" d="M{_number(x)} 0v{height}">{hint}</path>'
@@ -208,7 +219,7 @@ def _cell(layout: _Layout, span: Span, stripe: float, free: float) -> str:
     if size >= _SMALLEST_TEXT and layout.cell >= size:
         y = _number(layout.cell * free / 2 + 0.36 * size)
         smaller = f' font-size="{_number(size)}"' if size < layout.font else ""
-        parts.append(f'<text x="{_number(x + width / 2)}" y="{y}"{smaller}>{_label(span)}</text>')
+        parts.append(f'<text x="{_number(x + width / 2)}" y="{y}"{smaller}>{_label(span, layout.slices)}</text>')
     return "".join([*parts, "</g>"])
 
 
@@ -246,9 +257,9 @@ def nice_step(length: float, most: float) -> float:
     return next(m * power for m in (1, 2, 5, 10, 20) if m * power >= least * (1 - 1e-9))
 
 
-def _label(span: Span) -> str:
+def _label(span: Span, slices: int) -> str:
     """Return the microbatch as label; the letter of a kind whose index is a replica or an update."""
-    return str(span.action.index) if span.action.kind.per_microbatch else span.action.kind.letter
+    return name_index(span.action, slices) if span.action.kind.per_microbatch else span.action.kind.letter
 
 
 def _width(text: str, size: float) -> float:

@@ -34,7 +34,7 @@ function decode(raw) {
     row.push(span);
   }
   const length = spans.length ? spans.reduce((most, span) => Math.max(most, span.end), 0) : 0;
-  const digits = key => String(spans.reduce((most, span) => Math.max(most, span[key]), 0)).length;
+  const digits = key => spans.reduce((most, span) => Math.max(most, String(span[key]).length), 1);
   return {...raw, spans, rows, length: length || 1, levels: Math.max(1, ...raw.stages.map(s => s.length)) - 1,
     longest: digits("microbatch"), widest: digits("stage") + 1};  // characters of the number, and before it
 }

@@ -64,18 +64,25 @@ def tell(time: float) -> str:
     return f"{time:.6g}" if abs(time) < 1e6 else f"{time:.0f}"
 
 
-def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_lines: int = 0) -> Text:
+def name_index(action: Action, slices: int) -> str:
+    """Return the index of an action as text: of slice 1 of microbatch 3 `3.1`, if microbatches have several slices."""
+    if slices == 1 or not action.kind.per_microbatch:
+        return str(action.index)
+    return f"{action.index // slices}.{action.index % slices}"
+
+
+def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_lines: int = 0, slices: int = 1) -> Text:
     """Draw spans as a coloured grid at most `width` columns wide.
 
     A cell shows kind and microbatch, before them the stage where a worker has several, if they fit; else colour alone
     tells the kind, and an underline a later stage of the worker. Gaps are bubbles. Names that do not fit side by side
     are drawn in several rows of time, one below the other, if these are at most `most_lines` lines. What a cell too
-    small for its name shows is said below.
+    small for its name shows is said below. `slices` is the number of slices of a microbatch's sequence.
     """
     if not spans:
         return Text("nothing ran")
     held = held_stages(spans, num_workers)
-    grid = _Grid(spans, num_workers, width, several=any(len(stages) > 1 for stages in held))
+    grid = _Grid(spans, num_workers, width, several=any(len(stages) > 1 for stages in held), slices=slices)
     rows = grid.rows(most_lines)
     picture = Text()
     for first, last in rows:
@@ -94,8 +101,8 @@ def draw(spans: Sequence[Span], num_workers: int, *, width: int = 100, most_line
 class _Grid:
     """The mapping of times to columns."""
 
-    def __init__(self, spans: Sequence[Span], num_workers: int, width: int, *, several: bool) -> None:
-        self._several = several
+    def __init__(self, spans: Sequence[Span], num_workers: int, width: int, *, several: bool, slices: int) -> None:
+        self._several, self._slices = several, slices
         self._first = min(span.start for span in spans)
         self._last = max(span.end for span in spans)
         self._by_worker: list[list[Span]] = [[] for _ in range(num_workers)]
@@ -152,7 +159,7 @@ class _Grid:
         return line
 
     def _name(self, action: Action) -> str:
-        name = f"{action.kind.letter}{action.microbatch}"
+        name = f"{action.kind.letter}{name_index(action, self._slices)}"
         return f"{action.stage}{name}" if self._several else name
 
 

@@ -134,6 +134,7 @@ def compare(
     limit: float | None = None,
     order: Order | None = None,
     also: tuple[str, Mapping[str, Any]] | None = None,
+    slices: str | None = None,
     tell: Callable[[float], None] = lambda share: None,
 ) -> list[Row]:
     """Return a row for every schedule, the fastest first.
@@ -143,12 +144,13 @@ def compare(
 
     Args:
         also: another schedule, by name or file, and its parameters.
+        slices: into what sequences are cut, as for `make_spec`.
         tell: called after each schedule with how much is done, of 1.
     """
     variants = [*VARIANTS, also] if also and also not in VARIANTS else VARIANTS
     rows = []
     for name, parameters in variants:
-        rows.append(_row(name, parameters, model, num_microbatches, comm, limit, order))
+        rows.append(_row(name, parameters, model, num_microbatches, comm, limit, order, slices))
         tell(len(rows) / len(variants))
     return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
@@ -161,16 +163,17 @@ def _row(
     comm: float,
     limit: float | None,
     order: Order | None,
+    slices: str | None,
 ) -> Row:
     try:
-        spec = make_spec(name, model.num_workers, num_microbatches, parameters)
+        spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
         stages = model.stage_costs(spec.num_stages)
         check_all(spec)
     except PipeError as error:
         return Row(name, parameters, refused=str(error))
 
     def cost(action: Action) -> float:
-        return stages[action.stage].get(action.kind, 0)
+        return stages[action.stage].get(action.kind, 0) * spec.share(action)
 
     result = simulate(spec, cost, comm=comm, order=order)
     sizes = model.stage_sizes(spec.num_stages) if model.sizes else []

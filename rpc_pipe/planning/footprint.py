@@ -80,7 +80,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
 
     for span in simulation.spans:
         worker, action = span.worker, span.action
-        size = sizes[action.stage]
+        size = _of_share(sizes[action.stage], spec.share(action))
         if action.kind.per_microbatch:
             working = _working(spec, action, size)
             add(worker, span.start, working)
@@ -111,6 +111,14 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
         resident = sum(sizes[stage].shard - sizes[stage].weights for stage, _ in spec.hosted(worker)) + weights[worker]
         peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)
+
+
+def _of_share(size: Size, share: float) -> Size:
+    """Return the bytes of a slice with this share of a microbatch's sequence; weights are the same for all slices."""
+    if share == 1:
+        return size
+    counted = ("activations", "after_inputs", "inputs", "outputs", "kept_inputs", "kept_outputs", "working")
+    return replace(size, **{name: getattr(size, name) * share for name in counted})
 
 
 def _working(spec: Spec, action: Action, size: Size) -> float:

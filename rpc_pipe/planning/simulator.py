@@ -82,9 +82,12 @@ class Simulation:
         )
 
     @cached_property
-    def peak_activations(self) -> tuple[int, ...]:
-        """The most microbatches of a stage whose activations were on the device at once, by worker."""
-        relation, num_workers = self._relation, self.spec.num_workers
+    def peak_activations(self) -> tuple[float, ...]:
+        """The most microbatches of a stage whose activations were on the device at once, by worker.
+
+        They are whole numbers, unless sequences are sliced: a slice counts as its share of a microbatch.
+        """
+        relation, num_workers, sizes = self._relation, self.spec.num_workers, self.spec.slice_sizes
         # At equal times ends come before starts; an action without duration starts and ends in its turn.
         events: list[tuple[float, bool, int, int]] = []
         for turn, (number, start, end) in enumerate(self._ran):
@@ -94,9 +97,9 @@ class Simulation:
         live, peak = [0] * num_workers, [0] * num_workers
         for _, _, _, n in sorted(events):
             worker = relation.worker[n]
-            live[worker] += relation.actions[n].kind.holds
+            live[worker] += relation.actions[n].kind.holds * sizes[relation.actions[n].index % len(sizes)]
             peak[worker] = max(peak[worker], live[worker])
-        return tuple(peak)
+        return tuple(peak) if len(sizes) == 1 else tuple(most / sum(sizes) for most in peak)
 
     @property
     def step_time(self) -> float:

@@ -27,6 +27,8 @@ _OF_TORCH = {
 }
 #: most forwards of a step: workers list their own actions, the simulator those of all workers
 MAX_FORWARDS = 20_000_000
+#: most slices of a sequence, and parts of a slice
+_MOST_SLICES = 65_536
 
 
 def find_schedule(schedule: ScheduleLike) -> type[Spec]:
@@ -91,10 +93,15 @@ def make_spec(
     num_workers: int,
     num_microbatches: int,
     parameters: Mapping[str, Any] | None = None,
+    slices: str | None = None,
 ) -> Spec:
     """Make the spec of a schedule; parameters may be text, as typed after `--set`.
 
     Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`.
+
+    Args:
+        slices: into how many slices each sequence is cut, such as `4`, or their sizes in parts, such as `8,6,5,4`.
+            The `num_microbatches` of such a spec counts slices.
 
     Raises:
         ConfigError: an impossible number or parameter.
@@ -110,18 +117,17 @@ def make_spec(
     if not isinstance(parameters, Mapping | None):
         raise ConfigError(f"schedule_options {parameters!r}: must be a dict, such as {{'recompute': 'all'}}")
     parameters = dict(parameters or {})
+    sizes = read_slices(slices) if slices is not None else (1,)
+    if len(sizes) > 1:
+        from ..dependency.slicing import sliced
+
+        cls = sliced(cls, sizes)
+        num_microbatches *= len(sizes)
     recomputed: frozenset[int] | None = frozenset()
     if "recompute" not in known:
         recomputed = _read_stages(parameters.pop("recompute", "none"))
         cls = cls if recomputed == frozenset() else recomputing(cls, recomputed)
-    values = {}
-    for key, value in parameters.items():
-        if key not in known:
-            bare = key in vars(cls) and not key.startswith("_") and not callable(vars(cls)[key])
-            advice = f"; write {key}: {type(vars(cls)[key]).__name__} = {vars(cls)[key]!r}" if bare else ""
-            has = ", ".join(known) or "none"
-            raise ConfigError(f"{key}: schedule {name} has no such parameter; it has {has}{advice}")
-        values[key] = _convert(name, key, value, known[key])
+    values = _read_parameters(cls, name, parameters)
     try:
         with schedule_errors(cls):
             spec = cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
@@ -137,10 +143,45 @@ def make_spec(
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; must be at least 1")
     if num_stages * num_microbatches > MAX_FORWARDS:
         raise ConfigError(
-            f"schedule {name}{asked}: {num_stages} stages times {num_microbatches} microbatches are more than "
+            f"schedule {name}{asked}: {num_stages} stages times {num_microbatches} "
+            f"{'slices of microbatches' if len(sizes) > 1 else 'microbatches'} are more than "
             f"{MAX_FORWARDS} forwards, the most that can be listed"
         )
     return spec
+
+
+def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of a schedule with the types that it declares."""
+    known, values = parameter_types(cls), {}
+    for key, value in parameters.items():
+        if key not in known:
+            bare = key in vars(cls) and not key.startswith("_") and not callable(vars(cls)[key])
+            advice = f"; write {key}: {type(vars(cls)[key]).__name__} = {vars(cls)[key]!r}" if bare else ""
+            has = ", ".join(known) or "none"
+            raise ConfigError(f"{key}: schedule {name} has no such parameter; it has {has}{advice}")
+        values[key] = _convert(name, key, value, known[key])
+    return values
+
+
+def read_slices(said: str) -> tuple[int, ...]:
+    """Read into what each sequence is cut: sizes of its slices, in parts of the sequence.
+
+    >>> read_slices("4"), read_slices("8,6,5,4")
+    ((1, 1, 1, 1), (8, 6, 5, 4))
+
+    Raises:
+        ConfigError: it is neither a number of slices nor sizes.
+    """
+    try:
+        sizes = [int(part) for part in said.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1 or max(sizes) > _MOST_SLICES or len(sizes) > _MOST_SLICES:
+        raise ConfigError(
+            f"--slices {said}: must be a number of slices from 1 to {_MOST_SLICES}, such as 4, or the size of each in "
+            "parts of the sequence, such as 8,6,5,4"
+        )
+    return (1,) * sizes[0] if len(sizes) == 1 else tuple(sizes)
 
 
 def _read_stages(said: Any) -> frozenset[int] | None:
