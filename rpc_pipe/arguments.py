@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import re
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from .dependency import ConfigError, Spec, refuse_below
 from .model.shard_maker import refuse_sums
 from .workers.compute.updating import Training
+
+logger = logging.getLogger(__name__)
 
 
 def refuse_options(
@@ -120,6 +123,18 @@ def refuse_shared(spec: Spec, sharing: Sequence[Sequence[int]]) -> None:
             f"schedule {type(spec).__name__}: stages {', '.join(map(str, shared))} share weights, but each updates its "
             "own at another time; use a synchronous schedule, such as 1f1b, or do not tie the weights"
         )
+
+
+def begin_training(what: str, forgot_optimizer: bool) -> bool:
+    """Refuse to train where nothing keeps a graph, and say once where nothing is updated; return that it was said."""
+    refuse_without_grad(what)
+    if forgot_optimizer:
+        logger.warning(
+            "%s trains nothing, as there is no optimizer: pass optimizer=partial(torch.optim.AdamW, lr=1e-3), or "
+            "optimizer=None if gradients are all you want",
+            what,
+        )
+    return False
 
 
 def describe(spec: Spec, ranges: Sequence[range], seed: int) -> str:

@@ -15,12 +15,12 @@ import torch
 
 from .api_advice import ApiAdvice
 from .arguments import (
+    begin_training,
     describe,
     refuse_options,
     refuse_shared,
     refuse_training,
     refuse_untrainable,
-    refuse_without_grad,
 )
 from .checkpoints.keeper import Keeper
 from .checkpoints.resumption import name_of
@@ -28,8 +28,7 @@ from .checkpoints.weights import Weights
 from .dependency import ConfigError, Entry, Order, PipeError, check, most_open
 from .launching import launcher_link as link
 from .launching import overrides
-from .launching.job import Job, own_part
-from .launching.joining import join
+from .launching.job import own_part
 from .model.batches.batch_reader import BatchReader
 from .model.batches.lazy_batch import label_of
 from .model.batches.microbatches import Microbatches, Pair, Prefetcher
@@ -37,21 +36,21 @@ from .model.batches.outputs import Outputs
 from .model.batches.step_end import StepEnd
 from .model.batches.step_inputs import StepInputs
 from .model.shard_maker import Model, ShardMaker, make_partition, with_metric
+from .own_workers import make_actors, parameter_groups, set_rate
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec
 from .workers.actor import WorkerActor
-from .workers.compute.device import backend_for
 from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn
 from .workers.compute.updating import OptimizerFactory, SchedulerFactory, Training
 from .workers.hooks import Listener
 from .workers.threads import WorkerThreads
-from .workers.transport.carrier import Carrier
-from .workers.transport.local import local_carriers
 from .workers.transport.payload import Tree
 
 T = TypeVar("T")
+#: for an argument that was left out, where None is a value
+_UNSAID: Any = False
 
 
 class Pipeline(ApiAdvice, Weights):
@@ -64,7 +63,8 @@ class Pipeline(ApiAdvice, Weights):
         loss_fn: (output, target) -> mean over the microbatch, weighted by its rows, or (sum, weight): a step's loss is
             the sum of the sums divided by the sum of the weights. None: the model itself returns its loss.
         optimizer: called on each stage with (name, parameter) pairs, named as in the unsplit model, such as
-            `partial(torch.optim.AdamW, lr=3e-4)` or a function that makes groups by name.
+            `partial(torch.optim.AdamW, lr=3e-4)` or a function that makes groups by name. None: gradients are computed,
+            and nothing is trained; left out, the first step says so.
         lr_scheduler: optimizer -> learning-rate scheduler; stepped after every update.
         schedule, schedule_options: a name (`rpc-pipe schedules`), `file.py:Class` or a Spec class; its parameters.
         num_microbatches: number of parts of a batch, at most its rows. Required unless there is a plan.
@@ -74,7 +74,8 @@ class Pipeline(ApiAdvice, Weights):
         blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
         example: a batch with which the model is cut at once; by default the first batch cuts it.
         order: `ready` or `fixed`; by default what the schedule prefers. The result is the same.
-        device: `cpu`, `cuda:N`, or `cuda`: each worker of a host uses another GPU.
+        device: `cpu`, `cuda:N`, or `cuda`: each worker of a host uses another GPU. None: `cuda` where the host has a
+            GPU for each of its workers, which is said, else `cpu`.
         seed: for everything random: dropout, and initial weights of layers given as callables or of a model made by a
             function, which are other numbers than those that the function would draw by itself.
         max_grad_norm: clip the gradients of the whole model to this norm before an update, with the bits of
@@ -104,7 +105,7 @@ class Pipeline(ApiAdvice, Weights):
         *,
         num_microbatches: int = 0,
         plan: PlanLike | None = None,
-        optimizer: OptimizerFactory | None = None,
+        optimizer: OptimizerFactory | None = _UNSAID,
         lr_scheduler: SchedulerFactory | None = None,
         schedule: ScheduleLike = "1f1b",
         schedule_options: Mapping[str, Any] | None = None,
@@ -113,7 +114,7 @@ class Pipeline(ApiAdvice, Weights):
         blocks: str | Sequence[str] | None = None,
         example: Tree | None = None,
         order: Order | None = None,
-        device: str = "cpu",
+        device: str | None = None,
         seed: int = 0,
         max_grad_norm: float | None = None,
         post_validation: bool | None = None,
@@ -124,13 +125,14 @@ class Pipeline(ApiAdvice, Weights):
         transport: str | None = None,
         stall_s: float = 300.0,
     ) -> None:
+        self._forgot_optimizer = optimizer is _UNSAID
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, self._plan = (
             overrides.settle(apply_plan(plan, overrides.Settings(*said)))
         )
         job, self.num_workers = own_part(transport, num_workers)
         refuse_options(order, max_grad_norm, stall_s, self.num_workers, num_microbatches, seed)
-        training = Training(optimizer, lr_scheduler, grad_scaler, ema_decay, accumulate, deferred_batch_norm)
+        training = Training(optimizer or None, lr_scheduler, grad_scaler, ema_decay, accumulate, deferred_batch_norm)
         refuse_training(loss_fn, training)
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
         refuse_untrainable(self.spec, training)
@@ -140,7 +142,7 @@ class Pipeline(ApiAdvice, Weights):
         self.partition = make_partition(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
         self.order: Order = order or self.spec.order
         self._step_end = StepEnd(self.spec, training, max_grad_norm, post_validation)
-        self._actors = _actors(job, workers, device, max_grad_norm, stall_s)
+        self._actors = make_actors(job, workers, device, max_grad_norm, stall_s)
         self._batch_reader = BatchReader(self.spec, self._actors, whole=self.partition.pair is not None)
         self._threads = None if job else WorkerThreads(self._actors)
         self.worker = workers[0]
@@ -192,7 +194,7 @@ class Pipeline(ApiAdvice, Weights):
         """
         if self._stopped:
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
-        refuse_without_grad("step")
+        self._forgot_optimizer = begin_training("step", self._forgot_optimizer and self.worker == 0)
         self._keeper.refuse_averaged("step")
         cut = self._cut(batch, microbatches)
         if self._keeper.results.behind:
@@ -223,7 +225,7 @@ class Pipeline(ApiAdvice, Weights):
         streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}
         try:
             for step in count():
-                refuse_without_grad("train")
+                self._forgot_optimizer = begin_training("train", self._forgot_optimizer and self.worker == 0)
                 ahead.advance(step)
                 result = None if self._stopped else self._each(lambda actor: next(streams[actor], None))[0]
                 if result is None:
@@ -315,6 +317,18 @@ class Pipeline(ApiAdvice, Weights):
         return self._keeper.results.norm
 
     @property
+    def learning_rate(self) -> float | None:
+        """Learning rate of the next update, of the first parameter group here; None: nothing here is trained.
+
+        To set it sets that of every group of this process's stages: all workers do so alike, between two steps.
+        """
+        return next((float(group["lr"]) for group in parameter_groups(self._actors)), None)
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        set_rate(self._actors, rate)
+
+    @property
     def actors(self) -> list[WorkerActor]:
         """The workers of this process."""
         return self._actors
@@ -331,6 +345,8 @@ class Pipeline(ApiAdvice, Weights):
 
     def listen(self, listener: Callable[[int], Listener]) -> None:
         """Add `listener(worker)` to every worker of this process."""
+        if not callable(listener):
+            raise ConfigError(f"listener {listener!r}: must be callable as listener(worker), and return a Listener")
         for actor in self._actors:
             actor.listeners.add(listener(actor.worker))
 
@@ -379,15 +395,3 @@ class Pipeline(ApiAdvice, Weights):
         # Around all workers of this process at once: they share its generators, and the modules given.
         with self.partition.module_copies.around(), preserved(*self._devices):
             return [call(self._actors[0])] if self._threads is None else self._threads.each(call)
-
-
-def _actors(
-    job: Job | None, workers: Sequence[int], device: str, max_grad_norm: float | None, stall_s: float
-) -> list[WorkerActor]:
-    """Return the workers of this process, which have no shards yet."""
-    backends = [backend_for(device, place) for place in ([job.place] if job else workers)]
-    if len(backends) == 1:
-        backends[0].use()  # of several each computes on a thread of its own
-    carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
-    made = zip(carriers, backends, strict=True)
-    return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]

@@ -78,7 +78,10 @@ def of_stall(
         text = f"worker {unseen} has made no pipeline yet, and the others wait for it"
     elif live.state in (State.WAITING, State.LEFT):  # a worker that leaves now has waited as well
         title = "no worker goes on"
-        text = "each waits for another: they were called differently, as above, or a message has been lost"
+        text = (
+            "each waits for another: they were called differently, as above, or the machine is overloaded, for which a "
+            "higher stall_s waits"
+        )
     elif live.state is State.STOPPED:
         title = f"worker {culprit} is stopped"
         text = f"worker {culprit} was stopped by a signal, as Ctrl-Z sends it, in step {live.step}"

@@ -52,6 +52,8 @@ class Job:
     lost_after_s: float = 20.0
     #: index of this worker among those of its host
     place: int = 0
+    #: how many workers of the job this host has
+    workers_here: int = 1
 
 
 def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
@@ -86,10 +88,11 @@ def current_job(environ: Mapping[str, str] | None = None) -> Job | None:
         raise ConfigError(f"RANK {worker}: must be 0 to WORLD_SIZE - 1 = {num_workers - 1}")
     if local:
         interface = environ.get("RPC_PIPE_INTERFACE", LOOPBACK)
-        return Job(worker, num_workers, local, interface, place=worker, **settings)  # type: ignore[arg-type]
+        return Job(worker, num_workers, local, interface, place=worker, workers_here=num_workers, **settings)  # type: ignore[arg-type]
     _number(environ, "MASTER_PORT", _MOST_PORT)
     interface, one_host = _place(environ, num_workers)
     settings["place"] = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else worker
+    settings["workers_here"] = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else num_workers
     return Job(worker, num_workers, "env://", interface, one_host=one_host, **settings)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ class Settings(NamedTuple):
     num_workers: int | None
     split: Sequence[int] | None
     order: Order | None
-    device: str
+    device: str | None
     seed: int
     transport: str | None = None
     #: the plan that decides the others

@@ -42,6 +42,10 @@ def make_partition(
     Raises:
         ConfigError: the model cannot be cut, or there is no loss.
     """
+    if not isinstance(model, (nn.Module, Sequence)) and not callable(model):
+        raise ConfigError(
+            f"model: is a {type(model).__name__}; must be a module, a list of layers, or a function that makes a module"
+        )
     if needs_observation(model):
         whole = ObservedPartition(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
         if training.deferred_batch_norm:

@@ -81,6 +81,10 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
         return source
     where = "plan"
     content: Any = source
+    if not isinstance(source, (str, Path, Mapping)):
+        raise ConfigError(
+            f"plan {source!r}: must be a plan, its file, or the file's contents, as rpc-pipe plan writes it"
+        )
     if not isinstance(source, Mapping):
         where = f"plan {source}"
         content = read_json(Path(source), where)

@@ -33,7 +33,7 @@ def roll_call(lives: Mapping[int, Live], last_host: int, now_ns: int) -> list[st
     elif len(chain) > 1:
         if end.state is State.WAITING:
             # The checker has ruled out deadlocks of the schedule.
-            lines.append(f"{names}: each waits for the other, so a message has been lost")
+            lines.append(f"{names}: each waits for the other: a message was lost, or the machine is overloaded")
         else:
             lines.append(f"{names}: everybody waits for worker {chain[-1]}, which is {end}")
     return lines

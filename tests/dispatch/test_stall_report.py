@@ -43,7 +43,7 @@ def test_who_waits_for_the_result_waits_for_the_last_stage():
 def test_a_circle_is_named():
     lives = {0: waits(F(0, 1), F(1, 1), 1), 1: waits(F(1, 1), F(0, 1), 0)}
     assert roll_call(lives, 1, S)[-1] == (
-        "worker 1 -> worker 0 -> worker 1: each waits for the other, so a message has been lost"
+        "worker 1 -> worker 0 -> worker 1: each waits for the other: a message was lost, or the machine is overloaded"
     )
 
 

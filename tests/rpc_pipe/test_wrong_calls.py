@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_pipeline import SGD, X, Y, pipeline
 from torch import nn
+from torch.nn.functional import mse_loss
 
 import rpc_pipe
 from rpc_pipe import Pipeline
@@ -103,7 +104,6 @@ def test_a_worker_without_the_inputs_of_a_whole_model_is_told_that_it_needs_them
         ({"schedule": "Schedule1F1B"}, "did you mean '1f1b'"),
         ({"schedule": "ZBVZeroBubble"}, "did you mean 'zb-v'"),
         ({"split": [1, 1]}, "add up to the model's 4 layers"),
-        ({"device": None}, "device None: must be cpu, cuda or cuda:N"),
         ({"schedule": int}, "schedule <class 'int'>: must be the name of one, or a subclass of Spec"),
         ({"device": "tpu"}, "device 'tpu': must be cpu, cuda or cuda:N"),
         ({"schedule_options": {"windows": 3}}, "schedule 1f1b has no such parameter; it has window"),
@@ -353,3 +353,42 @@ def test_a_loss_functions_error_is_called_that_and_shown_once():
     shown = "".join(traceback.format_exception(raised.value))
     assert shown.count("in mistaken") == 1 and shown.count("\n") < 30, shown
     assert "in mistaken" in raised.value.remote_traceback  # what a launcher or another process shows
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: Pipeline({}, mse_loss, num_microbatches=2), "model: is a dict; must be a module, a list of layers"),
+        (lambda: Pipeline([nn.Linear(2, 2)], mse_loss, plan=[]), "plan []: must be a plan, its file, or"),
+        (lambda: pipeline().listen(-1), "listener -1: must be callable as listener(worker)"),
+    ],
+)
+def test_values_of_a_wrong_type_get_a_sentence(call, sentence):
+    """Each was a bare TypeError of Python's, such as 'int' object is not callable."""
+    with pytest.raises(ConfigError) as raised:
+        call()
+    assert sentence in str(raised.value)
+
+
+def test_training_without_an_optimizer_is_said_once(caplog):
+    """A hundred steps returned losses, `save` wrote the first weights, and nothing said that nothing was trained."""
+    forgotten = Pipeline([nn.Linear(4, 2)], mse_loss, num_microbatches=2)
+    for _ in range(2):
+        forgotten.step((X, torch.zeros(len(X), 2)))
+    assert [text.partition(":")[0] for text in caplog.messages] == ["step trains nothing, as there is no optimizer"]
+    caplog.clear()
+    meant = Pipeline([nn.Linear(4, 2)], mse_loss, num_microbatches=2, optimizer=None)
+    meant.step((X, torch.zeros(len(X), 2)))
+    assert caplog.messages == []
+
+
+def test_the_learning_rate_can_be_read_and_set():
+    pipe = Pipeline(
+        [nn.Linear(4, 4), nn.Linear(4, 2)], mse_loss, num_microbatches=2, num_workers=2,
+        optimizer=partial(torch.optim.SGD, lr=0.5),
+    )  # fmt: skip
+    before = [p.detach().clone() for p in pipe.state_dict().values()]
+    assert pipe.learning_rate == 0.5
+    pipe.learning_rate = 0.0
+    pipe.step((X, torch.zeros(len(X), 2)))
+    assert pipe.learning_rate == 0.0 and all(map(torch.equal, before, pipe.state_dict().values()))

@@ -11,13 +11,13 @@ import torch
 from fake_cuda import DEVICE, Apart, FakeCuda, Stream, StrictCuda, is_there, put_there
 from unkind import MODELS, batches_for, differences
 
-from rpc_pipe import Pipeline, pipeline
+from rpc_pipe import Pipeline, own_workers, pipeline
 from rpc_pipe.dependency import PipeError, WorkerFailure
 from rpc_pipe.launching.job import current_job
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import threads
 from rpc_pipe.workers.compute import device, randomness
-from rpc_pipe.workers.compute.device import CudaBackend
+from rpc_pipe.workers.compute.device import CudaBackend, usual_device
 from rpc_pipe.workers.transport.payload import pack, unpack
 
 
@@ -30,7 +30,7 @@ def backends(monkeypatch):
         made.append(CudaBackend(FakeCuda()))
         return made[-1]
 
-    monkeypatch.setattr(pipeline, "backend_for", backend_for)
+    monkeypatch.setattr(own_workers, "backend_for", backend_for)
     return made
 
 
@@ -189,7 +189,7 @@ def apart(monkeypatch):
     where = property(lambda tensor: DEVICE if is_there(tensor) else device_of.__get__(tensor))
     monkeypatch.setattr(torch.Tensor, "device", where, raising=False)
     monkeypatch.setattr(threads, "callers_settings", settings_apart)
-    monkeypatch.setattr(pipeline, "backend_for", lambda name, place=0: CudaBackend(StrictCuda()))
+    monkeypatch.setattr(own_workers, "backend_for", lambda name, place=0: CudaBackend(StrictCuda()))
 
 
 def _pipe(schedule, **options):
@@ -331,3 +331,11 @@ def test_shards_are_made_on_their_workers_gpu(two_gpus, monkeypatch):
 )
 def test_a_job_knows_the_place_of_its_worker_on_the_host(environ, place):
     assert current_job(environ).place == place
+
+
+@pytest.mark.parametrize(("gpus", "workers", "device"), [(0, 1, "cpu"), (1, 2, "cpu"), (2, 2, "cuda"), (8, 2, "cuda")])
+def test_without_a_word_gpus_are_used_where_each_worker_has_one(monkeypatch, caplog, gpus, workers, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert usual_device(workers, tells=True) == device
+    assert [message.split(",")[0] for message in caplog.messages] == ["device: cuda"] * (device == "cuda")

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from processes import python
 
 from rpc_pipe.workers.transport.local import local_carriers
 from rpc_pipe.workers.transport.wakeup import Notifier, ThreadWakeup, Wakeup
@@ -114,3 +115,17 @@ def test_what_is_forgotten_is_closed_and_notified_in_vain():
     assert descriptors(kind) <= before  # those of other tests' carriers may be closed at any time, too
     with pytest.raises(OSError):
         Notifier.of(os.getpid(), 10**6)
+
+
+AT_THE_END = """
+import atexit
+from rpc_pipe.workers.transport import wakeup
+atexit.register(lambda: made.notify())  # runs after what weakref.finalize would close at the end
+made = wakeup.Wakeup()
+"""
+
+
+def test_a_thread_that_notifies_at_the_interpreters_end_writes_to_its_own_pipe():
+    """Runs that had ended well printed `OSError: Bad file descriptor`: a timer wrote to what a finalizer had closed."""
+    done = python("-c", AT_THE_END, anew=True)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -69,6 +69,25 @@ class DeviceBackend(Protocol):
         """Let the last payloads leave, and nothing after them."""
 
 
+def usual_device(num_workers: int, *, tells: bool) -> str:
+    """Return `cuda` where this host has a GPU for each of its workers, else `cpu`.
+
+    Args:
+        num_workers: the workers of this host.
+        tells: whether to say that GPUs are used, as one worker does.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count < num_workers:
+        return "cpu"
+    if tells:
+        logger.warning(
+            "device: cuda, as this host has %d GPUs for its %d workers; device='cpu' or --device cpu uses none of them",
+            count,
+            num_workers,
+        )
+    return "cuda"
+
+
 def backend_for(device: str, place: int = 0) -> DeviceBackend:
     """Return the backend for `cpu`, `cuda` or `cuda:N`.
 

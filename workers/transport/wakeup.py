@@ -19,7 +19,7 @@ class Wakeup:
 
     def __init__(self) -> None:
         self._read, write = os.pipe()
-        weakref.finalize(self, os.close, self._read)
+        _close_with(self, self._read)
         self._notifier = Notifier(write)
         os.set_blocking(self._read, False)
         os.set_blocking(write, False)
@@ -78,7 +78,7 @@ class Notifier:
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
-        weakref.finalize(self, os.close, descriptor)
+        _close_with(self, descriptor)
 
     @classmethod
     def of(cls, process: int, descriptor: int) -> Notifier:
@@ -94,3 +94,9 @@ class Notifier:
         # BlockingIOError: it is full. BrokenPipeError: its owner is gone.
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self.descriptor, b"\0")
+
+
+def _close_with(owner: object, descriptor: int) -> None:
+    """Close a descriptor when its owner is gone, and never before: at the interpreter's end threads still notify, and
+    where its number had been used again a byte would go into another file."""
+    weakref.finalize(owner, os.close, descriptor).atexit = False

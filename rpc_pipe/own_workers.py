@@ -1,0 +1,44 @@
+"""The workers of this process, each with its device and its carrier."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .launching.job import Job
+from .launching.joining import join
+from .workers.actor import WorkerActor
+from .workers.compute.device import backend_for, usual_device
+from .workers.transport.carrier import Carrier
+from .workers.transport.local import local_carriers
+
+
+def make_actors(
+    job: Job | None, workers: Sequence[int], device: str | None, max_grad_norm: float | None, stall_s: float
+) -> list[WorkerActor]:
+    """Return the workers of this process, which have no shards yet."""
+    if device is None:
+        device = usual_device(job.workers_here if job else len(workers), tells=workers[0] == 0)
+    backends = [backend_for(device, place) for place in ([job.place] if job else workers)]
+    if len(backends) == 1:
+        backends[0].use()  # of several each computes on a thread of its own
+    carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
+    made = zip(carriers, backends, strict=True)
+    return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
+
+
+def parameter_groups(actors: Sequence[WorkerActor]) -> list[dict[str, Any]]:
+    """Return the groups of all optimizers of these workers."""
+    optimizers = [shard.optimizer for actor in actors for shard in actor.shards.values()]
+    return [group for optimizer in optimizers if optimizer is not None for group in optimizer.param_groups]
+
+
+def set_rate(actors: Sequence[WorkerActor], rate: float) -> None:
+    """Set the learning rate of every group."""
+    for group in parameter_groups(actors):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
