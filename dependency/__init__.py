@@ -15,6 +15,7 @@ from .errors import (
     PipeError,
     ScheduleError,
     Stalled,
+    StorageError,
     WorkerFailure,
     refuse_below,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "ScheduleError",
     "Spec",
     "Stalled",
+    "StorageError",
     "T",
     "U",
     "V",

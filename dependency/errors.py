@@ -4,6 +4,7 @@
     ├── ScheduleError      the author of a schedule: the relation cannot be run; carries a drawing
     ├── ConfigError        the user: an option, its value, the rule, the nearest valid value
     │   ├── DataError      a shard: missing, truncated, changed, or its storage does not answer; which one
+    │   ├── StorageError   a disk: full, read-only, or it does not answer; what was written before is as it was
     │   └── Damaged        a checkpoint: not as it was written; an older one may do
     ├── Disagreement       the script: workers were not asked for the same; who was asked for what
     ├── WorkerFailure      a worker raised: who, where (`2B3`, step), traceback as text
@@ -61,6 +62,10 @@ def refuse_below(least: int, **numbers: object) -> None:
 
 class DataError(ConfigError):
     """Data cannot be read as they should be; the text names the shard."""
+
+
+class StorageError(ConfigError):
+    """A file or folder cannot be written, or storage does not answer; the text names it and says why."""
 
 
 class Damaged(ConfigError):

@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..dependency import ConfigError, files
+from ..dependency import StorageError, files
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"
@@ -64,7 +64,7 @@ def begin(folder: Path, step: int) -> Path:
     """Make the place where a checkpoint is written; remove what killed jobs have left half-written.
 
     Raises:
-        ConfigError: it cannot be made.
+        StorageError: it cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def begin(folder: Path, step: int) -> Path:
         place = Path(tempfile.mkdtemp(prefix=f"{_HIDDEN}{step:08}.", dir=folder))
         place.chmod(0o777 & ~_umask())
     except OSError as error:
-        raise ConfigError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
+        raise StorageError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
     return place
 
 

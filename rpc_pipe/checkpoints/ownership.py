@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, StorageError
 from .folder import MANIFEST, named, read_json, write_json
 
 _LOCK, _JOB = ".lock", ".job.json"
@@ -94,7 +94,8 @@ def claim(folder: Path, starters: Collection[str]) -> list[Path]:
     """Take a folder for the job whose workers `starters` have started; return its own checkpoints, the newest first.
 
     Raises:
-        ConfigError: another job writes there, or it cannot be written.
+        ConfigError: another job writes there.
+        StorageError: it cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -108,7 +109,7 @@ def claim(folder: Path, starters: Collection[str]) -> list[Path]:
         if note != noted:  # a restart needs no room for it
             write_json(folder / _JOB, note)
     except OSError as error:
-        raise ConfigError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
+        raise StorageError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
     return [folder / name for name, written in there.items() if before.get(name) != written]
 
 

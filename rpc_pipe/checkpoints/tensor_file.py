@@ -35,9 +35,9 @@ def write(path: Path, tensors: Mapping[str, Tensor]) -> int:
         return write_to(file, tensors)
 
 
-def write_to(file: BinaryIO, tensors: Mapping[str, Tensor]) -> int:
-    """Write to an open file as `write` does."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+def write_to(file: BinaryIO, tensors: Mapping[str, Tensor], about: Mapping[str, str] = {}) -> int:
+    """Write to an open file as `write` does, with texts `about` the tensors in its header."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **about}}
     # Types that take more bytes come first, so that each tensor begins at a multiple of what its type takes.
     names, end = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name)), 0
     for name in names:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from ..dependency import ConfigError, Damaged, Stalled
+from ..dependency import ConfigError, Damaged, PipeError, Stalled, StorageError
 from ..workers.actor import WorkerActor
 
 T = TypeVar("T")
+#: errors that stay what they are on every worker; others are a `ConfigError` there
+_TYPES = {kind.__name__: kind for kind in (Damaged, StorageError)}
 
 
 def agreed(actor: WorkerActor, name: str, value: Callable[[], str], of: int) -> str:
@@ -31,24 +33,27 @@ def together(
     """
     done: list[T] = []
     own: Any = None
-    failed = failure(None)
+    failed, unexpected = failure(None), None
     try:
         done.append(do())
         own = tell(done[0])
-    except (ConfigError, Stalled) as error:
-        failed = failure(error)
+    except Exception as error:  # whatever it is: the others wait for this worker's word
+        failed, unexpected = failure(error), None if isinstance(error, PipeError) else error
     told = actor.exchange(name, [own, failed])
+    if unexpected is not None:
+        raise unexpected
     raise_first([failure for _, failure in told])
     return done[0], [each for each, _ in told]
 
 
 def failure(error: Exception | None) -> list[Any]:
-    """Return what a worker tells of an error, whether it only waited for another one, and whether files are damaged."""
-    return ["" if error is None else str(error), isinstance(error, Stalled), isinstance(error, Damaged)]
+    """Return what a worker tells of an error, whether it only waited for another one, and the name of its type."""
+    text = "" if error is None else str(error) if isinstance(error, PipeError) else f"{type(error).__name__}: {error}"
+    return [text, isinstance(error, Stalled), type(error).__name__]
 
 
 def raise_first(told: list[list[Any]]) -> None:
     """Raise the first cause of what workers tell."""
-    for text, _, damaged in sorted(told, key=lambda each: bool(each[1])):
+    for text, _, kind in sorted(told, key=lambda each: bool(each[1])):
         if text:
-            raise (Damaged if damaged else ConfigError)(text)
+            raise _TYPES.get(kind, ConfigError)(text)

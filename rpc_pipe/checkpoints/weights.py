@@ -18,7 +18,7 @@ from ..workers.compute.average import swap
 from ..workers.transport.payload import Tree
 from .keeper import Keeper, Restored
 from .pretrained import Loaded
-from .whole import merged, own_tensors, save_whole
+from .whole import merged, own_state, save_whole
 
 
 class Weights:
@@ -33,8 +33,11 @@ class Weights:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor] | None:
-        """Return the whole model's tensors on worker 0, named as in the unsplit model; None elsewhere."""
-        parts = self.gather("weights (save, state_dict)", own_tensors)
+        """Return the whole model's tensors on worker 0, named as in the unsplit model; None elsewhere.
+
+        It has the versions of modules, too, which some ask for in `load_state_dict`.
+        """
+        parts: Any = self.gather("weights (save, state_dict)", own_state)
         return None if parts is None else merged(parts, self.partition.place_of)
 
     def save(self, path: str | Path) -> None:
@@ -62,7 +65,7 @@ class Weights:
                 error is raised by the next checkpoint or `close`.
 
         Raises:
-            ConfigError: it cannot be written; checkpoints from before are as they were.
+            StorageError: it cannot be written; checkpoints from before are as they were.
         """
         refuse_below(1, keep=1 if keep is None else keep)
         return self._keeper.save(_path(folder), keep, extra, wait)
@@ -167,6 +170,6 @@ class Weights:
 
 
 def _path(given: str | Path) -> Path:
-    if not isinstance(given, (str, os.PathLike)) or not str(given):
+    if not isinstance(given, (str, os.PathLike)) or not str(given) or "\0" in str(given):
         raise ConfigError(f"{given!r}: must be the path of a file or folder")
     return Path(given)

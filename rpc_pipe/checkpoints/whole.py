@@ -3,43 +3,56 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, StorageError
 from ..workers.actor import WorkerActor
 from .tensor_file import write_to
 
+#: where torch keeps the versions of modules beside a state
+_VERSIONS = "_metadata"
 #: file systems that know no files without a name say so
 _UNKNOWN = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
-def own_tensors(actor: WorkerActor) -> dict[str, Tensor]:
-    """Return the tensors of a worker's shards, each by its name in the unsplit model; those of first replicas."""
+def own_state(actor: WorkerActor) -> dict[str, Any]:
+    """Return the `tensors` of a worker's shards, each by its name in the unsplit model, and the modules' `versions`; of
+    first replicas."""
     first_route = [shard for (_, route), shard in actor.shards.items() if route == 0]
-    return {name: t for shard in first_route for name, t in shard.evaluated_state_dict().items()}
+    return {
+        "tensors": {name: t for shard in first_route for name, t in shard.evaluated_state_dict().items()},
+        "versions": {name: each for shard in first_route for name, each in shard.versions().items()},
+    }
 
 
-def merged(parts: Iterable[Mapping[str, Tensor]], place_of: Callable[[str], Any]) -> dict[str, Tensor]:
-    """Return copies of the tensors of all workers on the CPU, sorted by `place_of`.
+def merged(parts: Iterable[Mapping[str, Any]], place_of: Callable[[str], Any]) -> OrderedDict[str, Tensor]:
+    """Return copies of the tensors of all workers on the CPU, sorted by `place_of`, with torch's `_metadata`.
 
     Copies: of workers in this process these are the parameters themselves, and tied ones share storage, which
     safetensors refuses.
     """
-    found = {name: tensor.cpu().clone() for part in parts for name, tensor in part.items()}
-    return {name: found[name] for name in sorted(found, key=place_of)}
+    parts = list(parts)
+    found = {name: tensor.cpu().clone() for part in parts for name, tensor in part["tensors"].items()}
+    whole = OrderedDict((name, found[name]) for name in sorted(found, key=place_of))
+    # A list of layers stands for an `nn.Sequential`.
+    versions = {"": {"version": 1}} | {name: each for part in parts for name, each in part["versions"].items()}
+    setattr(whole, _VERSIONS, OrderedDict(versions))
+    return whole
 
 
 def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
     """Write a safetensors file, complete or not at all.
 
     Raises:
-        ConfigError: it cannot be written, or what has that name is no regular file, but a device, say, whose place
-            another file would take.
+        StorageError: it cannot be written.
+        ConfigError: what has that name is no regular file, but a device, say, whose place another file would take.
     """
     if Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"{path}: is not a regular file")
@@ -49,14 +62,15 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
     try:
         temporary.unlink(missing_ok=True)
         with os.fdopen(_opened(temporary), "wb") as file:
-            write_to(file, {name: tensor.contiguous() for name, tensor in state.items()})
+            versions = {"versions": json.dumps(getattr(state, _VERSIONS))} if hasattr(state, _VERSIONS) else {}
+            write_to(file, {name: tensor.contiguous() for name, tensor in state.items()}, versions)
             if not temporary.exists():
                 _name(file.fileno(), temporary)
         temporary.replace(path)
     except (OSError, KeyError) as error:
         temporary.unlink(missing_ok=True)
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ConfigError(f"{path}: cannot be written: {said}; what was there is as it was") from error
+        raise StorageError(f"{path}: cannot be written: {said}; what was there is as it was") from error
 
 
 def _opened(temporary: Path) -> int:

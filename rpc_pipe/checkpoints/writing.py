@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dependency import ConfigError, Stalled
+from ..dependency import ConfigError, Stalled, StorageError
 from ..dependency.at_exit import at_exit
 from ..workers.compute.shard import Shard
 from . import folder
@@ -78,7 +78,7 @@ class Snapshot:
         """Write the files and, when they are on the disk, the list of them. The copies are let go.
 
         Raises:
-            ConfigError: a file cannot be written.
+            StorageError: a file cannot be written.
         """
         files: dict[str, Any] = {}
         try:
@@ -119,9 +119,9 @@ def _write(path: Path, tensors: dict[str, Tensor]) -> int:
         raise _unwritten(path, error) from error
 
 
-def _unwritten(path: Path, error: Exception) -> ConfigError:
+def _unwritten(path: Path, error: Exception) -> StorageError:
     said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-    return ConfigError(f"checkpoint {path}: cannot be written: {said}; the checkpoints before it are as they were")
+    return StorageError(f"checkpoint {path}: cannot be written: {said}; the checkpoints before it are as they were")
 
 
 def _list(place: Path, worker: int, content: Any) -> None:
@@ -157,7 +157,7 @@ def finish(
         config: the model's, which can write itself; or None.
 
     Raises:
-        ConfigError: the disk is full, or is not the same for all workers.
+        StorageError: the disk is full, or is not the same for all workers.
         Stalled: a worker's list has not come.
     """
     files, stages = _together(place, num_workers, deadline_s)
@@ -181,7 +181,7 @@ def export(place: Path, num_workers: int, config: Any, deadline_s: float) -> Non
         config: the model's, which can write itself; or None.
 
     Raises:
-        ConfigError: the disk is full, or is not the same for all workers.
+        StorageError: the disk is full, or is not the same for all workers.
     """
     files, _ = _together(place, num_workers, deadline_s)
     target = place.parent
@@ -205,12 +205,12 @@ def _together(place: Path, num_workers: int, deadline_s: float) -> tuple[dict[st
     parts = [folder.read_json(_awaited(place / _part(worker), end, deadline_s)) for worker in range(num_workers)]
     for part in parts:
         if "failed" in part:
-            raise ConfigError(part["failed"])
+            raise StorageError(part["failed"])
     files = {name: each for part in parts for name, each in part["files"].items()}
     for name, each in files.items():
         path = place / name
         if not path.is_file() or path.stat().st_size != each["bytes"]:
-            raise ConfigError(f"checkpoint {path}: is not as its worker wrote it; all must see the same storage")
+            raise StorageError(f"checkpoint {path}: is not as its worker wrote it; all must see the same storage")
     return files, {stage: each for part in parts for stage, each in part["stages"].items()}
 
 
@@ -296,7 +296,7 @@ class Writing(threading.Thread):
         if own:
             return Stalled(f"checkpoint {self._place}: is not complete after {self._deadline_s:g} s")
         workers = ", ".join(str(each.worker) for each in self._snapshots)
-        return ConfigError(
+        return StorageError(
             f"checkpoint {self._place}: the files of worker {workers} are not written after {self._own_s:.3g} s; "
             "the storage does not answer, or is too slow"
         )

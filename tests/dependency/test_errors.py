@@ -10,6 +10,7 @@ from rpc_pipe.dependency import (
     PipeError,
     ScheduleError,
     Stalled,
+    StorageError,
     WorkerFailure,
 )
 
@@ -32,6 +33,7 @@ def test_a_failure_of_many_words_is_shortened_for_the_others():
         PeerLost(1, 2, "end of file"),
         ScheduleError("cycle", "a drawing"),
         Stalled("nothing arrived"),
+        StorageError("checkpoint c: cannot be written: No space left on device"),
         WorkerFailure(1, "2B3", 17, "ValueError: no", "Traceback ..."),
     ],
     ids=lambda error: type(error).__name__,

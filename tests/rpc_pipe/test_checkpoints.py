@@ -19,9 +19,9 @@ from saved_training import BATCHES, DONE, LAYERS, bits, pipeline
 from torch import nn
 
 from rpc_pipe.checkpoints import folder as folders
-from rpc_pipe.checkpoints import writing
+from rpc_pipe.checkpoints import ownership, writing
 from rpc_pipe.checkpoints.reading import Checkpoint
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import ConfigError, StorageError
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +231,7 @@ def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path, room):
     pipe.step(BATCHES[0])
     before = pipe.save_checkpoint(tmp_path)
     unwritten = r"checkpoint .*: cannot be written: .*checkpoints before it are as they were"
-    with full_disk(room), pytest.raises(ConfigError, match=unwritten):
+    with full_disk(room), pytest.raises(StorageError, match=unwritten):
         pipe.save_checkpoint(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".lock", before.name]
     assert Checkpoint(tmp_path).step == 1
@@ -271,6 +271,25 @@ def test_a_folder_of_checkpoints_that_is_removed_in_a_run_is_told_and_made_again
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.endswith("has been removed with all that was in it; it is made again")
     assert [path.name for path in pipe.claim_checkpoints(folder)] == ["step-00000002"]
+
+
+@pytest.mark.parametrize("where", ["a\0b", 5, ""])
+def test_what_cannot_be_a_folder_is_told_at_once(where):
+    """Worker 0 alone met it, and the others waited for what it had found until the deadline for stalls."""
+    pipe = pipeline(2)
+    with pytest.raises(ConfigError, match="must be the path of a file or folder"):
+        pipe.claim_checkpoints(where)
+    pipe.step(BATCHES[0])
+
+
+def test_an_error_that_nobody_foresaw_is_told_to_all(tmp_path, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no such thing")
+
+    monkeypatch.setattr(ownership, "claim", fails)
+    pipe = pipeline(2)
+    with pytest.raises(RuntimeError, match="no such thing"):
+        pipe.claim_checkpoints(tmp_path)
 
 
 def test_storage_that_does_not_answer_is_told_in_time(tmp_path, monkeypatch):

@@ -1,13 +1,17 @@
 """What is asked of a pipeline besides training: evaluations, predictions, and weights in files."""
 
+import copy
 import gc
+import json
 import os
 import weakref
 from collections import OrderedDict
+from functools import partial
 from typing import NamedTuple
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from small_pipeline import X, Y, layers, num_held, pipeline
 from torch import nn
@@ -168,3 +172,46 @@ def test_a_checkpoint_that_is_written_holds_no_copy_of_the_weights(tmp_path, mon
         assert thread is None or thread() is None
     finally:
         gc.enable()
+
+
+class Versioned(nn.Linear):
+    """As torchvision's MNASNet, which refuses numbers of which it does not know the version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state, prefix, about, *rest):
+        if about.get("version") not in (1, 2):
+            raise ValueError(f"version should be set to 1 or 2 instead of {about.get('version')}")
+        super()._load_from_state_dict(state, prefix, about, *rest)
+
+
+class Body(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), Versioned(8, 8), nn.Linear(8, 8)])
+        self.head = Versioned(8, 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("model", [Body, lambda: nn.Sequential(nn.Linear(8, 8), Versioned(8, 8))])
+def test_a_model_that_asks_for_its_version_takes_up_what_was_trained(tmp_path, model):
+    """`state_dict` was a plain dict, without the versions of modules that torch's has: mnasnet0_5 refused it."""
+    torch.manual_seed(0)
+    made, batch = model(), (torch.randn(4, 8), torch.randn(4, 8))
+    with Pipeline(
+        copy.deepcopy(made), nn.functional.mse_loss, num_workers=2, num_microbatches=2,
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+    ) as pipe:  # fmt: skip
+        pipe.step(batch)
+        state = pipe.state_dict()
+        assert dict(state._metadata) == dict(made.state_dict()._metadata)
+        made.load_state_dict(state)
+        torch.save(state, tmp_path / "w.pt")
+        made.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True))
+        pipe.save(tmp_path / "w.safetensors")
+    with safe_open(tmp_path / "w.safetensors", "pt") as file:
+        assert json.loads(file.metadata()["versions"]) == dict(state._metadata)

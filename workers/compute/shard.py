@@ -126,6 +126,10 @@ class Shard:
         """Return parameters and buffers by their names in the unsplit model."""
         return self.slice.state_dict()
 
+    def versions(self) -> dict[str, dict[str, Any]]:
+        """Return the metadata of the modules by name, as torch's `state_dict` has it."""
+        return self.slice.versions()
+
     def evaluated_state_dict(self) -> dict[str, Tensor]:
         """Return the tensors that evaluation uses, as `state_dict` does; a stashing shard has other ones."""
         return self.state_dict()

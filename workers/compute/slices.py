@@ -49,6 +49,9 @@ class Slice(Protocol):
     def state_dict(self) -> dict[str, Tensor]:
         """Return the slice's tensors by the names that they have in the unsplit model."""
 
+    def versions(self) -> dict[str, dict[str, Any]]:
+        """Return the versions of the slice's modules by name, as torch's `state_dict` has them in its metadata."""
+
     def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
         """Compute.
 
@@ -93,6 +96,12 @@ class PartialFields:
 def loaded(fields: Tree, load: Callable[[Tree], Tree]) -> Tree:
     """Return the fields of a microbatch on the device."""
     return fields.moved(load) if isinstance(fields, PartialFields) else load(fields)
+
+
+def versions_of(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what torch's `state_dict` says beside the tensors: of each module, by name, its version."""
+    found = getattr(module.state_dict(keep_vars=True), "_metadata", {})
+    return {name: dict(each) for name, each in found.items()}
 
 
 class Layers:
@@ -141,6 +150,10 @@ class Layers:
     def state_dict(self) -> dict[str, Tensor]:
         named = ((index, module.state_dict()) for index, module in self.layers)
         return {f"{index}.{name}": tensor for index, state in named for name, tensor in state.items()}
+
+    def versions(self) -> dict[str, dict[str, Any]]:
+        named = ((index, versions_of(module)) for index, module in self.layers)
+        return {f"{index}.{name}".rstrip("."): each for index, found in named for name, each in found.items()}
 
     def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
         looks = 0 if self._draws_in_python else self._looks[torch.is_grad_enabled()]

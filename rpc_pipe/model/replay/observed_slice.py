@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from ...dependency import ConfigError
 from ...workers.compute.randomness import Seed
-from ...workers.compute.slices import PartialFields, Times, note
+from ...workers.compute.slices import PartialFields, Times, note, versions_of
 from ...workers.transport.payload import Tree
 from ..observe.placeholder import Placeholder
 from ..observe.unread_fields import FieldNeeded
@@ -54,6 +55,9 @@ class ObservedSlice:
             for name, tensor in module.state_dict(keep_vars=True).items()
             if not isinstance(tensor, Placeholder) and id(tensor) not in others
         }
+
+    def versions(self) -> dict[str, dict[str, Any]]:
+        return versions_of(self.stage.module)
 
     def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
         try:
