@@ -74,9 +74,8 @@ def _lines(found: Survey) -> list[str]:
     return [
         f"{_count(found.shards, 'shard')}, {_count(found.samples, 'sample')}, {found.bytes / 1e6:,.3f} MB in "
         f"{_count(found.chunks, 'chunk')}",
-        f"order: mixed from {_count(found.mixed, 'chunk')} at a time; a sample comes "
-        f"{found.mean_displacement:,.0f} samples from where it is stored on average "
-        f"(a full shuffle has {found.samples / 3:,.0f})",
+        f"order: mixed from {_count(found.mixed, 'chunk')} at a time; one sample is stored {found.mean_distance:,.0f} "
+        f"samples from the next on average (a full shuffle has {found.samples / 3:,.0f})",
         f"{found.loads_per_epoch:.2f} loads a chunk an epoch, {found.peak_mb:,.1f} MB of memory at most, "
         f"{found.mb_per_s:,.0f} MB/s from here",
     ]

@@ -106,8 +106,11 @@ def _local(root: str, endings: Sequence[str]) -> tuple[list[ShardFile], dict[str
     if "*" in root:
         at = next(i for i, part in enumerate(path.parts) if "*" in part)
         base = Path(*path.parts[:at]) if at else Path()
-        files = sorted(p for p in base.glob(str(Path(*path.parts[at:]))) if p.is_file())
-        return [_shard(file, base) for file in files], {}
+        matching = sorted(base.glob(str(Path(*path.parts[at:]))))
+        for match in matching:
+            if match.is_dir() and match.name.lower().endswith(tuple(endings)):
+                _refuse_folder(str(match), tuple(endings))
+        return [_shard(file, base) for file in matching if file.is_file()], {}
     if not path.exists():
         raise ConfigError(f"data {root}: there is no such file or folder")
     if path.is_file():
@@ -137,6 +140,8 @@ def _walked(
                         inside = within | {os.path.realpath(folder)}
                         if any(_lies_in(around, os.path.realpath(entry.path)) for around in inside):
                             continue
+                    if entry.name.lower().endswith(endings):
+                        _refuse_folder(entry.path, endings)
                     yield from _walked(root, entry.path, endings, inside)
                 elif entry.name.lower().endswith(endings):
                     stat = entry.stat()
@@ -145,6 +150,16 @@ def _walked(
                     yield ShardFile(name[len(root) :].lstrip("/"), name, stat.st_size, modified_ns=stat.st_mtime_ns)
     except OSError as error:
         raise DataError(f"data {name}: cannot be read: {error.strerror}") from error
+
+
+def _refuse_folder(folder: str, endings: tuple[str, ...]) -> None:
+    """Refuse a folder that is called like a shard, unless it has shards, as one that Spark calls `data.parquet`.
+
+    Raises:
+        DataError: it has none.
+    """
+    if not any(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names):
+        raise DataError(f"shard {folder}: is a folder without files that end in {', '.join(endings)}; must be a file")
 
 
 def _lies_in(path: str, folder: str) -> bool:

@@ -36,8 +36,9 @@ class Survey:
     loads_per_epoch: float
     #: chunks and batches, at most at once
     peak_mb: float
-    #: samples between where a sample is stored and where it comes, on average; a third of all for a full shuffle
-    mean_displacement: float
+    #: samples that lie in storage between two that come one after the other, on average; a third of all for a full
+    #: shuffle, and a third of a chunk where nothing but the inside of chunks is mixed
+    mean_distance: float
     #: that chunks come from this disk, or over the network
     mb_per_s: float
 
@@ -56,8 +57,8 @@ def survey(loader: Loader) -> Survey:
     dry.close()
     count = order.num_samples
     _try(source, epoch.chunks)
-    places = np.unique(np.linspace(0, count - 1, _LOOKED_AT, dtype=np.int64))
-    moved = np.abs(order.at(places) - places)
+    places = np.unique(np.linspace(0, max(0, count - 2), _LOOKED_AT, dtype=np.int64))
+    apart = np.abs(order.at(np.minimum(places + 1, count - 1)) - order.at(places))
     return Survey(
         shards=len(source.shards),
         samples=count,
@@ -67,7 +68,7 @@ def survey(loader: Loader) -> Survey:
         mixed=order.mixed,
         loads_per_epoch=dry.loads / order.num_chunks,
         peak_mb=(dry.peak_bytes + min(loader.ahead_bytes, count * source.sample_bytes)) / 1e6,
-        mean_displacement=float(moved.mean()),
+        mean_distance=float(apart.mean()),
         mb_per_s=_speed(source, epoch.chunks),
     )
 

@@ -26,7 +26,10 @@ class CallForm:
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self._names = None if any(p.kind is p.VAR_KEYWORD for p in parameters) else {p.name for p in parameters}
         self._num_required = sum(p.default is p.empty for p in positional)
+        self._second = positional[1].name if len(positional) > 1 else ""
+        self._model = type(model).__name__
         self._takes_one = self._names is not None and self._num_required == 1
+        self._has_labels = any(p.name == "labels" for p in parameters)
         self.loss_is_inside = loss_fn is None
         self._wants_batch = False if loss_fn is None else _second_name(loss_fn) == "batch"
 
@@ -36,12 +39,24 @@ class CallForm:
             raise ConfigError("batch is None: every worker runs the model's own forward, so every worker needs it")
         batch = self._joined(batch)
         if self.loss_is_inside:
+            self._refuse_pair(batch)
             return self.inputs(batch), None
         if isinstance(batch, (tuple, list)) and len(batch) == 2:
             inputs, targets = batch
             if self._num_required <= 1 or isinstance(inputs, (Mapping, tuple, list)):
                 return self.inputs(inputs), batch if self._wants_batch else targets
         return self.inputs(batch), dict(batch) if isinstance(batch, Mapping) else batch
+
+    def _refuse_pair(self, batch: Tree) -> None:
+        """Refuse (inputs, targets) for a model that takes its targets by the name `labels`, as Hugging Face's do."""
+        is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, Tensor) for x in batch)
+        if is_pair and self._has_labels and self._second != "labels":
+            raise ConfigError(
+                f"batch: is a pair (inputs, targets), and {self._model} computes its loss itself, from labels=: its "
+                f"second argument is {self._second}. Pass a loss function that takes the pair's targets, for tokens "
+                "lambda output, targets: cross_entropy(output.logits.flatten(0, 1), targets.flatten()); or a dict of "
+                "arguments, such as {'input_ids': ids, 'labels': ids}, which a causal model shifts itself"
+            )
 
     def pair_for_metric(self, batch: Tree) -> tuple[Tree, Tree]:
         """Return the same for a metric; its second argument is the batch, or the targets that a loss function gets."""

@@ -7,6 +7,7 @@ from processes import ROOT, rpc_pipe
 from rpc_pipe.commands.main import main
 from rpc_pipe.data import Loader, pack, tokens
 from rpc_pipe.data.packing import _ShardWriter
+from rpc_pipe.data.survey import survey
 from rpc_pipe.dependency import ConfigError, DataError
 
 
@@ -108,7 +109,18 @@ def test_the_command(folder, tmp_path):
     assert found["samples"] == sum(
         (entry["tokens"] - 1) // 8 for entry in json.loads((out / "index.json").read_text())["shards"]
     )
-    assert found["mean_displacement"] > found["samples"] / 5 and found["mb_per_s"] > 0
+    assert found["mean_distance"] > found["samples"] / 5 and found["mb_per_s"] > 0
+
+
+def test_how_well_samples_are_mixed_is_told(tmp_path):
+    """What was told, how far samples come from where they are stored, was a third of all for any window."""
+    np.save(tmp_path / "a.npy", np.arange(20_001, dtype=np.uint16))
+    source = tokens(tmp_path, 1, chunk_bytes=200)
+    mixed = survey(Loader(source, rows=4, window=1)), survey(Loader(source, rows=4, window=20))
+    stored = survey(Loader(source, rows=4, shuffle=False))
+    assert stored.mean_distance == pytest.approx(1, abs=0.5)
+    assert mixed[0].mean_distance < 3 * 100, "a chunk has a hundred samples, and no two are in memory together"
+    assert mixed[1].mean_distance > 20_000 / 4
 
 
 @pytest.mark.parametrize(

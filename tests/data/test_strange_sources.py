@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -223,3 +224,16 @@ def test_figures_of_odd_sources_are_json_or_one_sentence(shards, tmp_path, capsy
         assert not told.out and "rpc-pipe" in told.err + "rpc-pipe" and "Traceback" not in told.err
     with pytest.raises(ConfigError, match="no file has the 1025 tokens of a sample"):
         tokens(shards, 1024)
+
+
+@pytest.mark.parametrize("source", ["shards", "shards/*.npy"])
+def test_a_folder_that_is_called_like_a_shard_is_told(tmp_path, monkeypatch, source):
+    """It was skipped without a word, and the order was that of fewer samples."""
+    monkeypatch.chdir(tmp_path)
+    Path("shards").mkdir()
+    np.save("shards/s000.npy", np.arange(100, dtype=np.uint16))
+    Path("shards/s010.npy").mkdir()
+    with pytest.raises(DataError, match=r"shards/s010\.npy: is a folder without files that end in .*must be a file"):
+        tokens(source, 8)
+    np.save("shards/s010.npy/part-0.npy", np.arange(100, dtype=np.uint16))
+    assert len(tokens("shards", 8).shards) == 2, "as Spark writes a table"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import unsplit_models as models
@@ -13,6 +15,7 @@ from alone import SGD, assert_same_state, lm_batch, made, plain, rows_of
 from in_turn import floats, ids
 from torch import Tensor, nn
 
+from rpc_pipe.data import Loader, tokens
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.model.call_form import loss_of_output
 from rpc_pipe.pipeline import Pipeline
@@ -143,3 +146,25 @@ def test_a_nested_dict_goes_in_whole_and_a_dataclass_comes_out():
     torch.testing.assert_close(found.logits, expected.logits)
     with pytest.raises(ConfigError, match="leave labels out of the batch if it is a loss"):
         pipe.predict(batch)
+
+
+def test_a_loader_of_tokens_meets_a_causal_model_of_hugging_face(tmp_path):
+    """Targets became `past_key_values`, and an AttributeError inside the model followed."""
+    transformers = pytest.importorskip("transformers")
+    np.save(tmp_path / "a.npy", np.arange(200, dtype=np.uint8) % 50)
+    config = transformers.GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=50, n_positions=16)
+    model = transformers.GPT2LMHeadModel(config)
+    options = {"num_microbatches": 2, "num_workers": 2, "optimizer": partial(torch.optim.SGD, lr=0.1)}
+    with (
+        Pipeline(model, **options) as pipe,
+        pytest.raises(ConfigError, match="its second argument is past"),
+    ):
+        next(pipe.train(Loader(tokens(tmp_path, 8), rows=4)))
+
+    def next_tokens(output, targets):
+        return nn.functional.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+    with Pipeline(model, next_tokens, **options) as pipe:
+        inputs, targets = next(iter(Loader(tokens(tmp_path, 8), rows=4)))
+        expected = next_tokens(model(inputs), targets).item()
+        assert next(pipe.train(Loader(tokens(tmp_path, 8), rows=4))) == pytest.approx(expected, rel=0.1)
