@@ -23,9 +23,8 @@ from ..planning.search import PlanRequest, search
 from ..tracing.lost_time import LostTime
 from ..tracing.trace import Trace
 from .files import write
+from .options import NOTED_PLAN
 
-#: environment variable of workers: file of a plan whose runs are recorded
-PLAN = "RPC_PIPE_PLAN"
 #: prefix of files with the times of runs
 _RAN = "ran-"
 #: relative gain from which a kept plan is replaced
@@ -124,17 +123,12 @@ def _differences(off: list[tuple[int, float]]) -> str:
 def let_note(path: str) -> None:
     """Record the times of the coming run with the plan in this file, if the plan is one that is kept."""
     if _note_of(path):
-        os.environ[PLAN] = path
-
-
-def noting() -> bool:
-    """Return whether the times of this run are recorded."""
-    return PLAN in os.environ
+        os.environ[NOTED_PLAN] = path
 
 
 def note(trace: Trace, lost: LostTime) -> None:
     """Record the times of a run."""
-    path = os.environ[PLAN]
+    path = os.environ[NOTED_PLAN]
     ran = measured_run(read_plan(path), trace.spec, trace.cost(), trace.step_ms, lost.sentence)
     try:
         write(_note_of(path), json.dumps(ran.as_json()))

@@ -12,11 +12,15 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from importlib import import_module
 
 from ..dependency import ConfigError, ScheduleError
 from ..launching.report import Reporter
-from . import compare, data, export, key, plan, profile, run, schedules, simulate, verify, watch
 from .options import Parser
+
+_COMMANDS = (
+    "run", "plan", "profile", "verify", "watch", "simulate", "compare", "export", "schedules", "data", "key",
+)  # fmt: skip
 
 #: errors of writing: no space, a quota, or a broken device
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -73,12 +77,14 @@ def _give_up_stdout() -> None:
 def _dispatch(argv: list[str]) -> int:
     # Options may follow the script; the script's own follow `--`.
     at = argv.index("--") if "--" in argv else len(argv)
-    namespace, unknown = _parser().parse_known_args(argv[:at])
+    namespace, unknown = _parser(argv[:1]).parse_known_args(argv[:at])
     typed = vars(namespace)
     command, parser = typed.pop("command"), typed.pop("parser")
     if "script" in typed:
         near = parser.near(unknown, cutoff=0.75)  # --epochs is the script's, and not nearly --steps
-        run.refuse_unknown(typed["script"], unknown, near)
+        from .run import refuse_unknown
+
+        refuse_unknown(typed["script"], unknown, near)
     elif at < len(argv):
         raise ConfigError(f"{' '.join(argv[at:])}: what follows -- is for a script, but no script is run")
     parser.refuse(unknown)
@@ -86,11 +92,12 @@ def _dispatch(argv: list[str]) -> int:
     return code
 
 
-def _parser() -> Parser:
+def _parser(typed: Sequence[str]) -> Parser:
+    """Return a parser of the typed command, or of all: a worker, which runs one, loads no other."""
     parser = Parser(
         prog="rpc-pipe", description="Train models that do not fit on one device, as a pipeline of workers."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
-    for command in (run, plan, profile, verify, watch, simulate, compare, export, schedules, data, key):
-        command.add(commands)
+    for command in [name for name in _COMMANDS if name in typed] or _COMMANDS:
+        import_module(f".{command}", __package__).add(commands)
     return parser

@@ -8,17 +8,20 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from ..data.sizes import read_bytes
 from ..dependency import B, ConfigError, F, I, Kind, Spec, W
 from ..launching.job import TRANSPORT, TRANSPORTS, TRUST
 from ..launching.launcher_link import NAN, NANS
-from ..planning.compare import complete_costs
-from ..planning.simulator import Link
 from ..planning.specs import PipeOptions, make_spec
 
+if TYPE_CHECKING:
+    from ..planning.simulator import Link
+
 T = TypeVar("T")
+
+#: environment variable of workers: file of a plan whose runs are recorded
+NOTED_PLAN = "RPC_PIPE_PLAN"
 
 #: largest time, size or factor that is accepted, so that sums and products stay finite
 _MOST = 1e100
@@ -233,6 +236,8 @@ def parse_bytes(option: str, text: str) -> float:
     >>> parse_bytes("--memory limit=", "1.5GB")
     1500000000.0
     """
+    from ..data.sizes import read_bytes
+
     found = read_bytes(text)
     if found is None:
         said = f"{option}{text}" if option.endswith(("=", "/")) else f"{option} {text}"
@@ -283,6 +288,8 @@ def parse_links(option: str, texts: Sequence[str], num_workers: int) -> dict[tup
     >>> parse_links("--link", ["0-1=2.5/1MB"], 2)
     {(0, 1): Link(latency=2.5, bandwidth=1000000.0)}
     """
+    from ..planning.simulator import Link
+
     links = {}
     for key, value in parse_assignments(option, texts).items():
         name = f"{option} {key}={value}"
@@ -304,6 +311,8 @@ def parse_costs(text: str = "") -> dict[Kind, float]:
     >>> parse_costs("B=3")
     {F: 1, B: 3, I: 1.5, W: 1.5, R: 1}
     """
+    from ..planning.compare import complete_costs
+
     costs: dict[Kind, float] = {F: 1}
     for key, value in parse_assignments("--cost", [text] if text else []).items():
         kinds = {kind.letter: kind for kind in Kind.all()}

@@ -20,8 +20,9 @@ from ..dependency.files import read_json
 from ..drawing.plans import profile_table
 from ..launching import launcher_link as link
 from ..launching.job import Job, current_job
-from ..launching.launcher import How, as_worker, launch
+from ..launching.launcher import How, launch
 from ..launching.report import Reporter
+from ..launching.worker_main import as_worker
 from ..planning.profile import Profile, as_json, from_json
 from ..tracing import run_folders
 from .files import try_files, write

@@ -11,21 +11,18 @@ import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.options import try_checkpoints
 from ..demo.settings import TrainOptions
-from ..demo.text import find_text
 from ..dependency import ConfigError
 from ..dependency.files import refuse_large_code
 from ..launching import launcher_link as link
 from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
-from ..launching.launcher import How, as_worker, launch
 from ..launching.report import Reporter
-from ..planning.plan import read_plan
+from ..launching.worker_main import as_worker
 from ..planning.specs import make_spec
 from ..tracing.run_summary import FILES
-from .auto import let_note
 from .files import try_files
 from .options import (
     Parser,
@@ -38,7 +35,9 @@ from .options import (
     typed_checkpoints,
     whole,
 )
-from .plan import AUTO_SECONDS, keep_up
+
+if TYPE_CHECKING:
+    from ..launching.launcher import How
 
 #: options of the built-in training only
 _GPT: dict[str, tuple[Callable[[str], Any], str]] = {
@@ -154,6 +153,8 @@ def _planned(typed: dict[str, Any], argv: list[str], job: Job | None) -> tuple[d
         raise ConfigError(
             "--plan auto: this job has been started already; before it: rpc-pipe plan --auto --output plan.json"
         )
+    from .plan import AUTO_SECONDS, keep_up
+
     names = ("model", "workers", "memory", "threads", "device")
     reporter = Reporter("json" in typed)
     path, line = keep_up({name: typed[name] for name in names if name in typed}, AUTO_SECONDS, reporter)
@@ -189,8 +190,16 @@ def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
 
 def how(typed: Mapping[str, Any]) -> How:
     """Return the options of starting processes."""
+    from ..launching.launcher import How  # a worker starts none
+
     transport = os.environ.get(TRANSPORT, TRANSPORTS[0])
     return How(typed.get("threads"), typed.get("port"), transport, typed.get("max_restarts", 0))
+
+
+def _start(argv: list[str], workers: int, reporter: Reporter, typed: Mapping[str, Any]) -> int:
+    from ..launching.launcher import launch
+
+    return launch(argv, workers, reporter, how(typed))
 
 
 def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
@@ -201,6 +210,9 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
     """
     if "plan" not in typed:
         return typed
+    from ..planning.plan import read_plan
+    from .auto import let_note
+
     path = typed["plan"]
     plan = read_plan(path)
     let_note(path)
@@ -250,8 +262,10 @@ def _train(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     if job is None:
         _refuse_device(options.device)
         options.spec(options.gpt.num_layers, "--depth")
+        from ..demo.text import find_text
+
         find_text(options.data, options.context)
-        return launch(argv, options.workers, reporter, how(typed))
+        return _start(argv, options.workers, reporter, typed)
 
     def work() -> None:
         from ..demo.train import train
@@ -283,7 +297,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         workers = typed.get("workers", TrainOptions.workers)
         if "schedule" in typed:
             make_spec(typed["schedule"], workers, typed.get("microbatches", 1), options)
-        return launch(argv, workers, reporter, how(typed))
+        return _start(argv, workers, reporter, typed)
 
     def work() -> None:
         from .script import run_script

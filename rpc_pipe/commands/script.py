@@ -19,11 +19,9 @@ from ..launching import launcher_link as link
 from ..launching import overrides
 from ..launching.job import Job
 from ..pipeline import Pipeline
-from ..planning.compare import describe_staleness
 from ..tracing.own_boards import collect, record
 from ..tracing.run_summary import FILES, figures, last_steps, sentence, write_timelines
-from .auto import note, noting
-from .options import typed_checkpoints
+from .options import NOTED_PLAN, typed_checkpoints
 
 #: the script of `run --model`
 OWN_TRAIN = Path(__file__).with_name("own_train.py")
@@ -99,7 +97,7 @@ class _Ending:
         # Absolute paths, in case the script changes the working directory.
         self._typed = {name: _absolute(each) if name in _PATHS else each for name, each in typed.items()}
         self._pipe: Pipeline | None = None
-        self._wants_steps = noting() or any(name in typed for name in _OF_STEPS)
+        self._wants_steps = NOTED_PLAN in os.environ or any(name in typed for name in _OF_STEPS)
 
     def made(self, pipe: Pipeline) -> None:
         if self._pipe is not None and ("resume" in self._typed or "checkpoint_every" in self._typed):
@@ -129,6 +127,8 @@ class _Ending:
             pipe.save(typed["save"])
         if pipe.worker == 0:
             if self._wants_steps:
+                from ..planning.compare import describe_staleness
+
                 self._tell(str(pipe.actors[0].backend.device), describe_staleness(pipe.spec))
             elif "save" in typed:
                 link.tell(kind="text", text=f"{FILES['save']} written to {typed['save']}")
@@ -142,7 +142,9 @@ class _Ending:
             if not any(name in typed for name in _OF_STEPS):
                 return
             raise ConfigError(f"{typed['script']} trained no step that --trace, --html or --json could tell of")
-        if noting():
+        if NOTED_PLAN in os.environ:
+            from .auto import note
+
             note(trace, lost)
         write_timelines(trace, device, chrome=typed.get("trace"), html=typed.get("html"))
         files = {name: typed[name] for name in FILES if name in typed}

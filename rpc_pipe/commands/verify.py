@@ -6,8 +6,9 @@ from typing import Any
 
 from ..dependency import ConfigError
 from ..launching.job import current_job
-from ..launching.launcher import as_worker, launch
+from ..launching.launcher import launch
 from ..launching.report import Reporter
+from ..launching.worker_main import as_worker
 from ..verifying.options import BUILT_IN, VerifyOptions
 from .options import Parser, add_pipeline, filled, fraction, number, set_transport, whole
 from .run import how, refuse_idle

@@ -20,7 +20,8 @@ from ..dispatch.view import View
 from ..tracing.board import Live, State
 from ..tracing.boards import RunBoards
 from ..tracing.stall_report import told_stacks
-from .cause import FAILED, INTERRUPTED, LAST_LINES, WRONG_INPUT, Cause, killed, memory_kills, of_death, of_stall
+from .cause import LAST_LINES, Cause, killed, memory_kills, of_death, of_stall
+from .job import FAILED, INTERRUPTED, WRONG_INPUT
 from .logs import Logs
 from .report import Reporter
 from .worker_process import Events, WorkerEvent, WorkerProcess

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from ..tracing.board import Live, State
 from ..tracing.stall_report import told_stacks, waits_for_unseen
+from .job import FAILED
 
-FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 #: what a worker prints when TensorPipe has read garbage as a length
 _GARBAGE = re.compile(r"std::bad_alloc|std::length_error|tensorpipe", re.IGNORECASE)
 #: number of last lines shown of a worker that has died without a message

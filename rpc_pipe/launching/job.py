@@ -14,6 +14,8 @@ from pathlib import Path
 from ..dependency import ConfigError
 from .interfaces import LOOPBACK, interface_towards
 
+#: exit codes
+FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: upper bound of numbers of workers
 _MOST_WORKERS, _MOST_PORT = 2**16, 65535

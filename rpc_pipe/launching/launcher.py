@@ -11,20 +11,17 @@ import signal
 import socket
 import sys
 import time
-import traceback
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from ..dependency import ConfigError, Disagreement, NotMet, PeerLost, PipeError, ScheduleError, Stalled
-from ..dependency.errors import MOST_TRACEBACK, shortened
+from ..dependency import ConfigError
 from ..tracing import run_folders
 from ..tracing.boards import RunBoards
 from ..tracing.run_ending import RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from . import launcher_link as link
 from .attempt import Attempt
-from .cause import FAILED, INTERRUPTED, WRONG_INPUT, Cause
-from .job import INIT, KEY, PORT, TRANSPORT, TRANSPORTS
+from .cause import Cause
+from .job import FAILED, INIT, INTERRUPTED, KEY, PORT, TRANSPORT, TRANSPORTS, WRONG_INPUT
 from .key_file import make_key
 from .logs import Logs
 from .report import Reporter
@@ -258,68 +255,3 @@ def _meeting(how: How, folder: Path) -> dict[str, str]:
 def launch(arguments: list[str], num_workers: int, reporter: Reporter, how: How = _USUAL) -> int:
     """Run `rpc-pipe` with `arguments` in each of `num_workers` local workers; return the exit code."""
     return Launcher(arguments, num_workers, reporter, how).run()
-
-
-def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
-    """Do `work` in a worker process; report a failure to the launcher first.
-
-    Without a launcher, as under torchrun, `reporter` shows this worker's messages.
-    """
-    if link.present():
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        link.hold_leash()
-        link.lodge_children()
-    else:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # TensorPipe would warn of the others' leaving
-        link.tell_instead(reporter.handle)
-    process = os.getpid()
-    try:
-        work()
-    except BaseException as error:
-        if os.getpid() != process:  # in a fork of the script, whose interpreter reports the error
-            raise
-        return _failed(error)
-    if os.getpid() != process:  # in a fork, at its end
-        return 0
-    link.tell(kind="done")
-    return reporter.exit_code
-
-
-def _failed(error: BaseException) -> int:
-    """Report an exception of `work` to the launcher; return the exit code, or raise a script's own exit again."""
-    if isinstance(error, (ConfigError, ScheduleError)):
-        link.tell(kind="wrong input", text=str(error))
-        return WRONG_INPUT
-    if isinstance(error, PipeError):
-        if isinstance(error.__cause__, ConfigError):  # an error in the configuration that only computing has shown
-            link.tell(kind="wrong input", text=str(error.__cause__))
-            return WRONG_INPUT
-        kinds: dict[str, Any] = {
-            "consequence": (PeerLost, NotMet),
-            "unmet": NotMet,
-            "stalled": Stalled,
-            "disagreement": Disagreement,
-        }
-        told: dict[str, Any] = {name: isinstance(error, kind) for name, kind in kinds.items()}
-        if isinstance(error, PeerLost) and error.cause is not None:  # in case that worker cannot tell it
-            told["cause"] = f"worker {error.cause.worker} failed", str(error.cause)
-        link.tell(kind="failure", text=str(error.args[0]), **told)
-        return FAILED
-    if not isinstance(error, Exception):  # an error of the user's script outside calls of the pipeline
-        well = isinstance(error, SystemExit) and error.code in (None, 0)
-        if well or link.stopping() or not link.present():
-            raise error
-    link.tell(kind="failure", consequence=False, text=_formatted(error))
-    return FAILED
-
-
-def _formatted(error: BaseException) -> str:
-    frames = error.__traceback__
-    while frames and _leads_to_script(frames.tb_frame.f_code.co_filename):
-        frames = frames.tb_next
-    frames = frames or error.__traceback__  # no script: all of it is ours
-    return shortened("".join(traceback.format_exception(type(error), error, frames)), MOST_TRACEBACK)
-
-
-def _leads_to_script(file: str) -> bool:
-    return file == "<frozen runpy>" or Path(__file__).parents[1] in Path(file).parents

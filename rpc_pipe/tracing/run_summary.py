@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..dependency import ConfigError
-from .history import History
-from .trace import Trace, planned_and_actual
+
+if TYPE_CHECKING:
+    from .history import History
+    from .trace import Trace
 
 #: option -> content of the file that it names
 FILES = {"save": "weights", "trace": "trace", "html": "page"}
@@ -68,6 +70,8 @@ def write_timelines(trace: Trace, device: str, *, chrome: str | None, html: str 
         if chrome is not None:
             trace.write_chrome(chrome, device)
         if html is not None:
+            from .trace import planned_and_actual
+
             Path(html).write_text(planned_and_actual(trace), encoding="utf-8")
     except OSError as error:
         named = " or ".join(filter(None, (chrome, html)))

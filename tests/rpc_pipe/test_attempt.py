@@ -13,8 +13,9 @@ from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching import attempt, launcher
 from rpc_pipe.launching.attempt import Attempt
 from rpc_pipe.launching.cause import Cause
-from rpc_pipe.launching.launcher import Launcher, as_worker
+from rpc_pipe.launching.launcher import Launcher
 from rpc_pipe.launching.report import Reporter
+from rpc_pipe.launching.worker_main import as_worker
 from rpc_pipe.launching.worker_process import WorkerEvent
 
 LOST = {"kind": "failure", "consequence": True, "text": "worker 0 lost worker 1"}

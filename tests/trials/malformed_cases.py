@@ -40,7 +40,7 @@ def _name(kind: object) -> str:
 
 
 def _actions(command: str) -> list[argparse.Action]:
-    (commands,) = (a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    (commands,) = (a for a in _parser(())._actions if isinstance(a, argparse._SubParsersAction))
     return list(commands.choices[command]._actions)
 
 

@@ -1,0 +1,81 @@
+"""What a worker process does around its work: it follows the launcher's orders, and tells how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..dependency import ConfigError, Disagreement, NotMet, PeerLost, PipeError, ScheduleError, Stalled
+from ..dependency.errors import MOST_TRACEBACK, shortened
+from . import launcher_link as link
+from .job import FAILED, WRONG_INPUT
+from .report import Reporter
+
+
+def as_worker(work: Callable[[], None], reporter: Reporter) -> int:
+    """Do `work` in a worker process; report a failure to the launcher first.
+
+    Without a launcher, as under torchrun, `reporter` shows this worker's messages.
+    """
+    if link.present():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        link.hold_leash()
+        link.lodge_children()
+    else:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # TensorPipe would warn of the others' leaving
+        link.tell_instead(reporter.handle)
+    process = os.getpid()
+    try:
+        work()
+    except BaseException as error:
+        if os.getpid() != process:  # in a fork of the script, whose interpreter reports the error
+            raise
+        return _failed(error)
+    if os.getpid() != process:  # in a fork, at its end
+        return 0
+    link.tell(kind="done")
+    return reporter.exit_code
+
+
+def _failed(error: BaseException) -> int:
+    """Report an exception of `work` to the launcher; return the exit code, or raise a script's own exit again."""
+    if isinstance(error, (ConfigError, ScheduleError)):
+        link.tell(kind="wrong input", text=str(error))
+        return WRONG_INPUT
+    if isinstance(error, PipeError):
+        if isinstance(error.__cause__, ConfigError):  # an error in the configuration that only computing has shown
+            link.tell(kind="wrong input", text=str(error.__cause__))
+            return WRONG_INPUT
+        kinds: dict[str, Any] = {
+            "consequence": (PeerLost, NotMet),
+            "unmet": NotMet,
+            "stalled": Stalled,
+            "disagreement": Disagreement,
+        }
+        told: dict[str, Any] = {name: isinstance(error, kind) for name, kind in kinds.items()}
+        if isinstance(error, PeerLost) and error.cause is not None:  # in case that worker cannot tell it
+            told["cause"] = f"worker {error.cause.worker} failed", str(error.cause)
+        link.tell(kind="failure", text=str(error.args[0]), **told)
+        return FAILED
+    if not isinstance(error, Exception):  # an error of the user's script outside calls of the pipeline
+        well = isinstance(error, SystemExit) and error.code in (None, 0)
+        if well or link.stopping() or not link.present():
+            raise error
+    link.tell(kind="failure", consequence=False, text=_formatted(error))
+    return FAILED
+
+
+def _formatted(error: BaseException) -> str:
+    frames = error.__traceback__
+    while frames and _leads_to_script(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    frames = frames or error.__traceback__  # no script: all of it is ours
+    return shortened("".join(traceback.format_exception(type(error), error, frames)), MOST_TRACEBACK)
+
+
+def _leads_to_script(file: str) -> bool:
+    return file == "<frozen runpy>" or Path(__file__).parents[1] in Path(file).parents
