@@ -1,4 +1,4 @@
-"""Export and import of the CSV format of `torch.distributed.pipelining`, a row of actions a rank, of torch 2.6 to 2.13.
+"""Export and import of the CSV format of `torch.distributed.pipelining`, a row of actions a rank, of torch 2.6 to 2.15.
 
 An exported schedule runs there over NCCL (`_PipelineScheduleRuntime`, in torchtitan `pipeline_parallel_schedule_csv`);
 a file is imported as a `Spec`. Loads without torch.
@@ -24,7 +24,8 @@ from .listed_schedule import ListedSchedule, Program
 _SOURCE = "torch.distributed.pipelining, _PipelineScheduleRuntime._load_csv"
 #: larger tables are refused; none that can be run is larger
 _MAX_BYTES, _MAX_STAGES = 2**22, 2**16
-_CELL = re.compile(r"([0-9]{1,9})(F|I|B|W|UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)([0-9]{0,9})")
+_SKIPPED = "UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD|(?:WAIT_)?SEND_[FB]|RECV_[FB]"
+_CELL = re.compile(rf"([0-9]{{1,9}})(F|I|B|W|{_SKIPPED})([0-9]{{0,9}})")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 

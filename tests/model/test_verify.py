@@ -254,7 +254,7 @@ def test_layers_of_a_list_are_listed(tmp_path, capsys):
     assert [block["payload_bytes"] for block in found["blocks"][:-1]] == [2 * 8 * 4] * 2
     (tmp_path / "wrong.py").write_text(make.format(5))
     code, _, text = verified(capsys, f"{tmp_path}/wrong.py:make", "--list-blocks")
-    assert code == 2 and "layer 2 (Linear) raised RuntimeError: mat1 and mat2 shapes cannot be multiplied" in text
+    assert code == 2 and "layer 2 (Linear) raised RuntimeError: " in text and "mat1 and mat2" in text
 
 
 def test_run_and_compare_take_the_same_model(file, capsys):
