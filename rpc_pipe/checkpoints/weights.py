@@ -6,12 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from ..dependency import ConfigError, refuse_below
-from ..model.observed_partition import ObservedPartition
 from ..model.partition import LayerPartition
 from ..workers.actor import WorkerActor
 from ..workers.compute.average import swap
@@ -19,6 +18,9 @@ from ..workers.transport.payload import Tree
 from .keeper import Keeper, Restored
 from .pretrained import Loaded
 from .whole import merged, own_state, save_whole
+
+if TYPE_CHECKING:
+    from ..model.observed_partition import ObservedPartition
 
 
 class Weights:

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -21,8 +21,10 @@ from ..dependency import ConfigError
 from ..workers.compute.by_hand import HOOKS, PLAIN, OfWeight
 from ..workers.compute.digest import digest
 from ..workers.compute.inner_state import OF_TORCH
-from .observe.placeholder import Placeholder
-from .replay.forward_writes import ForwardWrites
+from .observe.given import is_placeholder
+
+if TYPE_CHECKING:
+    from .replay.forward_writes import ForwardWrites
 
 _NONE: list[Any] = []
 #: containers whose contents are followed, such as a list of names
@@ -50,7 +52,7 @@ class _Copy:
         self._parameters = [
             (name, ref(parameter), ref(other))
             for name, parameter, other in pairs
-            if other is not None and other is not parameter and not isinstance(other, Placeholder)
+            if other is not None and other is not parameter and not is_placeholder(other)
         ]
         self._runs = runs or bool(self._parameters)
         self._noted: list[tuple[list[Any], list[Any], list[Any]]] = []

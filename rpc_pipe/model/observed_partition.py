@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
 
 from torch import nn
 
-from ..workers.compute.by_hand import HOOKS
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Slice
@@ -18,7 +16,7 @@ from .call_form import CallForm, loss_of_output
 from .cut import cut
 from .deferred import DeferredModel
 from .module_copies import ModuleCopies
-from .observe.skeleton import refuse_lazy
+from .observe.given import refuse_lazy
 from .observe.trees import Path
 from .observed_model import ObservedModel, observe
 from .replay.observed_slice import ObservedSlice
@@ -159,30 +157,3 @@ class ObservedPartition:
             except TypeError:  # its constructor takes something else
                 return tree
         return tree
-
-
-def takes_stage(model: object) -> bool:
-    """Return whether a callable is a builder of stages, and not a function that makes the whole model."""
-    if hasattr(model, "num_layers"):
-        return True
-    try:
-        inspect.signature(model).bind()  # type: ignore[arg-type]
-    except TypeError:
-        return True
-    except ValueError:  # built in: no signature is known
-        return False
-    return False
-
-
-def needs_observation(model: object) -> bool:
-    """Return whether a model is to be cut by observation, as neither a list of layers nor a builder of stages."""
-    if isinstance(model, nn.Module):
-        return not isinstance(model, nn.Sequential) or _does_more(model)
-    return callable(model) and not takes_stage(model)
-
-
-def _does_more(model: nn.Sequential) -> bool:
-    """Return whether a call does more than call the members in turn."""
-    held = vars(model)
-    more = "forward" in held or type(model).forward is not nn.Sequential.forward
-    return more or any(held[hooks] for hooks in HOOKS)

@@ -19,7 +19,7 @@ from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
 from .cut import cut
 from .module_copies import ModuleCopies
-from .observe.skeleton import refuse_lazy
+from .observe.given import refuse_lazy
 from .parameter_hooks import copy_attachments
 from .ties import Ties, groups
 

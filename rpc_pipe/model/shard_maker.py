@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,12 +19,15 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
 from ..workers.compute.stash import StashingShard
 from ..workers.compute.updating import Training
-from .observed_partition import ModuleOrFactory, ObservedPartition, needs_observation
+from .observe.given import needs_observation
 from .partition import Layered, LayerPartition
 from .stale_weights import refuse_stale_weights
 
+if TYPE_CHECKING:
+    from .observed_partition import ObservedPartition
+
 #: every kind of model that a pipeline takes
-Model = Layered | ModuleOrFactory
+Model = Layered | nn.Module | Callable[[], nn.Module]
 
 
 def make_partition(
@@ -47,6 +50,8 @@ def make_partition(
             f"model: is a {type(model).__name__}; must be a module, a list of layers, or a function that makes a module"
         )
     if needs_observation(model):
+        from .observed_partition import ObservedPartition  # it loads what observes and replays forwards
+
         whole = ObservedPartition(model, num_stages, split, loss_fn, blocks=blocks, seed=seed)  # type: ignore[arg-type]
         if training.deferred_batch_norm:
             defer(whole.modules())

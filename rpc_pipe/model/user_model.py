@@ -18,8 +18,8 @@ from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .call_form import CallForm, loss_of_output
 from .deferred import DeferredModel
+from .observe.given import needs_observation
 from .observed_model import ObservedModel, observe
-from .observed_partition import needs_observation
 from .partition import LayerLike, refuse_no_layer
 from .shard_maker import Model
 

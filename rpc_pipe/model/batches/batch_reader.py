@@ -13,7 +13,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from ...workers.compute.slices import PartialFields
 from ...workers.transport.payload import Tree, map_tensors, split_rows, tensors_of
 from ...workers.transport.scatter import Scatter, scatter_whole
 from ..observe.trees import Path, at, leaves, replaced
-from ..replay.observed_slice import ObservedSlice
+
+if TYPE_CHECKING:
+    from ..replay.observed_slice import ObservedSlice
 from .lazy_batch import FieldSelection, LazyBatch, form_of
 from .microbatches import Microbatches, Pair
 
@@ -113,6 +115,8 @@ class BatchReader:
         """Record the fields that each stage does not use; return the microbatches with which the model was cut."""
         if not self._by_fields:
             return found
+        from ..replay.observed_slice import ObservedSlice  # the model is a whole one
+
         self._unused_here = frozenset.intersection(*(unused[stage] for stage in self._stages[self._me]))
         if self._me == self._reader:  # one worker must have every field, whose shapes all workers compare
             self._unused_here -= frozenset.intersection(*unused)

@@ -26,14 +26,13 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .given import attributes_of
 from .shape_operators import CONSTRUCTORS, OPERATORS
 from .trees import leaves, replaced, tensors
 
 #: errors of operators whose result, or its shape, depends on data
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _CONVOLUTION = torch.ops.aten.convolution.default
-#: attributes of every placeholder, which do not come from the user's parameter
-_OWN_ATTRIBUTES = frozenset({"factory", "_forms", "_is_param"})
 #: arguments that batch normalisation writes in training, which torch's schemas do not declare
 _RUNNING = frozenset({"running_mean", "running_var"})
 
@@ -47,6 +46,7 @@ class Placeholder(Tensor):
         shapes: what it may be used together with.
     """
 
+    of_another_worker = True
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
@@ -231,11 +231,6 @@ class PlaceholderFactory:
         with self.fake_mode:
             made = func(*args, **kwargs)
         return Placeholder(made, made.device, self) if isinstance(made, FakeTensor) else made
-
-
-def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
-    """Return the attributes that the user has given a parameter, such as `no_weight_decay`."""
-    return {name: value for name, value in vars(parameter).items() if name not in _OWN_ATTRIBUTES}
 
 
 def _unobserved() -> AbstractContextManager[None]:

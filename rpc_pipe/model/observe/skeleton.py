@@ -22,6 +22,7 @@ from ...dependency.errors import first_sentence
 from ...workers.compute.attributes import Attributes
 from ...workers.compute.inner_state import OF_TORCH
 from ...workers.compute.torch_internals import is_current
+from .given import refuse_lazy
 from .placeholder import Placeholder, PlaceholderFactory
 from .trees import at, leaves
 
@@ -271,17 +272,3 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
             )
         if any(is_lazy(parameter) for parameter in module._parameters.values() if parameter is not None):
             refuse_lazy(module, name or whole)
-
-
-def refuse_lazy(module: nn.Module, where: str) -> None:
-    """Refuse lazy parameters, whose shapes are unknown when the optimizer is made.
-
-    Raises:
-        ConfigError: the module has one.
-    """
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if is_lazy(tensor):
-            raise ConfigError(
-                f"model: {name} of {where} ({type(module).__name__}) has no shape before a first forward; run one, or "
-                "use a layer whose sizes are given"
-            )

@@ -1,0 +1,66 @@
+"""What a user gives, told by looking at it alone: no forward is run, and nothing that observes one is loaded."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ...dependency import ConfigError
+from ...workers.compute.by_hand import HOOKS
+
+#: attributes of every placeholder, which do not come from the user's parameter
+_OF_PLACEHOLDERS = frozenset({"factory", "_forms", "_is_param"})
+
+
+def takes_stage(model: object) -> bool:
+    """Return whether a callable is a builder of stages, and not a function that makes the whole model."""
+    if hasattr(model, "num_layers"):
+        return True
+    try:
+        inspect.signature(model).bind()  # type: ignore[arg-type]
+    except TypeError:
+        return True
+    except ValueError:  # built in: no signature is known
+        return False
+    return False
+
+
+def needs_observation(model: object) -> bool:
+    """Return whether a model is to be cut by observation, as neither a list of layers nor a builder of stages."""
+    if isinstance(model, nn.Module):
+        return not isinstance(model, nn.Sequential) or _does_more(model)
+    return callable(model) and not takes_stage(model)
+
+
+def _does_more(model: nn.Sequential) -> bool:
+    """Return whether a call does more than call the members in turn."""
+    held = vars(model)
+    more = "forward" in held or type(model).forward is not nn.Sequential.forward
+    return more or any(held[hooks] for hooks in HOOKS)
+
+
+def refuse_lazy(module: nn.Module, where: str) -> None:
+    """Refuse lazy parameters, whose shapes are unknown when the optimizer is made.
+
+    Raises:
+        ConfigError: the module has one.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise ConfigError(
+                f"model: {name} of {where} ({type(module).__name__}) has no shape before a first forward; run one, or "
+                "use a layer whose sizes are given"
+            )
+
+
+def attributes_of(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes that the user has given a parameter, such as `no_weight_decay`."""
+    return {name: value for name, value in vars(parameter).items() if name not in _OF_PLACEHOLDERS}
+
+
+def is_placeholder(tensor: Tensor) -> bool:
+    """Return whether a tensor stands for one of another worker (`placeholder.Placeholder`)."""
+    return getattr(type(tensor), "of_another_worker", False)
