@@ -169,6 +169,7 @@ class Pipeline(ApiAdvice, Weights):
         described = describe(self.spec, self.partition.ranges, maker.seed)
         self._keeper.about["pipeline"] = self._inputs.described = described
         self._inputs.weights = maker.weights
+        self._keeper.adapters = self.partition.adapters
         self._keeper.config, self._step_end.sharing = self.partition.config, self.partition.sharing
         warn_if_other_model(self._plan, self.partition.name, [actor.shards for actor in self._actors])
         maker.end([shard for actor in self._actors for shard in actor.shards.values()])

@@ -13,10 +13,12 @@ import torch
 
 from ..dependency import ConfigError, Damaged, PipeError
 from ..dependency.files import DAMAGED
+from ..model.adapters import Adapter
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from ..workers.compute.stash import StashingShard
 from . import folder, ownership
+from .adapters import save_adapters
 from .json_values import encoded
 from .pretrained import Loaded, Pretrained, begin_export
 from .random_state import NAMES, random_state, set_random_state
@@ -73,6 +75,8 @@ class Keeper:
         self.results = Resumption()
         #: after how many steps a checkpoint is written, where, and how many are kept
         self.every: tuple[int, Path, int | None] | None = None
+        #: of the model, by name, if peft has adapted it
+        self.adapters: Mapping[str, Adapter] = {}
         #: of the model, if it has one that can write itself
         self.config: Any = None
         #: of a script that starts from the top: the checkpoint that it goes on from, and whether it wrote that itself
@@ -234,12 +238,15 @@ class Keeper:
         self.results.note_step(loss, batch, norm)
 
     def save_pretrained(self, where: Path) -> None:
-        """Write the weights alone, as `from_pretrained` takes them.
+        """Write the weights alone, or adapters alone, as `from_pretrained` takes them.
 
         Raises:
             ConfigError: on every worker, if it failed on one.
         """
         self.settle()
+        if self.adapters:
+            self._each(lambda actor: save_adapters(actor, where, self.adapters))
+            return
 
         def save(actor: WorkerActor) -> None:
             place = Path(agreed(actor, "export", lambda: str(begin_export(where)), of=0))

@@ -12,6 +12,7 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Slice
 from ..workers.transport.payload import Tree
+from .adapters import adapters_of
 from .call_form import CallForm, loss_of_output
 from .cut import cut
 from .deferred import DeferredModel
@@ -62,6 +63,7 @@ class ObservedPartition:
         self._names = {name: place for place, name in enumerate(whole.state_dict())}
         #: the model's configuration, if it can be saved
         self.config = config if hasattr(config := getattr(whole, "config", None), "save_pretrained") else None
+        self.adapters = adapters_of(whole)
         self._output_type: type = dict
         #: calls of blocks of each stage; empty until the model has been cut
         self.ranges: list[range] = []

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
+from .adapters import Adapter
 from .cut import cut
 from .module_copies import ModuleCopies
 from .observe.given import refuse_lazy
@@ -60,6 +61,8 @@ class LayerPartition:
     """
 
     config = None
+    #: none: peft adapts whole models
+    adapters: ClassVar[Mapping[str, Adapter]] = {}
     #: batches are pairs (inputs, targets) already
     pair: Callable[[Tree], tuple[Tree, Tree]] | None = None
 

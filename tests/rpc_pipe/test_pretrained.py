@@ -138,3 +138,42 @@ def test_weights_that_would_be_read_instead_are_told(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(ConfigError, match=r"has a model.safetensors, which may be read instead; choose another folder"):
         pipeline(gpt2, 1).save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("made_by", ["peft", "transformers"])
+def test_an_adapter_is_taken_back_by_peft(tmp_path, made_by):
+    """Base weights were written under peft's names, without a configuration: neither peft nor the model's class read
+    them."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], modules_to_save=["lm_head"], init_lora_weights=False)
+
+    def adapted():
+        torch.manual_seed(0)
+        model = gpt2()
+        if made_by == "peft":
+            model = peft.get_peft_model(model, config)
+            model.add_adapter("other", peft.LoraConfig(r=3, target_modules=["c_proj"], init_lora_weights=False))
+        else:
+            model.add_adapter(config)
+        return model
+
+    for number, model in enumerate((adapted(), adapted)):
+        out = tmp_path / str(number)
+        pipe = pipeline(model)
+        pipe.step(BATCH)
+        pipe.save_pretrained(out)
+        assert {path.name for path in out.iterdir() if path.is_file()} == {
+            "adapter_config.json",
+            "adapter_model.safetensors",
+        }
+        torch.manual_seed(0)
+        taken = peft.PeftModel.from_pretrained(gpt2(), out)
+        with torch.no_grad():
+            loss = taken.eval()(**BATCH).loss.item()
+        # Of a function the base has weights of its own.
+        assert number == 1 or loss == pytest.approx(pipe.evaluate(BATCH), rel=1e-6)
+        if made_by == "peft":
+            taken.load_adapter(out / "other", "other")
+        prefix, found = "" if made_by == "peft" else "base_model.model.", taken.state_dict()
+        trained = {name: tensor for name, tensor in pipe.state_dict().items() if "lora_" in name}
+        assert len(trained) > 7 and all(tensor.equal(found[prefix + name]) for name, tensor in trained.items())
