@@ -26,6 +26,7 @@ from .options import (
     parse_costs,
     parse_number,
     schedule_options,
+    typed_attention,
     typed_spec,
     whole,
 )
@@ -112,7 +113,7 @@ def _show(typed: Mapping[str, Any], model: ModelCosts, options: TrainOptions, co
         task = bar.add_task("simulating", total=1.0)
         rows = compare(
             model, options.microbatches, comm=comm, limit=limit, order=options.order, also=also,
-            slices=typed.get("slices"),
+            slices=typed.get("slices"), attention=typed_attention(typed),
             tell=lambda share: bar.update(task, completed=share),
         )  # fmt: skip
     if "json" in typed:

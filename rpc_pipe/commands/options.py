@@ -82,6 +82,17 @@ def add_slices(parser: Parser) -> None:
     parser.add_argument(
         "--slices", metavar="K", help="cut each sequence into K slices, or into sizes in parts, such as 8,6,5,4 (1)"
     )
+    parser.add_argument(
+        "--attention", type=fraction, metavar="SHARE",
+        help="share of a whole sequence's time that is causal attention, dearer for later slices (0)",
+    )  # fmt: skip
+
+
+def typed_attention(typed: Mapping[str, Any]) -> float:
+    """Return the share of attention, which has a meaning for slices only."""
+    if "attention" in typed and "slices" not in typed:
+        raise ConfigError(f"--attention {typed['attention']}: is of slices; add --slices, such as --slices 4")
+    return float(typed.get("attention", 0))
 
 
 def add_json(parser: Parser) -> None:

@@ -24,6 +24,7 @@ from ..drawing.timeline import draw
 from ..launching.report import Reporter
 from ..planning.compare import describe_staleness
 from ..planning.simulator import Cost, Link, Simulation, simulate
+from ..planning.slice_costs import time_share
 from ..planning.span import Span
 from ..planning.specs import MAX_FORWARDS
 from ..planning.waits import waits
@@ -42,6 +43,7 @@ from .options import (
     parse_links,
     parse_number,
     parse_worker,
+    typed_attention,
     typed_spec,
     whole,
 )
@@ -143,8 +145,9 @@ def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
 def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
     """Return the cost of an action from --cost, --stage-cost and --slow."""
     by_kind = parse_costs(typed.get("cost", ""))
+    share = time_share(spec, typed_attention(typed))
     if "stage_cost" not in typed and "slow" not in typed:
-        return lambda action: by_kind.get(action.kind, 0) * spec.share(action)
+        return lambda action: by_kind.get(action.kind, 0) * share(action)
     by_stage: list[float] = [1] * spec.num_stages
     if "stage_cost" in typed:
         by_stage = parse_factors("--stage-cost", typed["stage_cost"], spec.num_stages, "stages")
@@ -155,7 +158,7 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
 
     def cost(action: Action) -> float:
         whole = by_kind.get(action.kind, 0) * by_stage[action.stage] * by_worker[spec.worker(action)]
-        return whole * spec.share(action)
+        return whole * share(action)
 
     return cost
 

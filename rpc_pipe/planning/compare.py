@@ -27,6 +27,7 @@ from .footprint import Size, num_messages, peak_bytes, weight_bytes
 from .plan import schedule_label
 from .profile import TIMED, Chain, LayerCost
 from .simulator import simulate
+from .slice_costs import time_share
 from .specs import make_spec
 
 #: number of steps that are simulated in sequence for the time of a step among others
@@ -135,6 +136,7 @@ def compare(
     order: Order | None = None,
     also: tuple[str, Mapping[str, Any]] | None = None,
     slices: str | None = None,
+    attention: float = 0,
     tell: Callable[[float], None] = lambda share: None,
 ) -> list[Row]:
     """Return a row for every schedule, the fastest first.
@@ -145,12 +147,13 @@ def compare(
     Args:
         also: another schedule, by name or file, and its parameters.
         slices: into what sequences are cut, as for `make_spec`.
+        attention: share of a whole sequence's time that is causal attention, 0 to 1.
         tell: called after each schedule with how much is done, of 1.
     """
     variants = [*VARIANTS, also] if also and also not in VARIANTS else VARIANTS
     rows = []
     for name, parameters in variants:
-        rows.append(_row(name, parameters, model, num_microbatches, comm, limit, order, slices))
+        rows.append(_row(name, parameters, model, num_microbatches, comm, limit, order, slices, attention))
         tell(len(rows) / len(variants))
     return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
@@ -164,6 +167,7 @@ def _row(
     limit: float | None,
     order: Order | None,
     slices: str | None,
+    attention: float,
 ) -> Row:
     try:
         spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
@@ -172,8 +176,10 @@ def _row(
     except PipeError as error:
         return Row(name, parameters, refused=str(error))
 
+    share = time_share(spec, attention)
+
     def cost(action: Action) -> float:
-        return stages[action.stage].get(action.kind, 0) * spec.share(action)
+        return stages[action.stage].get(action.kind, 0) * share(action)
 
     result = simulate(spec, cost, comm=comm, order=order)
     sizes = model.stage_sizes(spec.num_stages) if model.sizes else []

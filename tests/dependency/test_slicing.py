@@ -15,6 +15,7 @@ from rpc_pipe.drawing.timeline import draw
 from rpc_pipe.planning.compare import ModelCosts, compare
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.simulator import simulate, uniform
+from rpc_pipe.planning.slice_costs import time_share
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 
@@ -168,3 +169,32 @@ def test_every_picture_names_microbatch_and_slice():
     (picture,) = encode([Picture("", result.spans, 2, slices=2)])["pictures"]
     assert [row[3] for row in picture["spans"] if row[:3] == [0, 0, "F"]] == ["0.0", "0.1", "1.0", "1.1"]
     assert Action.parse("0F3") in {span.action for span in result.spans}
+
+
+def test_attention_makes_equal_slices_worse_than_none(capsys):
+    """The later of equal slices are dearer, and a pipeline waits for the dearest; earlier ones must be longer."""
+
+    def bubble(slices):
+        asked = f"simulate --slices {slices} --attention 0.4 --schedule 1f1b --workers 4 --microbatches 8 --json"
+        assert main(asked.split()) == 0
+        return json.loads(capsys.readouterr().out)["bubble"]
+
+    assert bubble("4") > bubble("1") > bubble("8,6,5,4")
+    assert bubble("8,6,5,4") < 0.09
+
+
+def test_slices_of_a_sequence_take_its_time_together():
+    spec = make_spec("zb-h1", 2, 3, {}, "3,2,1")
+    share = time_share(spec, 0.5)
+    assert [share(F(0, j)) for j in range(3)] == pytest.approx(
+        [0.375, 0.5 * (1 / 3 + 16 / 36), 0.5 * (1 / 6 + 11 / 36)]
+    )
+    for kind in (F, I, W):
+        assert sum(share(kind(1, 3 + j)) for j in range(3)) == pytest.approx(1)
+    assert share(W(0, 0)) == 0.5  # attention has no weights
+
+
+def test_attention_without_slices_has_no_meaning(capsys):
+    for command in ("simulate", "compare"):
+        assert main([command, "--attention", "0.4"]) == 2
+        assert "--attention 0.4: is of slices; add --slices, such as --slices 4" in capsys.readouterr().err
