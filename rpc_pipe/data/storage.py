@@ -16,7 +16,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, TextIO, TypeVar
 
@@ -31,11 +31,9 @@ logger = logging.getLogger(__name__)
 #: how often a shard is fetched that others take out of the cache
 _ATTEMPTS = 4
 _BLOCK = 2**20
-_RESERVED, _PARTIAL, _FORGOTTEN_S = ".reserved", ".partial", 3600.0
+_PARTIAL, _FORGOTTEN_S = ".partial", 3600.0
 #: how long another process is waited for that fetches or makes the same, and after how long that is told
 _OTHERS_S, _TOLD_S = 6 * 3600.0, 10.0
-#: how often those are looked after who fetch what fills the cache
-_PAUSE_S = 0.05
 
 
 class Storage:
@@ -160,67 +158,42 @@ class Storage:
 
     @contextmanager
     def _room(self, shard: ShardFile) -> Iterator[None]:
-        """Have room for the shard in the body, also against others who fetch at the same time."""
-        mark = self.folder / f".{self._name(shard)}.{os.getpid()}{_RESERVED}"
-        with self._marked(shard, mark):
-            try:
+        """Have room for the shard in the body. Where the cache is limited, processes fetch one after the other."""
+        with _locked(self.folder / ".room.lock"):
+            self._make_room(shard)
+            if self._limit is not None:
                 yield
-            finally:
-                # Whoever lists the folder at this moment would otherwise find neither the mark nor, yet, the shard.
-                with self._rooms():
-                    mark.unlink(missing_ok=True)
+        if self._limit is None:
+            yield
 
-    def _marked(self, shard: ShardFile, mark: Path) -> BinaryIO:
-        """Return a file that holds room for the shard, for as long as it is open, once there is some.
-
-        Raises:
-            DataError: the limit is too low, or others fetch for too long.
-        """
-        begin = time.monotonic()
-        while True:
-            with self._rooms():
-                if self._make_room(shard):
-                    file = mark.open("wb")
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who is killed lets go of it
-                    file.truncate(shard.num_bytes)  # takes no room itself
-                    return file
-            if time.monotonic() > begin + _OTHERS_S:
-                raise DataError(f"shard {shard.name}: others have filled the cache {self.folder} for {_OTHERS_S:.0f} s")
-            time.sleep(_PAUSE_S)
-
-    def _rooms(self) -> AbstractContextManager[None]:
-        """Return a lock under which room is made and marks go: a listing in it misses no byte that is held."""
-        return _locked(self.folder / ".room.lock")
-
-    def _make_room(self, shard: ShardFile) -> bool:
+    def _make_room(self, shard: ShardFile) -> None:
         """Drop what is needed last until the shard fits under the limit and onto the disk.
 
-        Returns:
-            False if others, who fetch at this moment, have to come to an end first: what they bring can be dropped.
+        Raises:
+            DataError: the limit is too low.
         """
         if self._limit is not None and shard.num_bytes > self._limit:
             raise DataError(
                 f"shard {shard.name}: has {shard.num_bytes} bytes, and the cache {self.folder} is limited to "
                 f"{self._limit}; raise cache_bytes"
             )
-        held, reserved = self._held()
-        total = reserved + sum(size for _, size, _ in held)
+        held = self._held()
+        total = shard.num_bytes + sum(size for _, size, _ in held)
         with self._lock:
             rank, opening = dict(self._rank), set(self._opening)
         # What nobody here needs goes first, the longest unused before others; then what is needed last, but what is
         # just being opened only if nothing else is left.
         held.sort(key=lambda entry: (entry[0].name in opening, -rank.get(entry[0].name, len(rank) + 1), entry[2]))
         for path, size, _ in held:
-            free = shutil.disk_usage(self.folder).free
-            if (self._limit is None or total + shard.num_bytes <= self._limit) and free > shard.num_bytes + reserved:
-                return True
+            fits = self._limit is None or total <= self._limit
+            if fits and shutil.disk_usage(self.folder).free > shard.num_bytes:
+                return
             path.unlink(missing_ok=True)  # who has mapped it keeps it
             total -= size
-        return not reserved or self._limit is None or total + shard.num_bytes <= self._limit
 
-    def _held(self) -> tuple[list[tuple[Path, int, float]], int]:
-        """Return the shards in the cache, each with size and time of use, and the bytes that will come."""
-        found, coming = [], {}
+    def _held(self) -> list[tuple[Path, int, float]]:
+        """Return the shards in the cache, each with size and time of use."""
+        found = []
         for path in self.folder.iterdir():
             try:
                 stat = path.stat()
@@ -228,15 +201,9 @@ class Storage:
                 continue
             if not path.name.startswith("."):
                 found.append((path, stat.st_size, stat.st_mtime))
-            elif path.name.endswith((_RESERVED, _PARTIAL)):
-                held = path.name.endswith(_RESERVED) and _is_locked(path)
-                if not held and (path.name.endswith(_RESERVED) or time.time() - stat.st_mtime > _FORGOTTEN_S):
-                    path.unlink(missing_ok=True)  # of a process that was killed
-                elif held:
-                    coming[path.name[1:].rsplit(".", 2)[0]] = stat.st_size
-        for path, _, _ in found:
-            coming.pop(path.name, None)  # it has come, and only its mark is still there
-        return found, sum(coming.values())
+            elif path.name.endswith(_PARTIAL) and time.time() - stat.st_mtime > _FORGOTTEN_S:
+                path.unlink(missing_ok=True)  # of a process that was killed
+        return found
 
     def _fetch(self, shard: ShardFile, path: Path) -> None:
         partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}{_PARTIAL}")
@@ -314,18 +281,6 @@ def _locked(path: Path) -> Iterator[None]:
             finally:
                 path.unlink(missing_ok=True)
             return
-
-
-def _is_locked(path: Path) -> bool:
-    """Tell whether a process has a lock on a file."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    return False
 
 
 def _is_still(path: Path, file: TextIO) -> bool:
