@@ -120,7 +120,7 @@ class Observed(Ours):
     def _observe_shared_memory(self) -> None:
         write, wait = Channels.write, Wakeup.wait
 
-        def noted_write(channels: Channels, peer: int, key: Any, answer: Any) -> bool:
+        def noted_write(channels: Channels, peer: int, key: Any, answer: Any) -> Any:
             done = write(channels, peer, key, answer)
             if done:
                 self._note("written", key)

@@ -146,11 +146,14 @@ class WorkerActor(Context):
             run = self.mailbox.begin(Call(self.worker, name))
             values: dict[int, Tree] = {self.worker: value} if self.worker in senders else {}
             others = [worker for worker in takers if worker != self.worker]
-            if values and others:
-                self.mailbox.publish(run, name, pack(value), others)
+            payload = pack(value) if values and others else None
+            if payload is not None:
+                self.mailbox.publish(run, name, payload, others)
             if self.worker in takers:
                 arrived = self.mailbox.collect(run, name, set(senders) - {self.worker})
-                values |= {worker: unpack(payload) for worker, payload in arrived.items()}
+                values |= {worker: unpack(one) for worker, one in arrived.items()}
+            if payload is not None and payload.num_bytes:  # the caller may write weights, and others may read them
+                self.mailbox.wait_taken(run)
             self.mailbox.end(run)
         return [values[worker] for worker in sorted(senders)] if self.worker in takers else None
 

@@ -87,6 +87,10 @@ class Mailbox:
         """Wait until other workers have pulled everything."""
         self._carrier.wait_taken(None, self._stall_s)
 
+    def wait_taken(self, run: int) -> None:
+        """Wait until other workers have pulled everything of `run`: from then on its tensors may be written again."""
+        self._carrier.wait_taken(run + 1, self._stall_s, since=run)
+
     def pull(self, run: int, peer: int, wanted: Iterable[tuple[Action | str, bool]]) -> None:
         """Ask `peer` for all of `wanted`, ahead of need: (what, whether with its payload)."""
         for_compute: list[str] = []

@@ -276,3 +276,95 @@ def test_two_processes_that_wait_for_each_other_never_both_sleep():
     if not child:
         os._exit(0 if woken else 1)
     assert woken and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.fixture
+def lending():
+    """A channel whose reader can read the writer's memory, as this process can its own."""
+    channels = Channels(Wakeup())
+    assert channels.accept(0, offered(channels, 0))
+    if "from its memory" not in (how := channels.accepted(0)):
+        pytest.skip(f"large payloads are {how}")
+    return channels
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        torch.randn(3 * 10**6),
+        (torch.randn(300, 400).t(), {"mask": torch.ones(5) > 0, "none": None}, torch.randn(0, 7)),
+        torch.randn(600, 600)[:, ::2],
+        torch.randn(1000, 1).expand(1000, 1000),
+        torch.eye(400).to_sparse(),
+        torch.complex(torch.randn(10**5), torch.randn(10**5)).conj(),
+        torch.randn(10**6)._neg_view(),
+    ],
+    ids="large, several, with gaps, repeated, sparse, conjugate, negated".split(", "),
+)
+def test_a_large_payload_is_read_from_where_it_lies(lending, tree, monkeypatch):
+    monkeypatch.setattr(module, "LENT_FROM", 1000)
+    payload = pack(tree)
+    assert lending.write(0, (1, "0F0"), payload) is module.Written.LENT
+    assert not lending.returned(), "it has not been read"
+    ((peer, key, answer, _),) = lending.read()
+    assert peer == 0 and key == (1, "0F0") and same_values(answer, payload)
+    assert lending.returned() == [(0, (1, "0F0"))] and not lending.returned()
+
+
+def same_values(a, b):
+    return all(torch.equal(x.to_dense(), y.to_dense()) for x, y in zip(a.tensors, b.tensors, strict=True))
+
+
+def test_what_is_lent_stays_until_it_has_been_taken(lending):
+    """What had to be packed for the road lies in no tensor of the caller's."""
+    tree = torch.randn(2000, 2000)[:, 1::2]
+    wanted = tree.clone()
+    assert lending.write(0, (1, "0F0"), pack(tree)) is module.Written.LENT
+    del tree
+    heap = [torch.zeros(10**6) for _ in range(20)]
+    ((_, _, answer, _),) = lending.read()
+    assert torch.equal(answer.tensors[0], wanted) and not any(block.any() for block in heap)
+
+
+def test_where_the_system_refuses_memory_is_copied(monkeypatch):
+    """Seccomp profiles of containers and Yama refuse to read another process."""
+
+    def refuse(memory, *args):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(module.PeerMemory, "read", refuse)
+    ends = Channels(Wakeup())
+    ends.accept(0, offered(ends, 0))
+    assert "Operation not permitted" in ends.accepted(0)
+    assert not ends.write(0, (1, "0F0"), pack(torch.ones(10**6))), "it goes by a message, or a larger channel"
+    assert ends.accept(0, ends.offer(0, 4 * 10**6))
+    assert ends.write(0, (1, "0F0"), pack(torch.ones(10**6))) is module.Written.COPIED
+
+
+def test_another_process_with_the_writers_number_is_not_read(ends):
+    ends._readers[0][2][module.PROOF] += 1
+    assert "copied by both" in ends.accepted(0)
+
+
+def test_a_payload_whose_lender_died_is_an_error_at_once(ends):
+    """The consumer would have waited for what nobody can send any more."""
+    offer, payload = offered(ends, 1), pack(torch.ones(10**6))  # a forked child has no threads that fill it
+    to_child, to_parent = os.pipe(), os.pipe()
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        writer = Channels(Wakeup())
+        writer.accept(1, offer)
+        os.write(to_parent[1], b"1")
+        os.read(to_child[0], 1)  # the reader has tried
+        lent = writer.write(1, (1, "0F0"), payload)
+        os._exit(0 if lent is module.Written.LENT else 1)
+    os.read(to_parent[0], 1)
+    how = ends.accepted(1)
+    os.write(to_child[1], b"1")
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if "from its memory" not in how:
+        pytest.skip(f"large payloads are {how}")
+    assert code == 0
+    ((peer, key, answer, _),) = ends.read()
+    assert peer == 1 and key == (1, "0F0") and isinstance(answer, ProcessLookupError)

@@ -144,20 +144,20 @@ class Carrier(ABC):
         finally:
             self._sleeps = False
 
-    def wait_taken(self, before: int | None, timeout_s: float) -> None:
-        """Wait until everything offered in runs before `before` has been taken; None: in all.
+    def wait_taken(self, before: int | None, timeout_s: float, since: int = 0) -> None:
+        """Wait until everything offered in runs from `since` to before `before` has been taken; None: in all.
 
         Raises:
             PipeError: it was not, in time.
         """
-        if not self.outbox.untaken(before):
+        if not self.outbox.untaken(before, since):
             return
         self._send_gathered()
         now = look = time.monotonic()
         deadline, pause = now + timeout_s, _FIRST_LOOK_S
         self._awaits_taken = True
         try:
-            while left := self.outbox.untaken(before):
+            while left := self.outbox.untaken(before, since):
                 if self._fault is not None:
                     raise self._fault
                 if now >= deadline:
@@ -167,7 +167,7 @@ class Carrier(ABC):
                     for peer in set().union(*left.values()):
                         self._hurry(peer)
                     look, pause = now + pause, min(2 * pause, _LAST_LOOK_S)
-                self._sleep(max(min(look, deadline) - now, 0))
+                self._sleep_until_taken(max(min(look, deadline) - now, 0))
                 now = time.monotonic()
         finally:
             self._awaits_taken = False
@@ -246,6 +246,10 @@ class Carrier(ABC):
     def _sleep(self, timeout_s: float) -> bool:
         """Sleep until notified; False: nobody did, in time."""
         return self._wakeup.wait(timeout_s)
+
+    def _sleep_until_taken(self, timeout_s: float) -> None:
+        """Sleep until something may have been taken."""
+        self._sleep(timeout_s)
 
     def _has_come(self) -> bool:
         """Tell, before the compute thread sleeps, whether there is something to poll for."""

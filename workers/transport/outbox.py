@@ -147,9 +147,11 @@ class Outbox:
             for consumer in consumers:
                 self._say(consumer, key, self.failure)
 
-    def untaken(self, before: int | None = None) -> dict[Key, set[int]]:
-        """Return what of the runs before `before` has not been taken, and by whom."""
+    def untaken(self, before: int | None = None, since: int = 0) -> dict[Key, set[int]]:
+        """Return what of the runs from `since` to before `before` has not been taken, and by whom."""
         with self._lock:
             return {
-                key: set(waiting) for key, (_, waiting) in self._payloads.items() if before is None or key[0] < before
+                key: set(waiting)
+                for key, (_, waiting) in self._payloads.items()
+                if since <= key[0] and (before is None or key[0] < before)
             }

@@ -8,6 +8,7 @@ Answers to a worker of the same host take a shorter way: see `shared_memory.py`.
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -25,9 +26,11 @@ from .carrier import LEFT, Carrier, Delivered
 from .exchange import Exchange
 from .message import NOTHING, Message, decode, encode
 from .outbox import Answer, Key
-from .shared_memory import Channels, Offer
+from .shared_memory import Channels, Offer, Written
 from .values import decode_value, encode_value
 from .wakeup import Wakeup
+
+logger = logging.getLogger(__name__)
 
 #: how long a leaving worker waits for the others to take what it has made
 _DRAIN_S = 300.0
@@ -35,6 +38,8 @@ _DRAIN_S = 300.0
 _LEAVE_S = 5.0
 #: how long what a worker said before it left may take from one thread to another
 _LAST_WORDS_S = 1.0
+#: how often to look whether what was lent has been taken, while nothing else is to be done
+_LENT_LOOK_S = 0.001
 #: a compute thread that has waited within so many polls has time to send by itself
 _RECENTLY = 5
 
@@ -126,7 +131,11 @@ class RemoteCarrier(Carrier):
         if self._gathered:
             self._hand_on()
         for peer, key, answer, at_ns in self.channels.read():
-            self._arrive(peer, key, answer, at_ns)
+            if isinstance(answer, OSError):
+                self._break_soon(peer, f"its memory cannot be read: {answer}")
+            else:
+                self._arrive(peer, key, answer, at_ns)
+        self._see_taken()
         return super().poll(runs)
 
     def wait(self, timeout_s: float) -> bool:
@@ -208,10 +217,7 @@ class RemoteCarrier(Carrier):
         elif what == "leave":
             self.received(peer, decode(*args), own=False)
             self._gone(peer)
-            # What it said before may still be in the hands of another thread.
-            timer = threading.Timer(_LAST_WORDS_S, self._break, (peer, LEFT))
-            timer.daemon = True
-            timer.start()
+            self._break_soon(peer, LEFT)
             reply(None)
 
     def received(self, peer: int, message: Message, own: bool) -> None:
@@ -228,16 +234,29 @@ class RemoteCarrier(Carrier):
         self._asked(peer, message.asks)
         self._say(peer)
 
+    def _break_soon(self, peer: int, reason: str) -> None:
+        """Break with `peer` when what it said before, as why it failed, has come out of other threads' hands."""
+        timer = threading.Timer(_LAST_WORDS_S, self._break, (peer, reason))
+        timer.daemon = True
+        timer.start()
+
     def _decided(self, peer: int, accepted: bool) -> None:
         if not accepted:
             self.channels.refused(peer)
+        else:
+            how = self.channels.accepted(peer)
+            logger.info("worker %d: large payloads of worker %d are %s", self.worker, peer, how)
+
+    def _see_taken(self) -> None:
+        for peer, key in self.channels.returned():
+            self.outbox.taken([key], peer)
 
     def _answer(self, peer: int, key: Key, answer: Answer | PipeError) -> bool:
         exchange = self.exchange(peer)
         if isinstance(answer, PipeError):
             exchange.fail(answer)
-        elif self.channels.write(peer, key, answer):
-            return True  # it is in the peer's memory
+        elif written := self.channels.write(peer, key, answer):
+            return written is Written.COPIED
         else:
             exchange.answer(key, answer)
         self._say(peer)
@@ -276,6 +295,10 @@ class RemoteCarrier(Carrier):
 
     def _answered(self, peer: int, message: tuple[bytes, list[Tensor]]) -> None:
         self.received(peer, decode(*message), own=True)
+
+    def _sleep_until_taken(self, timeout_s: float) -> None:
+        super()._sleep_until_taken(min(timeout_s, _LENT_LOOK_S))
+        self._see_taken()
 
     def _hurry(self, peer: int) -> None:
         self._request(peer, "hurry", (), nothing)

@@ -10,8 +10,11 @@ LINE = 64
 TOKEN_BYTES = 16
 #: what of the memory is not for records
 OVERHEAD_BYTES = 3 * LINE
-#: where among the counters that of the writer is; the reader's is the first, and behind it whether the reader sleeps
-WRITTEN, ASLEEP = LINE // 8, 1
+#: where among the counters those of the reader are, behind what it has read: whether it sleeps, and whether it can read
+#: the writer's memory
+ASLEEP, READS_MEMORY = 1, 2
+#: those of the writer: what it has written, its process, and where in its memory the token is too
+WRITTEN, PROCESS, PROOF = LINE // 8, LINE // 8 + 1, LINE // 8 + 2
 
 
 class RingBuffer:
@@ -61,9 +64,15 @@ class RingBuffer:
             at = 0
         return at
 
-    def written(self, size: int) -> None:
-        """Let the reader see the record."""
+    def written(self, size: int) -> int:
+        """Let the reader see the record. Return where the next one begins, among all that has ever been written."""
         self.counters[WRITTEN] += size
+        end: int = self.counters[WRITTEN]
+        return end
+
+    def has_read(self, end: int) -> bool:
+        """Tell whether the reader is done with everything before `end`."""
+        return self.counters[0] >= end
 
     def front(self) -> int | None:
         """Return where the oldest record is, None if there is none."""

@@ -4,8 +4,13 @@
 
 A message of RPC wakes four threads one after the other: the network's thread here and there, an RPC thread, the
 compute thread. A channel wakes one, and only if it sleeps. Questions and everything between hosts go by RPC, which also
-tells when a peer dies; so does what does not fit into the channel. Where that is so because payloads are larger than it
-was made for, its reader offers a larger one. (TensorPipe's own shared memory polls: a core per process, see `rpc.py`.)
+tells when a peer dies. (TensorPipe's own shared memory polls: a core per process, see `rpc.py`.)
+
+    worker 0: tensor stays ── writes 0F5's address, wakes ──> worker 1: reads it there into a tensor of its own
+
+Of a large payload only the form and the addresses go through the channel: it is lent, and stays as it is until the
+reader is done with the record; see `peer_memory.py`. Where the system refuses that, the reader of payloads that are
+larger than its channel was made for offers a larger one, and what is larger yet goes by RPC.
 
 The reader of a channel makes it and offers it to the writer, in memory without a name (memfd_create(2)): nothing is
 left behind, however a process ends, and the size of /dev/shm, 64 MB in many containers, does not matter.
@@ -13,6 +18,7 @@ left behind, however a process ends, and the size of /dev/shm, 64 MB in many con
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import secrets
@@ -21,8 +27,11 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter
+from collections import Counter, deque
+from collections.abc import Iterator
 from contextlib import suppress
+from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,22 +41,47 @@ from .form import Dense, assemble, describe, form_of
 from .message import copy_memory
 from .ordered import X86, fence
 from .outbox import Answer, Key
-from .ring_buffer import ASLEEP, LINE, OVERHEAD_BYTES, TOKEN_BYTES, WRITTEN, RingBuffer
+from .peer_memory import PeerMemory, let_siblings_read
+from .ring_buffer import (
+    ASLEEP,
+    LINE,
+    OVERHEAD_BYTES,
+    PROCESS,
+    PROOF,
+    READS_MEMORY,
+    TOKEN_BYTES,
+    WRITTEN,
+    RingBuffer,
+)
 from .values import Malformed
 from .wakeup import Notifier, Wakeup
 
 #: what the first channel takes, bytes of a payload; where payloads turn out to be larger, so is the next one
 _FIRST = 2**18
-#: what is larger yet goes by RPC: time is then that of touching memory, which should not be wasted on channels
+#: the largest channel there is takes such payloads
 LARGEST = 2**22
+#: what is larger is lent, where its reader can read it
+LENT_FROM = 2**18
 #: how many of the largest payloads a channel holds; who reads too slowly gets the rest by messages
 _ROOM = 4
 #: from so many payloads of a peer on it is worth the memory: others than neighbours say something once in a while
 _OFTEN = 4
-#: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload)
-_HEAD = struct.Struct("<QqqII")
+#: size of the whole record, ns when it was written, run, sizes of: name, form (0: no payload); number of addresses that
+#: stand in place of contents
+_HEAD = struct.Struct("<QqqIIQ")
 #: whether there can be channels here: others see what an x86 processor stores in the order in which it does
 POSSIBLE = sys.platform == "linux" and X86 and hasattr(os, "memfd_create")
+
+
+class Written(IntEnum):
+    """What has become of an answer."""
+
+    #: it must be said otherwise
+    NOT = 0
+    #: the reader has been told where it is; it stays the writer's until `Channels.returned`
+    LENT = 1
+    #: it is in the reader's memory
+    COPIED = 2
 
 
 class Offer(NamedTuple):
@@ -96,6 +130,7 @@ class Channels:
         if wanted and POSSIBLE:
             with suppress(OSError):  # a sandbox that does not say
                 self._host = _host()
+                let_siblings_read()
         self._gone: set[int] = set()
         self._lock = threading.Lock()
         #: payloads that came another way, by peer
@@ -105,16 +140,19 @@ class Channels:
         #: (peer, the channel's reader, its counters); channels that have been replaced too, as they may not be empty
         self._readers: tuple[tuple[int, _Reader, memoryview], ...] = ()
         self._writers: dict[int, _Writer] = {}
+        #: peer, its writer, where the record ends, what has been lent
+        self._lent: deque[tuple[int, _Writer, int, Key, list[Tensor]]] = deque()
 
     def offer(self, peer: int, payload_bytes: int) -> Offer | None:
         """Note that a payload of `peer` came another way. Return a channel with room for such, if it is worth one."""
         with self._lock:
             self._came[peer] += payload_bytes > 0
-            if self._host is None or self._came[peer] < _OFTEN or payload_bytes > LARGEST:
+            if self._host is None or self._came[peer] < _OFTEN or payload_bytes <= self._offered.get(peer, -1):
                 return None
-            if payload_bytes <= self._offered.get(peer, -1):
+            if payload_bytes > LARGEST and peer in self._offered:
                 return None
-            return self._offer(peer, self._host, max(_FIRST, 1 << (payload_bytes - 1).bit_length()))
+            room = payload_bytes if payload_bytes <= LARGEST else _FIRST  # the others may be lent
+            return self._offer(peer, self._host, max(_FIRST, 1 << (room - 1).bit_length()))
 
     def _offer(self, peer: int, host: tuple[str, ...], largest: int) -> Offer | None:
         try:
@@ -133,6 +171,12 @@ class Channels:
             last = max(i for i, (reads_from, *_) in enumerate(self._readers) if reads_from == peer)
             self._readers = self._readers[:last] + self._readers[last + 1 :]
 
+    def accepted(self, peer: int) -> str:
+        """`peer` writes the channel that it was offered last. Return how its large payloads come."""
+        with self._lock:
+            reader = next(reader for reads_from, reader, _ in reversed(self._readers) if reads_from == peer)
+        return reader.try_memory()
+
     def accept(self, peer: int, offer: Offer) -> bool:
         """Write to `peer` through the channel that it offers, if it is on this host; return whether it is."""
         if offer.host != self._host:
@@ -148,17 +192,35 @@ class Channels:
                 self._writers[peer] = writer
         return True
 
-    def write(self, peer: int, key: Key, answer: Answer) -> bool:
-        """Say `answer` to the question of `peer` for `key`; False: this is not the way. Thread-safe."""
+    def write(self, peer: int, key: Key, answer: Answer) -> Written:
+        """Say `answer` to the question of `peer` for `key`, if this is the way. Thread-safe."""
         writer = self._writers.get(peer)
-        return writer is not None and writer.write(key, answer)
+        if writer is None:
+            return Written.NOT
+        written, end, tensors = writer.write(key, answer)
+        if written is Written.LENT:
+            with self._lock:
+                self._lent.append((peer, writer, end, key, tensors))
+        return written
 
-    def read(self) -> list[tuple[int, Key, Answer, int]]:
+    def returned(self) -> list[tuple[int, Key]]:
+        """Return what of that which was lent its readers have taken since the last call, by peer."""
+        if not self._lent:
+            return []
+        with self._lock:
+            lent, self._lent = self._lent, deque()
+            for entry in lent:
+                peer, writer, end, *_ = entry
+                if peer not in self._gone and not writer.ring.has_read(end):
+                    self._lent.append(entry)
+        return [(peer, key) for peer, writer, end, key, _ in lent if writer.ring.has_read(end)]
+
+    def read(self) -> list[tuple[int, Key, Answer | OSError, int]]:
         """Return (peer, key, answer, when it was written by the host's `perf_counter_ns`) of all that has come.
 
-        For one thread.
+        In place of an answer there is the reason why what `peer` has lent cannot be read. For one thread.
         """
-        found = []
+        found: list[tuple[int, Key, Answer | OSError, int]] = []
         for peer, reader, counters in self._readers:
             while counters[0] != counters[WRITTEN] and (record := reader.read()) is not None:
                 found.append((peer, *record))
@@ -217,46 +279,51 @@ class _Writer:
     """The writing end of a channel. Thread-safe."""
 
     def __init__(self, ring: RingBuffer, notifier: Notifier) -> None:
-        self._ring = ring
+        self.ring = ring
         self._notifier = notifier
         self._lock = threading.Lock()
+        self._proof = ctypes.create_string_buffer(ring.token)
+        ring.counters[PROCESS], ring.counters[PROOF] = os.getpid(), ctypes.addressof(self._proof)
 
     @property
     def size(self) -> int:
         """Of its memory, bytes."""
-        return self._ring.size
+        return self.ring.size
 
-    def write(self, key: Key, answer: Answer) -> bool:
-        """Say `answer` to the question for `key`; False: it does not fit, say it otherwise.
+    def write(self, key: Key, answer: Answer) -> tuple[Written, int, list[Tensor]]:
+        """Say `answer` to the question for `key`. Return what became of it, where its record ends, and what was lent.
 
         Raises:
             TypeError: the payload cannot travel.
         """
         run, name = key[0], key[1].encode()
-        form, tensors = (b"", ()) if answer is None else describe(key[1], answer)
+        form, tensors = (b"", []) if answer is None else describe(key[1], answer)
         rooms = [_aligned(tensor.nbytes) for tensor in tensors]
-        contents = sum(rooms)
-        if contents > self._ring.size // _ROOM:
-            return False
-        described = _HEAD.size + len(name) + len(form)
+        contents, addresses = sum(rooms), b""
+        if contents > LENT_FROM and self.ring.counters[READS_MEMORY]:
+            addresses, contents = struct.pack(f"<{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors]), 0
+        elif contents > self.ring.size // _ROOM:
+            return Written.NOT, 0, []
+        described = _HEAD.size + len(name) + len(form) + len(addresses)
         begin = _aligned(described)
         size = begin + contents
         with self._lock:
-            at = self._ring.room(size)
+            at = self.ring.room(size)
             if at is None:
-                return False
-            data = self._ring.data
-            _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, len(name), len(form))
-            data[at + _HEAD.size : at + described] = name + form
-            to = self._ring.address + at + begin
-            for tensor, room in zip(tensors, rooms, strict=True):
-                copy_memory(to, tensor.data_ptr(), tensor.nbytes)
-                to += room
-            self._ring.written(size)
+                return Written.NOT, 0, []
+            data = self.ring.data
+            _HEAD.pack_into(data, at, size, time.perf_counter_ns(), run, len(name), len(form), len(addresses))
+            data[at + _HEAD.size : at + described] = name + form + addresses
+            if not addresses:
+                to = self.ring.address + at + begin
+                for tensor, room in zip(tensors, rooms, strict=True):
+                    copy_memory(to, tensor.data_ptr(), tensor.nbytes)
+                    to += room
+            end = self.ring.written(size)
         fence()  # one of the two sees what the other has stored: the reader the record, or this that it sleeps
-        if self._ring.asleep:
+        if self.ring.asleep:
             self._notifier.notify()
-        return True
+        return (Written.LENT, end, tensors) if addresses else (Written.COPIED, end, [])
 
 
 class _Reader:
@@ -264,43 +331,60 @@ class _Reader:
 
     def __init__(self, ring: RingBuffer) -> None:
         self.ring = ring
+        self._memory: PeerMemory | None = None
 
-    def read(self) -> tuple[Key, Answer, int] | None:
-        """Take the oldest record out: key, answer, when it was written; None if there is none.
+    def try_memory(self) -> str:
+        """Have large payloads lent, if the writer's memory can be read. Return how they come."""
+        counters, token = self.ring.counters, self.ring.token
+        seen = ctypes.create_string_buffer(len(token))
+        try:
+            memory = PeerMemory(counters[PROCESS])
+            memory.read(counters[PROOF], ctypes.addressof(seen), len(token))
+        except OSError as error:
+            return f"copied by both, since its memory cannot be read: {error}"
+        if seen.raw != token:
+            return "copied by both, since another process has its number"
+        self._memory = memory
+        counters[READS_MEMORY] = 1
+        return f"read from its memory, from {LENT_FROM // 1024} KiB on"
 
-        Raises:
-            Malformed: it is not what a writer writes.
-        """
+    def read(self) -> tuple[Key, Answer | OSError, int] | None:
+        """Take the oldest record out: key, answer or why it cannot be read, when it was written; or None."""
         at = self.ring.front()
         if at is None:
             return None
-        try:
-            return self._read(at)
-        except (struct.error, ValueError) as error:
-            raise error if isinstance(error, Malformed) else Malformed(f"malformed record: {error}") from error
-
-    def _read(self, at: int) -> tuple[Key, Answer, int]:
         data = self.ring.data
-        size, at_ns, run, name_size, form_size = _HEAD.unpack_from(data, at)
+        size, at_ns, run, name_size, form_size, addresses_size = _HEAD.unpack_from(data, at)
         form_at = at + _HEAD.size + name_size
-        end = form_at + form_size
-        there, stop = at + _aligned(end - at), at + size
-        if not there <= stop <= len(data):
-            raise Malformed(f"malformed record: {size} bytes at {at} of {len(data)}")
-
-        def contents(look: Dense) -> Tensor:
-            nonlocal there
-            begin, there = there, there + _aligned(look.num_bytes)
-            if there > stop:
-                raise Malformed(f"malformed record: {look.num_bytes} bytes wanted, {stop - begin} left")
-            tensor = look.empty()
-            copy_memory(tensor.data_ptr(), self.ring.address + begin, look.num_bytes)
-            return tensor
-
+        form_end = form_at + form_size
         name = str(data[at + _HEAD.size : form_at], "utf-8")
-        answer = assemble(form_of(bytes(data[form_at:end])), contents) if form_size else None
+        answer: Answer | OSError = None
+        if addresses_size:
+            lent = iter(struct.unpack_from(f"<{addresses_size // 8}Q", data, form_end))
+            try:
+                answer = assemble(form_of(bytes(data[form_at:form_end])), partial(self._borrow, lent))
+            except OSError as error:
+                answer = error
+        elif form_size:
+            there = self.ring.address + _aligned(form_end - at) + at
+
+            def contents(look: Dense) -> Tensor:
+                nonlocal there
+                tensor = look.empty()
+                copy_memory(tensor.data_ptr(), there, look.num_bytes)
+                there += _aligned(look.num_bytes)
+                return tensor
+
+            answer = assemble(form_of(bytes(data[form_at:form_end])), contents)
         self.ring.read(size)
         return (run, name), answer, at_ns
+
+    def _borrow(self, addresses: Iterator[int], look: Dense) -> Tensor:
+        """Return a tensor of this process that is filled from the writer's next one."""
+        assert self._memory is not None, "nothing is lent to who cannot read it"
+        tensor = look.empty()
+        self._memory.read(next(addresses), tensor.data_ptr(), look.num_bytes)
+        return tensor
 
 
 def _aligned(size: int) -> int:
