@@ -28,40 +28,65 @@ if TYPE_CHECKING:
         U,
         W,
         WorkerFailure,
+        check,
     )
     from .pipeline import Pipeline
+    from .planning.plan import Plan
+    from .planning.simulator import Link, simulate
+    from .step_report import StepReport
+    from .workers.handlers import carries_out
+    from .workers.hooks import Listener, StepRecord
 
 __version__ = "0.1.0"
 __all__ = [
-    "Action",
     "B",
-    "ConfigError",
-    "DataError",
-    "Disagreement",
     "F",
     "G",
     "I",
+    "R",
+    "U",
+    "W",
+    "Action",
+    "ConfigError",
+    "DataError",
+    "Disagreement",
     "Kind",
+    "Link",
+    "Listener",
     "Order",
     "PeerLost",
     "PipeError",
     "Pipeline",
-    "R",
+    "Plan",
     "ScheduleError",
     "Spec",
     "Stalled",
+    "StepRecord",
+    "StepReport",
     "StorageError",
-    "U",
-    "W",
     "WorkerFailure",
+    "carries_out",
+    "check",
+    "simulate",
 ]
+
+
+#: where a name stands, if not in `dependency`
+_PLACES = {
+    "Pipeline": ".pipeline",
+    "Plan": ".planning.plan",
+    **dict.fromkeys(("Link", "simulate"), ".planning.simulator"),
+    "StepReport": ".step_report",
+    "carries_out": ".workers.handlers",
+    **dict.fromkeys(("Listener", "StepRecord"), ".workers.hooks"),
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        module = import_module(".pipeline" if name == "Pipeline" else ".dependency", __name__)
+        module = import_module(_PLACES.get(name, ".dependency"), __name__)
     except AttributeError as error:  # from here it would say only that there is no such name
         raise ImportError(f"{name} cannot be loaded from {__name__}: {error}") from error
     return getattr(module, name)

@@ -39,12 +39,12 @@ from .model.shard_maker import Model, ShardMaker, make_partition, with_metric
 from .own_workers import make_actors, parameter_groups, set_rate
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec
+from .step_report import Heard, StepReports
 from .workers.actor import WorkerActor
 from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn
 from .workers.compute.updating import OptimizerFactory, SchedulerFactory, Training
-from .workers.hooks import Listener
 from .workers.threads import WorkerThreads
 from .workers.transport.payload import Tree
 
@@ -53,7 +53,7 @@ T = TypeVar("T")
 _UNSAID: Any = False
 
 
-class Pipeline(ApiAdvice, Weights):
+class Pipeline(ApiAdvice, Heard, Weights):
     """A model cut into stages on several workers, trained by a schedule.
 
     Args:
@@ -69,7 +69,8 @@ class Pipeline(ApiAdvice, Weights):
         schedule, schedule_options: a name (`rpc-pipe schedules`), `file.py:Class` or a Spec class; its parameters.
         num_microbatches: number of parts of a batch, at most its rows. Required unless there is a plan.
         plan: what `rpc-pipe plan` wrote (a file, its contents or a `Plan`), instead of schedule, microbatches and cut.
-        num_workers: 1 by default, more run as threads; in a job the number of its processes.
+        num_workers: 1 by default; in a job the number of its processes. Without a job more are threads that take turns,
+            for looking and debugging: a step takes the sum of all work. `rpc-pipe run` gives each a process.
         split: number of layers, or of calls of blocks, for each stage; even by default.
         blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
         example: a batch with which the model is cut at once; by default the first batch cuts it.
@@ -147,7 +148,7 @@ class Pipeline(ApiAdvice, Weights):
         self._threads = None if job else WorkerThreads(self._actors)
         self.worker = workers[0]
         self._stopped = self._closed = False
-        self._num_cut = 0
+        self._reports, self._num_cut = StepReports(self), 0
         elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
         self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
         self._inputs = StepInputs(self.spec, self.order, workers, self._step_end, self._keeper.due)
@@ -344,13 +345,6 @@ class Pipeline(ApiAdvice, Weights):
         """Return (stage, route, number of layers) of every shard that `worker` holds."""
         return [(stage, route, len(self.partition.ranges[stage])) for stage, route in self.spec.hosted(worker)]
 
-    def listen(self, listener: Callable[[int], Listener]) -> None:
-        """Add `listener(worker)` to every worker of this process."""
-        if not callable(listener):
-            raise ConfigError(f"listener {listener!r}: must be callable as listener(worker), and return a Listener")
-        for actor in self._actors:
-            actor.listeners.add(listener(actor.worker))
-
     def request_stop(self) -> None:
         """Ask all workers to stop after the step that runs now. May be called from any thread."""
         for actor in self._actors:
@@ -385,6 +379,7 @@ class Pipeline(ApiAdvice, Weights):
         self._step_end.observe_result(result)
         self._keeper.note_step(result.loss, batch, result.norm)
         self._keeper.after(self.steps_done, result.stop)
+        self._reports.tell(result.loss)
         return result.loss
 
     def _each(self, call: Callable[[WorkerActor], T]) -> list[T]:

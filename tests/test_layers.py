@@ -45,7 +45,7 @@ MAY_IMPORT = {
     "workers/transport dependency",
     "commands": "verifying demo data pipeline checkpoints launching dispatch tracing drawing planning "
     "planning/measuring schedules dependency",
-    "rpc_pipe": "commands pipeline schedules dependency",
+    "rpc_pipe": "commands pipeline planning workers schedules dependency",
 }
 #: of `launching`, the launcher's attempts alone may import `dispatch`
 LAUNCHER = "rpc_pipe.launching.attempt"
@@ -103,7 +103,7 @@ def folder(name):
     """Return the folder of a file as the table names it; the face has a line of its own."""
     if name in ("rpc_pipe", "rpc_pipe.__main__"):
         return "rpc_pipe"
-    if name in ("rpc_pipe.pipeline", "rpc_pipe.own_workers", "rpc_pipe.arguments", "rpc_pipe.api_advice"):
+    if name.removeprefix("rpc_pipe.") in ("pipeline", "own_workers", "step_report", "arguments", "api_advice"):
         return "pipeline"
     path = FILES[name].parent.relative_to(ROOT).as_posix()
     return path.removeprefix("rpc_pipe/")

@@ -1,0 +1,120 @@
+"""What a script is told after each training step: `pipe.on_step(function)`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from .dependency import ConfigError
+from .workers.hooks import Listener, StepRecord
+
+if TYPE_CHECKING:
+    from .workers.actor import WorkerActor
+
+
+class StepReport(NamedTuple):
+    """A training step; `report._asdict()` is what TensorBoard and wandb take."""
+
+    #: training steps done, this one too
+    step: int
+    loss: float
+    #: before clipping; None without `max_grad_norm`
+    grad_norm: float | None
+    #: of the next update
+    learning_rate: float | None
+    #: from the end of the step before to the end of this one
+    step_ms: float
+    #: of that, how long a worker of this process did not compute, on average
+    lost_ms: float
+    rows_per_s: float
+    #: 0.0 if the batch has no whole numbers
+    tokens_per_s: float
+    #: peak memory so far, of this process or of its GPU
+    peak_bytes: int
+
+
+class _LastSteps(Listener):
+    def __init__(self) -> None:
+        self.ended_ns, self.record = 0, StepRecord(0, 0, 0, 0)
+
+    def step_finished(self, record: StepRecord) -> None:
+        self.ended_ns, self.record = self.record.end_ns or record.start_ns, record
+
+
+class _Reported(Protocol):
+    """The part of a `Pipeline` that a report tells of."""
+
+    @property
+    def steps_done(self) -> int: ...
+
+    @property
+    def grad_norm(self) -> float | None: ...
+
+    @property
+    def learning_rate(self) -> float | None: ...
+
+    def listen(self, listener: Callable[[int], Listener]) -> None: ...
+
+
+class StepReports:
+    """Calls functions of the user with a report after each step of a pipeline."""
+
+    def __init__(self, pipe: _Reported) -> None:
+        self._pipe = pipe
+        self._workers: list[_LastSteps] = []
+        self._functions: list[Callable[[StepReport], object]] = []
+
+    def add(self, function: Callable[[StepReport], object]) -> None:
+        """Let `function` be called from the next step on."""
+        if not self._functions:
+            self._pipe.listen(self._listener)
+        self._functions.append(function)
+
+    def tell(self, loss: float) -> None:
+        """Call the functions: a step with this loss has ended on all workers."""
+        if not self._functions:
+            return
+        records = [worker.record for worker in self._workers]
+        took_ns = max(worker.record.end_ns - worker.ended_ns for worker in self._workers)
+        busy_ns = sum(record.busy_ns for record in records) / len(records)
+        rows, tokens = (max(getattr(record, what) for record in records) for what in ("rows", "tokens"))
+        report = StepReport(
+            self._pipe.steps_done,
+            loss,
+            self._pipe.grad_norm,
+            self._pipe.learning_rate,
+            took_ns / 1e6,
+            max(0.0, took_ns - busy_ns) / 1e6,
+            1e9 * rows / took_ns,
+            1e9 * tokens / took_ns,
+            max(record.peak_bytes for record in records),
+        )
+        for function in self._functions:
+            function(report)
+
+    def _listener(self, worker: int) -> _LastSteps:
+        self._workers.append(_LastSteps())
+        return self._workers[-1]
+
+
+class Heard:
+    """The part of a `Pipeline` that others listen to."""
+
+    _actors: list[WorkerActor]
+    _reports: StepReports
+
+    def listen(self, listener: Callable[[int], Listener]) -> None:
+        """Add `listener(worker)` to every worker of this process."""
+        if not callable(listener):
+            raise ConfigError(f"listener {listener!r}: must be callable as listener(worker), and return a Listener")
+        for actor in self._actors:
+            actor.listeners.add(listener(actor.worker))
+
+    def on_step(self, function: Callable[[StepReport], object]) -> None:
+        """Call `function(report)` after each training step, in every process, before the step's loss is returned.
+
+        What it raises is raised by `step` and `train`, after the update.
+        """
+        if not callable(function):
+            raise ConfigError(f"on_step {function!r}: must be a function of one report")
+        self._reports.add(function)
