@@ -33,7 +33,7 @@ from .handlers import StepInput, Task
 from .mailbox import Mailbox
 from .overlap import OverlappingStream
 from .run import Stream
-from .tasks import tasks
+from .tasks import refuse_collectives, tasks
 from .transport.call import Call
 from .transport.carrier import Carrier
 from .transport.payload import Tree, map_tensors, pack, unpack
@@ -120,10 +120,11 @@ class WorkerActor(Context):
             shard.abandon()
         self.listeners.idle(step - 1)
 
-    def _tasks_of(self, part: Part) -> dict[Action, Task]:
-        if part not in self._tasks:
-            self._tasks[part] = tasks(part, self.shards)
-        return self._tasks[part]
+    def _tasks_of(self, batch: StepInput) -> dict[Action, Task]:
+        if batch.part not in self._tasks:
+            refuse_collectives(batch.part, batch.order, self.shards.values())
+            self._tasks[batch.part] = tasks(batch.part, self.shards)
+        return self._tasks[batch.part]
 
     def gather(self, name: str, value: Tree) -> list[Tree] | None:
         """Return every worker's `value`, in order of workers, on worker 0; None on the others."""
@@ -200,9 +201,13 @@ class WorkerActor(Context):
         return isinstance(error, Exception) or bool(self.running)
 
     def _describe(self, error: BaseException) -> WorkerFailure:
-        error.__traceback__ = _leading_to(error)
         step = self.running_step if self.running else self.step
-        return WorkerFailure(self.worker, self.running, step, *_told(error), self._place())
+        try:
+            error.__traceback__ = _leading_to(error)
+            return WorkerFailure(self.worker, self.running, step, *_told(error), self._place())
+        except Exception as another:  # of the user's class of errors: it is told all the same, or others would wait
+            told = f"{type(error).__name__}, which cannot be described: {type(another).__name__}"
+            return WorkerFailure(self.worker, self.running, step, told, "")
 
     def _place(self) -> str:
         """Say in a line what runs: stage, microbatch, types and shapes of what it was given."""

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from ..dependency import Action, Entry, NotFinite, Part
+from ..dependency import Action, Entry, NotFinite
 from .between_steps import BetweenSteps
 from .compute.autocast import forget_casts
 from .compute.module_state import ModuleState
@@ -37,11 +37,11 @@ class Stream:
     """Carries batches through a worker; gives the result of each, in order.
 
     Args:
-        tasks_of: what the actions of a part mean on the worker.
+        tasks_of: what the actions of a batch mean on the worker.
     """
 
     def __init__(
-        self, worker: Context, batches: Iterator[StepInput], tasks_of: Callable[[Part], dict[Action, Task]]
+        self, worker: Context, batches: Iterator[StepInput], tasks_of: Callable[[StepInput], dict[Action, Task]]
     ) -> None:
         self._worker = worker
         self._mailbox = worker.mailbox
@@ -109,7 +109,7 @@ class Stream:
         before_it = self._module_states(batch)
         for shard in self._worker.shards.values() if batch.train else ():
             shard.updating.refuse_thawed()
-        run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch.part)
+        run, tasks = self._mailbox.begin(batch.call, most_open - 1), self._tasks_of(batch)
         if not self._steps:
             self._mailbox.go_on(run)
         self._worker.next_step += batch.train

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import torch
 from torch import nn
 
-from ..dependency import Action, B, ConfigError, F, Part, R
+from ..dependency import Action, B, ConfigError, F, Order, Part, R, W
 from .compute.module_state import ModuleState
 from .compute.shard import Shard
+from .compute.torch_internals import keep_donated_buffers
 from .handlers import ActionContext, Handler, Task, handler_of
 from .transport.payload import Payload
 
@@ -22,8 +26,35 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         recomputes = kind.way == 1 and R in chain
         place = part.shard(entry.action)
         handler: Handler = watched[place] if kind is F and place in watched else handler_of(kind)
+        if saves:
+            keep_donated_buffers()
         found[entry.action] = Task(entry, str(entry.action), shards[place], handler, saves, recomputes)
     return found
+
+
+def refuse_collectives(part: Part, order: Order, shards: Iterable[Shard]) -> None:
+    """Refuse stages of several devices where their collectives would go wrong.
+
+    Raises:
+        ConfigError: backward is split, which goes round the hooks of sharded parameters, or actions run in the order in
+            which inputs arrive, so that collectives of different microbatches would meet.
+    """
+    splits = any(entry.action.kind is W for entry in part.entries)
+    if not (splits or order == "ready"):
+        return
+    for shard in shards:
+        sharded = any(type(parameter).__name__ == "DTensor" for parameter in shard.parameters())
+        joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if sharded and splits:
+            raise ConfigError(
+                f"stage {shard.stage}: parameters are sharded over several devices (DTensor, as by fully_shard), whose "
+                "gradients are reduced behind a whole backward: take a schedule that does not split it, such as 1f1b"
+            )
+        if order == "ready" and (sharded or (joined and any(isinstance(m, nn.SyncBatchNorm) for m in shard.slice.own))):
+            raise ConfigError(
+                f"stage {shard.stage}: layers make collectives (DTensor, SyncBatchNorm), which have to come in one "
+                'order on all devices: pass order="fixed"'
+            )
 
 
 def _disordered(part: Part) -> set[tuple[int, int]]:

@@ -8,6 +8,7 @@ What cannot be followed is refused: parameters, modules, hooks and forwards that
 from __future__ import annotations
 
 import copy
+import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ..dependency import ConfigError
 from ..workers.compute.by_hand import HOOKS, PLAIN, OfWeight
-from ..workers.compute.digest import digest
+from ..workers.compute.digest import digest, memory_of
 from ..workers.compute.inner_state import OF_TORCH
 from .observe.given import is_placeholder
 
@@ -313,4 +314,9 @@ def _of_buffer(buffer: Tensor | None) -> Any:
 
 def _of_weight(parameter: Tensor | None) -> Any:
     """Return a state that differs if a weight was written, even through `.data`, which keeps its version."""
-    return () if parameter is None else (OfWeight.now(parameter), digest([parameter]))
+    if parameter is None:
+        return ()
+    # All of it counts, where no device is waited for: of a large weight a sample would miss a row.
+    if parameter.is_cpu and not is_placeholder(parameter) and parameter.is_contiguous():
+        return OfWeight.now(parameter), zlib.crc32(memory_of(parameter))
+    return OfWeight.now(parameter), digest([parameter])

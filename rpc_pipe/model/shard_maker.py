@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,9 @@ from .stale_weights import refuse_stale_weights
 if TYPE_CHECKING:
     from .observed_partition import ObservedPartition
 
+#: so many calls of a loss function are looked at
+_LOOKS = 2
+_NUMBERS = (int, float)
 #: every kind of model that a pipeline takes
 Model = Layered | nn.Module | Callable[[], nn.Module]
 
@@ -135,18 +138,25 @@ class ShardMaker:
 
     def _loss_fn(self, spec: Spec) -> LossFn | None:
         loss_fn = self._model.loss_fn
-        return _unchanging(loss_fn) if spec.num_routes > 1 and isinstance(loss_fn, nn.Module) else loss_fn
+        return _unchanging(loss_fn) if spec.num_routes > 1 and loss_fn is not None else loss_fn
 
 
-def _unchanging(loss_fn: nn.Module) -> LossFn:
+def _unchanging(loss_fn: LossFn) -> LossFn:
     """Return a loss function that is refused where it counts or averages: several workers have it."""
 
+    num_seen = 0
+
     def unchanged(output: Any, target: Any) -> Any:
+        nonlocal num_seen
+        num_seen += 1
+        if num_seen > _LOOKS:
+            return loss_fn(output, target)
         before = _state(loss_fn)
         found = loss_fn(output, target)
-        if _state(loss_fn) != before:
+        if any(map(_differs, before, _state(loss_fn))):
+            name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
             raise ConfigError(
-                f"loss_fn {type(loss_fn).__name__} changes a buffer or an attribute of its own, and each replica of "
+                f"loss_fn {name} changes what it holds (a buffer, an attribute, a counter), and each replica of "
                 "the last stage sees a part of the microbatches: take a schedule without replicas, such as 1f1b"
             )
         return found
@@ -154,9 +164,34 @@ def _unchanging(loss_fn: nn.Module) -> LossFn:
     return unchanged
 
 
-def _state(loss_fn: nn.Module) -> list[Any]:
-    buffers = [(id(buffer), buffer._version) for buffer in loss_fn.buffers()]
-    return [buffers, *[numbers_of(module) for module in loss_fn.modules()]]
+def _state(loss_fn: Any) -> list[Any]:
+    """Return the numbers that a loss function holds: a module, a method, an object, or a function with a closure."""
+    if isinstance(loss_fn, nn.Module):
+        buffers = [(id(buffer), buffer._version) for buffer in loss_fn.buffers()]
+        return [buffers, *[numbers_of(module) for module in loss_fn.modules()]]
+    if isinstance(owner := getattr(loss_fn, "__self__", None), nn.Module):
+        return _state(owner)
+    held = list(vars(loss_fn).values()) if hasattr(loss_fn, "__dict__") else []
+    held += vars(owner).values() if hasattr(owner, "__dict__") else ()
+    for cell in getattr(loss_fn, "__closure__", None) or ():
+        with suppress(ValueError):  # empty
+            held.append(cell.cell_contents)
+    return list(map(_numbers, held))
+
+
+def _numbers(value: Any) -> Any:
+    """Return what tells whether a number has changed, also inside of a list or dict."""
+    if isinstance(value, torch.Tensor):
+        return id(value), value._version
+    if isinstance(value, (list, dict)):
+        return [each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, _NUMBERS)]
+    return value if isinstance(value, (*_NUMBERS, str)) else None
+
+
+def _differs(before: Any, now: Any) -> bool:
+    """Tell whether a number has changed; what grows, as a log does, is read by nobody."""
+    grows = isinstance(now, list) and isinstance(before, list) and len(now) != len(before)
+    return not grows and bool(now != before)
 
 
 def refuse_sums(loss_fn: object, name: str) -> None:

@@ -191,7 +191,7 @@ def test_a_batch_in_memory_that_is_used_again_is_refused(schedule, numpy):
 
 def test_a_loss_function_that_counts_is_refused_with_replicas():
     assert pipeline(loss=_Weighed(counts=True)).step((X, Y)) > 0
-    with pytest.raises(WorkerFailure, match="loss_fn _Weighed changes a buffer or an attribute of its own"):
+    with pytest.raises(WorkerFailure, match="loss_fn _Weighed changes what it holds"):
         pipeline(loss=_Weighed(counts=True), schedule="chimera").step((X, Y))
 
 

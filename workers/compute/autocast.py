@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from .autograd_graph import children_first
 from .randomness import computing
-from .split_backward import children_first
 
 #: by whether autocast is on for a CPU and for a GPU
 _ENABLED = {(False, False): (), (True, False): ("cpu",), (False, True): ("cuda",), (True, True): ("cpu", "cuda")}

@@ -8,7 +8,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from ...dependency import ConfigError
-from .split_backward import children_first
+from .autograd_graph import children_first
 
 
 class Foreign:

@@ -20,12 +20,12 @@ from torch.overrides import TorchFunctionMode
 from ...dependency import ConfigError
 from ..transport.payload import tensors_of
 from .autocast import Casts
+from .autograd_graph import children_first, packed
 from .borders import version_of
 from .inner_state import OF_TORCH, Place
 from .module_state import ModuleState, equal
 from .randomness import computing
 from .sharing import address
-from .split_backward import children_first, packed
 from .torch_internals import OperatorMode
 from .written import Written
 

@@ -36,6 +36,8 @@ from .written import Written
 LossFn = Callable[[Any, Any], Any]
 
 _UNTRAINED = Training()
+#: so many first runs are looked at
+_LOOKS = 2
 
 
 class _Forwarded(NamedTuple):
@@ -96,6 +98,8 @@ class Shard:
         self._keepers = KeptOutputs(slice.own)
         self._unhooked = Unhooked(slice.own, slice.modules)
         self._casts = Casts()
+        #: backwards in two parts so far
+        self._num_split = 0
         self._reruns = Reruns(slice.own, self._under_way, self._written)
         # Names are taken now: a forward may replace modules.
         self.updating = Updating(slice, stage, training, randomness)
@@ -328,6 +332,8 @@ class Shard:
         assert saved is not None
         with self._reruns.backward(self._casts, roots, of_inputs=True):
             self._randomness.seed_backward(step, microbatch, self.slice.first)
+            saved.is_checked = self._num_split < _LOOKS
+            self._num_split += 1
             found, deferred = backward_inputs(roots, begun, owing, saved)
         self._deferred[microbatch] = step, deferred
         return pack(tuple(found))

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from torch.utils.checkpoint import CheckpointError
 from torch.utils.hooks import RemovableHandle
 
 from ...dependency import ConfigError
+from .autograd_graph import children_first, packed, refuse_held_graphs
 from .borders import strided_copy
 from .sharing import address
 from .torch_internals import without_torch_function
@@ -61,6 +62,8 @@ class Saved:
     def __init__(self, written: Mapping[int, Tensor] | None = None, seen: bool = True) -> None:
         self._written = written or {}
         self.seen = seen
+        #: whether hooks of layers are looked at
+        self.is_checked = False
         self._handles: list[_Handle] = []
         #: whether forward may have registered hooks of tensors or nodes
         self.hooked = False
@@ -177,24 +180,6 @@ class _Handle:
         self.version = version  # with hooks, autograd does not look for changes in place itself
 
 
-_names: dict[type, list[str]] = {}
-
-
-def saved_by(node: Node) -> Iterator[Any]:
-    """Yield all that `node` has saved; `data` is what stands for a tensor, without unpacking it."""
-    kind = type(node)
-    if kind not in _names:
-        _names[kind] = [name for name in dir(kind) if name.startswith("_raw_saved_")]
-    for name in _names[kind]:
-        raw = getattr(node, name)
-        yield from raw if isinstance(raw, tuple) else (raw,)
-
-
-def packed(node: Node) -> Iterator[Any]:
-    """Yield what stands for each tensor that `node` has saved."""
-    return (saved.data for saved in saved_by(node))
-
-
 def _handles(node: Node) -> Iterator[_Handle]:
     return (each for each in packed(node) if isinstance(each, _Handle))
 
@@ -219,6 +204,8 @@ def backward_inputs(
     first = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)]
     starts = list(zip(((edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)), first, strict=True))
     graph = _Graph([edge for edge, _ in starts], {_leaf_node(leaf) for leaf in inputs})
+    if saved.is_checked:
+        refuse_held_graphs(graph.nodes)
     now, later = graph.divided(all_now=saved.hooked)
     along: _Starts = []
     apart: _Starts = []
@@ -337,14 +324,14 @@ class _Graph:
     """
 
     def __init__(self, roots: Sequence[_Edge], inputs: set[Node]) -> None:
-        self._order = children_first(node for node, _ in roots)
+        self.nodes = children_first(node for node, _ in roots)
         #: nodes that may read what they saved several times
-        self.written_in_python = [node for node in self._order if isinstance(node, BackwardCFunction)]
+        self.written_in_python = [node for node in self.nodes if isinstance(node, BackwardCFunction)]
         #: nodes from which an input can be reached
         self.to_inputs: set[Node] = set()
         #: those of them from which a path leaves that reaches only weights -> where it leads
         self._leaving: dict[Node, list[_Edge]] = {}
-        for node in self._order:
+        for node in self.nodes:
             children = [(child, i) for child, i in node.next_functions if child is not None]
             if node in inputs or any(child in self.to_inputs for child, _ in children):
                 self.to_inputs.add(node)
@@ -359,7 +346,7 @@ class _Graph:
         if not self.to_inputs:  # as on the first stage
             return [], branches
         seen: set[_Edge] = set()
-        for node in reversed(self._order):
+        for node in reversed(self.nodes):
             leaving = self._leaving.get(node, [])
             if leaving and node.name().rstrip("0123456789") in _SEPARABLE and _may_wait(node):
                 below = _branch(leaving)
@@ -380,19 +367,3 @@ class _Graph:
 def _branch(edges: list[_Edge]) -> _Branch:
     nodes = children_first(node for node, _ in edges)
     return _Branch(edges, nodes, [node for node in nodes if hasattr(node, "variable")])
-
-
-def children_first(roots: Iterable[Node]) -> list[Node]:
-    """Return all nodes from `roots` on, each after those it leads to."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack = [(root, False) for root in roots]
-    while stack:
-        node, done = stack.pop()
-        if done:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            stack += [(child, False) for child, _ in node.next_functions if child is not None and child not in seen]
-    return order

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -76,6 +77,17 @@ def has_saved_tensor_hooks() -> bool:
     """Tell whether the caller has set hooks of saved tensors; True if torch does not say."""
     top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: True)
     return top(False) is not None
+
+
+def keep_donated_buffers() -> None:
+    """Let compiled functions run in a backward that keeps its graph: a split one runs each of them once all the same.
+
+    The default is set, as what is set by its name counts in one thread, and autograd has its own.
+    """
+    with suppress(ImportError, AttributeError, KeyError):
+        from torch._functorch import config
+
+        config._config["donated_buffer"].default = False  # type: ignore[attr-defined]
 
 
 # --- modes

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from ...dependency import ConfigError
 from .autocast import forget_casts
+from .autograd_graph import children_first, saved_by
 from .digest import few, imprint, sample
 from .inner_state import may_count
 from .occasional_checks import OccasionalChecks
 from .sharing import address
 from .slices import Slice
-from .split_backward import Saved, children_first, saved_by
+from .split_backward import Saved
 from .torch_internals import NormBase
 
 #: where the elements of a tensor lie

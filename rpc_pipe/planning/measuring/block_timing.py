@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import B, F, I, Kind, R, W
+from ...workers.compute.autograd_graph import children_first
 from ...workers.compute.shard import LossFn
-from ...workers.compute.split_backward import Saved, WeightBackward, backward_inputs, children_first
+from ...workers.compute.split_backward import Saved, WeightBackward, backward_inputs
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, pack, tensors_of, unpack
 from ..footprint import Size

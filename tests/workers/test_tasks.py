@@ -1,0 +1,155 @@
+"""What is refused, or made right, when the actions of a part are bound to shards."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.nn.functional import mse_loss
+
+from rpc_pipe import Pipeline
+from rpc_pipe.dependency.errors import WorkerFailure
+
+X = torch.randn(8, 6, generator=torch.Generator().manual_seed(0))
+SGD = partial(torch.optim.SGD, lr=0.1)
+
+
+def losses(layers, schedule, loss_fn=mse_loss, steps=3, **options):
+    torch.manual_seed(0)
+    with Pipeline(
+        layers, loss_fn, optimizer=SGD, schedule=schedule, num_workers=2, num_microbatches=4, **options
+    ) as pipe:
+        return [pipe.step((X, X)) for _ in range(steps)]
+
+
+def compiled():
+    torch.manual_seed(0)
+    make = lambda: nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))  # noqa: E731
+    return [torch.compile(make(), backend="aot_eager") for _ in range(3)] + [nn.Linear(6, 6)]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_blocks_run_where_backward_is_split():
+    """It ended in torch's own error about donated buffers."""
+    assert losses(compiled(), "zb-h1") == losses(compiled(), "1f1b")
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_sharded_parameters_are_refused_where_backward_is_split(mesh):
+    """Their gradients are reduced behind a whole backward: updates were wrong by a sixth."""
+
+    def sharded():
+        layer = nn.Linear(6, 6, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Replicate()]))
+        return layer
+
+    with pytest.raises(WorkerFailure, match=r"sharded over several devices .* such as 1f1b"):
+        losses([sharded, partial(nn.Linear, 6, 6)], "zb-h1")
+
+
+def test_layers_that_make_collectives_need_a_fixed_order(mesh):
+    layers = [nn.Linear(6, 6), nn.SyncBatchNorm(6), nn.Linear(6, 6)]
+    with pytest.raises(WorkerFailure, match='pass order="fixed"'):
+        losses(layers, "1f1b", order="ready")
+
+
+class Offloads(nn.Module):
+    """Sets saved-tensor hooks of its own, as torch's save_on_cpu() does, for large tensors only."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+
+    def forward(self, x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            return self.layers(x)
+
+
+def test_hooks_that_keep_a_graph_are_refused_where_backward_is_split():
+    """Each step left 27 MB behind, for ever."""
+    with pytest.raises(WorkerFailure, match=r"let `pack` return tensor\.detach\(\)"):
+        losses([Offloads() for _ in range(4)], "zb-h1")
+    losses([Offloads() for _ in range(4)], "1f1b")
+
+
+def counting():
+    calls = [0]
+
+    def loss(output, target):
+        calls[0] += 1
+        return mse_loss(output, target) * calls[0]
+
+    return loss
+
+
+class Warming:
+    weight = 0.0
+
+    def loss(self, output, target):
+        self.weight += 0.1
+        return mse_loss(output, target) * self.weight
+
+
+@pytest.mark.parametrize("make", [counting, lambda: Warming().loss])
+def test_a_loss_that_counts_is_refused_where_several_workers_compute_it(make):
+    """It gave five results in five runs."""
+    layers = [partial(nn.Linear, 6, 6) for _ in range(4)]
+    with pytest.raises(WorkerFailure, match=r"each replica of the last stage sees a part"):
+        losses(layers, "chimera", make())
+    assert losses(layers, "1f1b", make()) == losses(layers, "1f1b", make())
+
+
+def test_a_loss_that_logs_is_not_refused():
+    log = []
+
+    def logged(output, target):
+        log.append(0.0)
+        return mse_loss(output, target)
+
+    assert losses([partial(nn.Linear, 6, 6) for _ in range(4)], "chimera", logged)
+
+
+class Mute(Exception):
+    """An error of the user's whose notes cannot be read."""
+
+    @property
+    def __notes__(self):
+        raise ZeroDivisionError
+
+
+class Fails(nn.Linear):
+    def forward(self, x):
+        raise Mute
+
+
+def test_an_error_that_cannot_be_described_is_told_all_the_same():
+    """The others waited for `stall_s`, and nobody learned why."""
+    with pytest.raises(WorkerFailure, match="Mute, which cannot be described: ZeroDivisionError"):
+        losses([nn.Linear(6, 6), Fails(6, 6)], "1f1b")
+
+
+def test_a_row_of_a_large_weight_changed_by_hand_reaches_all_replicas():
+    """256 numbers of each weight were compared, so the replicas stayed apart for good."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 600), nn.Linear(600, 600), nn.Linear(600, 600), nn.Linear(600, 6)]
+    whole = nn.Sequential(*layers)
+    with Pipeline(whole, mse_loss, optimizer=SGD, schedule="chimera", num_workers=2, num_microbatches=4) as pipe:
+        pipe.step((X, X))
+        whole[1].weight.data[3] *= 2
+        pipe.step((X, X))
+        shards = [shard for actor in pipe.actors for shard in actor.shards.values()]
+        by_name = {}
+        for name, weight in (pair for shard in shards for pair in shard.named_parameters()):
+            by_name.setdefault(name, []).append(weight)
+        apart = {n: (first - o).abs().max().item() for n, (first, *others) in by_name.items() for o in others}
+        assert not any(apart.values()), apart
