@@ -25,6 +25,7 @@ from .part import Part
 from .program import entries, order_limit
 from .recomputing import recomputing
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
+from .replicating import replicated
 from .spec import Order, Spec
 from .versions import (
     known_reductions,
@@ -94,6 +95,7 @@ __all__ = [
     "reaches",
     "refuse_below",
     "recomputing",
+    "replicated",
     "worker_staleness",
     "staleness",
     "takes_steps",

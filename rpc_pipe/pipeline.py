@@ -38,7 +38,7 @@ from .model.batches.step_inputs import StepInputs
 from .model.shard_maker import Model, ShardMaker, make_partition, with_metric
 from .own_workers import make_actors, parameter_groups, set_rate
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
-from .planning.specs import ScheduleLike, make_spec
+from .planning.specs import ScheduleLike, make_spec, with_replicas
 from .step_report import Heard, StepReports
 from .workers.actor import WorkerActor
 from .workers.compute.randomness import preserved
@@ -71,6 +71,7 @@ class Pipeline(ApiAdvice, Heard, Weights):
         plan: what `rpc-pipe plan` wrote (a file, its contents or a `Plan`), instead of schedule, microbatches and cut.
         num_workers: 1 by default; in a job the number of its processes. Without a job more are threads that take turns,
             for looking and debugging: a step takes the sum of all work. `rpc-pipe run` gives each a process.
+        replicas: how many replicas of the pipeline share the workers and each batch; see docs/replicas.md.
         split: number of layers, or of calls of blocks, for each stage; even by default.
         blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
         example: a batch with which the model is cut at once; by default the first batch cuts it.
@@ -111,6 +112,7 @@ class Pipeline(ApiAdvice, Heard, Weights):
         schedule: ScheduleLike = "1f1b",
         schedule_options: Mapping[str, Any] | None = None,
         num_workers: int | None = None,
+        replicas: int = 1,
         split: Sequence[int] | None = None,
         blocks: str | Sequence[str] | None = None,
         example: Tree | None = None,
@@ -126,7 +128,7 @@ class Pipeline(ApiAdvice, Heard, Weights):
         transport: str | None = None,
         stall_s: float = 300.0,
     ) -> None:
-        self._forgot_optimizer = optimizer is _UNSAID
+        self._forgot_optimizer, schedule_options = optimizer is _UNSAID, with_replicas(schedule_options, replicas)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, self._plan = (
             overrides.settle(apply_plan(plan, overrides.Settings(*said)))
@@ -146,9 +148,8 @@ class Pipeline(ApiAdvice, Heard, Weights):
         self._actors = make_actors(job, workers, device, max_grad_norm, stall_s)
         self._batch_reader = BatchReader(self.spec, self._actors, whole=self.partition.pair is not None)
         self._threads = None if job else WorkerThreads(self._actors)
-        self.worker = workers[0]
-        self._stopped = self._closed = False
-        self._reports, self._num_cut = StepReports(self), 0
+        self.worker, self._reports = workers[0], StepReports(self)
+        self._stopped, self._closed, self._num_cut = False, False, 0
         elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
         self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
         self._inputs = StepInputs(self.spec, self.order, workers, self._step_end, self._keeper.due)

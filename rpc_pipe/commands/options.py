@@ -67,7 +67,8 @@ def add_schedule(parser: Parser) -> None:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a parameter of the schedule")
     parser.add_argument("--window", type=whole(), help="microbatches in flight, where the schedule has a window")
     parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
-    parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step (8)")
+    parser.add_argument("--replicas", type=whole(1), help="replicas of the pipeline, which share the workers (1)")
+    parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step, of all replicas together (8)")
 
 
 def add_order(parser: Parser) -> None:
@@ -163,12 +164,13 @@ def typed_spec(typed: Mapping[str, Any]) -> Spec:
 
 
 def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
-    """Read a schedule's parameters from `--set` and `--window`."""
+    """Read a schedule's parameters from `--set`, `--window` and `--replicas`."""
     options = parse_assignments("--set", typed.get("set", []))
-    if "window" in typed:
-        if "window" in options:
-            raise ConfigError(f"--window {typed['window']}: --set window={options['window']} says it too")
-        options["window"] = str(typed["window"])
+    for name in ("window", "replicas"):
+        if name in typed:
+            if name in options:
+                raise ConfigError(f"--{name} {typed[name]}: --set {name}={options[name]} says it too")
+            options[name] = str(typed[name])
     return options
 
 

@@ -295,8 +295,9 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     if job is None:
         _refuse_device(typed.get("device", "cpu"))
         workers = typed.get("workers", TrainOptions.workers)
-        if "schedule" in typed:
-            make_spec(typed["schedule"], workers, typed.get("microbatches", 1), options)
+        known = options if "schedule" in typed else {"replicas": typed.get("replicas", 1)}  # others are the script's
+        microbatches = typed.get("microbatches", typed.get("replicas", 1))
+        make_spec(typed.get("schedule", "1f1b"), workers, microbatches, known)
         return _start(argv, workers, reporter, typed)
 
     def work() -> None:

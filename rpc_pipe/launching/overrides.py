@@ -32,7 +32,7 @@ class Overrides:
     """The options typed, by name, for every pipeline that is made from now on.
 
     Args:
-        schedule_options: from `--set` and `--window`.
+        schedule_options: from `--set`, `--window` and `--replicas`.
         tell: shows a line to the user; called once for each difference.
         made: is handed every pipeline.
     """
@@ -55,9 +55,12 @@ class Overrides:
         options = dict(said.schedule_options or {})
         for name, value in self._typed.items():
             self._replaced(_option(name), _shown(value), name, getattr(said, name), value)
-        if self._typed.get("schedule", said.schedule) != said.schedule and options:
-            self._say(f"--schedule {self._typed['schedule']} leaves out the script's {_pairs(options)}")
-            options = {}
+        if self._typed.get("schedule", said.schedule) != said.schedule:
+            kept = {name: value for name, value in options.items() if name == "replicas"}  # of any schedule
+            if options != kept:
+                gone = {name: value for name, value in options.items() if name not in kept}
+                self._say(f"--schedule {self._typed['schedule']} leaves out the script's {_pairs(gone)}")
+            options = kept
         for name, value in self._schedule_options.items():
             self._replaced("set", f"{name}={value}", name, options.get(name), value)
         options |= self._schedule_options

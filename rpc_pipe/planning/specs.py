@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..dependency import ConfigError, Order, Spec, check_all, recomputing, schedule_errors
+from ..dependency import ConfigError, Order, Spec, check_all, recomputing, replicated, schedule_errors
 from ..dependency.files import load_module
 from ..model.cut import cut
 from ..schedules import SCHEDULES
@@ -97,7 +97,8 @@ def make_spec(
 ) -> Spec:
     """Make the spec of a schedule; parameters may be text, as typed after `--set`.
 
-    Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`.
+    Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`. Every
+    synchronous one takes `replicas`: how many replicas of the pipeline share the workers.
 
     Args:
         slices: into how many slices each sequence is cut, such as `4`, or their sizes in parts, such as `8,6,5,4`.
@@ -118,15 +119,10 @@ def make_spec(
         raise ConfigError(f"schedule_options {parameters!r}: must be a dict, such as {{'recompute': 'all'}}")
     parameters = dict(parameters or {})
     sizes = read_slices(slices) if slices is not None else (1,)
-    if len(sizes) > 1:
-        from ..dependency.slicing import sliced
-
-        cls = sliced(cls, sizes)
-        num_microbatches *= len(sizes)
-    recomputed: frozenset[int] | None = frozenset()
-    if "recompute" not in known:
-        recomputed = _read_stages(parameters.pop("recompute", "none"))
-        cls = cls if recomputed == frozenset() else recomputing(cls, recomputed)
+    recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
+    replicas = 1 if "replicas" in known else _read_replicas(parameters.pop("replicas", 1), num_microbatches, slices)
+    num_microbatches *= len(sizes)
+    cls = _transformed(cls, sizes, recomputed, replicas)
     values = _read_parameters(cls, name, parameters)
     try:
         with schedule_errors(cls):
@@ -142,12 +138,25 @@ def make_spec(
     if num_stages < 1:
         raise ConfigError(f"schedule {name}{asked}: has {num_stages} stages; must be at least 1")
     if num_stages * num_microbatches > MAX_FORWARDS:
+        counted = "slices of microbatches" if len(sizes) > 1 else "microbatches"
         raise ConfigError(
-            f"schedule {name}{asked}: {num_stages} stages times {num_microbatches} "
-            f"{'slices of microbatches' if len(sizes) > 1 else 'microbatches'} are more than "
+            f"schedule {name}{asked}: {num_stages} stages times {num_microbatches} {counted} are more than "
             f"{MAX_FORWARDS} forwards, the most that can be listed"
         )
     return spec
+
+
+def _transformed(
+    cls: type[Spec], sizes: tuple[int, ...], recomputed: frozenset[int] | None, replicas: int
+) -> type[Spec]:
+    """Return a schedule over slices of sequences, with recomputation, on replicas."""
+    if len(sizes) > 1:
+        from ..dependency.slicing import sliced
+
+        cls = sliced(cls, sizes)
+    if recomputed != frozenset():
+        cls = recomputing(cls, recomputed)
+    return replicated(cls, replicas)
 
 
 def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,6 +191,29 @@ def read_slices(said: str) -> tuple[int, ...]:
             "parts of the sequence, such as 8,6,5,4"
         )
     return (1,) * sizes[0] if len(sizes) == 1 else tuple(sizes)
+
+
+def with_replicas(parameters: Mapping[str, Any] | None, replicas: int) -> Mapping[str, Any] | None:
+    """Return a schedule's parameters with `replicas`, unless there is one."""
+    return parameters if replicas == 1 else {**(parameters or {}), "replicas": replicas}
+
+
+def _read_replicas(said: Any, num_microbatches: int, slices: str | None) -> int:
+    """Read how many replicas of the pipeline there are, each of which needs a microbatch."""
+    try:
+        replicas = int(said)
+    except (TypeError, ValueError, OverflowError):
+        replicas = 0
+    if replicas < 1 or str(replicas) != str(said):
+        raise ConfigError(f"replicas {said}: must be a whole number of at least 1")
+    if replicas > 1 and slices is not None:
+        raise ConfigError(f"replicas {replicas}: slices {slices} need one replica; leave one of the two out")
+    if replicas > max(1, num_microbatches):
+        raise ConfigError(
+            f"replicas {replicas}: a step has {num_microbatches} microbatches, fewer than replicas; take at least "
+            f"{replicas} microbatches, or {num_microbatches} replicas"
+        )
+    return replicas
 
 
 def _read_stages(said: Any) -> frozenset[int] | None:

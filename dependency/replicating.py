@@ -1,0 +1,164 @@
+"""Any synchronous schedule on several replicas of the pipeline: data parallelism as routes over disjoint workers.
+
+Microbatch m belongs to replica m % replicas, which runs the schedule on its own microbatches. A worker is worker
+`rank // replicas` of replica `rank % replicas`: the replicas of a stage are neighbours, and the stages of a replica are
+`replicas` apart. Gradients are summed in each replica in the order of its microbatches, and then in the order of the
+replicas, as for every schedule with routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+from .action import Action
+from .errors import ConfigError
+from .spec import Spec
+
+#: a class made twice would make equal specs differ
+_made: dict[tuple[type[Spec], int], type[Spec]] = {}
+
+
+def replicated(base: type[Spec], replicas: int) -> type[Spec]:
+    """Return `base` on `replicas` times as many workers. The same class for the same arguments.
+
+    Raises:
+        ConfigError: the schedule has updates that steps overlap with; or, from the class that is returned, the workers
+            cannot be divided among the replicas.
+    """
+    if replicas == 1:
+        return base
+    if not base.synchronous:
+        raise ConfigError(
+            f"replicas {replicas}: schedule {base.__name__} lets steps overlap; only synchronous ones, such as 1f1b, "
+            "have replicas"
+        )
+    if (base, replicas) not in _made:
+        _made[base, replicas] = _make(base, replicas)
+    return _made[base, replicas]
+
+
+def _make(base: type[Spec], replicas: int) -> type[Spec]:
+    own: dict[str, Any] = {
+        "replicas": replicas,
+        "_replicas": cached_property(_specs_of(base, replicas)),
+        "__post_init__": _refuse_indivisible,
+        "num_stages": property(lambda self: self._replicas[0].num_stages),
+        "num_routes": property(lambda self: replicas * self._replicas[0].num_routes),
+        "order": property(lambda self: self._replicas[0].order),
+        "place": _place,
+        "route": _route,
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "__qualname__": f"{base.__qualname__}[{replicas} replicas]",
+    }
+    # What the schedule does not say stays unsaid: whether there is a slot, for example, is seen by the class.
+    own |= {name: method for name, method in _SAID.items() if getattr(base, name) is not getattr(Spec, name)}
+    return type(base.__name__, (base,), own)
+
+
+def _specs_of(base: type[Spec], replicas: int) -> Callable[[Any], list[Spec]]:
+    """Return a function from a spec to the spec of each replica, which counts its own workers and microbatches."""
+
+    def specs(spec: Any) -> list[Spec]:
+        workers, every = spec.num_workers // replicas, range(spec.num_microbatches)
+        counts = [max(1, len(every[replica::replicas])) for replica in range(replicas)]
+        made = {n: base(num_workers=workers, num_microbatches=n, **spec.parameters()) for n in set(counts)}
+        return [made[count] for count in counts]
+
+    return specs
+
+
+def _refuse_indivisible(spec: Any) -> None:
+    Spec.__post_init__(spec)
+    workers, replicas = spec.num_workers, spec.replicas
+    if workers % replicas:
+        possible = [n for n in range(1, workers + 1) if workers % n == 0]
+        nearest = min(possible, key=lambda n: (abs(n - replicas), n))
+        raise ConfigError(
+            f"replicas {replicas}: {workers} {'worker' if workers == 1 else 'workers'} cannot be divided among them; "
+            f"the nearest possible number is {nearest}"
+        )
+    spec._replicas[0]  # its own rules
+
+
+def _place(spec: Any, stage: int, route: int) -> int:
+    replica, inner = divmod(route, spec._replicas[0].num_routes)
+    worker: int = spec._replicas[replica].place(stage, inner) * spec.replicas + replica
+    return worker
+
+
+def _route(spec: Any, microbatch: int) -> int:
+    index, replica = divmod(microbatch, spec.replicas)
+    own: Spec = spec._replicas[replica]
+    route: int = replica * own.num_routes + own.route(index)
+    return route
+
+
+def _inner(spec: Any, action: Action) -> tuple[Spec, int, Action]:
+    """Return the replica that runs `action`, its number, and the action as that replica counts microbatches."""
+    index, replica = divmod(action.index, spec.replicas)
+    return spec._replicas[replica], replica, action._replace(index=index)
+
+
+def _outer(spec: Any, replica: int, actions: Iterable[Action]) -> Iterator[Action]:
+    return (action._replace(index=action.index * spec.replicas + replica) for action in actions)
+
+
+def _splits(spec: Any, stage: int, microbatch: int) -> bool:
+    index, replica = divmod(microbatch, spec.replicas)
+    splits: bool = spec._replicas[replica].splits(stage, index)
+    return splits
+
+
+def _recomputes(spec: Any, stage: int) -> bool:
+    recomputes: bool = spec._replicas[0].recomputes(stage)
+    return recomputes
+
+
+def _actions(spec: Any, stage: int, microbatch: int) -> tuple[Action, ...]:
+    index, replica = divmod(microbatch, spec.replicas)
+    return tuple(_outer(spec, replica, spec._replicas[replica].actions(stage, index)))
+
+
+def _after(spec: Any, action: Action) -> list[Action]:
+    own, replica, inner = _inner(spec, action)
+    return list(_outer(spec, replica, own.after(inner)))
+
+
+def _slot(spec: Any, action: Action) -> int:
+    own, replica, inner = _inner(spec, action)
+    replicas: int = spec.replicas
+    return own.slot(inner) * replicas + replica
+
+
+def _program(spec: Any, worker: int) -> Iterable[Action]:
+    own, replica = divmod(worker, spec.replicas)
+    if replica >= spec.num_microbatches:
+        return []
+    return _outer(spec, replica, spec._replicas[replica].program(own))
+
+
+def _activation_limit(spec: Any, worker: int) -> int | None:
+    own, replica = divmod(worker, spec.replicas)
+    limit: int | None = spec._replicas[replica].activation_limit(own)
+    return limit
+
+
+def _peak_activations(spec: Any, worker: int) -> int | None:
+    own, replica = divmod(worker, spec.replicas)
+    peak: int | None = spec._replicas[replica].peak_activations(own)
+    return peak
+
+
+_SAID: dict[str, Callable[..., Any]] = {
+    "splits": _splits,
+    "recomputes": _recomputes,
+    "actions": _actions,
+    "after": _after,
+    "slot": _slot,
+    "program": _program,
+    "activation_limit": _activation_limit,
+    "peak_activations": _peak_activations,
+}

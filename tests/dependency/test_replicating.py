@@ -1,0 +1,133 @@
+"""Any synchronous schedule on several replicas of the pipeline: who is where, and each replica runs as if alone."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from random_specs import random_spec
+
+from rpc_pipe.dependency import B, ConfigError, F, PipeError, ScheduleError, Spec, check_all, replicated
+from rpc_pipe.planning.simulator import simulate
+from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.schedules import SCHEDULES, OneFOneB
+
+SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
+
+
+@pytest.mark.parametrize(("workers", "replicas"), [(4, 2), (6, 3), (8, 4), (4, 4)])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_every_synchronous_schedule_passes_the_checker(name, workers, replicas):
+    if name == "dualpipe" and workers // replicas % 2:
+        pytest.skip("dualpipe needs an even number of stages")
+    check_all(make_spec(name, workers, 7, {"replicas": replicas}))
+
+
+def test_the_replicas_of_a_stage_are_neighbours_and_a_pipeline_strides_over_them():
+    spec = make_spec("1f1b", 16, 8, {"replicas": 4})
+    assert [spec.place(stage, 0) for stage in range(4)] == [0, 4, 8, 12]
+    assert [spec.place(stage, 1) for stage in range(4)] == [1, 5, 9, 13]
+    assert [spec.route(m) for m in range(6)] == [0, 1, 2, 3, 0, 1]
+
+
+def test_routes_of_a_schedule_stay_within_their_replica():
+    spec = make_spec("chimera", 4, 8, {"replicas": 2})
+    assert spec.num_routes == 4
+    assert {route: [spec.place(stage, route) for stage in range(2)] for route in range(4)} == {
+        0: [0, 2], 1: [2, 0], 2: [1, 3], 3: [3, 1],
+    }  # fmt: skip
+
+
+def test_options_of_the_schedule_and_recomputation_go_with_replicas():
+    spec = make_spec("interleaved", 4, 8, {"replicas": "2", "chunks": "3", "recompute": "0+1"})
+    assert (spec.num_stages, spec.recomputes(1), spec.recomputes(2)) == (6, True, False)
+    assert spec == make_spec("interleaved", 4, 8, {"replicas": 2, "chunks": 3, "recompute": [0, 1]})
+    assert spec != make_spec("interleaved", 4, 8, {"chunks": 3, "recompute": [0, 1]})
+
+
+def test_one_replica_is_the_schedule_itself():
+    assert type(make_spec("zb-h1", 4, 8, {"replicas": 1})) is SCHEDULES["zb-h1"]
+
+
+def test_a_last_batch_with_a_microbatch_for_one_replica_only_still_runs():
+    check_all(replace(make_spec("dualpipev", 4, 8, {"replicas": 2}), num_microbatches=1))
+
+
+def timeline(spec, cost):
+    return {
+        span.action: (span.start, span.end) for span in simulate(spec, cost).spans if span.action.kind.per_microbatch
+    }
+
+
+def test_each_replica_runs_as_the_schedule_does_alone():
+    accepted = 0
+    for seed in range(250):
+        base, rng = random_spec(seed), random.Random(seed)
+        replicas = rng.randint(2, 3)
+        total = max(replicas, base.num_microbatches)
+        base = replace(base, claims=(3 * total,) * base.num_workers)  # of each stage everything
+        own = [len(range(replica, total, replicas)) for replica in range(replicas)]
+        alone = [replace(base, num_microbatches=count) for count in own]
+        try:
+            for each in alone:
+                check_all(each)
+        except ScheduleError:
+            continue
+        accepted += 1
+        spec = replicated(type(base), replicas)(
+            num_workers=base.num_workers * replicas, num_microbatches=total, **base.parameters()
+        )
+        costs = [rng.choice([1, 2, 3, 20]) for _ in range(97)]
+
+        def cost(action, costs=costs):  # what ends the step costs nothing: one replica alone exchanges nothing
+            if not action.kind.per_microbatch:
+                return 0
+            return costs[(31 * action.stage + 7 * action.index + ord(action.kind.letter)) % 97]
+
+        together = timeline(spec, cost)
+        for replica, each in enumerate(alone):
+            expected = timeline(each, lambda a, r=replica, n=replicas, c=cost: c(a._replace(index=a.index * n + r)))
+            found = {
+                a._replace(index=a.index // replicas): when
+                for a, when in together.items()
+                if a.index % replicas == replica
+            }
+            assert found == expected, (seed, replica)
+    assert accepted > 80
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "microbatches", "replicas", "said"),
+    [
+        ("1f1b", 5, 8, 2, "replicas 2: 5 workers cannot be divided among them; the nearest possible number is 1"),
+        ("1f1b", 8, 8, 3, "replicas 3: 8 workers cannot be divided among them; the nearest possible number is 2"),
+        ("1f1b", 8, 3, 4, "replicas 4: a step has 3 microbatches, fewer than replicas; take at least 4 microbatches"),
+        ("1f1b", 4, 8, 0, "replicas 0: must be a whole number of at least 1"),
+        ("1f1b", 4, 8, 1.5, "replicas 1.5: must be a whole number of at least 1"),
+        ("pipedream", 4, 8, 2, "replicas 2: schedule PipeDream lets steps overlap; only synchronous ones"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_what_can(name, workers, microbatches, replicas, said):
+    with pytest.raises(ConfigError) as refused:
+        make_spec(name, workers, microbatches, {"replicas": replicas})
+    assert said in str(refused.value)
+
+
+def test_a_mistake_in_a_schedule_of_ones_own_names_the_method():
+    class Wrong(OneFOneB):
+        def after(self, a):
+            return [B(a.stage + 5, a.microbatch)] if a.kind is F else []
+
+    with pytest.raises(PipeError, match=r"after\(0F0\) names 5B0, which does not exist"):
+        check_all(replicated(Wrong, 2)(num_workers=4, num_microbatches=4))
+
+
+def test_what_a_schedule_does_not_say_stays_unsaid():
+    assert replicated(OneFOneB, 2).splits is Spec.splits
+
+
+def test_slices_of_sequences_have_one_replica():
+    with pytest.raises(ConfigError, match="replicas 2: slices 4 need one replica; leave one of the two out"):
+        make_spec("1f1b", 4, 8, {"replicas": 2}, "4")
