@@ -22,6 +22,7 @@ import torch
 
 from ..dependency import PeerLost, PipeError, Stalled
 from .actor import WorkerActor
+from .compute.allocator import keep_freed_memory
 from .compute.autocast import casting, enabled
 from .compute.stash import StashingShard
 from .transport.local import local_carriers
@@ -42,6 +43,8 @@ class WorkerThreads:
         self._actors = actors
         for actor in actors:
             actor.recovers = True
+        if actors[0].backend.in_step:
+            keep_freed_memory()  # ahead of the threads, which would have heaps of their own
         self._pool = [_Thread(actor.worker) for actor in actors] if len(actors) > 1 else None
         #: whether one of them has hung: nothing more can be asked of them
         self.stuck = False
