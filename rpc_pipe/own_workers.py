@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from .launching.job import Job
-from .launching.joining import join
 from .workers.actor import WorkerActor
 from .workers.compute.device import backend_for, usual_device
 from .workers.transport.carrier import Carrier
@@ -24,7 +23,13 @@ def make_actors(
     backends = [backend_for(device, place) for place in ([job.place] if job else workers)]
     if len(backends) == 1:
         backends[0].use()  # of several each computes on a thread of its own
-    carriers: Sequence[Carrier] = [join(job)] if job else local_carriers(len(workers))
+    carriers: Sequence[Carrier]
+    if job:
+        from .launching.joining import join
+
+        carriers = [join(job)]
+    else:
+        carriers = local_carriers(len(workers))
     made = zip(carriers, backends, strict=True)
     return [WorkerActor(*parts, {}, max_grad_norm=max_grad_norm, stall_s=stall_s) for parts in made]
 

@@ -214,6 +214,7 @@ def _encode(record: StepRecord) -> dict[str, Any]:
         "loss": _number(record.loss),
         "peak_bytes": record.peak_bytes, "outbox": record.outbox, "num_microbatches": record.num_microbatches,
         "data_wait_ns": record.data_wait_ns, "data_cause": record.data_cause,
+        "preempted": record.preempted,
     }  # fmt: skip
 
 

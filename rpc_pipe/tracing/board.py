@@ -31,7 +31,7 @@ from ..dependency import Action, Kind
 from ..workers.hooks import Arrived, Blocked, LayerTime, Listener, Record, StepRecord
 from ..workers.transport.ordered import keep_order
 
-_MAGIC = b"rpc-pipe board 4"
+_MAGIC = b"rpc-pipe board 5"
 #: magic, length of the header, number of slots, bytes of a slot
 _START = struct.Struct("<16s3q")
 _HEADER_BYTES = 8192
@@ -40,8 +40,8 @@ _VERSION = struct.Struct("<q")
 _LIVE = struct.Struct("<6qQ")
 _SLOTS_AT = _HEADER_BYTES + 64
 #: of a record: worker, step, start, end, rows, tokens, peak bytes, outbox, microbatches, loss, how many actions,
-#: arrivals, layers, how long data were waited for and why
-_FIXED = struct.Struct("<9qd3q2q")
+#: arrivals, layers, how long data were waited for and why, how often preempted
+_FIXED = struct.Struct("<9qd3q3q")
 _CAUSES = ("", "disk", "network", "decode")
 #: approximate memory of a worker's slots, and bounds of their number
 _SLOTS_BYTES, _LEAST_SLOTS, MOST_SLOTS = 2**20, 4, 512
@@ -318,20 +318,20 @@ def pack_record(record: StepRecord) -> bytes:
     return _FIXED.pack(
         record.worker, record.step, record.start_ns, record.end_ns, record.rows, record.tokens, record.peak_bytes,
         record.outbox, record.num_microbatches, record.loss, *counts, record.data_wait_ns,
-        _CAUSES.index(record.data_cause),
+        _CAUSES.index(record.data_cause), record.preempted,
     ) + struct.pack(f"<{len(words)}q", *words)  # fmt: skip
 
 
 def packed_size(data: bytes | mmap.mmap, at: int) -> int:
     """Return the bytes of the record at offset `at`."""
-    *_, actions, arrivals, layers, _, _ = _FIXED.unpack_from(data, at)
+    *_, actions, arrivals, layers, _, _, _ = _FIXED.unpack_from(data, at)
     return int(_FIXED.size + 8 * (3 * actions + 4 * arrivals + 2 * layers))
 
 
 def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
     """Decode a step and add `offset_ns` to its times."""
     worker, step, start_ns, end_ns, rows, tokens, peak, outbox, microbatches, loss, *counts = _FIXED.unpack_from(data)
-    actions, arrivals, layers, data_wait_ns, cause = counts
+    actions, arrivals, layers, data_wait_ns, cause, preempted = counts
     words = iter(struct.unpack_from(f"<{3 * actions + 4 * arrivals + 2 * layers}q", data, _FIXED.size))
     return StepRecord(
         worker,
@@ -349,6 +349,7 @@ def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
         microbatches,
         data_wait_ns,
         _CAUSES[cause],
+        preempted,
     )
 
 

@@ -51,6 +51,8 @@ _DATA = {
     "network": ("for shards to come over the network", "copy the shards to this machine's disk before"),
     "decode": ("for samples to be decoded", "store them decoded, as tokens or arrays, or decode in more threads"),
 }
+#: about how long the system lets another have the core of a worker
+_TURN_MS = 3.0
 #: overhead is named only if every other cause is less than this share of it, since nothing more is known of it
 _VAGUE = 0.5
 
@@ -90,25 +92,29 @@ class LostTime:
 
 
 def attribute_lost_time(
-    trace: Trace, layers: Sequence[Sequence[Sequence[int]]] = (), cores: int | None = None
+    trace: Trace, layers: Sequence[Sequence[Sequence[int]]] = (), cores: int | None = None, one_process: bool = False
 ) -> LostTime:
     """Attribute the time of a step of `trace`, which should have several steps.
 
     Args:
         layers: of each worker, (stage, route, number of layers) of its shards; without it no other cut is proposed.
         cores: cores of the machine, if all workers compute on the CPU of one machine.
+        one_process: whether the workers are threads of one process, which take turns.
     """
-    return _Case(trace, layers, cores).lost()
+    return _Case(trace, layers, cores, one_process).lost()
 
 
 class _Case:
-    def __init__(self, trace: Trace, layers: Sequence[Sequence[Sequence[int]]], cores: int | None) -> None:
+    def __init__(
+        self, trace: Trace, layers: Sequence[Sequence[Sequence[int]]], cores: int | None, one_process: bool
+    ) -> None:
         self._trace = trace
         self._spec = spec = trace.spec
         self._records = [trace.steps[step] for step in sorted(trace.steps)]
         self._actual = trace.cost()
         self._layers = layers
-        self._cores = cores
+        self._cores, self._one_process = cores, one_process
+        self._preempted = median(record.preempted for records in self._records for record in records)
         #: by worker, the ratio of its times to those of other workers for the same layers
         self._slowness, self._compared = _slowness(self._records, spec.num_workers)
         #: (source, target) -> median transfer time in ms
@@ -224,8 +230,19 @@ class _Case:
             what, advice = _DATA[lost.data_cause]
             return f"{who} {waits[worker]:.1f} ms for data between steps ({what}), which {costs}; {advice}"
         typical = median(self._actual(action) for action in self._actions if action.kind in (F, B))
+        if self._one_process:
+            return (
+                f"the workers are threads of one process and take turns, which {costs}: that is for looking and "
+                "debugging; rpc-pipe run gives each a process"
+            )
         if self._cores is not None and self._cores < self._spec.num_workers:
-            return f"the runtime {costs}: {self._spec.num_workers} workers share {self._cores} cores of one machine"
+            shared = f"{self._spec.num_workers} workers share {self._cores} cores of one machine"
+            return f"the workers wait for a core, which {costs}: {shared}"
+        if self._preempted * _TURN_MS > _KNOWN * lost.overhead_ms:
+            return (
+                f"the workers wait for a core, which {costs}: {self._preempted:.0f} times a step the system gives "
+                "theirs to others; fewer threads, or fewer other programs, leave them theirs"
+            )
         return (
             f"the runtime itself {costs}: forwards and backwards of {typical:.1f} ms are short or vary; "
             "larger or fewer microbatches make them longer"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -79,12 +80,14 @@ class OwnBoard(BoardWriter):
         if folder is not None:
             run_folders.remove_listings(folder, worker)
         self._list(training.spec.num_microbatches)
+        self._preempted = _preempted()
         super().__init__(None if folder is None else folder / f"worker-{worker}", _header(training, worker))
 
     def step_finished(self, record: StepRecord) -> None:
         if record.num_microbatches not in self.listings and len(self.listings) < _MOST_LISTED:
             self._list(record.num_microbatches)
-        super().step_finished(record)
+        before, self._preempted = self._preempted, _preempted()
+        super().step_finished(replace(record, preempted=self._preempted - before))
 
     def answer(self, seen: int) -> bytes:
         """Answer a request of another machine for what is new since version `seen`."""
@@ -102,6 +105,11 @@ class OwnBoard(BoardWriter):
             self.listings = {**self.listings, num_microbatches: listing}
             if self._folder is not None:
                 run_folders.write_listing(self._folder, listing)
+
+
+def _preempted() -> int:
+    """Return how often the system has given a core of this process to another."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _header(training: Watchable, worker: int) -> dict[str, Any]:

@@ -154,6 +154,21 @@ def test_crowded_machines_are_told_so():
     assert "are short or vary" in attribute_lost_time(trace, SHARDS, cores=8).sentence
 
 
+def test_workers_that_wait_for_a_core_do_not_blame_the_runtime():
+    trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1), layers=EVEN)
+    taken = {step: [replace(record, preempted=20) for record in records] for step, records in trace.steps.items()}
+    sentence = attribute_lost_time(Trace(trace.spec, taken), SHARDS, cores=8).sentence
+    assert sentence.startswith("the workers wait for a core") and "20 times a step" in sentence
+    assert "runtime" not in sentence
+
+
+def test_threads_that_take_turns_are_told_so():
+    trace = trace_of(hop_ms=0.9, cost=lambda a: {F: 1, B: 2}.get(a.kind, 0.1), layers=EVEN)
+    sentence = attribute_lost_time(trace, SHARDS, cores=8, one_process=True).sentence
+    assert sentence.startswith("the workers are threads of one process and take turns")
+    assert "rpc-pipe run gives each a process" in sentence
+
+
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v", "chimera", "gpipe", "dualpipe"])
 def test_every_kind_of_schedule_can_be_looked_at(schedule):
     lost = attribute_lost_time(trace_of(schedule))

@@ -1,0 +1,59 @@
+"""What a training run loads: the core, and nothing that plans, simulates, draws or watches."""
+
+import ast
+import os
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+
+import pytest
+from test_layers import FILES, folder
+
+#: the most code lines, without blanks, comments and docstrings, that a script with a list of layers loads
+MOST_LINES = {"alone": 12_400, "as a worker of rpc-pipe run": 15_000}
+#: what it does without
+BESIDES = ("drawing", "dispatch", "planning/measuring", "verifying", "data", "model/assign", "model/replay")
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+from rpc_pipe import Pipeline
+layers = [nn.Linear(8, 8), nn.Linear(8, 3)]
+pipe = Pipeline(layers, nn.functional.cross_entropy, optimizer=torch.optim.AdamW, num_microbatches=4)
+pipe.step((torch.randn(16, 8), torch.randint(3, (16,))))
+open(sys.argv[1] + str(pipe.worker), "w").write(" ".join(name for name in sys.modules if name.startswith("rpc_pipe")))
+"""
+
+
+def code_lines(path):
+    """Return the number of lines with code: without blanks, comments and docstrings."""
+    with path.open("rb") as source:
+        tokens = list(tokenize.tokenize(source.readline))
+    tree = ast.parse(path.read_text())
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef))]
+    texts = [body[0] for body in bodies if body and isinstance(body[0], ast.Expr)]
+    texts = [text for text in texts if isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)]
+    silent = {line for text in texts for line in range(text.lineno, text.end_lineno + 1)}
+    told = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+    lines = {line for token in tokens if token.type in told for line in range(token.start[0], token.end[0] + 1)}
+    return len(lines - silent)
+
+
+@pytest.mark.parametrize("how", MOST_LINES)
+def test_a_training_run_loads_the_core_alone(how, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    alone = [sys.executable, script, tmp_path / "loaded-"]
+    job = [Path(sys.executable).with_name("rpc-pipe"), "run", script, "--workers", "2", "--", tmp_path / "loaded-"]
+    subprocess.run(
+        alone if how == "alone" else job, check=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    loaded = [name for name in (tmp_path / "loaded-0").read_text().split() if name in FILES]
+    assert [name for name in loaded if folder(name) in BESIDES and FILES[name].name != "__init__.py"] == []
+    assert "rpc_pipe.planning.simulator" not in loaded
+    assert [name for name in loaded if folder(name) == "schedules"] == [
+        "rpc_pipe.schedules",
+        "rpc_pipe.schedules.one_f_one_b",
+    ]
+    assert sum(code_lines(FILES[name]) for name in loaded) <= MOST_LINES[how]
