@@ -230,7 +230,8 @@ def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
     if is_bounded(lives):
         return None
     spec, number = memory.spec, memory.spec.num_microbatches
-    idle = type(spec).after is not Spec.after and not any(list(spec.after(a)) for a in own_actions(spec, worker))
+    everywhere = (action for w in range(spec.num_workers) for action in own_actions(spec, w))
+    idle = type(spec).after is not Spec.after and not any(list(spec.after(action)) for action in everywhere)
     return (
         f"with {number} microbatches worker {worker} may keep {lives.most[-1]} microbatches "
         f"of activations when gradients are late{_UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "

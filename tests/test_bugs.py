@@ -11,7 +11,7 @@ from carriers import loopback_carriers
 from processes import rpc_pipe
 from torch import nn
 
-from rpc_pipe.dependency import B, ConfigError, ScheduleError, Spec, WorkerFailure, check_all
+from rpc_pipe.dependency import B, ConfigError, F, ScheduleError, Spec, WorkerFailure, check_all
 from rpc_pipe.model.observe.frames import in_function
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.specs import make_spec
@@ -239,6 +239,18 @@ def test_a_kind_that_is_compared_with_a_text_is_told():
     """It is never equal, so the window was not there, and the error said only that there was none."""
     with pytest.raises(ScheduleError, match=r"names nothing for any action: test a kind by `a.kind is F`"):
         check_all(Lettered(num_workers=2, num_microbatches=4))
+
+
+class WindowBehindTheFirst(Spec):
+    def after(self, a):
+        return [B(a.stage, a.microbatch - 2)] if a.kind is F and a.stage > 0 else []
+
+
+def test_a_window_that_only_stage_0_lacks_is_not_called_none_at_all():
+    """The hint looked at the actions of one worker, and said that `after` names nothing for any action."""
+    with pytest.raises(ScheduleError, match="nothing in the relation bounds memory") as error:
+        check_all(WindowBehindTheFirst(num_workers=2, num_microbatches=4))
+    assert "names nothing" not in str(error.value)
 
 
 def test_a_parameter_without_a_type_is_told_how_to_be_one():

@@ -97,6 +97,8 @@ def _parser(typed: Sequence[str]) -> Parser:
     parser = Parser(
         prog="rpc-pipe", description="Train models that do not fit on one device, as a pipeline of workers."
     )
+    version = sys.modules[__name__.partition(".")[0]].__version__
+    parser.add_argument("--version", action="version", version=f"rpc-pipe {version}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for command in [name for name in _COMMANDS if name in typed] or _COMMANDS:
         import_module(f".{command}", __package__).add(commands)

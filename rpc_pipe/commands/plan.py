@@ -15,6 +15,7 @@ from ..launching.report import Reporter
 from ..planning.advice import Advice, binding_limits, changes_that_fit
 from ..planning.candidates import refuse_unknown
 from ..planning.compare import format_bytes
+from ..planning.correcting import weight_copies_of
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.program_search import faster_program
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, search
@@ -285,6 +286,9 @@ def _show(
     if len(result.plans) > 1:
         console.print("vs best: how much longer it takes, and how much more or less memory it needs", markup=False)
     console.print(f"best: {why(result.plans[0], limits)}", markup=False)
+    if copied := {plan.name: n for plan in result.plans if (n := weight_copies_of(plan, machines.num_workers)) > 1}:
+        held = ", ".join(f"{name} ({count})" for name, count in copied.items())
+        console.print(f"hold more than one copy of the weights, which counts as memory: {held}", markup=False)
     if result.left_out:
         console.print(f"not priced: {left_out_text(result.left_out)}", markup=False)
     if result.unfit:
@@ -294,8 +298,10 @@ def _show(
     if result.gap <= 1e-9:
         sure = "proven for these times: no cut of any schedule here is faster"
     more = best / result.lower_bound - 1 if result.lower_bound else 0
+    counts = " or ".join(map(str, sorted(request.microbatches)))
     console.print(
-        f"{sure}; none at all can take less than {result.lower_bound:.4g} ms (the best here takes {more:.0%} more)",
+        f"{sure}; with {counts} microbatches none at all can take less than {result.lower_bound:.4g} ms "
+        f"(the best here takes {more:.0%} more)",
         markup=False,
     )
     console.print("time against memory:")

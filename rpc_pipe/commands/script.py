@@ -63,7 +63,8 @@ def run_script(
 
     overrides.install(overrides.Overrides(typed, schedule_options, tell, ending.made))
     sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).resolve().parent))
+    if Path(script) != OWN_TRAIN:  # beside it lie files named as modules of Python are
+        sys.path.insert(0, str(Path(script).resolve().parent))
     try:
         runpy.run_path(script, run_name="rpc_pipe.commands.__main__" if Path(script) == OWN_TRAIN else "__main__")
     except KeyboardInterrupt:

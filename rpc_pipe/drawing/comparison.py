@@ -13,7 +13,8 @@ def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table
     """Return a table of at most 80 columns.
 
     `acts` are activations in worker's shares; `copies` those of the weights on the worker with most. Asynchronous
-    schedules are marked with the staleness of their gradients, in updates.
+    schedules are marked with the staleness of their gradients, in updates; synchronous ones that hold more than one
+    copy of the weights by a star.
     """
     drawn = Table(title=f"{num_workers} workers, {num_microbatches} microbatches", box=None, pad_edge=False)
     drawn.add_column("schedule", no_wrap=True)
@@ -34,7 +35,7 @@ def table(rows: Sequence[Row], num_workers: int, num_microbatches: int) -> Table
             f"{row.peak_activations:.3g}",
             *memory,
             str(row.messages),
-            str(max(row.weight_copies)),
+            f"{max(row.weight_copies)}{'*' * row.replicates}",
             style="dim" if row.refused else None,
         )
     return drawn

@@ -122,6 +122,11 @@ class Row:
     refused: str = ""
 
     @property
+    def replicates(self) -> bool:
+        """Whether a synchronous schedule holds more than one copy of the weights."""
+        return self.synchronous and max(self.weight_copies, default=1) > 1
+
+    @property
     def name(self) -> str:
         """The schedule with the parameters that are not its defaults."""
         return schedule_label(self.schedule, self.parameters)
@@ -204,9 +209,13 @@ def _row(
 
 
 def verdict(rows: Sequence[Row], limit: float | None) -> str:
-    """Return which schedule to use, in a sentence or two, and which were left out."""
+    """Return which schedule to use, in a sentence or two, and which were left out.
+
+    Where the memory of weights is not given, none that holds several copies of them is recommended.
+    """
     overtaken = [row for row in rows if not row.refused and not row.synchronous]
-    usable = [row for row in rows if not row.refused and row.synchronous]
+    whole = [row for row in rows if not row.refused and row.replicates and not any(row.weight_bytes or ())]
+    usable = [row for row in rows if not row.refused and row.synchronous and row not in whole]
     lines = []
     if usable:
         best = min(usable, key=lambda row: (row.step_time, row.peak_activations))
@@ -217,6 +226,11 @@ def verdict(rows: Sequence[Row], limit: float | None) -> str:
             lines.append(f"least memory within 10 % of that: {least.name}, {least.step_time:.6g} a step")
     elif limit is not None and not overtaken:
         lines.append(f"none fits into {format_bytes(limit)}")
+    if whole:
+        named = ", ".join(f"{row.name} ({max(row.weight_copies)} copies, {row.step_time:.6g} a step)" for row in whole)
+        lines.append(
+            f"* not compared, as they hold more than one copy of the weights, whose memory is not given: {named}"
+        )
     if overtaken:
         named = ", ".join(
             f"{row.name} ({row.step_time:.6g} a step, "

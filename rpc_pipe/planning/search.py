@@ -50,7 +50,7 @@ class PlanResult:
 
     #: the best cut of each candidate that fits, fastest first
     plans: list[Plan] = field(default_factory=list)
-    #: milliseconds: no step of this model on these workers can be faster with any schedule
+    #: milliseconds: no schedule, cut or order can be faster with one of the requested numbers of microbatches
     lower_bound: float = 0
     #: milliseconds: no plan among those to choose from is faster
     searched_bound: float = 0

@@ -127,15 +127,15 @@ def test_a_plan_of_another_model_is_said_to_be_one(model, caplog, tmp_path):
     out = tmp_path / "plan.json"
     main(["plan", f"{model}:make", "--alone", "--workers", "2", "--output", str(out)])
     made = load_user_model(f"{model}:make")
-    with Pipeline(made.model, made.loss_fn, plan=out) as pipe:
+    with Pipeline(made.model, made.loss_fn, plan=out, optimizer=None) as pipe:
         pipe.step(made.batch)
     assert not caplog.messages, "the model that was planned, though a Sequential has buffers nowhere"
     old = read_plan(out)
     layers = [nn.Linear(8, 16), *(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 8)]
-    with Pipeline(layers, made.loss_fn, plan=replace(old, model="", weights_by_stage=())) as pipe:
+    with Pipeline(layers, made.loss_fn, plan=replace(old, model="", weights_by_stage=()), optimizer=None) as pipe:
         pipe.step(made.batch)
     assert not caplog.messages, "an old file"
-    with Pipeline(layers, made.loss_fn, plan=out) as pipe:
+    with Pipeline(layers, made.loss_fn, plan=out, optimizer=None) as pipe:
         pipe.step(made.batch)
     assert re.fullmatch(
         r"the plan was made for another model, Sequential, whose stage \d has 0.00\d+ MB of weights; that of this one, "

@@ -89,6 +89,16 @@ def test_the_fastest_comes_first_and_what_cannot_be_last():
     assert table(rows, 3, 6).row_count == len(rows) - len(refused)
 
 
+def test_more_copies_of_the_weights_are_marked_and_not_recommended_unweighed():
+    """`chimera pairs=2` was called fastest without a word that every worker holds the whole model."""
+    rows = compare(ModelCosts(4, [COST]), 4)
+    said, whole = verdict(rows, None), {row.name for row in rows if not row.refused and row.replicates}
+    assert whole and not any(name in said.partition("not compared")[0] for name in whole)
+    assert all(f"{name} (" in said.partition("not compared")[2] for name in whole)
+    weighed = verdict(compare(ModelCosts(4, [COST], [Size(weights=10, activations=1)]), 4), None)
+    assert "not compared" not in weighed
+
+
 def test_how_much_is_done_is_told_after_each_schedule():
     """`compare --microbatches 100000` said nothing for minutes."""
     told = []
@@ -252,3 +262,9 @@ def test_a_schedule_of_ones_own_is_compared(tmp_path, capsys):
     assert len(rows) == len(VARIANTS) + 1
     assert main(["compare", "--set", "extra=2"]) == 2
     assert "name it" in capsys.readouterr().err
+
+
+def test_the_version_is_told(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("rpc-pipe 0.")
