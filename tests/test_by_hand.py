@@ -8,6 +8,7 @@ import torch
 from replayed import X, pipeline
 from torch import nn
 from torch.nn.utils import prune
+from torch.nn.utils.parametrizations import weight_norm
 
 from rpc_pipe.dependency import ConfigError, F, WorkerFailure
 from rpc_pipe.model.shard_maker import ShardMaker, make_partition
@@ -136,13 +137,12 @@ def _patch(model):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_prune, "a hook of a Linear was registered or removed"),
-        (_load_anew, "a parameter of a Linear was exchanged for another object"),
+        (_prune, "a parameter or a module in a Linear was exchanged"),
+        (_load_anew, "a parameter or a module in a Linear was exchanged"),
         (_exchange, "a module in a ModuleList was exchanged"),
-        (_hook, "a hook of a Scaled was registered"),
-        (_patch, "the forward of a Scaled was set"),
+        (lambda model: model.register_forward_hook(print), "a hook of a Whole was registered"),
         (lambda model: model.register_buffer("more", torch.zeros(1)), "a buffer of a Whole was registered"),
-        (lambda model: nn.utils.parametrizations.weight_norm(model.blocks[0].linear), "a parameter of a Param"),
+        (lambda model: weight_norm(model.blocks[0].linear), "a parameter or a module in a Linear"),
     ],
 )
 def test_what_copies_cannot_follow_is_refused(change, says):
@@ -157,6 +157,34 @@ def test_what_copies_cannot_follow_is_refused(change, says):
     with pytest.raises(ConfigError, match=says) as error:
         pipe.step((X[0], X[0]))
     assert "\n" not in str(error.value)
+
+
+def _averages(model):
+    model.shift.data[0] = 0.5
+    model.shift.numpy()[1] = 0.25
+    model.blocks[1].linear.weight.data[3] *= 2
+
+
+@pytest.mark.parametrize("change", [_hook, _patch, _averages])
+def test_blocks_are_the_users_own_so_that_all_that_is_done_to_them_holds(change):
+    """Stages ran copies of the blocks: hooks were refused, and what `.data` wrote was lost silently."""
+    torch.manual_seed(0)
+    model = Whole()
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(alone.parameters(), lr=0.1)
+    pipe = Pipeline(
+        model, nn.functional.mse_loss, optimizer=partial(torch.optim.SGD, lr=0.1), num_workers=2, num_microbatches=1
+    )
+    for step, x in enumerate(X[:4]):
+        for some in (model, alone) if step == 2 else ():
+            change(some)
+        loss = nn.functional.mse_loss(alone(x), x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert pipe.step((x, x)) == loss.item(), step
+    assert all(map(torch.equal, model.state_dict().values(), alone.state_dict().values()))
+    assert pipe.evaluate((X[0], X[0])) == nn.functional.mse_loss(alone.eval()(X[0]), X[0]).item()
 
 
 def test_another_module_in_the_users_list_is_refused():

@@ -11,7 +11,6 @@ import copy
 import zlib
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -45,7 +44,7 @@ class _Copy:
         self._modules = [
             (ref(module), ref(other), *_names_of(module))
             for module, other in zip(own.modules(), copy.modules(), strict=True)
-            if not isinstance(module, torch.jit.ScriptModule)
+            if module is not other and not isinstance(module, torch.jit.ScriptModule)
         ]
         self._numbers = {id(module()): number for number, (module, *_) in enumerate(self._modules)}
         others = dict(copy.named_parameters(remove_duplicate=False))
@@ -111,7 +110,7 @@ class _BufferMirror:
             (ref(module), ref(made), name)
             for (prefix, module), made in zip(own.named_modules(), copy.modules(), strict=True)
             for name, buffer in module._buffers.items()
-            if buffer is not None and (f"{prefix}.{name}" if prefix else name) in buffers
+            if made is not module and buffer is not None and (f"{prefix}.{name}" if prefix else name) in buffers
         ]
         self._seen: list[Any] = [_of_buffer(made()._buffers[name]) for _, made, name in self._buffers]  # type: ignore[union-attr]
         self._writes = ref(writes)
@@ -143,22 +142,33 @@ class ModuleCopies:
         self._mirrors: list[_BufferMirror] = []
         #: by id: (module that has copies, whether it computes too, its structure)
         self._structures: dict[int, list[Any]] = {}
-        #: of the user's modules that stages use directly: class, dict of parameters or members, ids of all that the
-        #: dict has held; and the ids of all that the dicts hold now
-        self._held: list[tuple[str, dict[str, Any], set[int]]] = []
-        self._parts: list[int] = []
+        #: of the user's modules that stages use directly: class, dict of parameters or members, names and ids of all
+        #: that the dict has held; and of all that the dicts hold now
+        self._held: list[tuple[str, dict[str, Any], set[Any], bool]] = []
+        self._parts: list[Any] = []
 
-    def refuse_new_parts(self, module: nn.Module) -> None:
-        """Refuse new parameters and members of a user's module that a stage uses: no stage would have them."""
-        for part in module.modules():
-            held = [part.__dict__[name] for name in ("_parameters", "_modules")]
-            self._held += [(type(part).__name__, each, set(map(id, each.values()))) for each in held]
+    def refuse_new_parts(self, module: nn.Module, *, named: bool = False) -> None:
+        """Refuse new parameters and members of a user's module that a stage uses: no stage would have them.
 
-    def add(self, own: nn.Module, copy: nn.Module, *, runs: bool) -> None:
-        """Register `copy`, which has just been made of `own`."""
+        Args:
+            named: refuse other names for the same ones, too.
+        """
+        held = [module.__dict__[name] for name in ("_parameters", "_modules")]
+        self._held += [(type(module).__name__, each, _parts_in(each, named), named) for each in held]
+
+    def add(self, own: nn.Module, copy: nn.Module, *, runs: bool, used: Collection[nn.Module] | None = None) -> None:
+        """Register `copy`, which has just been made of `own`, or of which some modules are those of `own`.
+
+        Args:
+            used: the modules of `copy` with which its stage computes; None: all.
+        """
         self._copies.append(_Copy(own, copy, runs))
-        for module in own.modules():
-            if not isinstance(module, torch.jit.ScriptModule):
+        for module, made in zip(own.modules(), copy.modules(), strict=True):
+            if used is not None and made not in used:
+                continue
+            if made is module:
+                self.refuse_new_parts(module, named=True)
+            elif not isinstance(module, torch.jit.ScriptModule):
                 self.watch(module, runs)
 
     def mirror(self, own: nn.Module, copy: nn.Module, buffers: Collection[str], writes: ForwardWrites) -> None:
@@ -176,17 +186,20 @@ class ModuleCopies:
         self._note_structures()
         self._note_parts()
 
+    def _parts_now(self) -> list[Any]:
+        return [(name, id(part)) for _, held, _, _ in self._held for name, part in held.items()]
+
     def _note_parts(self) -> None:
-        now = [*map(id, chain.from_iterable([held.values() for _, held, _ in self._held]))]
+        now = self._parts_now()
         if now != self._parts:
             self._parts = now
-            for _, held, had in self._held:
-                had.update(map(id, held.values()))
+            for _, held, had, named in self._held:
+                had.update(_parts_in(held, named))
 
     def _refuse_parts(self) -> None:
-        if self._parts != [*map(id, chain.from_iterable([held.values() for _, held, _ in self._held]))]:
-            for kind, held, had in self._held:
-                if not had.issuperset(map(id, held.values())):
+        if self._parts != self._parts_now():
+            for kind, held, had, named in self._held:
+                if not had.issuperset(_parts_in(held, named)):
                     raise _changed(kind, "a parameter or a module in", "exchanged or registered")
 
     def _note_structures(self, runs_only: bool = False) -> None:
@@ -212,6 +225,10 @@ class ModuleCopies:
                 copied.note_buffers(written)
             self._note_structures(runs_only=True)
             self._note_parts()
+
+
+def _parts_in(held: dict[str, Any], named: bool) -> set[Any]:
+    return {(name if named else "", id(part)) for name, part in held.items() if part is not None}
 
 
 def _names_of(module: nn.Module) -> tuple[list[str], list[str]]:
@@ -309,7 +326,8 @@ def _follow_weight(name: str, parameter: nn.Parameter, made: nn.Parameter, befor
 
 
 def _of_buffer(buffer: Tensor | None) -> Any:
-    return None if buffer is None else (id(buffer), buffer._version)
+    """Return a state that differs if a buffer was written, even through `.data` or numpy, which keep its version."""
+    return None if buffer is None else (id(buffer), buffer._version, digest([buffer]))
 
 
 def _of_weight(parameter: Tensor | None) -> Any:

@@ -25,10 +25,11 @@ from .observe.blocks import find_blocks, named_blocks, num_bytes
 from .observe.observation import Observation
 from .observe.observe_forward import observe_forward
 from .observe.placeholder import Placeholder
-from .observe.skeleton import Skeleton
+from .observe.skeleton import MARK, Skeleton
 from .observe.trees import Path, mapped, tensors
 from .parameter_hooks import copy_attachments, needs_rebinding, rebinding, refuse_hooks
 from .replay.observed_stage import ObservedStage
+from .separate import separate
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +201,10 @@ class ObservedModel:
         """
         device = torch.device(device)
         owners = self._owners(self._assigned(cut), len(cut))
+        theirs = [] if copied or not initialise else self._own_blocks(stage, cut, owners, device)
         with uncollected():
-            skeleton = Skeleton(self._model, device)
-        _without_caches(skeleton.module)
+            skeleton = Skeleton(self._model, device, theirs)
+        _without_caches(skeleton.module, theirs)
         skeleton.choose([skeleton.module.get_submodule(path) for path in self._block_paths])
         skeleton.marked = self._skeleton.marked
         own = {}
@@ -223,6 +225,26 @@ class ObservedModel:
         running = {self._skeleton.path_of(call.module) for call in calls if call.module is not None}
         foreign = [block for block, path in zip(skeleton.blocks, self._block_paths, strict=True) if path not in running]
         return ObservedStage(skeleton, stage, cut, owners, foreign)
+
+    def _own_blocks(self, stage: int, cut: Sequence[range], owners: Owners, device: torch.device) -> list[nn.Module]:
+        """Return the user's blocks that a stage can run themselves, so that all that is done to them holds.
+
+        A block is copied if other stages run it too, if it is to run on another device, or if it shares something with
+        what is around it, which is a copy in each stage.
+        """
+        if not isinstance(self._source, nn.Module):
+            return []
+        calls = [event.module for event in self._observation.calls]
+        elsewhere = {module for i, module in enumerate(calls) if i not in cut[stage]}
+        paths = {self._skeleton.path_of(m): None for m in calls if m is not None and m not in elsewhere}
+        blocks = [self._source.get_submodule(path) for path in paths if path not in ("", MARK)]
+        owned = {p for name, p in self._source.named_parameters() if owners[name] == {stage}}
+        return [
+            block
+            for block in separate(self._source, blocks)
+            if owned.issuperset(block.parameters())
+            and all(tensor.device == device for tensor in (*block.parameters(), *block.buffers()))
+        ]
 
     def _assigned(self, cut: Sequence[range]) -> Assignment:
         """Return the assignment of a cut; the last one is cached."""
@@ -270,9 +292,15 @@ def _block(skeleton: Skeleton, module: nn.Module) -> BlockCall:
     return BlockCall(skeleton.name_of(module), skeleton.path_of(module), count, num_bytes(module))
 
 
-def _without_caches(module: nn.Module) -> list[str]:
-    """Set `use_cache` of configurations to False: key-value caches are of no use in training."""
-    configs = {id(config): config for part in module.modules() if (config := getattr(part, "config", None)) is not None}
+def _without_caches(module: nn.Module, own: Sequence[nn.Module] = ()) -> list[str]:
+    """Set `use_cache` of configurations to False: key-value caches are of no use in training.
+
+    Args:
+        own: modules inside, of the user's, whose configurations stay as they are.
+    """
+    theirs = {part for each in own for part in each.modules()}
+    parts = [part for part in module.modules() if part not in theirs]
+    configs = {id(config): config for part in parts if (config := getattr(part, "config", None)) is not None}
     found = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     for config in found:
         config.use_cache = False

@@ -122,7 +122,7 @@ class ObservedPartition:
         made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
         buffers = self._observed.own_buffers(stage, self.ranges)
         if isinstance(self._source, nn.Module):
-            self.module_copies.add(self._source, made.module, runs=False)
+            self.module_copies.add(self._source, made.module, runs=False, used=set(made.own_modules()))
             if route == 0:
                 self.module_copies.mirror(self._source, made.module, buffers, made.writes)
         shared = {name: stages for name, stages in self.shared.items() if stage in stages}

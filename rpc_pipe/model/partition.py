@@ -118,7 +118,8 @@ class LayerPartition:
             for module, copy_of in copies.items():
                 self.module_copies.add(module, copy_of, runs=True)
         for module in {module for layer, module in pairs if layer is module} - copies.keys():
-            self.module_copies.refuse_new_parts(module)
+            for part in module.modules():
+                self.module_copies.refuse_new_parts(part)
         return [(i, copies.get(module, module)) for i, module in zip(layers, made, strict=True)]
 
     def _layers(self, stage: int, randomness: Randomness) -> tuple[Sequence[int], list[LayerLike]]:

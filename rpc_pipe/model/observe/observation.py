@@ -95,6 +95,8 @@ class Event:
     asked: set[Version] = field(default_factory=set)
     #: if it returns a property of the form, such as a shape: the tensors that it was asked of
     form_asked_of: set[Value] = field(default_factory=set)
+    #: of a test for finite numbers: what it says if they are, which stages without them go by
+    presumed: bool | None = None
     #: whether operators ran
     computes: bool = False
     #: whether the forward may take another path behind it for other data

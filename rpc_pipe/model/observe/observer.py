@@ -35,6 +35,10 @@ from .unread_fields import FieldNeeded, static_arguments
 
 #: functions that read the data of a tensor without an operator
 _DATA_ACCESS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
+#: tests for numbers that are not finite, and what combines them
+_TESTS: dict[Any, bool] = {torch.isfinite: True, torch.isnan: False, torch.isinf: False}
+_TESTS |= {Tensor.isfinite: True, Tensor.isnan: False, Tensor.isinf: False}
+_COMBINING = {torch.all, torch.any, Tensor.all, Tensor.any}
 #: functions that run backward inside a forward
 _BACKWARD = {torch.autograd.grad: "torch.autograd.grad", Tensor.backward: "backward"}
 
@@ -66,6 +70,8 @@ class Observer(TorchFunctionMode):
         #: storage -> the last event that wrote it and depends on more than fields
         self._writer: dict[int, Event] = {}
         self._randoms = 0
+        #: id of a result of a test for finite numbers -> what it says if all are
+        self._healthy: dict[int, bool] = {}
         #: id of a frame of `checkpoint` -> number of the call, and the frame, kept so that no id is reused
         self._checkpoints: dict[int, tuple[int, FrameType]] = {}
         self._ops = OperatorObserver(self, skeleton.placeholders)
@@ -95,6 +101,8 @@ class Observer(TorchFunctionMode):
             self.refuse_unread(event)
             if not isinstance(error, NEEDS_NUMBERS):
                 raise
+            if func is Tensor.__bool__ and id(args[0]) in self._healthy:
+                return self._presumed(event, self._healthy[id(args[0])])
             raise ConfigError(
                 f"model: {event.where} needs the numbers of a tensor that depends on the model's parameters "
                 f"({name_of(func)}: {first_sentence(error)}); a stage that lacks them cannot go the same way: keep "
@@ -103,8 +111,19 @@ class Observer(TorchFunctionMode):
         finally:
             self.current = None
         self._end(event, result)
+        if func in _TESTS:
+            self._healthy[id(result)] = _TESTS[func]
+        elif func in _COMBINING and id(args[0]) in self._healthy:
+            self._healthy[id(result)] = self._healthy[id(args[0])]
         event.static_arguments = static_arguments((args, kwargs)) if event.unread else None
         return result
+
+    def _presumed(self, event: Event, answer: bool) -> bool:
+        """Return what a test of finite numbers says, for stages without the numbers; the one with them asks them."""
+        event.depends = max(self._depends(event))
+        event.outputs.append(Output(answer))
+        event.presumed = answer
+        return answer
 
     def _begin(self, **what: Any) -> Event:
         frame = checkpoint_frame()
@@ -173,7 +192,7 @@ class Observer(TorchFunctionMode):
         def note(inner: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             outputs.append(Output(output, inner, (args, kwargs)))
 
-        hooked = [inner for inner in module.modules() if inner._forward_hooks and inner is not module]
+        hooked = [inner for inner in module.modules() if inner._forward_hooks]
         handles = [inner.register_forward_hook(note, prepend=True, with_kwargs=True) for inner in hooked]
         given = {id(tensor) for tensor in tensors((args, kwargs))}
         boxes = [
@@ -334,12 +353,8 @@ class Observer(TorchFunctionMode):
 
     def run(self, args: Any, kwargs: Any) -> Observation:
         """Run the model's forward; return the record."""
-        self._skeleton.run = self
-        try:
-            with self:
-                output = self._skeleton.module(*args, **kwargs)
-        finally:
-            self._skeleton.run = None
+        with self._skeleton.reporting(self), self:
+            output = self._skeleton.module(*args, **kwargs)
         return self._finish(output)
 
     def _finish(self, output: Any) -> Observation:

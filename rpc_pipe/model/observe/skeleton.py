@@ -24,7 +24,7 @@ from ...workers.compute.inner_state import OF_TORCH
 from ...workers.compute.torch_internals import is_current
 from .given import refuse_lazy
 from .placeholder import Placeholder, PlaceholderFactory
-from .trees import at, leaves
+from .trees import at, leaves, tensors
 
 #: name of a mark among the blocks
 MARK = "pipe_split()"
@@ -43,15 +43,17 @@ class Skeleton:
     Args:
         model: not changed; its buffers are copied.
         device: device of placeholders and copied buffers.
+        own: modules of the model to be used themselves, with all that they hold, in place of copies.
 
     Raises:
         ConfigError: the model cannot be copied.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, own: Sequence[nn.Module] = ()) -> None:
         self.placeholders = PlaceholderFactory()
         self.device = device
-        self.module = self._copied(model)
+        memo: dict[int, Any] = {id(module): module for module in own}
+        self.module = self._copied(model, memo)
         modules = list(self.module.named_modules())
         #: name in the unsplit model (the first, if it has several) -> the present parameter
         self.parameters: dict[str, nn.Parameter] = {}
@@ -60,10 +62,8 @@ class Skeleton:
         self._in_containers: dict[str, list[tuple[Any, Any]]] = {}
         self._names = {id(module): name for name, module in modules}
         self._note_places(modules)
-        self._fakes = dict(self.parameters)
+        self._fakes = {name: memo.get(id(parameter), parameter) for name, parameter in self.parameters.items()}
         self.blocks: list[nn.Module] = []
-        #: of each block, the attribute that has been wrapped, and its value before
-        self._forwards: list[tuple[str, Callable[..., Any] | None]] = []
         #: the block of calls of torch's `pipe_split()`, which count as calls of an empty block if `marked`
         self.mark = nn.Identity()
         self.marked = False
@@ -77,10 +77,9 @@ class Skeleton:
         #: buffers that a forward has replaced by other tensors
         self.exchanged: dict[tuple[nn.Module, str], None] = {}
 
-    def _copied(self, model: nn.Module) -> nn.Module:
+    def _copied(self, model: nn.Module, memo: dict[int, Any]) -> nn.Module:
         modules = list(model.named_modules())  # once, since it is slow
         _refuse_modules(modules, type(model).__name__)
-        memo: dict[int, Any] = {}
         for _, module in modules:
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in memo:
@@ -90,8 +89,9 @@ class Skeleton:
                 # weight_norm does, is refused by it.
                 if type(value) in (OrderedDict, set) and not value:
                     memo[id(value)] = type(value)()
-                elif isinstance(value, Tensor) and not value.is_leaf:
-                    memo[id(value)] = value.detach().clone()
+                elif type(value) in (Tensor, list, dict, tuple):
+                    computed = [tensor for tensor in tensors(value) if not tensor.is_leaf]
+                    memo |= {id(tensor): tensor.detach().clone() for tensor in computed}
         try:
             return copy.deepcopy(model, memo)
         except (TypeError, RuntimeError) as error:
@@ -191,14 +191,22 @@ class Skeleton:
 
     def choose(self, blocks: Sequence[nn.Module]) -> None:
         """Choose the modules that report their calls to the running forward."""
-        for block, (name, forward) in zip(self.blocks, self._forwards, strict=True):
-            vars(block)[name] = forward
         self.blocks = list(blocks)
-        self._forwards = [
-            ("_compiled_call_impl", None) if _has_backward_hooks(b) else ("forward", b.forward) for b in blocks
-        ]
-        for block in self.blocks:
-            self._wrap(block)
+
+    @contextmanager
+    def reporting(self, run: RunningForward) -> Iterator[None]:
+        """Return a context in which the blocks report their calls to `run`; outside it they are as they were."""
+        self.run = run
+        wrapped = [self._wrap(block) for block in self.blocks]
+        try:
+            yield
+        finally:
+            self.run = None
+            for held, name, before in wrapped:
+                if before is None and name == "forward":
+                    held.pop(name, None)
+                else:
+                    held[name] = before
 
     def refuse_hooks(self) -> None:
         """Refuse backward hooks of modules that contain blocks of several stages.
@@ -217,17 +225,21 @@ class Skeleton:
                     f"its blocks and comes out of the last; register it on a block, or on a module inside one"
                 )
 
-    def _wrap(self, block: nn.Module) -> None:
-        # Backward hooks wrap the inputs and outputs of a call, so they must run inside the reported call.
-        name = "_compiled_call_impl" if _has_backward_hooks(block) else "forward"
-        forward: Callable[..., Any] = block._call_impl if _has_backward_hooks(block) else block.forward
+    def _wrap(self, block: nn.Module) -> tuple[dict[str, Any], str, Any]:
+        """Make a block report; return what undoes it: its attributes, the name of one, and its value (None: none)."""
+        # Hooks belong to the block: they may need numbers, and a stage may end with the call.
+        name = "_compiled_call_impl" if has_hooks(block) else "forward"
+        forward: Callable[..., Any] = block._call_impl if has_hooks(block) else block.forward
 
         @wraps(forward)
         def reported(*args: Any, **kwargs: Any) -> Any:
-            # Without a running forward: backward recomputes, or the block is called inside another block.
+            # Without a running forward the block is called inside another block.
             return forward(*args, **kwargs) if self.run is None else self.run.block(block, forward, args, kwargs)
 
-        vars(block)[name] = reported  # setattr on a compiled module would set the attribute of the module inside
+        held = vars(block)  # setattr on a compiled module would set the attribute of the module inside
+        before = held.get(name)
+        held[name] = reported
+        return held, name, before
 
     @contextmanager
     def inside_block(self, mode: TorchFunctionMode) -> Iterator[None]:
@@ -246,6 +258,11 @@ class Skeleton:
 def is_mark(func: Any) -> bool:
     """Return whether a torch function is `torch.distributed.pipelining.pipe_split`."""
     return getattr(func, "_qualified_op_name", "") == "pippy::_pipe_split"
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of its own, so that its call does more than its forward."""
+    return _has_backward_hooks(module) or bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def _has_backward_hooks(module: nn.Module) -> bool:

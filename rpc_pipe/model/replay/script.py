@@ -68,6 +68,8 @@ class ScriptLine:
     recorded: list[_Place] = field(default_factory=list)
     contract: OutputContract | None = None
     static_arguments: Any = None
+    #: what a test for finite numbers says if they are; None: it is none
+    presumed: bool | None = None
 
 
 class Script:
@@ -159,6 +161,7 @@ class Script:
             answer=event.answer,
             contract=None if self.is_last else event.contract,
             static_arguments=event.static_arguments,
+            presumed=event.presumed,
         )
         for number, output in enumerate(event.outputs):
             found = [(number, path, id(tensor)) for path, tensor in leaves(output.tree)]

@@ -22,7 +22,7 @@ from ..observe.object_state import is_object
 from ..observe.observation import Output
 from ..observe.observer import name_of
 from ..observe.output_contract import check_attribute
-from ..observe.placeholder import Placeholder
+from ..observe.placeholder import NEEDS_NUMBERS, Placeholder
 from ..observe.skeleton import Skeleton, is_mark
 from ..observe.trees import Path, at, leaves, mapped, replaced, tensors
 from ..observe.unread_fields import FieldNeeded, UnreadField, copy_of, static_arguments
@@ -63,20 +63,18 @@ class ScriptedForward(TorchFunctionMode):
         args, kwargs = fields = mapped((tuple(args), kwargs), change)
         self._tensors |= (given := {key: at(fields, path) for path, key in script.fields})
         versions = list(map(version_of, given.values()))
-        self._skeleton.run = self
         buffers = [(module._buffers, name, module._buffers.get(name)) for module, name in self._skeleton.exchanged]
         output = None
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # restores what contexts of the model leave changed
             try:
                 self._seed(0, 0)
-                with self:
+                with self._skeleton.reporting(self), self:
                     output = self._skeleton.module(*args, **kwargs)
                 if self._next < len(script.lines):
                     raise Diverged(self._next, "output")
             except _Finished:
                 pass
             finally:
-                self._skeleton.run = None
                 for hook in self._hooks:
                     hook.remove()
                 for held, name, before in buffers:
@@ -143,7 +141,7 @@ class ScriptedForward(TorchFunctionMode):
             result = replaced(result, {path: self._tensors[key] for _, path, key in line.substituted})
         for _, path, key in line.recorded:
             self._tensors[key] = at(result, path)
-        if line.last:
+        if line.last and line.presumed in (None, result):  # else the model shall see it, and raise
             self._leaving = True
             raise _Finished
         return result
@@ -265,6 +263,8 @@ def _reproduce_side_effects(output: Output, needed: bool) -> None:
     module.forward = lambda *args, **kwargs: output.tree
     try:
         module(*output.arguments[0], **output.arguments[1])
+    except NEEDS_NUMBERS:  # a hook that only logs, where the numbers are
+        pass
     finally:
         del module.forward
         if own is not None:

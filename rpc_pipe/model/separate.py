@@ -1,0 +1,61 @@
+"""Blocks of a model that share nothing with what is around them, so that they can stand among copies of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..workers.compute.inner_state import OF_TORCH
+
+_BOXES = (list, dict, set, tuple)
+
+
+def separate(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the blocks whose modules, tensors and containers only they themselves hold; of nested ones the outer."""
+    count = Counter(id(each) for module in model.modules() for each in _held(module))
+    nested = {part for block in blocks for part in block.modules() if part is not block}
+    return [block for block in blocks if block not in nested and _is_separate(block, count)]
+
+
+def _is_separate(block: nn.Module, count: Counter[int]) -> bool:
+    parts = list(block.modules())
+    if any(isinstance(part, torch.jit.ScriptModule) for part in parts):
+        return False
+    inside = Counter(id(each) for part in parts for each in _held(part))
+    if any(found != count[each] for each, found in inside.items()):
+        return False
+    return set(parts).issuperset(module for part in parts for module in _mentioned(part))
+
+
+def _held(module: nn.Module) -> Iterator[Any]:
+    """Yield what a module holds that another one could hold too: members, tensors, and containers."""
+    for held in (module._modules, module._parameters, module._buffers):
+        yield from (each for each in held.values() if each is not None)
+    for name, value in vars(module).items():
+        if name not in OF_TORCH and isinstance(value, (list, dict, set, Tensor)):
+            yield value
+
+
+def _mentioned(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in plain attributes and hooks of a module, such as an owner that it calls back."""
+    for name, value in vars(module).items():
+        if name not in ("_modules", "_parameters", "_buffers"):
+            yield from _modules_in([value], 3)
+
+
+def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
+    for value in values:
+        if isinstance(value, nn.Module):
+            yield value
+        elif isinstance(value, MethodType):
+            yield from _modules_in([value.__self__], depth)
+        elif isinstance(value, partial) and depth:
+            yield from _modules_in([value.func, *value.args, *value.keywords.values()], depth - 1)
+        elif isinstance(value, _BOXES) and depth:
+            yield from _modules_in(value.values() if isinstance(value, dict) else value, depth - 1)
