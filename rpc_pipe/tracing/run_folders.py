@@ -24,6 +24,8 @@ FOLDER = "RPC_PIPE_BOARDS"
 OFF = "off"
 #: file in a run's folder: the launcher's identity
 LAUNCHER = "launcher"
+#: where the folders of all users are; else in that for temporary files
+_MEMORY = Path("/dev/shm")
 #: prefix of files that name processes which need a folder
 _MEMBER = "member-"
 #: prefix of files with listings of programs
@@ -38,14 +40,19 @@ def root() -> Path:
     Raises:
         ConfigError: it belongs to another user.
     """
-    memory = Path("/dev/shm")
-    above = memory if os.access(memory, os.W_OK) else Path(tempfile.gettempdir())
-    path = above / f"rpc-pipe-{os.getuid()}"
-    path.mkdir(mode=0o700, exist_ok=True)
-    found = path.lstat()
-    if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode) or found.st_mode & 0o077:
-        raise ConfigError(f"{path}: must be a folder that only you can read; remove it")
-    return path
+    refused = ""
+    for above in dict.fromkeys((_MEMORY, Path(tempfile.gettempdir()))):
+        if not os.access(above, os.W_OK):
+            continue
+        path = above / f"rpc-pipe-{os.getuid()}"
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077:
+            return path
+        # Another user may have made it to hinder this one, who cannot remove it.
+        refused = refused or f"{path}: must be a folder that only you can read; remove it"
+    raise ConfigError(refused or f"{tempfile.gettempdir()}: must be a folder that you can write to")
 
 
 def folder(environ: Mapping[str, str]) -> Path | None:

@@ -65,6 +65,24 @@ def test_a_folder_of_the_same_number_does_not_hinder_a_run(root):
     assert run_folders.new_folder().name.startswith(f"run-{os.getpid()}-")
 
 
+def test_a_folder_that_another_user_has_claimed_is_not_used(tmp_path, monkeypatch):
+    """Who made it first could keep torchrun's workers from meeting over ZeroMQ, whose sockets are there."""
+    memory, other = tmp_path / "memory", tmp_path / "temporary"
+    claimed = memory / f"rpc-pipe-{os.getuid()}"
+    claimed.mkdir(parents=True)
+    claimed.chmod(0o777)
+    other.mkdir()
+    monkeypatch.setattr(run_folders, "_MEMORY", memory)
+    monkeypatch.setattr(tempfile, "tempdir", str(other))
+    assert run_folders.root().parent == other and run_folders.root().stat().st_mode & 0o777 == 0o700
+    (other / claimed.name).chmod(0o777)
+    with pytest.raises(ConfigError, match="must be a folder that only you can read; remove it"):
+        run_folders.root()
+    claimed.rmdir()
+    claimed.write_text("")
+    assert pytest.raises(ConfigError, run_folders.root)
+
+
 def test_a_run_that_cannot_be_watched_runs_all_the_same(tmp_path, monkeypatch, capsys):
     def refuse():
         raise ConfigError("/dev/shm/x: must be a folder that only you can read; remove it")

@@ -16,7 +16,7 @@ spec.loader.exec_module(allocator)
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    bytearray(64_000_000)
+    [bytearray(40_000_000) for _ in range(4)]
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 allocator.keep_freed_memory()
