@@ -16,6 +16,7 @@ from ..drawing.page import Picture, draw_page
 from ..planning.simulator import Cost, Simulation, simulate
 from ..planning.span import Span
 from ..planning.waits import waits
+from ..schedules import name_of
 from ..workers.hooks import StepRecord
 
 
@@ -105,7 +106,11 @@ def transfers(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], li
 def planned_and_actual(trace: Trace) -> str:
     """Return a page with a simulated step above the last one as it ran, in milliseconds."""
     spec, planned, actual = trace.spec, trace.simulated().spans, trace.last_steps(1)
+    schedule, ran = (
+        f"planned: {name_of(spec)}, {spec.num_microbatches} microbatches",
+        f"actual: step {max(trace.steps)}",
+    )
     return draw_page([
-        Picture("planned", planned, spec.num_workers, "ms", "idle", waits(spec, planned)),
-        Picture("actual", actual, spec.num_workers, "ms", "idle", waits(spec, actual, slack=trace.clock_error_ms)),
+        Picture(schedule, planned, spec.num_workers, "ms", "idle", waits(spec, planned)),
+        Picture(ran, actual, spec.num_workers, "ms", "idle", waits(spec, actual, slack=trace.clock_error_ms)),
     ])  # fmt: skip
