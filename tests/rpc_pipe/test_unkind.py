@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from unkind import MODELS, batches_for, differences, mse, pipeline, repeated
 from unkind_layers import EMA, WIDTH, Bounded, JustMoved, Linear, OwnHooks, Product
 
-from rpc_pipe import pipeline as module
+from rpc_pipe import own_workers as module
 from rpc_pipe.dependency import ConfigError, WorkerFailure
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.pipeline import Pipeline

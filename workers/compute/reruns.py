@@ -50,10 +50,13 @@ class Reruns:
         self._moved: list[Place] = []
         self._num_forwards = 0
 
+    @property
+    def watches(self) -> bool:
+        """Whether forwards are to be looked at: until the first backwards have been."""
+        return self._may_be is not False and self._writers is None and torch.is_grad_enabled()
+
     def forwarded(self) -> None:
         """Record the numbers and tensors in attributes after a forward."""
-        if self._may_be is False or self._writers is not None or not torch.is_grad_enabled():
-            return
         now = {
             (module, name): (value, version_of(value)) if isinstance(value, Tensor) else (None, value)
             for module in self._modules

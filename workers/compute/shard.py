@@ -100,6 +100,8 @@ class Shard:
         self._casts = Casts()
         #: backwards in two parts so far
         self._num_split = 0
+        #: forwards in training so far
+        self._num_forwards = 0
         self._reruns = Reruns(slice.own, self._under_way, self._written)
         # Names are taken now: a forward may replace modules.
         self.updating = Updating(slice, stage, training, randomness)
@@ -159,6 +161,8 @@ class Shard:
         for module, own in self._modes.items():
             module.training = mode and own
         self._modes = {} if mode else self._modes
+        if mode:
+            self._written.look_at_modes()
 
     def go_on_at(self, step: int, updates: int) -> None:
         """Set the counters of steps and updates, which also key the optimizer's random numbers."""
@@ -196,7 +200,8 @@ class Shard:
             first: Callable[..., Tree] = partial(self._forward, *given)
             forward = partial(self._unhooked.run, first, self._written.begin_anew) if holds else first
             tree = self._noted(microbatch, forward if split else first, forward) if recompute else forward()
-        self._reruns.forwarded()
+        if self._reruns.watches:
+            self._reruns.forwarded()
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
             tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
         return borders.stage_output(tree, lambda: self._staying(inputs), self._keepers) if share is None else None
@@ -239,8 +244,8 @@ class Shard:
         entered = borders.stage_inputs(inputs, copied=copied)
         if target is not None:
             target = self._targets.take(target, known=self.loss_fn is self._own_loss_fn, copied=spared)
-        trained = self.updating.trained() if backward else []
-        looks = backward and self._written.has_to_look()
+        trained = self.updating.trained() if backward and self._num_forwards < _LOOKS else None
+        looks = backward and not self._written.nothing
         known = self._written.begin() if looks else {}
         seen = not self._unhooked.known
         saved = Saved({} if again else known, seen) if backward and (split or (known and seen and not again)) else None
@@ -260,14 +265,16 @@ class Shard:
         if target is not None:
             self._targets.look()
         if backward:
-            self.updating.refuse_changes(trained)
+            self._num_forwards += 1
+            if trained is not None:
+                self.updating.refuse_changes(trained)
             owing = entered.owing
             if not split:
                 self._owed.watch(owing)
             roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
             self._casts.look(roots)
             if looks:
-                self._written.keep(roots, saved, hidden, {} if again else known, self._under_way)
+                self._written.keep(roots, saved, hidden, {} if again else known)
             self._forwarded[microbatch] = _Forwarded(step, owing, roots, saved)
         return tree
 

@@ -7,7 +7,7 @@ from autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,19 @@ from ...dependency import ConfigError
 from .autocast import forget_casts
 from .autograd_graph import children_first, saved_by
 from .digest import few, imprint, sample
-from .inner_state import may_count
-from .occasional_checks import OccasionalChecks
 from .sharing import address
 from .slices import Slice
 from .split_backward import Saved
 from .torch_internals import NormBase
 
+#: so many forwards are looked at
+_LOOKS = 2
 #: where the elements of a tensor lie
 _Address = int
 
 
 class Written:
-    """Finds out, by the first forward in training, which tensors of a shard these are; later ones are looked at rarely.
+    """Finds out, by the first two forwards in training and when modes change, which tensors of a shard these are.
 
     Args:
         slice: what computes. Of torch's own norms backward reads no running statistics.
@@ -47,25 +47,22 @@ class Written:
         self.nothing = False
         self._weights_before: list[tuple[nn.Parameter, _Address, int, Tensor]] | None = None
         self._in_full = True
-        #: forwards to look at again, as `.data` hides what is written from autograd; torch's own modules do not use it
-        self._checks = OccasionalChecks() if any(map(may_count, slice.own)) else None
-        self._again = False
-        #: where what lies that a forward wrote and the first ones did not, and what to call it
-        self._late: dict[_Address, str] = {}
+        #: forwards still to be looked at
+        self._looks = _LOOKS
 
     @property
     def found(self) -> bool:
         """Whether forwards have been seen to write something."""
         return bool(self.buffers or self.weights)
 
-    def has_to_look(self) -> bool:
-        """Tell whether anything has to be done for the next forward."""
-        self._again = self._checks is not None and self._checks.due() and self.weights is not None
-        return self._again or not self.nothing
+    def look_at_modes(self) -> None:
+        """Look at the next forward if modules have other modes now, in which it may write something else."""
+        if self._modes and self._modes != [module.training for module in self._modules]:
+            self.nothing, self._looks = False, _LOOKS
 
     def begin(self) -> dict[_Address, Tensor]:
         """Return what a forward that begins will write, as far as it is known, by where it lies."""
-        if self.weights is None or self._again:
+        if self._looks:
             parameters = [p for _, p in self._slice.named_parameters() if p.layout is torch.strided]
             self._in_full = few(parameters)
             self._weights_before = [(p, address(p), p._version, self._seen(p)) for p in parameters]
@@ -75,14 +72,11 @@ class Written:
         if not self._modules:
             return found
         modes = [module.training for module in self._modules]
-        if modes != self._modes or self._again:
-            self._again &= modes == self._modes
+        if self._looks or modes != self._modes:
             self._modes = modes
             held = [(m, name, b) for m in self._modules for name, b in m._buffers.items() if b is not None]
             dense = [each for each in held if each[2].layout is torch.strided]
             self._before = [(m, name, b, address(b), b.clone(), b._version) for m, name, b in dense]
-            if not self._again:
-                return found
         buffers = [module._buffers[name] for module, name in self.buffers]
         return found | {address(buffer): buffer for buffer in buffers if buffer is not None}
 
@@ -95,6 +89,7 @@ class Written:
         if not self.nothing:
             self.end(again=True)
         self._modes, self.buffers, self._before, self.weights, self.nothing = [], [], [], None, False
+        self._looks = _LOOKS
 
     def end(self, again: bool) -> dict[_Address, Tensor]:
         """Take note of what the forward has written; return what nobody knew of, by where it lay before.
@@ -118,12 +113,6 @@ class Written:
                 if module._buffers.get(name) is buffer
                 and (buffer._version != version or (module, name) in buffers or not torch.equal(buffer, before))
             ]
-            if self._again:
-                same = {at for _, _, buffer, at, _, version in self._before if buffer._version == version}
-                new = [each for each in written if each[:2] not in self.buffers and each[3] in same]
-                self._late = {at: f"buffer {name} of a {type(module).__name__}" for module, name, _, at in new}
-            else:
-                self.buffers = []
             self.buffers = list(dict.fromkeys((*self.buffers, *((module, name) for module, name, _, _ in written))))
             self._before = []
             found = {at: buffer for _, _, buffer, at in written}
@@ -135,13 +124,10 @@ class Written:
             for p, at, version, before in self._weights_before
             if (p._version != version and address(p) == at) or p in weights or not torch.equal(self._seen(p), before)
         ]
-        if self.weights is not None:
-            versions = {p: version for p, _, version, _ in self._weights_before}
-            new_weights = [(p, at) for p, at in changed if p not in set(self.weights) and p._version == versions[p]]
-            self._late |= {at: f"parameter of shape {tuple(p.shape)}" for p, at in new_weights}
         self.weights = list(dict.fromkeys((*(self.weights or ()), *(weight for weight, _ in changed))))
         self._weights_before = None
-        self.nothing = not (self.weights or self._modules)
+        self._looks -= 1
+        self.nothing = not (self.found or self._looks)
         self._refuse_copied()
         if again and self.weights:
             shape = tuple(self.weights[0].shape)
@@ -157,30 +143,17 @@ class Written:
         saved: Saved | None,
         hidden: Mapping[_Address, Tensor],
         known: Mapping[_Address, Tensor],
-        others: Iterable[Sized],
     ) -> None:
         """Let backward from `roots` read copies of what the forward has saved of what is written.
 
         Args:
             saved: where it was saved, if autograd does not hold it.
             hidden: what nobody knew of before the forward, `known`: and what was known.
-            others: what holds the microbatches whose forward has run, but not all of their backward.
-
-        Raises:
-            ConfigError: their backward would read what this forward, or another one, wrote.
         """
-        late, self._late = self._late, {}
         if saved is not None and saved.seen:
-            found = {at for at in late if saved.num_bytes_at([at])}
             saved.keep(hidden)
-        else:
-            found = keep_saved(roots, {**known, **hidden}.values()) if known or hidden else set()
-        for at in found & late.keys() if any(map(len, others)) else ():
-            raise ConfigError(
-                f"a layer writes its {late[at]} by .data in its forward, and did not in its first ones: autograd does "
-                f"not see it, and backward reads what later forwards wrote; write it from the first one on, in a list "
-                f"of layers something else than what is there, or let forward use a copy, by .clone()"
-            )
+        elif known or hidden:
+            keep_saved(roots, {**known, **hidden}.values())
 
     def _refuse_copied(self) -> None:
         written, shared = set(self.weights or ()), self._slice.shared
@@ -194,16 +167,14 @@ class Written:
         return imprint(parameter) if self._in_full else sample(parameter).clone()
 
 
-def keep_saved(roots: Sequence[Tensor], written: Iterable[Tensor]) -> set[_Address]:
-    """Let backward from `roots` read copies of what autograd has saved of these tensors; return where they lie."""
-    addresses, found = {address(tensor) for tensor in written}, set()
+def keep_saved(roots: Sequence[Tensor], written: Iterable[Tensor]) -> None:
+    """Let backward from `roots` read copies of what autograd has saved of these tensors."""
+    addresses = {address(tensor) for tensor in written}
     for node in children_first(root.grad_fn for root in roots if root.grad_fn is not None):
         for saved in saved_by(node):
             tensor = saved.data  # not unpacked: a checkpoint would compute again
             if isinstance(tensor, Tensor) and address(tensor) in addresses:
                 saved.register_hooks(_copy, _same)
-                found.add(address(tensor))
-    return found
 
 
 def _copy(tensor: Tensor) -> Tensor:
