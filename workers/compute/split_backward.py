@@ -204,7 +204,7 @@ def backward_inputs(
     first = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)]
     starts = list(zip(((edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)), first, strict=True))
     graph = _Graph([edge for edge, _ in starts], {_leaf_node(leaf) for leaf in inputs})
-    if saved.is_checked:
+    if saved.is_checked and saved.seen:
         refuse_held_graphs(graph.nodes)
     now, later = graph.divided(all_now=saved.hooked)
     along: _Starts = []
