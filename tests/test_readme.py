@@ -52,8 +52,14 @@ def test_the_users_schedule_is_legal_and_short(tmp_path):
     assert "identical" in run(rpc_pipe(f"verify --schedule mine.py:Patient {options}"), tmp_path)
 
 
+def test_the_interleaved_schedule_of_the_page_trains_the_same_bits(tmp_path):
+    (tmp_path / "looped.py").write_text(python_block("looped.py"))
+    options = "--workers 2 --microbatches 5 --transport local"
+    assert "identical" in run(rpc_pipe(f"verify --schedule looped.py:Looped {options}"), tmp_path)
+
+
 def test_the_console_shows_what_is_printed(tmp_path):
-    for name in ("steps.py", "mistakes.py"):
+    for name in ("steps.py", "mistakes.py", "looped.py"):
         (tmp_path / name).write_text(python_block(name))
     for block in blocks("console"):
         command, _, shown = block.partition("\n")
