@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from ..dependency import ConfigError
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Slice
@@ -21,6 +22,7 @@ from .observe.given import refuse_lazy
 from .observe.trees import Path
 from .observed_model import ObservedModel, observe
 from .replay.observed_slice import ObservedSlice
+from .separate import refers_to_modules
 from .ties import groups
 
 #: a model, or a function that makes one
@@ -93,12 +95,22 @@ class ObservedPartition:
             loss_of_output(observed.output)
         self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
         observed.check(self.ranges)
+        self._refuse_loss_of_attributes(observed)
         self.shared = observed.shared(self.ranges)
         self.unused = observed.unused(self.ranges)
         self.block_names = [block.path for block in observed.blocks]
         for stage, told in reversed(list(enumerate(observed.stages(self.ranges)))):
             self._stage_of |= dict.fromkeys(told.parameters, stage)
         self.sharing = groups(self.shared, len(self.ranges))
+
+    def _refuse_loss_of_attributes(self, observed: ObservedModel) -> None:
+        """Refuse a loss function that refers to the model where blocks leave tensors on stages before the last."""
+        left = observed.left_before_last(self.ranges) if isinstance(self._source, nn.Module) else []
+        if left and refers_to_modules(self.loss_fn):
+            raise ConfigError(
+                f"loss_fn: refers to modules, and {left[0]} is left by a block of a stage before the last, which "
+                f"computes the loss and does not get it: let the model return it, or compute the loss in its forward"
+            )
 
     def first_stage_of(self, parameter: str) -> int:
         """Return the first stage that holds a parameter."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -59,3 +60,17 @@ def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
             yield from _modules_in([value.func, *value.args, *value.keywords.values()], depth - 1)
         elif isinstance(value, _BOXES) and depth:
             yield from _modules_in(value.values() if isinstance(value, dict) else value, depth - 1)
+
+
+def refers_to_modules(function: Any) -> bool:
+    """Return whether a function refers to modules with blocks of their own, by its closure, globals or arguments."""
+    function = getattr(function, "__func__", function)
+    code, found = getattr(function, "__code__", None), []
+    if code is not None:
+        names = {name for each in (code, *code.co_consts) for name in getattr(each, "co_names", ())}
+        known = getattr(function, "__globals__", {})
+        found += [known[name] for name in names if name in known]
+        for cell in function.__closure__ or ():
+            with suppress(ValueError):  # not set yet
+                found.append(cell.cell_contents)
+    return any(any(True for _ in module.children()) for module in _modules_in([*found, function], 3))

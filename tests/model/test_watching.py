@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rpc_pipe import Pipeline, WorkerFailure
+from rpc_pipe import ConfigError, Pipeline, WorkerFailure
 
 X, Y = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(8) % 3
 
@@ -78,3 +78,34 @@ def test_a_hook_that_is_registered_later_is_called():
     )
     assert all(ours == alone for ours, alone in found)
     assert len(seen) == 1
+
+
+class Balanced(nn.Module):
+    """A block that sets a loss of its own, as mixtures of experts do."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.aux = nn.Linear(8, 8), 0.0
+
+    def forward(self, x):
+        self.aux = self.linear(x).softmax(-1).mean(0).square().sum()
+        return x + self.linear(x)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_loss_reads_what_blocks_have_set(workers):
+    """It read the initial value for ever; what another stage has set is refused."""
+    torch.manual_seed(0)
+    whole = Asserting()
+    whole.blocks = nn.ModuleList(Balanced() for _ in range(4))
+    alone = copy.deepcopy(whole)
+
+    def loss_of(some):
+        return lambda output, target: nn.functional.cross_entropy(output, target) + sum(b.aux for b in some.blocks)
+
+    pipe = Pipeline(whole, loss_of(whole), num_workers=workers, num_microbatches=1)
+    if workers == 1:
+        assert pipe.step((X, Y)) == loss_of(alone)(alone(X), Y).item()
+    else:
+        with pytest.raises(ConfigError, match=r"loss_fn: refers to modules, and blocks\.0\.aux is left by a block"):
+            pipe.step((X, Y))
