@@ -80,7 +80,8 @@ def test_a_folder_that_another_user_has_claimed_is_not_used(tmp_path, monkeypatc
         run_folders.root()
     claimed.rmdir()
     claimed.write_text("")
-    assert pytest.raises(ConfigError, run_folders.root)
+    with pytest.raises(ConfigError, match="must be a folder"):
+        run_folders.root()
 
 
 def test_a_run_that_cannot_be_watched_runs_all_the_same(tmp_path, monkeypatch, capsys):
