@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from ...dependency import Action, ConfigError, Spec, takes_steps, update_of
-from ...workers.compute.digest import describe, shapes_of
+from ...workers.compute.digest import MOST_TENSORS, describe, shapes_of
 from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree, num_rows, num_tokens, shapes_in, split_rows, tensors_of
 from ...workers.transport.scatter import Scatter
-from .batch_memory import BatchMemory, refuse_rewritten
 from .lazy_batch import LazyBatch, label_of
 
 #: splits a batch into (inputs, targets)
@@ -75,7 +74,6 @@ class Microbatches:
             num = count(whole)
             parts = min(num_microbatches, max(1, num))
             if parts > 1:
-                _refuse_masks(whole, num)
                 refuse_lists(whole, num)
             split_by = None if pair is None else num
             all_inputs, all_targets = (split_rows(side, parts, split_by) for side in (inputs, targets))
@@ -180,24 +178,6 @@ def refuse_lists(tree: Tree, rows: int) -> None:
         )
 
 
-def _refuse_masks(batch: Tree, rows: int) -> None:
-    """Refuse a square attention mask for all rows that has as many rows as the batch, so that it would be split.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for tensor in tensors_of(batch):
-        if rows > 2 and tensor.shape == (rows, rows) and not tensor.is_complex():
-            above = torch.ones(rows, rows, dtype=torch.bool, device=tensor.device).triu(1)
-            for one, other in ((tensor[above], tensor[~above]), (tensor[above.T], tensor[~above.T])):
-                if bool((one == one[0]).all()) and bool((other == other[0]).all()) and bool(one[0] != other[0]):
-                    raise ConfigError(
-                        f"batch: a tensor of {rows} x {rows} that is one triangle looks like an attention mask, and "
-                        f"would be split as the batch of {rows} rows is: make it in the model, or expand it to one of "
-                        f"{rows} x {rows} for each row"
-                    )
-
-
 def _num_rows(tree: Tree) -> int:
     """Return the rows of a batch, in which tensors without dimension, or with one row, count for all rows."""
     sizes = {tensor.shape[0] for tensor in tensors_of(tree) if tensor.dim()}
@@ -240,22 +220,17 @@ class Prefetcher:
         self._batches = iter(batches)
         self._cut = cut
         self._read: dict[int, Microbatches] = {}
-        self._memory: dict[int, BatchMemory] = {}
 
     def advance(self, step: int) -> None:
         """Read the batches up to `count` ahead of `step`, and drop those before it."""
         self._read.pop(step - 1, None)
-        self._memory.pop(step - 1, None)
         for wanted in range(step, step + 1 + self._count):
             if wanted not in self._read and (not self._read or wanted - 1 in self._read):
                 for batch in self._batches:
-                    found = self._read[wanted] = self._cut(batch)
-                    if found.lazy is None:
-                        self._memory[wanted] = BatchMemory(
-                            (found.inputs[0], found.targets[0]), found.rows, found.described
-                        )
+                    self._read[wanted] = self._cut(batch)
                     break
-        refuse_rewritten([self._memory[number] for number in sorted(self._memory)])
+                if {wanted - 1, wanted} <= self._read.keys():
+                    _refuse_rewritten(self._read[wanted - 1], self._read[wanted])
 
     def finished(self, step: int) -> str:
         """Tell the loader that the batch of `step` has been trained on; return its label."""
@@ -267,6 +242,25 @@ class Prefetcher:
             if step not in self._read:
                 return
             yield self._read[step]
+
+
+def _refuse_rewritten(earlier: Microbatches, later: Microbatches) -> None:
+    """Refuse two batches in the same memory with other data.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if earlier.lazy or later.lazy:
+        return
+    inputs, targets = (earlier.inputs[0], later.inputs[0]), (earlier.targets[0], later.targets[0])
+    for side, trees in enumerate((inputs, targets)):
+        places, others = ([(tensor.data_ptr(), tensor.shape) for tensor in tensors_of(tree)] for tree in trees)
+        if places == others and 0 < len(places) <= MOST_TENSORS and earlier.described[side] != later.described[side]:
+            raise ConfigError(
+                "train: a batch was written after it was read, such as memory that is used for each batch anew: "
+                "batches are read ahead of the step that runs; give each one memory of its own, or call `step` for "
+                "each batch"
+            )
 
 
 def join_rows(pieces: list[Tree]) -> Tree:

@@ -21,7 +21,6 @@ from ...workers.compute.randomness import Randomness, preserved, python_state, p
 from ...workers.compute.torch_internals import has_saved_tensor_hooks
 from .carried_state import find_carried_state
 from .frames import is_of_model
-from .object_state import ObjectState
 from .observation import Observation
 from .observer import Observer
 from .placeholder import quiet
@@ -45,12 +44,11 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     try:
         with preserved(skeleton.device), skeleton.with_placeholders() as held, _eager(), quiet(), _saving():
             python_too(partial(Randomness(0, skeleton.device).seed_forward, 0, 0))(0, 0)  # alike on all workers
-            before, objects = python_state(), ObjectState(skeleton)
+            before = python_state()
             # in new dicts and lists, from which the model may remove items
             observer = Observer(skeleton, given)
             observation = observer.run(*mapped(given, lambda tensor: tensor))
             observation.draws_in_python = python_state() != before
-            objects.refuse_changed()
             find_carried_state(observer, observation, skeleton, held, (tuple(args), dict(kwargs)))
             return observation
     except Exception as error:

@@ -18,7 +18,6 @@ from ...dependency import ConfigError
 from ...workers.compute.borders import version_of
 from ...workers.compute.randomness import Seed, python_too
 from ...workers.compute.slices import note
-from ..observe.object_state import is_object
 from ..observe.observation import Output
 from ..observe.observer import name_of
 from ..observe.output_contract import check_attribute
@@ -199,7 +198,7 @@ class ScriptedForward(TorchFunctionMode):
             result = forward(*args, **kwargs)
         except Exception as error:
             for given in (*args, *kwargs.values()):
-                if is_object(given) and self._script.stage:
+                if hasattr(given, "__dict__") and not isinstance(given, Tensor) and self._script.stage:
                     kind = type(given).__name__
                     note(error, f"in a block that takes a {kind}: what blocks of other stages put into it is not here")
             raise
