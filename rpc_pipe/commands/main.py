@@ -6,6 +6,7 @@ planning answers at once. Exit codes: 0 done, 1 the run failed or differed, 2 wr
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import re
@@ -20,6 +21,7 @@ from .options import Parser
 
 _COMMANDS = (
     "run", "plan", "profile", "verify", "watch", "simulate", "compare", "export", "schedules", "data", "key",
+    "completion",
 )  # fmt: skip
 
 #: errors of writing: no space, a quota, or a broken device
@@ -90,6 +92,12 @@ def _dispatch(argv: list[str]) -> int:
     parser.refuse(unknown)
     code: int = command(typed, argv)
     return code
+
+
+def all_commands() -> dict[str, Parser]:
+    """Return the parsers of all commands by name."""
+    (commands,) = (action for action in _parser(())._actions if isinstance(action, argparse._SubParsersAction))
+    return dict(commands.choices)
 
 
 def _parser(typed: Sequence[str]) -> Parser:

@@ -34,6 +34,13 @@ class Parser(argparse.ArgumentParser):
         super().__init__(argument_default=argparse.SUPPRESS, allow_abbrev=False, **settings)
         self.set_defaults(parser=self)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.prepare(list(args or ()))
+        return super().parse_known_args(args, namespace)
+
+    def prepare(self, words: list[str]) -> None:
+        """Adapt the help to what was typed, before it is parsed."""
+
     def error(self, message: str) -> NoReturn:
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*)' \(choose from (.*)\)$", message):
             commands = re.findall(r"[\w-]+", wrong[2])

@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,6 +53,9 @@ _GPT: dict[str, tuple[Callable[[str], Any], str]] = {
     "data": (str, "text to train on: a file or folder; by default Python's standard library"),
 }
 
+#: options whose default a script overrides
+_OF_SCRIPT = ("schedule", "replicas", "microbatches", "order", "split", "device", "seed", "threads", "nan")
+
 
 def add(commands: Any) -> None:
     """Add `run` to the command line."""
@@ -85,6 +89,18 @@ def add(commands: Any) -> None:
         "--max-restarts", type=whole(0), metavar="N",
         help="after a failure restart up to N times, from the newest sound checkpoint that this run has written (0)",
     )  # fmt: skip
+    _add_checkpoints(parser)
+    built_in = _add_built_in(parser)
+    parser.set_defaults(command=run)
+
+    def prepare(words: list[str]) -> None:
+        if any(word == "--model" or word.endswith(".py") for word in words):
+            _leave_to_script(parser, built_in)
+
+    parser.prepare = prepare  # type: ignore[method-assign]
+
+
+def _add_checkpoints(parser: Parser) -> None:
     kept = parser.add_argument_group("checkpoints")
     kept.add_argument(
         "--checkpoint-every",
@@ -101,6 +117,9 @@ def add(commands: Any) -> None:
         metavar="auto|FOLDER",
         help="continue from the newest sound one in --checkpoint-folder, if there is one, or the newest in FOLDER",
     )
+
+
+def _add_built_in(parser: Parser) -> Sequence[argparse.Action]:
     gpt = parser.add_argument_group("the built-in GPT")
     for name, (kind, text) in _GPT.items():
         default = getattr(TrainOptions, name)
@@ -109,7 +128,17 @@ def add(commands: Any) -> None:
         "--beat-bigram", action=argparse.BooleanOptionalAction,
         help="fail unless the held-out loss is below a byte bigram model's",
     )  # fmt: skip
-    parser.set_defaults(command=run)
+    return gpt._group_actions
+
+
+def _leave_to_script(parser: Parser, built_in: Sequence[argparse.Action]) -> None:
+    """Take from the help what a script decides: the options of the built-in GPT, and defaults of its pipeline."""
+    for action in built_in:
+        action.help = argparse.SUPPRESS
+    for action in parser._actions:
+        if action.dest in _OF_SCRIPT and action.help:
+            action.help = re.sub(r" \([^()]*\)$", "", action.help)
+    parser.epilog = "What is not typed is as the script says."
 
 
 def refuse_unknown(script: str, unknown: Sequence[str], near: str) -> None:

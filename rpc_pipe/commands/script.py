@@ -147,7 +147,7 @@ class _Ending:
             from .auto import note
 
             note(trace, lost)
-        write_timelines(trace, device, chrome=typed.get("trace"), html=typed.get("html"))
+        write_timelines(trace, device, lost.line(), chrome=typed.get("trace"), html=typed.get("html"))
         files = {name: typed[name] for name in FILES if name in typed}
         link.tell(
             kind="summary",

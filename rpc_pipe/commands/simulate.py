@@ -213,7 +213,13 @@ def _write_pictures(typed: Mapping[str, Any], name: str, result: Simulation) -> 
             draw_svg(result.spans, spec.num_workers, title=title, num_stages=spec.num_stages, slices=slices),
         )
     if "html" in typed:
-        picture = Picture(title, result.spans, spec.num_workers, waits=waits(spec, result.spans), slices=slices)
+        unit = (
+            "time in units of --cost and --comm"
+            if "cost" in typed
+            else "time in units in which a stage's forward takes 1"
+        )
+        causes = waits(spec, result.spans)
+        picture = Picture(title, result.spans, spec.num_workers, waits=causes, slices=slices, notes=[unit])
         write(typed["html"], draw_page([picture]))
     if "chrome" in typed:
         write_chrome(typed["chrome"], spec, _by_step(result.spans))

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         "watch", help="watch a running job without disturbing it, or replay a recording"
     )
     parser.add_argument(
-        "address", nargs="?", help="name or folder of the run, if there are several, or a recording: run.jsonl"
+        "address", nargs="?", help="script, name or folder of the run, if there are several, or a recording: run.jsonl"
     )
     parser.add_argument(
         "--web", nargs="?", const="8800", metavar="PORT", help="show it in a browser: PORT or HOST:PORT"

@@ -122,7 +122,7 @@ def _tell_summary(options: TrainOptions, corpus: Corpus, pipe: Pipeline, times: 
     trace, found = last_steps(history), figures(history)
     assert trace is not None and found is not None
     middle = sorted(times)[len(times) // 2]
-    write_timelines(trace, options.device, chrome=options.trace, html=options.html)
+    write_timelines(trace, options.device, found["lost"]["line"], chrome=options.trace, html=options.html)
     bigram = corpus.bigram_loss(corpus.held_out_batches(options.batch, _HELD_OUT_BATCHES))
     found |= {"step_ms": 1e3 * middle, "tokens_per_s": options.batch * options.context / middle}
     link.tell(

@@ -13,11 +13,13 @@ from importlib.resources import files
 
 from ..dependency import Kind
 from ..planning.span import Span
-from ..planning.waits import Wait
-from .timeline import held_stages, name_index, summarize
+from ..planning.waits import Wait, critical_path
+from .timeline import held_stages, idle, name_index, summarize
 
 #: placeholder of the data in the template
 _MARKER = "@DATA@"
+#: so many causes of a worker's waits are named, the longest first
+_MOST_CAUSES = 3
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,10 @@ class Picture:
     waits: Mapping[Span, Wait] = field(default_factory=dict)
     #: number of slices of a microbatch's sequence
     slices: int = 1
+    #: sentences below the timeline
+    notes: Sequence[str] = ()
+    #: of each worker, its largest memory as text, where that was measured
+    memory: Sequence[str] = ()
 
 
 def draw_page(pictures: Sequence[Picture]) -> str:
@@ -92,7 +98,48 @@ def _encode(picture: Picture) -> dict[str, object]:
         "about": summarize(spans, picture.num_workers, unit=picture.unit, gaps=picture.gaps),
         "stages": held_stages(spans, picture.num_workers),
         "spans": rows,
+        "critical": [at[span] for span in critical_path(spans, picture.waits)] if picture.waits else [],
+        "notes": list(picture.notes),
+        "held": (held := _held(picture, first)),
+        "table": _table(picture, held),
     }
+
+
+def _held(picture: Picture, first: float) -> list[list[tuple[float, float]]]:
+    """Return of each worker how many microbatches' activations it holds: (time, number from then on)."""
+    changes: list[list[tuple[float, int]]] = [[] for _ in range(picture.num_workers)]
+    for span in picture.spans:
+        holds = span.action.kind.holds
+        if holds:
+            changes[span.worker].append((span.start if holds > 0 else span.end, holds))
+    curves = []
+    for own in changes:
+        held, curve = 0, [(0.0, 0.0)]
+        for time, way in sorted(own):
+            held += way
+            curve.append((_short(time - first), _short(held / picture.slices)))
+        curves.append(curve)
+    return curves
+
+
+def _table(picture: Picture, held: Sequence[Sequence[tuple[float, float]]]) -> list[list[str]]:
+    """Return a heading and a row for each worker: how long it was idle, what it waited for, and what it held."""
+    shares, unit = idle(picture.spans, picture.num_workers), f" {picture.unit}" if picture.unit else ""
+    if not shares:
+        return []
+    causes: list[dict[str, float]] = [{} for _ in shares]
+    for span, wait in picture.waits.items():
+        if wait.cause is not None:
+            own, name = causes[span.worker], f"{wait.cause.action.kind} of worker {wait.cause.worker}"
+            own[name] = own.get(name, 0) + wait.time
+    rows = [["", picture.gaps, "waited for", "most activations held, in microbatches"]]
+    for worker, share in enumerate(shares):
+        longest = sorted(causes[worker].items(), key=lambda cause: -cause[1])[:_MOST_CAUSES]
+        waited = ", ".join(f"{name} {time:.4g}{unit}" for name, time in longest)
+        rows.append([f"worker {worker}", f"{share:.1%}", waited, f"{max(number for _, number in held[worker]):.4g}"])
+    if picture.memory:
+        rows = [[*row, more] for row, more in zip(rows, ["peak memory", *picture.memory], strict=True)]
+    return rows
 
 
 def _short(value: float) -> float:

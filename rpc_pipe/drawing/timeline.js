@@ -33,6 +33,7 @@ function decode(raw) {
     span.until = before ? Math.max(before.until, span.end) : span.end;
     row.push(span);
   }
+  for (const i of raw.critical) spans[i].critical = true;
   const length = spans.length ? spans.reduce((most, span) => Math.max(most, span.end), 0) : 0;
   const digits = key => spans.reduce((most, span) => Math.max(most, String(span[key]).length), 1);
   return {...raw, spans, rows, length: length || 1, levels: Math.max(1, ...raw.stages.map(s => s.length)) - 1,
@@ -61,7 +62,7 @@ function load(raw) {
   const longest = drawn.reduce((most, picture) => Math.max(most, picture.length), 0);
   for (const picture of drawn) {
     picture.scale = alike ? longest : picture.length;
-    if (same) picture.words.textContent = picture.about;
+    if (same) { picture.words.textContent = picture.about; detail(picture); }
   }
   if (hover) hover.span = null;
   return !same;
@@ -80,6 +81,7 @@ function build() {
   };
   for (const [kind, [colour, , word]] of Object.entries(palette)) if (kinds.has(kind)) entry(`${kind} ${word}`, colour);
   if (drawn.length) entry(drawn[0].gaps, "var(--bubble)");
+  if (drawn.some(picture => picture.critical.length)) entry("critical path", "", "critical");
   const levels = Math.max(0, ...drawn.map(picture => picture.levels));
   if (levels) entry(levels > 1 ? "later stages of the worker: the later, the higher" : "second stage of the worker", "", "stripe");
   document.getElementById("tools").hidden = !drawn.length;
@@ -94,8 +96,28 @@ function build() {
     picture.over = make("canvas", "", picture.plot);
     picture.canvas.setAttribute("role", "img");
     picture.canvas.setAttribute("aria-label", `${picture.name}: ${picture.about}`);
+    picture.more = make("div", "", section, "more");
+    detail(picture);
     listen(picture);
   }
+}
+
+/* Below a timeline: notes, a row of figures for each worker, and the activations that it holds over the same time. */
+function detail(picture) {
+  picture.more.replaceChildren();
+  for (const note of picture.notes) make("p", note, picture.more);
+  const table = make("table", "", picture.more);
+  picture.table.forEach((cells, i) => {
+    const row = make("tr", "", table);
+    for (const cell of cells) make(i ? "td" : "th", cell, row);
+  });
+  const most = Math.max(1, ...picture.held.flat().map(([, number]) => number));
+  picture.held.forEach((curve, worker) => {
+    const steps = curve.map(([at, number]) => `H${1000 * at / picture.length}V${40 - 38 * number / most}`).join("");
+    const drawing = `<svg viewBox="0 0 1000 40" preserveAspectRatio="none"><path d="M0 40${steps}H1000"/></svg>`;
+    make("td", "", table.rows[worker + 1]).innerHTML = drawing;
+  });
+  if (table.rows.length) make("th", "activations held over time", table.rows[0]);
 }
 
 function measure() {
@@ -150,7 +172,7 @@ function drawAxis(picture, context) {
 }
 
 /* Notes what is to be drawn of a row: boxes by colour, as a change of colour costs more than a box. */
-function layRow(picture, worker, boxes, stripes, labels) {
+function layRow(picture, worker, boxes, stripes, labels, critical) {
   const row = picture.rows[worker], y = worker * picture.pitch;
   const from = view.from * picture.scale, to = view.to * picture.scale;
   let reached = -1;
@@ -162,16 +184,17 @@ function layRow(picture, worker, boxes, stripes, labels) {
     const wide = end - x, seam = wide > 4 ? 1 : wide > 2 ? 0.5 : 0;
     boxes[span.kind].push(x, y, Math.max(wide - seam, 0.4));
     picture.shown++;
+    if (span.critical) critical.push(x, y, Math.max(wide - seam, 0.4));
     if (span.level > 0) stripes.push(x, y, Math.max(wide - seam, 0.4), span.level);
     if (wide > picture.digit) labels.push(span, Math.max(x, picture.left), Math.min(end, picture.width), y);
   }
 }
 
 function drawRows(picture, context) {
-  const kinds = Object.keys(palette), boxes = {}, stripes = [], labels = [];
+  const kinds = Object.keys(palette), boxes = {}, stripes = [], labels = [], critical = [];
   // What takes no time is drawn last, because a neighbour would cover it.
   for (const name of [...kinds, ...kinds.map(kind => `${kind} tick`)]) boxes[name] = [];
-  for (let worker = 0; worker < picture.workers; worker++) layRow(picture, worker, boxes, stripes, labels);
+  for (let worker = 0; worker < picture.workers; worker++) layRow(picture, worker, boxes, stripes, labels, critical);
   for (const [name, found] of Object.entries(boxes)) {
     context.fillStyle = palette[name[0]][0];
     for (let i = 0; i < found.length; i += 3) context.fillRect(found[i], found[i + 1], found[i + 2], picture.cell);
@@ -181,6 +204,8 @@ function drawRows(picture, context) {
     const high = STRIPE * picture.cell * stripes[i + 3] / picture.levels;
     context.fillRect(stripes[i], stripes[i + 1] + picture.cell - high, stripes[i + 2], high);
   }
+  context.fillStyle = colours.ink;
+  for (let i = 0; i < critical.length; i += 3) context.fillRect(critical[i], critical[i + 1], critical[i + 2], 3);
   for (let i = 0; i < labels.length; i += 4) label(picture, context, ...labels.slice(i, i + 4));
 }
 

@@ -18,17 +18,20 @@ from ..planning.span import Span
 
 def bubble(spans: Sequence[Span], num_workers: int) -> float:
     """Return the share of the workers' time from the first start to the last end in which nothing ran, 0 to 1."""
-    if not spans:
-        return 0.0
-    first = min(span.start for span in spans)
-    length = max(span.end for span in spans) - first
-    busy = 0.0
-    until = [first] * num_workers
+    shares = idle(spans, num_workers)
+    return sum(shares) / num_workers if shares else 0.0
+
+
+def idle(spans: Sequence[Span], num_workers: int) -> list[float]:
+    """Return `bubble` of each worker; [] if no time passed."""
+    first = min((span.start for span in spans), default=0.0)
+    length = max((span.end for span in spans), default=0.0) - first
+    busy, until = [0.0] * num_workers, [first] * num_workers
     for span in sorted(spans, key=lambda s: s.start):
         # A transfer may overlap a computation; the worker counts as busy once.
-        busy += max(0.0, span.end - max(span.start, until[span.worker]))
+        busy[span.worker] += max(0.0, span.end - max(span.start, until[span.worker]))
         until[span.worker] = max(until[span.worker], span.end)
-    return 1 - busy / (num_workers * length) if length > 0 else 0.0
+    return [1 - each / length for each in busy] if length > 0 else []
 
 
 def held_stages(spans: Sequence[Span], num_workers: int) -> list[list[int]]:

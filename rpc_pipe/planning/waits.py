@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..dependency import Action, Spec
@@ -46,3 +46,24 @@ def waits(spec: Spec, spans: Sequence[Span], *, slack: float = 0.0) -> dict[Span
             found[span] = Wait(gap, max(ended, key=lambda s: s.end, default=None))
         free[span.worker] = max(free[span.worker], span.end)
     return found
+
+
+def critical_path(spans: Sequence[Span], found: Mapping[Span, Wait]) -> list[Span]:
+    """Return the actions that the last end hangs on, from first to last: each began when the one before had come.
+
+    Before an action that waited stands what it waited for, before any other what its worker ran just before.
+    `found` is the result of `waits`.
+    """
+    before: dict[Span, Span] = {}
+    latest: dict[int, Span] = {}
+    for span in sorted(spans, key=lambda s: (s.start, s.end)):
+        wait, own = found.get(span), latest.get(span.worker)
+        source = own if wait is None else wait.cause
+        if source is not None:
+            before[span] = source
+        if own is None or span.end >= own.end:
+            latest[span.worker] = span
+    path = [max(spans, key=lambda s: s.end)] if spans else []
+    while path and path[-1] in before:
+        path.append(before[path[-1]])
+    return path[::-1]

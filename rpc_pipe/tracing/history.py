@@ -127,7 +127,8 @@ class History:
         spec = self._spec_of(self._num_microbatches(steps[0])) if steps else None
         if spec is None:
             return None
-        return Trace(spec, {step: self.records(step) for step in steps}, self.clock_error_ms)
+        run = next(iter(self.headers.values())).get("script", "")
+        return Trace(spec, {step: self.records(step) for step in steps}, self.clock_error_ms, run)
 
     def _num_microbatches(self, step: int) -> int:
         return next(iter(self._steps[step].values())).num_microbatches

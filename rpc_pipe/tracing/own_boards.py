@@ -112,10 +112,19 @@ def _preempted() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
+def _script() -> str:
+    """Return the name of the script that this process runs."""
+    name = Path(sys.argv[0]).name
+    if name == "own_train.py":  # of `rpc-pipe run --model`
+        return Path(sys.argv[1]).name
+    return "built-in GPT" if name == "__main__.py" else name or "python"
+
+
 def _header(training: Watchable, worker: int) -> dict[str, Any]:
     return {
         "worker": worker,
         "num_workers": training.spec.num_workers,
+        "script": _script(),
         "process": run_folders.identity(),
         "host": socket.gethostname(),
         "device": str(training.actors[0].backend.device),

@@ -242,14 +242,14 @@ def listings(path: Path, known: Container[tuple[int, int]] = ()) -> dict[tuple[i
 
 
 def running() -> Iterator[Path]:
-    """Yield the folders of the runs on this machine."""
-    for path in sorted(root().iterdir()):
+    """Yield the folders of the runs on this machine, the newest first."""
+    for path in sorted(root().iterdir(), key=lambda path: -path.stat().st_mtime):
         if any(map(alive, processes(path))):
             yield path
 
 
 def find(address: str | None) -> Path:
-    """Return the folder of the run that `address` names: its folder or a process id; None: the only run.
+    """Return the folder of the run that `address` names: its script, folder or a process id; None: the only run.
 
     Raises:
         ConfigError: no run, or several, have this name.
@@ -268,10 +268,23 @@ def find(address: str | None) -> Path:
         numbers = {process.partition("/")[0] for process in processes(path)}
         if address in numbers or address == path.name or Path(address) == path:
             return path
+    named = [
+        path for path in there if Path(address).name in {board.header.get("script") for board in boards(path).values()}
+    ]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        raise ConfigError(
+            f"watch {address}: {len(named)} runs of it are going on; name one of {', '.join(map(_shown, named))}"
+        )
     known = f"running are {', '.join(map(_shown, there))}" if there else "none is running on this machine"
     raise ConfigError(f"watch {address}: there is no such run; {known}")
 
 
 def _shown(path: Path) -> str:
     headers = [board.header for board in boards(path).values()]
-    return f"{path.name} ({headers[0]['schedule']} on {len(headers)} workers)" if headers else f"{path.name} (starting)"
+    if not headers:
+        return f"{path.name} (starting)"
+    first = headers[0]
+    since = time.strftime("%H:%M:%S", time.localtime(first["started"]))
+    return f"{path.name} ({first.get('script', '')} since {since}, {first['schedule']} on {len(headers)} workers)"

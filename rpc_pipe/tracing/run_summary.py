@@ -60,8 +60,10 @@ def lost_lines(found: dict[str, Any]) -> list[str]:
     return [f"a step's time: {found['lost']['line']}", f"worst: {found['lost']['sentence']}"]
 
 
-def write_timelines(trace: Trace, device: str, *, chrome: str | None, html: str | None) -> None:
+def write_timelines(trace: Trace, device: str, lost: str, *, chrome: str | None, html: str | None) -> None:
     """Write the recorded steps in Chrome's trace format, and the last one, planned and actual, as a page.
+
+    `lost` is the line of the lost time.
 
     Raises:
         ConfigError: a file cannot be written.
@@ -72,7 +74,7 @@ def write_timelines(trace: Trace, device: str, *, chrome: str | None, html: str 
         if html is not None:
             from .trace import planned_and_actual
 
-            Path(html).write_text(planned_and_actual(trace), encoding="utf-8")
+            Path(html).write_text(planned_and_actual(trace, lost), encoding="utf-8")
     except OSError as error:
         named = " or ".join(filter(None, (chrome, html)))
         raise ConfigError(f"{named}: cannot be written: {error.strerror}") from error

@@ -28,6 +28,8 @@ class Trace:
     steps: dict[int, Sequence[StepRecord]]
     #: largest error of the alignment of clocks, in ms
     clock_error_ms: float = 0.0
+    #: what ran, such as the name of the script
+    run: str = ""
 
     def spans(self) -> list[Span]:
         """Return what ran, in ms."""
@@ -103,14 +105,25 @@ def transfers(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], li
     return found
 
 
-def planned_and_actual(trace: Trace) -> str:
-    """Return a page with a simulated step above the last one as it ran, in milliseconds."""
+def planned_and_actual(trace: Trace, lost: str = "") -> str:
+    """Return a page with a simulated step above the last one as it ran, in milliseconds.
+
+    Args:
+        lost: the line of the lost time.
+    """
     spec, planned, actual = trace.spec, trace.simulated().spans, trace.last_steps(1)
-    schedule, ran = (
-        f"planned: {name_of(spec)}, {spec.num_microbatches} microbatches",
-        f"actual: step {max(trace.steps)}",
-    )
+    last = max(trace.steps)
+    schedule = f"{name_of(spec)}, {spec.num_microbatches} microbatches"
+    memory = [f"{record.peak_bytes / 1e6:,.0f} MB" for record in trace.steps[last]]
+    peaks = [max(record.peak_bytes for record in trace.steps[step]) / 1e6 for step in sorted(trace.steps)]
+    notes = [f"a step's time: {lost}"] if lost else []
+    if peaks[-1]:
+        every = ", ".join(f"{peak:,.0f}" for peak in peaks)
+        notes.append(f"largest memory of a worker until the end of steps {min(trace.steps)} to {last}, in MB: {every}")
     return draw_page([
-        Picture(schedule, planned, spec.num_workers, "ms", "idle", waits(spec, planned)),
-        Picture(ran, actual, spec.num_workers, "ms", "idle", waits(spec, actual, slack=trace.clock_error_ms)),
+        Picture(f"planned: {schedule}", planned, spec.num_workers, "ms", "idle", waits(spec, planned)),
+        Picture(
+            f"actual: step {last} of {trace.run or 'the run'}, {schedule}", actual, spec.num_workers, "ms", "idle",
+            waits(spec, actual, slack=trace.clock_error_ms), notes=notes, memory=memory if peaks[-1] else (),
+        ),
     ])  # fmt: skip

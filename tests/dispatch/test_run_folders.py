@@ -9,6 +9,7 @@ from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.launcher import Launcher
 from rpc_pipe.launching.report import Reporter
 from rpc_pipe.tracing import run_folders
+from rpc_pipe.tracing.board import BoardWriter
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def test_what_others_left_is_cleared_and_what_cannot_be_judged_is_kept(root):
     run_folders.sweep()
     assert {path.name for path in root.iterdir()} == {"mine", "other", "just-begun"}
     assert {path.name for path in run_folders.running()} == {"mine", "other"}
-    with pytest.raises(ConfigError, match=r"2 runs are going on; name one of mine \(starting\), other \(starting\)"):
+    with pytest.raises(ConfigError, match=r"2 runs are going on; name one of other \(starting\), mine \(starting\)"):
         run_folders.find(None)
     assert run_folders.find(number).name == "mine" and run_folders.find("other").name == "other"
 
@@ -109,3 +110,15 @@ def test_what_a_killed_launcher_left_on_disk_is_removed(tmp_path, monkeypatch):
     (left / run_folders.LAUNCHER).write_text("999999999/1/" + run_folders.identity().split("/")[2])
     new = run_folders.new_temporary_folder()
     assert set(tmp_path.iterdir()) == {running, strange, new}
+
+
+def test_a_run_is_found_by_its_script(root):
+    """Runs were listed by process alone, of which nobody knows which script it runs."""
+    boards = []
+    for name, script in (("run-1", "train.py"), ("run-2", "tune.py"), ("run-3", "tune.py")):
+        (root / name).mkdir()
+        header = {"process": run_folders.identity(), "script": script, "started": 0.0, "schedule": "1f1b"}
+        boards.append(BoardWriter(root / name / "worker-0", header))
+    assert run_folders.find("train.py").name == run_folders.find("folder/train.py").name == "run-1"
+    with pytest.raises(ConfigError, match=r"2 runs of it .* run-. \(tune.py since ..:00:00, 1f1b on 1 workers\)"):
+        run_folders.find("tune.py")

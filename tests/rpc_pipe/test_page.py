@@ -1,5 +1,6 @@
 import json
 import re
+from itertools import pairwise
 
 import pytest
 from browser import needs_browser, shown
@@ -93,7 +94,7 @@ def test_a_browser_draws_zooms_and_explains(tmp_path):
     """)  # fmt: skip
     assert result["all"] == 64 and 0 < result["zoomed"] < 64
     assert result["names"] == ["planned", "actual </script>"]
-    assert result["legend"] == ["F forward", "B backward", "U update", "bubble"]
+    assert result["legend"] == ["F forward", "B backward", "U update", "bubble", "critical path"]
     assert result["colours"] == [F.colour, B.colour]
     assert 40 <= result["pitch"] <= 96, "few rows use the height that the window leaves"
     assert result["aligned"] and result["kept"]
@@ -118,3 +119,21 @@ def test_a_browser_gives_a_picture_alone_the_height_of_the_window(tmp_path):
     words = "report([drawn[0].pitch, Math.floor((innerHeight - 60 - AXIS - 46) / drawn[0].workers)])"
     pitch, fair = shown(draw_page([picture()]), tmp_path, words)
     assert pitch == min(180, fair) > 96
+
+
+def test_the_critical_path_goes_from_the_first_start_to_the_last_end():
+    (drawn,) = embedded(draw_page([picture(comm=0.5)]))["pictures"]
+    path = [drawn["spans"][i] for i in drawn["critical"]]
+    assert path[0][4] == 0 and path[-1][5] == max(span[5] for span in drawn["spans"])
+    assert all(before[5] <= after[4] for before, after in pairwise(path))
+    travels = sum(after[4] - before[5] for before, after in pairwise(path))
+    assert sum(span[5] - span[4] for span in path) + travels == path[-1][5]
+
+
+def test_each_worker_has_its_idle_time_its_waits_and_its_peak():
+    (drawn,) = embedded(draw_page([picture(workers=2, microbatches=2, unit="ms")]))["pictures"]
+    heading, first, last = drawn["table"]
+    assert heading[1:] == ["bubble", "waited for", "most activations held, in microbatches"]
+    assert first == ["worker 0", "33.3%", "B of worker 1 3 ms", "2"]  # of 9 ms 3: F 1 ends before B 0 has come
+    assert last[0] == "worker 1" and last[3] == "1"
+    assert max(number for _, number in drawn["held"][0]) == 2 and drawn["held"][0][-1][1] == 0

@@ -1,0 +1,44 @@
+"""A shell completes commands, options and their choices; what is a file is left to the shell."""
+
+import os
+import subprocess
+
+import pytest
+
+from rpc_pipe.commands.main import main
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("sim",), ["simulate"]),
+        (("run", "--transp"), ["--transport"]),
+        (("run", "--schedule", "zb-h"), ["zb-h1", "zb-h2"]),
+        (("run", "--transport", ""), ["rpc", "zmq", "local"]),
+        (("run", "train"), []),
+    ],
+)
+def test_bash_completes(words, found, capsys, tmp_path):
+    assert main(["completion", "bash"]) == 0
+    script = tmp_path / "completion.sh"
+    script.write_text(capsys.readouterr().out)
+    typed = " ".join(f"'{word}'" for word in ("rpc-pipe", *words))
+    code = f"source {script}; COMP_WORDS=({typed}); COMP_CWORD={len(words)}; _rpc_pipe; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", code], capture_output=True, text=True, check=True, env=dict(os.environ))
+    assert done.stdout.split() == found
+
+
+def test_fish_knows_each_option_of_each_command(capsys):
+    assert main(["completion", "fish"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "complete -c rpc-pipe -n '__fish_seen_subcommand_from run' -l save" in lines
+
+
+def test_help_says_no_default_that_a_script_overrides(capsys):
+    """`run train.py --help` told of the built-in GPT's options and of defaults that train.py decides."""
+    for words, gpt in ((["run", "train.py", "--help"], False), (["run", "--help"], True)):
+        with pytest.raises(SystemExit):
+            main(words)
+        said = capsys.readouterr().out
+        assert ("--context" in said) == gpt and ("(1f1b)" in said) == gpt
+        assert ("as the script says" in said) != gpt
