@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Slice
 from ..workers.transport.payload import Tree
 from .adapters import adapters_of
+from .assign.assignment import BlocksNeeded
 from .call_form import CallForm, loss_of_output
 from .cut import cut
 from .deferred import DeferredModel
@@ -24,6 +26,8 @@ from .observed_model import ObservedModel, observe
 from .replay.observed_slice import ObservedSlice
 from .separate import refers_to_modules
 from .ties import groups
+
+logger = logging.getLogger(__name__)
 
 #: a model, or a function that makes one
 ModuleOrFactory = nn.Module | Callable[[], nn.Module]
@@ -88,13 +92,16 @@ class ObservedPartition:
         Raises:
             ConfigError: the model cannot be cut like this.
         """
-        assert self._source is not None, "released"
-        observed = observe(self._source, *inputs, blocks=self._blocks, at_least=self._num_stages)
+        try:
+            observed = self._cut(inputs, self._blocks)
+        except BlocksNeeded as needed:
+            if not needed.blocks or self._blocks is not None or self._split is not None:
+                raise
+            logger.info("blocks: %s, as %s", ", ".join(needed.blocks), needed)
+            observed = self._cut(inputs, needed.blocks)
         self._observed, self._output_type = observed, type(observed.output)
         if trained and self._call.loss_is_inside:
             loss_of_output(observed.output)
-        self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
-        observed.check(self.ranges)
         self._refuse_loss_of_attributes(observed)
         self.shared = observed.shared(self.ranges)
         self.unused = observed.unused(self.ranges)
@@ -102,6 +109,16 @@ class ObservedPartition:
         for stage, told in reversed(list(enumerate(observed.stages(self.ranges)))):
             self._stage_of |= dict.fromkeys(told.parameters, stage)
         self.sharing = groups(self.shared, len(self.ranges))
+
+    def _cut(
+        self, inputs: tuple[Sequence[Any], Mapping[str, Any]], blocks: str | Sequence[str] | None
+    ) -> ObservedModel:
+        """Observe the model and cut it between its blocks, or those named."""
+        assert self._source is not None, "released"
+        observed = observe(self._source, *inputs, blocks=blocks, at_least=self._num_stages)
+        self.ranges = cut(observed.num_blocks, self._num_stages, self._split)
+        observed.check(self.ranges)
+        return observed
 
     def _refuse_loss_of_attributes(self, observed: ObservedModel) -> None:
         """Refuse a loss function that refers to the model where blocks leave tensors on stages before the last."""

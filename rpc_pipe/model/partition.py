@@ -6,6 +6,7 @@ import copy
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
 from .adapters import Adapter
 from .cut import cut
+from .handed_beside import refuse_handed_on, shared_holders
 from .module_copies import ModuleCopies
 from .observe.given import refuse_lazy
 from .parameter_hooks import copy_attachments
@@ -89,6 +91,7 @@ class LayerPartition:
         self.shared = self._ties.shared
         self.sharing = groups(self.shared, num_stages)
         self.block_names = [str(layer) for layer in range(self.num_layers)]
+        self._holders = shared_holders(list(model), self.ranges, loss_fn) if self._is_list else [[]] * num_stages  # type: ignore[arg-type]
 
     def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
         """Return a stage's slice of the model, on the device of `randomness`. Arguments as of `build`."""
@@ -96,7 +99,8 @@ class LayerPartition:
         for _, module in layers:
             module.to(randomness.device)
         shared = {name: held for name, held in self.shared.items() if stage in held}
-        return Layers(layers, self._ties.names, shared)
+        holders = self._holders[stage]
+        return Layers(layers, self._ties.names, shared, partial(refuse_handed_on, holders) if holders else None)
 
     def build(self, stage: int, randomness: Randomness, route: int = 0) -> list[tuple[int, nn.Module]]:
         """Build the layers of `stage` only; return them with their indices in the whole model.

@@ -47,30 +47,37 @@ def _mentioned(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the modules in plain attributes and hooks of a module, such as an owner that it calls back."""
     for name, value in vars(module).items():
         if name not in ("_modules", "_parameters", "_buffers"):
-            yield from _modules_in([value], 3)
+            yield from modules_in([value], 3)
 
 
-def _modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
+def modules_in(values: Iterable[Any], depth: int) -> Iterator[nn.Module]:
+    """Yield the modules among values, and in their containers and partial functions down to a depth."""
     for value in values:
         if isinstance(value, nn.Module):
             yield value
         elif isinstance(value, MethodType):
-            yield from _modules_in([value.__self__], depth)
+            yield from modules_in([value.__self__], depth)
         elif isinstance(value, partial) and depth:
-            yield from _modules_in([value.func, *value.args, *value.keywords.values()], depth - 1)
+            yield from modules_in([value.func, *value.args, *value.keywords.values()], depth - 1)
         elif isinstance(value, _BOXES) and depth:
-            yield from _modules_in(value.values() if isinstance(value, dict) else value, depth - 1)
+            yield from modules_in(value.values() if isinstance(value, dict) else value, depth - 1)
+
+
+def mentioned(function: Any) -> dict[str, Any]:
+    """Return what a function refers to by its globals and its closure, and the function itself, by name."""
+    found = {"": function}
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        names = {name for each in (code, *code.co_consts) for name in getattr(each, "co_names", ())}
+        known = getattr(function, "__globals__", {})
+        found |= {name: known[name] for name in names if name in known}
+        for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
+            with suppress(ValueError):  # not set yet
+                found[name] = cell.cell_contents
+    return found
 
 
 def refers_to_modules(function: Any) -> bool:
     """Return whether a function refers to modules with blocks of their own, by its closure, globals or arguments."""
-    function = getattr(function, "__func__", function)
-    code, found = getattr(function, "__code__", None), []
-    if code is not None:
-        names = {name for each in (code, *code.co_consts) for name in getattr(each, "co_names", ())}
-        known = getattr(function, "__globals__", {})
-        found += [known[name] for name in names if name in known]
-        for cell in function.__closure__ or ():
-            with suppress(ValueError):  # not set yet
-                found.append(cell.cell_contents)
-    return any(any(True for _ in module.children()) for module in _modules_in([*found, function], 3))
+    return any(any(True for _ in module.children()) for module in modules_in(mentioned(function).values(), 3))

@@ -80,6 +80,61 @@ def test_a_hook_that_is_registered_later_is_called():
     assert len(seen) == 1
 
 
+class Encoder(nn.Module):
+    """torch's encoder, with a padding mask."""
+
+    def __init__(self, norm_first, batch_first, **nested):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, norm_first=norm_first, batch_first=batch_first)
+        self.batch_first, self.encoder = batch_first, nn.TransformerEncoder(layer, 4, **nested)
+
+    def forward(self, x, mask):
+        x = x if self.batch_first else x.transpose(0, 1)
+        x = self.encoder(x, src_key_padding_mask=mask)
+        x = x if self.batch_first else x.transpose(0, 1)
+        return (x * ~mask[..., None]).sum(1)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")
+@pytest.mark.parametrize("nested", [{}, {"enable_nested_tensor": False}])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_is_evaluated_with_a_padding_mask(norm_first, batch_first, nested):
+    """With default arguments it was refused, as if a block had written something in place."""
+    torch.manual_seed(0)
+    model = Encoder(norm_first, batch_first, **nested)
+    x, mask = torch.randn(8, 7, 16), torch.arange(7).expand(8, 7) > 4
+    alone = copy.deepcopy(model).eval()
+    pipe = Pipeline(model, lambda output, batch: output.square().mean(), num_workers=2, num_microbatches=1)
+    alone.encoder.use_nested_tensor = False  # in which rows of padding cost nothing, and sums have another order
+    with torch.no_grad():
+        wanted = alone(x, mask).square().mean().item()
+    assert pipe.evaluate({"x": x, "mask": mask}) == wanted
+
+
+class Unlike(nn.Linear):
+    """Raises once, in its first call."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.seen = []
+
+    def forward(self, x):
+        if not self.seen:
+            self.seen.append(1)
+            raise ValueError("not yet")
+        return super().forward(x)
+
+
+def test_what_a_block_raises_where_it_is_observed_is_told(caplog):
+    """It was tried again, with random numbers, and nobody was told why."""
+    model = Asserting()
+    model.blocks[1] = Unlike()
+    with caplog.at_level("DEBUG", "rpc_pipe.model"), pytest.raises(WorkerFailure, match="not yet"):
+        Pipeline(model, nn.functional.cross_entropy, num_workers=2, num_microbatches=1).evaluate((X, Y))
+    assert "block blocks.1 runs on random numbers, as it raised on shapes: ValueError('not yet')" in caplog.text
+
+
 class Balanced(nn.Module):
     """A block that sets a loss of its own, as mixtures of experts do."""
 

@@ -111,6 +111,7 @@ class Layers:
         layers: (index in the whole model, module), in order.
         names: of parameters that the unsplit model calls by another layer, which has them too.
         shared: as in `Slice`.
+        look: called after the first forwards.
     """
 
     takes_fields = False
@@ -120,8 +121,9 @@ class Layers:
         layers: Sequence[tuple[int, nn.Module]],
         names: Mapping[str, str] = {},
         shared: Mapping[str, Sequence[int]] = {},
+        look: Callable[[], None] | None = None,
     ) -> None:
-        self.layers = list(layers)
+        self.layers, self._look = list(layers), look
         self._names, self.shared = names, shared
         self.first = self.layers[0][0]
         self.modules = list(dict.fromkeys(part for _, module in self.layers for part in module.modules()))
@@ -172,6 +174,8 @@ class Layers:
                 raise
             if looks and python_state() != before:
                 self._draws_in_python = True
+        if looks and self._look is not None:
+            self._look()
         return tree
 
     def _timed(self, index: int, module: nn.Module, tree: Tree, times: Times) -> Tree:

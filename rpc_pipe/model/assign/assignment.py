@@ -41,6 +41,18 @@ class Role:
     shared_answers: set[int] = field(default_factory=set)
 
 
+class BlocksNeeded(ConfigError):
+    """A module between the blocks writes state that several stages use; with it as a block the model can be cut.
+
+    Attributes:
+        blocks: names of the blocks and of that module.
+    """
+
+    def __init__(self, text: str, blocks: Sequence[str]) -> None:
+        super().__init__(text)
+        self.blocks = blocks
+
+
 class Assignment:
     """The stage of each event of an observed forward.
 
@@ -241,25 +253,22 @@ class Assignment:
             for storage in event.writes if event.depends else ():
                 name = self._observation.stored.get(storage, "")
                 if len(users.get(name, ())) > 1:
-                    raise ConfigError(
+                    raise BlocksNeeded(
                         f"model: {name} is written at {event.where}, on stage {stage}, and used by other stages "
                         f"too, each of which has a copy of its own; write and use it in one block, which one stage "
-                        f"calls (split=){self._with_block(name)}"
+                        f"calls (split= or blocks=)",
+                        self._with_block(name),
                     )
 
-    def _with_block(self, name: str) -> str:
-        """Write the blocks with the module among them that has this buffer; nothing if it contains blocks."""
+    def _with_block(self, name: str) -> list[str]:
+        """Return the blocks with the module beside them that has this buffer; nothing if it contains blocks."""
         owners = [name[:end] for end, letter in enumerate(name) if letter == "."]
         apart = [each for each in owners if not any(f"{block}.".startswith(f"{each}.") for block in self._blocks)]
-        if not (apart and self._blocks):
-            return ""
         lists = [
             parent if last.isdigit() else f"{parent}.{last}"
             for parent, _, last in (block.rpartition(".") for block in self._blocks)
         ]
-        names = [*dict.fromkeys(each.strip(".") for each in lists), apart[0]]
-        listed = ", ".join(f'"{each}"' for each in names)
-        return f", or, if {apart[0]} does both, name it too: blocks=[{listed}], or --blocks {','.join(names)} of verify"
+        return [*dict.fromkeys(each.strip(".") for each in lists), apart[0]] if apart and lists else []
 
     def _refuse_decisions(self) -> None:
         """Refuse decisions of the model, which every stage makes, by data of a field that one stage has written."""

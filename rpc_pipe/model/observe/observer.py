@@ -7,6 +7,7 @@ decisions by it. The record is a list of events in program order: calls of block
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
@@ -22,6 +23,7 @@ from .observation import Depends, Event, Observation, Output, Value, is_unread
 from .operator_observer import OperatorObserver
 from .output_contract import OutputContract, alias_given
 from .placeholder import (
+    LOOKS_AT_MASK,
     NEEDS_NUMBERS,
     Placeholder,
     draws_at_random,
@@ -41,6 +43,9 @@ _TESTS |= {Tensor.isfinite: True, Tensor.isnan: False, Tensor.isinf: False}
 _COMBINING = {torch.all, torch.any, Tensor.all, Tensor.any}
 #: functions that run backward inside a forward
 _BACKWARD = {torch.autograd.grad: "torch.autograd.grad", Tensor.backward: "backward"}
+
+
+logger = logging.getLogger(__name__)
 
 
 class Observer(TorchFunctionMode):
@@ -88,6 +93,8 @@ class Observer(TorchFunctionMode):
         self._ops.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is LOOKS_AT_MASK:
+            return False
         kwargs = kwargs or {}
         if self._skeleton.marked and is_mark(func):
             return self._block(self._skeleton.mark, lambda: None, (), {})
@@ -204,9 +211,10 @@ class Observer(TorchFunctionMode):
                 result = forward(*args, **kwargs)
             except ConfigError:
                 raise
-            except Exception:
+            except Exception as error:
                 self.refuse_unread(event)
                 # A block may decide by data of its own tensors; with random data it shows the shapes of its outputs.
+                logger.debug("block %s runs on random numbers, as it raised on shapes: %r", event.where, error)
                 outputs.clear()
                 result = self._on_numbers(event, forward, args, kwargs)
             left = {id(tensor) for tensor in tensors((args, kwargs))} - given

@@ -33,6 +33,8 @@ from .trees import leaves, replaced, tensors
 #: errors of operators whose result, or its shape, depends on data
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 _CONVOLUTION = torch.ops.aten.convolution.default
+#: nn.TransformerEncoder's question whether to take a way in evaluation that it never takes under a function mode
+LOOKS_AT_MASK = torch._nested_tensor_from_mask_left_aligned
 #: arguments that batch normalisation writes in training, which torch's schemas do not declare
 _RUNNING = frozenset({"running_mean", "running_var"})
 

@@ -21,7 +21,7 @@ from ...workers.compute.slices import note
 from ..observe.observation import Output
 from ..observe.observer import name_of
 from ..observe.output_contract import check_attribute
-from ..observe.placeholder import NEEDS_NUMBERS, Placeholder
+from ..observe.placeholder import LOOKS_AT_MASK, NEEDS_NUMBERS, Placeholder
 from ..observe.skeleton import Skeleton, is_mark
 from ..observe.trees import Path, at, leaves, mapped, replaced, tensors
 from ..observe.unread_fields import FieldNeeded, UnreadField, copy_of, static_arguments
@@ -116,6 +116,8 @@ class ScriptedForward(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._leaving:  # exits of contexts may call torch
             return func(*args, **(kwargs or {}))
+        if func is LOOKS_AT_MASK:
+            return False
         is_block = self._skeleton.marked and is_mark(func)
         line = self._line(self._skeleton.mark if is_block else func)
         if is_block:
