@@ -158,7 +158,9 @@ class Mailbox:
                 continue
             if told:
                 waits = f"{describe()}, in {self._carrier.calls.named(runs)}"
-                raise Stalled(f"worker {me}: nothing arrived for {self._stall_s:g} s, waiting for {waits}")
+                silent = " and ".join(f"worker {peer}" for peer in self._carrier.silent())
+                why = f"; {silent} cannot be reached: its process, its host or the network hangs" if silent else ""
+                raise Stalled(f"worker {me}: nothing arrived for {self._stall_s:g} s, waiting for {waits}{why}")
             told = True
             logger.warning(
                 "worker %d: nothing has arrived for %g s, waiting for %s, in %s; that fails after %g s",

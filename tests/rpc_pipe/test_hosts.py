@@ -21,7 +21,8 @@ from torch import nn
 from rpc_pipe.pipeline import Pipeline
 
 layers = [partial(nn.Linear, 64, 64), nn.Tanh, partial(nn.Linear, 64, 64)]
-pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1))
+pipe = Pipeline(layers, nn.functional.mse_loss, num_microbatches=4, optimizer=partial(torch.optim.SGD, lr=0.1),
+                stall_s=float(sys.argv[3]) if sys.argv[3:] else 300.0)
 x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
 for step in range(int(sys.argv[1])):
     loss = pipe.step((x, x))
@@ -39,11 +40,11 @@ def start(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     make_key(tmp_path / "key")
 
-    def started(hosts, *arguments, **more):
+    def started(hosts, *arguments, count=2, **more):
         workers = []
-        for host in range(2):
+        for host in range(count):
             environment = {
-                **os.environ, "PYTHONPATH": str(ROOT), "RANK": str(host), "WORLD_SIZE": "2", "LOCAL_RANK": "0",
+                **os.environ, "PYTHONPATH": str(ROOT), "RANK": str(host), "WORLD_SIZE": str(count), "LOCAL_RANK": "0",
                 "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": hosts.address(0), "MASTER_PORT": "29600",
                 "RPC_PIPE_TRANSPORT": "zmq", "RPC_PIPE_KEY_FILE": str(tmp_path / "key"), "OMP_NUM_THREADS": "1",
                 "RPC_PIPE_JOIN_TIMEOUT": "60", **more,
@@ -86,3 +87,17 @@ def test_a_pulled_cable_is_noticed_and_named(start):
         said = [worker.communicate(timeout=60)[0] for worker in workers]  # a stall takes 300 s
     for worker, text in zip(workers, said, strict=True):
         assert worker.returncode not in (0, None) and "no connection for" in text, text
+
+
+def test_over_rpc_the_host_that_is_silent_is_named_by_all(start):
+    """TensorPipe tells nobody of a silent host: worker 0 blamed worker 1, which waited for worker 2 itself."""
+    with Hosts(3) as hosts:
+        rpc = {"RPC_PIPE_TRANSPORT": "rpc", "RPC_PIPE_TRUST_NETWORK": "on"}
+        workers = start(hosts, "1000", "0.02", "4", count=3, **rpc)
+        for line in workers[0].stdout:
+            if line.startswith("step 3"):
+                break
+        hosts.cut.add(2)
+        said = [worker.communicate(timeout=60)[0] for worker in workers[:2]]
+    for text in said:
+        assert "worker 2 cannot be reached" in text and "worker 1 cannot" not in text, text

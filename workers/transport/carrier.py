@@ -181,6 +181,10 @@ class Carrier(ABC):
         """Answer every question, now and from now on, with the reason why there is no payload."""
         self.outbox.fail(failure)
 
+    def silent(self) -> list[int]:
+        """Return the workers that answer nothing, as far as the connections to them have not told that already."""
+        return []
+
     def clock_offset(self, peer: int) -> tuple[int, int]:
         """Return (peer's `perf_counter_ns` minus ours, half the round trip: the error of it)."""
         return 0, 0

@@ -38,6 +38,8 @@ from .remote import RemoteCarrier
 _RPC_THREADS = 2
 _NO_TIMEOUT = 0.0
 _PING_S = 30.0
+#: a worker that needs longer to answer, when nothing has come for long already, is silent
+_ANSWER_S = 5.0
 #: of torch's levels of logging
 _ERROR = 2
 #: names a store that is there already
@@ -151,6 +153,14 @@ class RpcCarrier(RemoteCarrier):
         now: int = rpc.rpc_sync(_name(peer), _clock, timeout=_PING_S)
         return now
 
+    def silent(self) -> list[int]:
+        asked = {
+            peer: rpc.rpc_async(_name(peer), _clock, timeout=_ANSWER_S)
+            for peer in range(self.num_workers)
+            if peer != self.worker
+        }
+        return [peer for peer, answer in asked.items() if not _answered(answer)]
+
     def look(self, peer: int, seen: int) -> futures.Future[bytes]:
         """Ask for what `peer` exhibits."""
         answer: futures.Future[bytes] = futures.Future()
@@ -168,6 +178,14 @@ class RpcCarrier(RemoteCarrier):
         super().close()
         # Gracefully is a barrier over all workers, which hangs if one is gone (pytorch#63247).
         rpc.shutdown(graceful=False)
+
+
+def _answered(answer: Future[int]) -> bool:
+    try:
+        answer.wait()
+    except RuntimeError:
+        return False
+    return True
 
 
 # --- shorter ways than torch's public ones, where they are open
