@@ -9,8 +9,9 @@ from torch import nn
 from rpc_pipe.dependency import B, F, G, I, U, W
 from rpc_pipe.model.user_model import UserModel
 from rpc_pipe.planning.measuring import profiling, update_times
-from rpc_pipe.planning.measuring.block_timing import TimedBlock, _forward, measure_layers, time_blocks
+from rpc_pipe.planning.measuring.block_timing import _forward, measure_layers, time_blocks
 from rpc_pipe.planning.measuring.profiling import profile_model, signature
+from rpc_pipe.planning.measuring.timed_block import TimedBlock
 from rpc_pipe.planning.profile import Chain
 
 
@@ -96,9 +97,7 @@ def test_what_a_backward_reads_is_no_longer_in_the_caches(monkeypatch, walk, ord
             return output
 
     blocks = [
-        TimedBlock(
-            lambda block=block: _forward(block, torch.ones(2, 4), None, False), list(block.parameters()), lambda: None
-        )
+        TimedBlock(lambda block=block: _forward(block, torch.ones(2, 4), None, False), list(block.named_parameters()))
         for block in map(Block, range(3))
     ]
     for block in blocks:
@@ -106,7 +105,7 @@ def test_what_a_backward_reads_is_no_longer_in_the_caches(monkeypatch, walk, ord
     notes.clear()
     time_blocks(blocks, 2)
     assert "".join(notes) == 2 * "".join(order)
-    assert all(parameter.grad is None for block in blocks for parameter in block.parameters)
+    assert all(parameter.grad is None for block in blocks for _, parameter in block.named)
 
 
 @pytest.mark.parametrize(("slower", "equal"), [(1.0, True), (2.0, False)])
@@ -115,8 +114,8 @@ def test_layers_that_compute_the_same_take_the_same_time(slower, equal):
 
     def noisy(disturbed, factor=1.0):
         layer = nn.Linear(4, 4)
-        block = TimedBlock(lambda: _forward(layer, torch.ones(2, 4), None, False), list(layer.parameters()), lambda: 0)
-        took = iter([9.0] * 4 + [factor * (3.0 if run < disturbed else 1.0) for run in range(3) for _ in range(4)])
+        block = TimedBlock(lambda: _forward(layer, torch.ones(2, 4), None, False), list(layer.named_parameters()))
+        took = iter([9.0] * 5 + [factor * (3.0 if run < disturbed else 1.0) for run in range(3) for _ in range(5)])
         block._time = lambda kind, run: (run(), block._times[kind].append(next(took)))
         return block
 

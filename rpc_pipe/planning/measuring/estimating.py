@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from ...dependency import B, F, G, I, Kind, R, U, W
+from ...dependency import B, F, G, I, R, U, W
 from ...model.user_model import UserModel
 from ...workers.compute.split_backward import Saved
 from ...workers.compute.torch_internals import OperatorMode
@@ -20,7 +20,7 @@ from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, map_tensors, tensors_of
 from ..footprint import Size
 from ..profile import LayerCost
-from .block_timing import num_bytes
+from .timed_block import num_bytes
 
 #: side of the square matrices by whose product the speed of a device is measured
 _MATRIX_SIDE = 512
@@ -56,28 +56,25 @@ def operations_a_ms(device: str) -> float:
 
 def estimate_layers(user_model: UserModel, batch: Tree, speed: float, optimizer: OptimizerFactory) -> list[LayerCost]:
     """Estimate each layer of a list. `speed` in operations a millisecond."""
-    inputs, target = user_model.pair(_on_meta(batch))
+    inputs, target = user_model.pair(map_tensors(batch, lambda tensor: tensor.to("meta")))
     costs: list[LayerCost] = []
     layers = user_model.layers()
-    count = len(layers)
     for i, made_layer in enumerate(layers):
         with torch.device("meta"):
             layer = made_layer if isinstance(made_layer, nn.Module) else made_layer()
         layer = copy.deepcopy(layer).to("meta")
         leaves = [tensor.requires_grad_() for tensor in tensors_of(inputs) if i and tensor.is_floating_point()]
-        saved = Saved()
-        with _OperationCounter() as counter, saved.hooks():
+        last = i == len(layers) - 1
+
+        def run(layer: nn.Module = layer, inputs: Tree = inputs, last: bool = last) -> Tree:
             outputs = layer(inputs)
-            if i == count - 1 and user_model.loss_fn is not None:
+            if last and user_model.loss_fn is not None:
                 user_model.loss_fn(outputs, target)
-        crossing = num_bytes(outputs) if i < count - 1 else 0
-        name = f"{i} {type(layer).__name__}"
-        named = list(layer.named_parameters())
-        operations = counter.total
-        cost = _cost(
-            operations, saved, named, num_bytes(inputs), crossing, name, speed, has_input_gradient=bool(leaves)
-        )
-        costs.append(_with_parameters(cost, named, optimizer))
+            return outputs
+
+        block = f"{i} {type(layer).__name__}", list(layer.named_parameters())
+        cost, outputs = _estimate(run, inputs, *block, speed, optimizer, bool(leaves), last)
+        costs.append(cost)
         inputs = map_tensors(outputs, lambda tensor: tensor.detach())
     return costs
 
@@ -92,60 +89,42 @@ def estimate_whole(user_model: UserModel, batch: Tree, speed: float, optimizer: 
     for i, block in enumerate(observed.blocks):
         stage = observed.build(i, cut, initialise=False)
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in payload]
-        stage.forward(leaves, args, kwargs)  # the first run observes the whole model
-        saved = Saved()
-        with _OperationCounter() as counter, saved.hooks():
-            outputs: Any = stage.forward(leaves, args, kwargs)
-        crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
-        operations = counter.total
+        run = partial(stage.forward, leaves, args, kwargs)
+        run()  # the first run observes the whole model
         named = list(stage.named_parameters())
-        cost = _cost(
-            operations, saved, named, num_bytes(payload), crossing, block.name, speed, has_input_gradient=i > 0
-        )
-        costs.append(_with_parameters(cost, named, optimizer))
-        payload = outputs if i < len(cut) - 1 else ()
+        cost, payload = _estimate(run, payload, block.name, named, speed, optimizer, i > 0, i == len(cut) - 1)
+        costs.append(cost)
     return costs
 
 
-def _on_meta(tree: Tree) -> Tree:
-    return map_tensors(tree, lambda tensor: tensor.to("meta"))
-
-
-def _cost(
-    operations: float,
-    saved: Saved,
-    named: Sequence[tuple[str, nn.Parameter]],
-    inputs: float,
-    outputs: float,
+def _estimate(
+    run: Callable[[], Any],
+    inputs: Tree,
     name: str,
+    named: Sequence[tuple[str, nn.Parameter]],
     speed: float,
-    *,
+    optimizer: OptimizerFactory,
     has_input_gradient: bool,
-) -> LayerCost:
-    """Return the costs of a block, given the operations of its forward; I and W take as many each."""
+    last: bool,
+) -> tuple[LayerCost, Any]:
+    """Return the costs of a block, and its outputs; I and W take as many operations each as its forward."""
+    saved = Saved()
+    with _OperationCounter() as counter, saved.hooks():
+        outputs = run()
+    sent, crossing = num_bytes(inputs), 0 if last else num_bytes(outputs)
     # Storages on the meta device have no address, but an object each.
     own = {parameter.untyped_storage()._cdata for _, parameter in named}
     held = {id(handle.tensor): handle.tensor for handle in saved._handles if handle.tensor is not None}
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in held.values()}
     kept = sum(amount for storage, amount in storages.items() if storage not in own)
-    once = max(operations / speed, (kept + inputs + outputs) / _BYTES_A_MS)
-    times: dict[Kind, float] = {F: once, I: once if has_input_gradient else 0.0, W: once, R: once, U: 0.0}
-    times[B] = times[I] + times[W]
-    return LayerCost(times, Size(activations=kept, after_inputs=kept, inputs=inputs, outputs=outputs), name)
-
-
-def _with_parameters(
-    cost: LayerCost, named: Sequence[tuple[str, nn.Parameter]], optimizer: OptimizerFactory
-) -> LayerCost:
-    """Return the cost with times of updates, and the bytes of weights, gradients and optimizer state."""
+    once = max(counter.total / speed, (kept + sent + crossing) / _BYTES_A_MS)
+    back = once if has_input_gradient else 0.0
     weights = sum(p.nbytes for _, p in named)
     gradients = sum(p.nbytes for _, p in named if p.requires_grad)
-    size = replace(cost.size, weights=weights, gradients=gradients, optimizer=gradients * _optimizer_ratio(optimizer))
-    return replace(
-        cost,
-        size=size,
-        times={**cost.times, U: 3 * (gradients + size.optimizer) / _BYTES_A_MS, G: 5 * gradients / _BYTES_A_MS},
-    )
+    state = gradients * _optimizer_ratio(optimizer)
+    times = {F: once, I: back, W: once, B: back + once, R: once}
+    times |= {U: 3 * (gradients + state) / _BYTES_A_MS, G: 5 * gradients / _BYTES_A_MS}
+    return LayerCost(times, Size(weights, gradients, state, kept, kept, sent, crossing), name), outputs
 
 
 def _optimizer_ratio(optimizer: OptimizerFactory) -> float:

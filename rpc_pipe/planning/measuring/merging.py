@@ -80,4 +80,4 @@ def _links_as_json(links: Mapping[tuple[int, int], Link]) -> dict[str, Any]:
 
 
 def _link_as_json(link: Link) -> dict[str, Any]:
-    return {"latency_ms": round(link.latency, 4), "bandwidth": f"{link.bandwidth / 1e3:.4g}MB"}
+    return {"latency_ms": round(link.latency, 4), "bandwidth": f"{round(link.bandwidth / 1e3, 3):.12g}MB"}

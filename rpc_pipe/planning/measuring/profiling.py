@@ -26,10 +26,10 @@ from ...workers.compute.allocator import keep_freed_memory
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, map_tensors, tensors_of
 from ..profile import LayerCost, Profile, Tie
-from .block_timing import TimedBlock, measure_layers, num_bytes, time_blocks, with_working_memory
+from .block_timing import costs_of, measure_layers, time_blocks
 from .estimating import estimate_layers, estimate_whole, operations_a_ms
-from .update_times import Barrier, BlockParameters, PeerOutOfMemoryError, Synchronize, with_update_times
-from .working_memory import Forward
+from .timed_block import Forward, Synchronize, TimedBlock, num_bytes
+from .update_times import Barrier, PeerOutOfMemoryError
 
 __all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "rows_of", "signature"]
 
@@ -215,8 +215,6 @@ def _measure_layers(task: _Task, barrier: Barrier) -> _Measured:
         layers, _to(inputs, device), target=_to(target, device), loss_fn=user_model.loss_fn, optimizer=task.optimizer,
         repeats=task.repeats, synchronize=_synchronize(device), barrier=barrier,
     )  # fmt: skip
-    names = [f"{i} {type(layer).__name__}" for i, layer in enumerate(layers)]
-    costs = [replace(cost, name=name) for cost, name in zip(costs, names, strict=True)]
     return costs, dict.fromkeys((F, B, I, W, R), 0.0), ()
 
 
@@ -243,36 +241,27 @@ def _measure_whole(task: _Task, barrier: Barrier) -> _Measured:
     user_model, batch, device, optimizer, repeats, tell, at_least = task
     args, kwargs = user_model.call(_to(batch, device))
     observed = user_model.observe(args, kwargs, at_least)
-    cut = [range(i, i + 1) for i in range(observed.num_blocks)]
+    count, synchronize = observed.num_blocks, _synchronize(device)
+    cut = [range(i, i + 1) for i in range(count)]
     payload: Sequence[Tensor] = ()
     blocks: list[TimedBlock] = []
-    sizes: list[tuple[int, int]] = []
-    named: list[list[tuple[str, nn.Parameter]]] = []
-    holders: dict[str, tuple[list[int], nn.Parameter]] = {}
-    total = (1 + repeats) * (len(cut) + 1)
-    for i in range(len(cut)):
-        stage = observed.build(i, cut, device)
-        run = _stage_forward(user_model, stage, payload, args, kwargs, batch, last=i == len(cut) - 1)
-        named.append(list(stage.named_parameters()))
-        for name, parameter in named[-1]:
-            holders.setdefault(name, ([], parameter))[0].append(i)
-        blocks.append(TimedBlock(run, [p for _, p in named[-1]], _synchronize(device)))
-        outputs = blocks[-1].run()
-        crossing = num_bytes(outputs) if i < len(cut) - 1 else 0
-        sizes.append((num_bytes(payload), crossing))
-        payload = outputs if i < len(cut) - 1 else ()
+    total = (1 + repeats) * (count + 1)
+    for i in range(count):
+        stage, last = observed.build(i, cut, device), i == count - 1
+        run = _stage_forward(user_model, stage, payload, args, kwargs, batch, last=last)
+        block = TimedBlock(run, list(stage.named_parameters()), synchronize, observed.blocks[i].name)
+        outputs = block.run()
+        block.crossing = num_bytes(payload), num_bytes(outputs)
+        blocks.append(block)
+        payload = outputs
         tell(i + 1, total)
-    stage = observed.build(0, [range(observed.num_blocks)], device)
+    stage = observed.build(0, [range(count)], device)
     run = _stage_forward(user_model, stage, (), args, kwargs, batch, last=True)
-    whole = TimedBlock(run, [p for _, p in stage.named_parameters()], _synchronize(device))
+    whole = TimedBlock(run, list(stage.named_parameters()), synchronize)
     whole.run()
-    time_blocks([*blocks, whole], repeats, lambda done: tell(len(cut) + 1 + done, total))
-    costs = []
-    for i, block in enumerate(blocks):
-        costs.append(LayerCost(block.times, block.kept.size(*sizes[i]), observed.blocks[i].name))
-    shards = [BlockParameters(own, [], block.gradients) for own, block in zip(named, blocks, strict=True)]
-    costs = with_update_times(costs, shards, optimizer, repeats, _synchronize(device), barrier)
-    return with_working_memory(costs, blocks), _around(costs, whole.times), _ties(holders, costs)
+    time_blocks([*blocks, whole], repeats, lambda done: tell(count + 1 + done, total))
+    costs = costs_of(blocks, optimizer, repeats, barrier)
+    return costs, _around(costs, whole.times), _ties(blocks, costs)
 
 
 def _around(costs: Sequence[LayerCost], whole: Mapping[Kind, float]) -> dict[Kind, float]:
@@ -294,13 +283,17 @@ def _without(cost: LayerCost, per_stage: Mapping[Kind, float]) -> LayerCost:
     return replace(cost, times={kind: max(0.0, took - per_stage.get(kind, 0)) for kind, took in cost.times.items()})
 
 
-def _ties(holders: Mapping[str, tuple[list[int], nn.Parameter]], costs: Sequence[LayerCost]) -> tuple[Tie, ...]:
+def _ties(blocks: Sequence[TimedBlock], costs: Sequence[LayerCost]) -> tuple[Tie, ...]:
     """Return the ties of blocks that share parameters."""
     found: dict[tuple[int, int], list[float]] = {}
-    for blocks, parameter in holders.values():
-        share = costs[blocks[0]].size
+    holders: dict[str, tuple[list[int], nn.Parameter]] = {}
+    for i, block in enumerate(blocks):
+        for name, parameter in block.named:
+            holders.setdefault(name, ([], parameter))[0].append(i)
+    for numbers, parameter in holders.values():
+        share = costs[numbers[0]].size
         kept = share.optimizer / share.weights if share.weights else 0
-        for pair in pairwise(blocks):
+        for pair in pairwise(numbers):
             sums = found.setdefault(pair, [0, 0, 0])
             gradients = parameter.nbytes if parameter.requires_grad else 0
             for at, bytes in enumerate((parameter.nbytes, gradients, parameter.nbytes * kept)):

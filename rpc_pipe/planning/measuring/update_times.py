@@ -7,22 +7,19 @@ and all workers of a host at once, which share its bandwidth.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from statistics import median
-from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...dependency import G, U
 from ...workers.compute.updating import OptimizerFactory
 from ..profile import LayerCost
+from .timed_block import TimedBlock, milliseconds
 
-#: waits for the device, like `torch.cuda.synchronize`
-Synchronize = Callable[[], None]
 #: waits for the other measuring workers; takes whether this worker goes on, returns whether all do
 Barrier = Callable[[bool], bool]
 
@@ -31,42 +28,15 @@ Barrier = Callable[[bool], bool]
 _GROUP_BYTES = 2**27
 
 
-def milliseconds(run: Callable[[], object], synchronize: Synchronize) -> float:
-    """Return how long `run` takes, the device's work included."""
-    synchronize()
-    begin = time.perf_counter()
-    run()
-    synchronize()
-    return 1e3 * (time.perf_counter() - begin)
-
-
 class PeerOutOfMemoryError(Exception):
     """Another measuring worker has too little memory."""
 
 
-class BlockParameters(NamedTuple):
-    """The parameters and buffers of a block."""
-
-    named: Sequence[tuple[str, nn.Parameter]]
-    buffers: Sequence[Tensor]
-    #: computes the gradients of the trained parameters for one microbatch: updates with zeros take another time
-    gradients: Callable[[], Sequence[Tensor]]
-
-    @property
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, parameter) for name, parameter in self.named if parameter.requires_grad]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(parameter.nbytes for _, parameter in self.named)
-
-
 def with_update_times(
     costs: Sequence[LayerCost],
-    shards: Sequence[BlockParameters],
+    blocks: Sequence[TimedBlock],
     optimizer: OptimizerFactory | None,
     repeats: int = 1,
-    synchronize: Synchronize = lambda: None,
     barrier: Barrier = lambda going: going,
 ) -> list[LayerCost]:
     """Return the costs of blocks with the times of U and G, and the bytes of weights, gradients and optimizer state.
@@ -78,8 +48,8 @@ def with_update_times(
         PeerOutOfMemoryError: another worker has given up.
     """
     found: list[LayerCost] = []
-    for first, last in cache_exceeding_groups([shard.num_bytes for shard in shards]):
-        updates = [_TimedUpdate(shard, optimizer, synchronize) for shard in shards[first:last]]
+    for first, last in cache_exceeding_groups([block.weights for block in blocks]):
+        updates = [_TimedUpdate(block, optimizer) for block in blocks[first:last]]
         for _ in range(repeats):
             if not barrier(True):
                 raise PeerOutOfMemoryError
@@ -87,8 +57,7 @@ def with_update_times(
                 update.step()
             for update in updates:
                 update.sum_replica()
-        pairs = zip(costs[first:last], updates, strict=True)
-        found += [update.complete(cost) for cost, update in pairs]
+        found += [update.complete(cost) for cost, update in zip(costs[first:last], updates, strict=True)]
     return found
 
 
@@ -104,34 +73,34 @@ def cache_exceeding_groups(sizes: Sequence[float]) -> Iterator[tuple[int, int]]:
 class _TimedUpdate:
     """A block's update, timed on copies of its parameters. The first, which allocates the state, is not timed."""
 
-    def __init__(self, shard: BlockParameters, optimizer: OptimizerFactory | None, synchronize: Synchronize) -> None:
-        self._shard, self._synchronize = shard, synchronize
+    def __init__(self, block: TimedBlock, optimizer: OptimizerFactory | None) -> None:
+        self._block = block
         self._times: list[float] = []
         self._sum_times: list[float] = []
-        self._copies = [] if optimizer is None else [(n, nn.Parameter(p.detach().clone())) for n, p in shard.trained]
+        self._copies = [] if optimizer is None else [(n, nn.Parameter(p.detach().clone())) for n, p in block.trained]
         self._optimizer = optimizer(self._copies) if optimizer is not None and self._copies else None
         if self._optimizer is not None:
-            for (_, copy), gradient in zip(self._copies, shard.gradients(), strict=True):
+            for (_, copy), gradient in zip(self._copies, block.gradients(), strict=True):
                 copy.grad = gradient
             self._optimizer.step()
 
     def step(self) -> None:
         if self._optimizer is not None:
-            self._times.append(milliseconds(self._optimizer.step, self._synchronize))
+            self._times.append(milliseconds(self._optimizer.step, self._block.synchronize))
 
     def sum_replica(self) -> None:
         """Sum gradients with those of another replica, as `Updating.sum_gradients` does."""
         pairs = [(copy.detach(), copy.grad) for _, copy in self._copies if copy.grad is not None]
         self._sum_times.append(
-            milliseconds(lambda: [own.clone().add_(other) for own, other in pairs], self._synchronize)
+            milliseconds(lambda: [own.clone().add_(other) for own, other in pairs], self._block.synchronize)
         )
 
     def complete(self, cost: LayerCost) -> LayerCost:
-        shard, state = self._shard, {} if self._optimizer is None else self._optimizer.state
+        block, state = self._block, {} if self._optimizer is None else self._optimizer.state
         size = replace(
             cost.size,
-            weights=shard.num_bytes + sum(buffer.nbytes for buffer in shard.buffers),
-            gradients=sum(parameter.nbytes for _, parameter in shard.trained),
+            weights=block.weights + block.buffers,
+            gradients=sum(parameter.nbytes for _, parameter in block.trained),
             optimizer=sum(t.nbytes for own in state.values() for t in own.values() if isinstance(t, torch.Tensor)),
         )
         update_ms, sum_ms = median(self._times or [0.0]), median(self._sum_times or [0.0])

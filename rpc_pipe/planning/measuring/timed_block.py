@@ -1,0 +1,234 @@
+"""A block that runs F, B, R, I and W on one microbatch, to be timed, and for what it keeps and allocates meanwhile."""
+
+from __future__ import annotations
+
+import os
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from ...dependency import B, F, I, Kind, R, W
+from ...workers.compute.autograd_graph import children_first
+from ...workers.compute.split_backward import Saved, WeightBackward, backward_inputs
+from ...workers.transport.payload import Tree, pack, tensors_of, unpack
+from ..footprint import Size
+from ..profile import LayerCost
+
+#: runs a forward; returns the leaves whose gradients backward computes, the next block's input, backward's roots
+Forward = Callable[[], tuple[list[Tensor], Tree, list[Tensor]]]
+#: runs an action, given its kind
+Act = Callable[[Kind, Callable[[], object]], object]
+#: waits for the device, like `torch.cuda.synchronize`
+Synchronize = Callable[[], None]
+#: name of the profiler event around each action
+_EVENT = "rpc_pipe.planning.peak_working_bytes"
+
+
+def milliseconds(run: Callable[[], object], synchronize: Synchronize) -> float:
+    """Return how long `run` takes, the device's work included."""
+    synchronize()
+    begin = time.perf_counter()
+    run()
+    synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def num_bytes(tree: Tree) -> int:
+    """Return the bytes of the tensors of a tree."""
+    return sum(tensor.nbytes for tensor in tensors_of(tree))
+
+
+class TimedBlock:
+    """A block with its measured times and kept bytes.
+
+    Args:
+        forward: runs it on one microbatch.
+        named: its parameters with their names.
+        synchronize: waits for the device.
+        buffers: bytes of its buffers.
+    """
+
+    def __init__(
+        self,
+        forward: Forward,
+        named: Sequence[tuple[str, nn.Parameter]],
+        synchronize: Synchronize = lambda: None,
+        name: str = "",
+        buffers: float = 0,
+    ) -> None:
+        self.forward, self.named, self.synchronize, self.name = forward, named, synchronize, name
+        self.weights = sum(parameter.nbytes for _, parameter in named)
+        self.buffers = buffers
+        self.trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        #: bytes of the payload from the block before, and to the next
+        self.crossing: tuple[float, float] = 0, 0
+        self._times: dict[Kind, list[float]] = {kind: [] for kind in (F, B, R, I, W)}
+        #: input of the next block
+        self._output: Tree = None
+        #: what F keeps for backward, I for W, and the parts of the former in inputs and outputs, of the last run
+        self.kept = Size()
+        #: names of the operators whose backward it has run, inputs first
+        self._operators: tuple[str, ...] = ()
+
+    @property
+    def num_bytes(self) -> float:
+        """Bytes that it keeps for backward, and of its gradients."""
+        return self.kept.activations + self.weights
+
+    @property
+    def times(self) -> dict[Kind, float]:
+        """The median milliseconds of each kind, without the first run, which warms up."""
+        found = {kind: median(took[1:] or took) for kind, took in self._times.items()}
+        return {**found, R: found[F]}
+
+    @property
+    def cost(self) -> LayerCost:
+        """Its costs without those of updates, and without working memory."""
+        inputs, outputs = self.crossing
+        return LayerCost(self.times, replace(self.kept, inputs=inputs, outputs=outputs), self.name)
+
+    @property
+    def signature(self) -> Hashable:
+        """What blocks have in common that compute the same, as the layers of a transformer do."""
+        shapes = tuple([(parameter.shape, parameter.dtype) for _, parameter in self.named])
+        return (self._operators, shapes, self.kept, num_bytes(self._output)) if self._operators else id(self)
+
+    @property
+    def fastest(self) -> float:
+        """The milliseconds of F and B at their fastest; noise only adds to them."""
+        return sum(min(self._times[kind][1:] or self._times[kind]) for kind in (F, B))
+
+    def take(self, runs: dict[Kind, list[float]]) -> None:
+        """Replace all times but those of the first run."""
+        self._times = {kind: [*took[:1], *runs[kind]] for kind, took in self._times.items()}
+
+    def runs(self, kind: Kind) -> list[float]:
+        """Return the milliseconds of all runs but the first."""
+        return self._times[kind][1:]
+
+    def run(self, act: Act | None = None) -> Tree:
+        """Run F, B, R, I and W; return the output, the input of the next block."""
+        for _ in self.phases(act):
+            pass
+        return self._output
+
+    def phases(self, act: Act | None = None) -> Iterator[None]:
+        """Do the same in parts, so that blocks can take turns: F; B; R; I and W; freeing the gradients.
+
+        Gradients of weights exist already and are added to, as for all microbatches but the first. R is the same as F:
+        the forward whose backward is split.
+
+        Args:
+            act: runs an action; it is timed by default.
+        """
+        act = act or self._time
+        self._begin_gradients()
+        made: list[tuple[list[Tensor], Tree, list[Tensor]]] = []
+        act(F, lambda: made.append(self.forward()))
+        yield
+        roots = made.pop()[2]
+        starts = [torch.ones_like(root) for root in roots]
+        act(B, lambda: torch.autograd.backward(roots, starts) if roots else None)
+        del roots
+        starts.clear()
+        yield
+        saved = Saved()
+        with saved.hooks():
+            act(R, lambda: made.append(self.forward()))
+        yield
+        leaves, output, roots = made.pop()
+        self._operators = tuple(
+            [node.name() for node in children_first(root.grad_fn for root in roots if root.grad_fn)]
+        )
+        weights = {parameter.untyped_storage().data_ptr() for _, parameter in self.named}
+        held = saved.num_bytes(weights)
+        own = {leaf.untyped_storage().data_ptr() for leaf in leaves} - weights
+        passed = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(output)} - weights
+        kept_inputs, kept_outputs = saved.num_bytes_at(own), saved.num_bytes_at(passed)
+        self._output = unpack(pack(output))
+        del output
+        deferred: list[WeightBackward] = []
+        grads: list[Tensor | None] = [torch.ones_like(root) for root in roots]
+        act(I, lambda: deferred.append(backward_inputs(roots, grads, leaves, saved)[1]))
+        after = saved.num_bytes(weights) + deferred[0].num_bytes()
+        self.kept = Size(activations=held, after_inputs=after, kept_inputs=kept_inputs, kept_outputs=kept_outputs)
+        act(W, deferred[0].run)
+        yield
+        self._end_gradients()
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the trained parameters for one microbatch."""
+        self._begin_gradients()
+        roots = self.forward()[2]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        found = [parameter.grad for _, parameter in self.trained if parameter.grad is not None]
+        self._end_gradients()
+        return found
+
+    def _begin_gradients(self) -> None:
+        """Make gradients of 0, whose memory pages have been touched."""
+        for _, parameter in self.trained:
+            parameter.grad = torch.full_like(parameter, 0.0)
+
+    def _end_gradients(self) -> None:
+        for _, parameter in self.trained:
+            parameter.grad = None
+
+    def _time(self, kind: Kind, run: Callable[[], object]) -> None:
+        self._times[kind].append(milliseconds(run, self.synchronize))
+
+
+def with_working_memory(costs: Sequence[LayerCost], blocks: Sequence[TimedBlock]) -> list[LayerCost]:
+    """Return the costs of blocks with the bytes that they allocate while they run, besides what they keep."""
+    on_gpu = any(parameter.device.type == "cuda" for block in blocks for _, parameter in block.named)
+    peaks = _peaks_on_gpu(blocks) if on_gpu else _peaks_on_cpu(blocks)
+    found = []
+    for at, cost in enumerate(costs):
+        first, *others = peaks[5 * at : 5 * (at + 1)]  # of F, B, R, I and W, above the bytes at the start of each
+        forward = first - (cost.size.activations - cost.size.kept_inputs)
+        found.append(replace(cost, size=replace(cost.size, working=max(0.0, forward, *others))))
+    return found
+
+
+def _peaks_on_gpu(blocks: Sequence[TimedBlock]) -> list[float]:
+    peaks: list[float] = []
+
+    def act(kind: Kind, run: Callable[[], object]) -> None:
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run()
+        peaks.append(float(torch.cuda.max_memory_allocated() - before))
+
+    for block in blocks:
+        block.run(act)
+    return peaks
+
+
+def _peaks_on_cpu(blocks: Sequence[TimedBlock]) -> list[float]:
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it writes to stderr that it begins and ends
+
+    def act(kind: Kind, run: Callable[[], object]) -> None:
+        with torch.profiler.record_function(_EVENT):
+            run()
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as seen:
+        for block in blocks:
+            block.run(act)
+    assert seen.profiler is not None and seen.profiler.kineto_results is not None
+    events = seen.profiler.kineto_results.events()
+    windows = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if e.name() == _EVENT)
+    changes = sorted(((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"), key=lambda c: c[0])
+    starts = [start for start, _ in changes]
+    peaks = []
+    for begin, end in windows:
+        inside = changes[bisect_left(starts, begin) : bisect_right(starts, end)]
+        peaks.append(float(max(accumulate((amount for _, amount in inside), initial=0))))
+    return peaks
