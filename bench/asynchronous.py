@@ -202,7 +202,7 @@ def _delays(parsed: argparse.Namespace) -> None:
             order=draw.choice(["ready", "fixed"]), max_grad_norm=draw.choice([None, 0.1]),
         )  # fmt: skip
         pipe.listen(lambda worker, run=run: _Late(f"{run} {worker}"))  # type: ignore[misc]
-        losses, state = list(pipe.train(batches)), pipe.state_dict()
+        losses, state = list(pipe.train(batches)), pipe.weights.state_dict()
         key = schedule, P, M, pipe.actors[0].max_grad_norm
         if key not in expected:
             expected[key] = _replayed(pipe, batches)

@@ -107,7 +107,7 @@ def work(case: str, mb: float, folders: list[str], told: str) -> None:
     def build(size: float, folder: str) -> Pipeline:
         pipe = make(size)
         if folder:
-            pipe.load_pretrained(folder)
+            pipe.weights.load_pretrained(folder)
         return pipe
 
     first = build(1, folders[0])

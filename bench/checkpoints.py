@@ -32,7 +32,7 @@ pipe = Pipeline(layers, nn.functional.mse_loss, optimizer=partial(torch.optim.Ad
 x = torch.ones(2, width)
 pipe.step((x, x))
 while True:
-    print(pipe.save_checkpoint(sys.argv[1], keep=3).name, flush=True)
+    print(pipe.checkpoints.save(sys.argv[1], keep=3).name, flush=True)
     pipe.step((x, x))
 """
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
         WorkerFailure,
         check,
     )
-    from .pipeline import Pipeline
+    from .pipeline import Pipeline, Training
     from .planning.plan import Plan
     from .planning.simulator import Link, simulate
     from .step_report import StepReport
@@ -64,6 +64,7 @@ __all__ = [
     "StepRecord",
     "StepReport",
     "StorageError",
+    "Training",
     "WorkerFailure",
     "carries_out",
     "check",
@@ -77,6 +78,7 @@ _PLACES = {
     "Plan": ".planning.plan",
     **dict.fromkeys(("Link", "simulate"), ".planning.simulator"),
     "StepReport": ".step_report",
+    "Training": ".pipeline",
     "carries_out": ".workers.handlers",
     **dict.fromkeys(("Listener", "StepRecord"), ".workers.hooks"),
 }

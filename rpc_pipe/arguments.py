@@ -2,27 +2,126 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import inspect
 import logging
 import re
+import traceback
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from functools import wraps
+from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .dependency import ConfigError, Spec, refuse_below
+from .dependency import ConfigError, Disagreement, PipeError, ScheduleError, Spec, WorkerFailure, refuse_below
 from .model.shard_maker import refuse_sums
 from .workers.compute.updating import Training
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+_HERE = Path(__file__).parent
+#: errors whose sentence says all, unless code of others led to them
+_REFUSALS = (ConfigError, Disagreement, ScheduleError, WorkerFailure)
+#: method of a pipeline in the version before -> where it is now
+OLD_NAMES = {
+    "state_dict": "weights.state_dict",
+    "save": "weights.save",
+    "save_pretrained": "weights.save_pretrained",
+    "load_pretrained": "weights.load_pretrained",
+    "averaged": "weights.averaged",
+    "save_checkpoint": "checkpoints.save",
+    "load_checkpoint": "checkpoints.load",
+    "resume": "checkpoints.resume",
+    "claim_checkpoints": "checkpoints.claim",
+    "checkpoint_every": "checkpoints.every",
+}
+#: old names that this process has been told of
+_told: set[str] = set()
 
 
-def refuse_options(
-    order: object, max_grad_norm: object, stall_s: object, num_workers: object, num_microbatches: object, seed: object
-) -> None:
+def with_old_names(pipeline: type[T]) -> type[T]:
+    """Give a class its methods by their old names, too; each says once where it is now."""
+    for old, new in OLD_NAMES.items():
+        setattr(pipeline, old, _forward(old, *new.split(".")))
+    return pipeline
+
+
+def _forward(old: str, noun: str, verb: str) -> Callable[..., Any]:
+    def forward(pipe: Any, *args: Any, **kwargs: Any) -> Any:
+        _tell_once(f"pipe.{old} is pipe.{noun}.{verb} now", pipe.worker)
+        return getattr(getattr(pipe, noun), verb)(*args, **kwargs)
+
+    forward.__name__, forward.__doc__ = old, f"Old name of `{noun}.{verb}`."
+    return forward
+
+
+def _tell_once(now: str, worker: int) -> None:
+    if now not in _told and worker == 0:
+        _told.add(now)
+        logger.warning("%s; the old name goes with the next version", now)
+
+
+def settle_training(pipeline: type, training: Training | None, old: Mapping[str, Any], worker: int) -> Training:
+    """Return what trains the model, also where a script gives its parts to `Pipeline` itself, as it did.
+
+    Raises:
+        TypeError: another argument, which there is not.
+        ConfigError: both were given, or `training` is something else.
+    """
+    parts = [field.name for field in fields(Training)]
+    for name in old:
+        if name not in parts:
+            near = difflib.get_close_matches(name, [*inspect.signature(pipeline).parameters, *parts], 1, 0.7)
+            raise TypeError(f"Pipeline has no argument {name!r}{f': did you mean {near[0]}?' if near else ''}")
+    if training is not None and not isinstance(training, Training):
+        raise ConfigError(f"training {training!r}: must be a Training, such as Training(optimizer=torch.optim.AdamW)")
+    if training is not None and old:
+        raise ConfigError(f"{next(iter(old))}: goes into training=Training({next(iter(old))}=...), which is there, too")
+    if old:
+        _tell_once("Pipeline(optimizer=...) and the like are training=Training(optimizer=...) now", worker)
+    return Training(**old) if training is None else training
+
+
+def shown_plainly(method: Callable[..., T]) -> Callable[..., T]:
+    """Return a method whose refusals come without our frames: a dozen of them hid the sentence."""
+
+    @wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            found = method(*args, **kwargs)
+            return _shown_plainly(found) if inspect.isgenerator(found) else found
+        except _REFUSALS as error:
+            raise _plain(error) from error.__cause__
+
+    return call
+
+
+def _shown_plainly(steps: Any) -> Iterator[Any]:
+    try:
+        yield from steps
+    except _REFUSALS as error:
+        raise _plain(error) from error.__cause__
+
+
+def _plain(error: PipeError) -> PipeError:
+    """Return a refusal without its frames where all are ours."""
+    each: BaseException | None = error
+    while isinstance(each, _REFUSALS):
+        files = [Path(frame.f_code.co_filename) for frame, _ in traceback.walk_tb(each.__traceback__)]
+        if all(_HERE in file.parents or file == Path(contextlib.__file__) for file in files):
+            each.__traceback__ = None
+        each = each.__cause__
+    return error
+
+
+def refuse_options(order: object, stall_s: object, num_workers: object, num_microbatches: object, seed: object) -> None:
     """Refuse impossible numbers, and an unknown order."""
     if num_microbatches == 0:
         raise ConfigError(
@@ -31,8 +130,6 @@ def refuse_options(
         )
     refuse_below(1, num_workers=num_workers, num_microbatches=num_microbatches)
     refuse_below(0, seed=seed)
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
-        raise ConfigError(f"max_grad_norm {max_grad_norm!r}: must be a number above 0, or None")
     if not isinstance(stall_s, (int, float)) or isinstance(stall_s, bool) or not stall_s > 0:
         raise ConfigError(f"stall_s {stall_s!r}: must be a number of seconds above 0")
     if order not in (None, "ready", "fixed"):
@@ -99,6 +196,9 @@ def refuse_training(loss_fn: object, training: Training) -> None:
     if lr_scheduler is not None and optimizer is None:
         raise ConfigError("lr_scheduler: needs an optimizer to schedule; pass optimizer=, too")
     refuse_below(1, accumulate=training.accumulate)
+    max_norm = training.max_grad_norm
+    if max_norm is not None and not (isinstance(max_norm, (int, float)) and max_norm > 0):
+        raise ConfigError(f"max_grad_norm {max_norm!r}: must be a number above 0, or None")
     decay, scaler = training.ema_decay, training.grad_scaler
     if decay is not None and not (isinstance(decay, (int, float)) and 0 <= decay < 1):
         raise ConfigError(f"ema_decay {decay!r}: must be a number from 0 to below 1, such as 0.999")
@@ -130,8 +230,8 @@ def begin_training(what: str, forgot_optimizer: bool) -> bool:
     refuse_without_grad(what)
     if forgot_optimizer:
         logger.warning(
-            "%s trains nothing, as there is no optimizer: pass optimizer=partial(torch.optim.AdamW, lr=1e-3), or "
-            "optimizer=None if gradients are all you want",
+            "%s trains nothing, as there is no optimizer: pass training=Training(optimizer=torch.optim.AdamW), "
+            "or training=Training() if gradients are all you want",
             what,
         )
     return False

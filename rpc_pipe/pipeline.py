@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from .api_advice import ApiAdvice
 from .arguments import (
     begin_training,
     describe,
@@ -21,10 +20,13 @@ from .arguments import (
     refuse_shared,
     refuse_training,
     refuse_untrainable,
+    settle_training,
+    shown_plainly,
+    with_old_names,
 )
 from .checkpoints.keeper import Keeper
+from .checkpoints.nouns import Checkpoints, Weights
 from .checkpoints.resumption import name_of
-from .checkpoints.weights import Weights
 from .dependency import ConfigError, Entry, Order, PipeError, check, most_open
 from .launching import launcher_link as link
 from .launching import overrides
@@ -39,21 +41,20 @@ from .model.shard_maker import Model, ShardMaker, make_partition, with_metric
 from .own_workers import make_actors, parameter_groups, set_rate
 from .planning.apply_plan import PlanLike, apply_plan, warn_if_other_model
 from .planning.specs import ScheduleLike, make_spec, with_replicas
-from .step_report import Heard, StepReports
+from .step_report import Inspected, StepReports
 from .workers.actor import WorkerActor
 from .workers.compute.randomness import preserved
 from .workers.compute.result import Result
 from .workers.compute.shard import LossFn
-from .workers.compute.updating import OptimizerFactory, SchedulerFactory, Training
+from .workers.compute.updating import Training as Training
 from .workers.threads import WorkerThreads
 from .workers.transport.payload import Tree
 
 T = TypeVar("T")
-#: for an argument that was left out, where None is a value
-_UNSAID: Any = False
 
 
-class Pipeline(ApiAdvice, Heard, Weights):
+@with_old_names
+class Pipeline(Inspected):
     """A model cut into stages on several workers, trained by a schedule.
 
     Args:
@@ -62,10 +63,8 @@ class Pipeline(ApiAdvice, Heard, Weights):
             builder (see `partition.Builder`). With callables, weights depend on the seed, not on workers or cut.
         loss_fn: (output, target) -> mean over the microbatch, weighted by its rows, or (sum, weight): a step's loss is
             the sum of the sums divided by the sum of the weights. None: the model itself returns its loss.
-        optimizer: called on each stage with (name, parameter) pairs, named as in the unsplit model, such as
-            `partial(torch.optim.AdamW, lr=3e-4)` or a function that makes groups by name. None: gradients are computed,
-            and nothing is trained; left out, the first step says so.
-        lr_scheduler: optimizer -> learning-rate scheduler; stepped after every update.
+        training: what trains it: optimizer, learning rates, clipping, and more (see `Training`). Left out, gradients
+            are computed and nothing is trained, as the first step says.
         schedule, schedule_options: a name (`rpc-pipe schedules`), `file.py:Class` or a Spec class; its parameters.
         num_microbatches: number of parts of a batch, at most its rows. Required unless there is a plan.
         plan: what `rpc-pipe plan` wrote (a file, its contents or a `Plan`), instead of schedule, microbatches and cut.
@@ -80,26 +79,21 @@ class Pipeline(ApiAdvice, Heard, Weights):
             GPU for each of its workers, which is said, else `cpu`.
         seed: for everything random: dropout, and initial weights of layers given as callables or of a model made by a
             function, which are other numbers than those that the function would draw by itself.
-        max_grad_norm: clip the gradients of the whole model to this norm before an update, with the bits of
-            `torch.nn.utils.clip_grad_norm_`; see `grad_norm`.
-        post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
-            must be clipped, with the same bits; by default if the schedule gains by it. See docs/training.md.
-        accumulate: update the weights after this many steps, by the mean of the gradients of their losses.
-        grad_scaler: for float16: the initial scale of the loss and how it changes, decided by all stages together; if a
-            gradient overflows, neither weights nor learning rates change. See `loss_scale`.
-        ema_decay: decay of a moving average of the weights; see `averaged`.
-        deferred_batch_norm: take running statistics from whole batches instead of from each microbatch in turn.
         transport: between the processes of a job: `rpc` (default) or `zmq`; `local`: all workers in one process.
         stall_s: fail if a worker waits and nothing arrives for this many seconds.
+        old: what is in `training` now, by the same names, as scripts for the version before give it.
 
     Attributes:
         worker: the number of this process's worker; 0 if all workers are in this process.
+        checkpoints: writes them and goes on from them.
+        weights: the whole model's, to be read, written, loaded and averaged.
 
     Raises:
         ConfigError: an option cannot work.
         ScheduleError: the schedule cannot run; the message has a drawing.
     """
 
+    @shown_plainly
     def __init__(
         self,
         model: Model,
@@ -107,8 +101,7 @@ class Pipeline(ApiAdvice, Heard, Weights):
         *,
         num_microbatches: int = 0,
         plan: PlanLike | None = None,
-        optimizer: OptimizerFactory | None = _UNSAID,
-        lr_scheduler: SchedulerFactory | None = None,
+        training: Training | None = None,
         schedule: ScheduleLike = "1f1b",
         schedule_options: Mapping[str, Any] | None = None,
         num_workers: int | None = None,
@@ -119,23 +112,19 @@ class Pipeline(ApiAdvice, Heard, Weights):
         order: Order | None = None,
         device: str | None = None,
         seed: int = 0,
-        max_grad_norm: float | None = None,
-        post_validation: bool | None = None,
-        accumulate: int = 1,
-        grad_scaler: torch.amp.GradScaler | None = None,
-        ema_decay: float | None = None,
-        deferred_batch_norm: bool = False,
         transport: str | None = None,
         stall_s: float = 300.0,
+        **old: Any,
     ) -> None:
-        self._forgot_optimizer, schedule_options = optimizer is _UNSAID, with_replicas(schedule_options, replicas)
+        self._forgot_optimizer = training is None and "optimizer" not in old
+        schedule_options = with_replicas(schedule_options, replicas)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, self._plan = (
             overrides.settle(apply_plan(plan, overrides.Settings(*said)))
         )
         job, self.num_workers = own_part(transport, num_workers)
-        refuse_options(order, max_grad_norm, stall_s, self.num_workers, num_microbatches, seed)
-        training = Training(optimizer or None, lr_scheduler, grad_scaler, ema_decay, accumulate, deferred_batch_norm)
+        training = settle_training(type(self), training, old, job.worker if job else 0)
+        refuse_options(order, stall_s, self.num_workers, num_microbatches, seed)
         refuse_training(loss_fn, training)
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)
         refuse_untrainable(self.spec, training)
@@ -144,14 +133,16 @@ class Pipeline(ApiAdvice, Heard, Weights):
             check(self.spec, worker)
         self.partition = make_partition(model, loss_fn, self.spec.num_stages, split, training, blocks=blocks, seed=seed)
         self.order: Order = order or self.spec.order
-        self._step_end = StepEnd(self.spec, training, max_grad_norm, post_validation)
-        self._actors = make_actors(job, workers, device, max_grad_norm, stall_s)
+        self._step_end = StepEnd(self.spec, training)
+        self._actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
         self._batch_reader = BatchReader(self.spec, self._actors, whole=self.partition.pair is not None)
         self._threads = None if job else WorkerThreads(self._actors)
         self.worker, self._reports = workers[0], StepReports(self)
         self._stopped, self._closed, self._num_cut = False, False, 0
         elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
         self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
+        self.checkpoints = Checkpoints(self._keeper)
+        self.weights = Weights(self._keeper, lambda: self._actors, self.partition, self.gather)
         self._inputs = StepInputs(self.spec, self.order, workers, self._step_end, self._keeper.due)
         self._devices = {actor.backend.device for actor in self._actors}
         #: None when the shards are made
@@ -181,6 +172,7 @@ class Pipeline(ApiAdvice, Heard, Weights):
 
     # --- called by all workers
 
+    @shown_plainly
     def step(self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None) -> float:
         """Train on one batch and return its loss, on every worker.
 
@@ -204,6 +196,7 @@ class Pipeline(ApiAdvice, Heard, Weights):
             return self._keeper.skip_step(label_of(batch))
         return self._record(self._run(cut, train=True), label_of(batch))
 
+    @shown_plainly
     def train(self, batches: Iterable[Tree]) -> Iterator[float]:
         """Train on one batch after the other and yield the loss of each, on every worker.
 
@@ -242,6 +235,7 @@ class Pipeline(ApiAdvice, Heard, Weights):
         """Complete the steps that `train` has begun by an asynchronous schedule; their losses are yielded next."""
         self._each(WorkerActor.flush)
 
+    @shown_plainly
     def evaluate(
         self, batch: Tree | None = None, *, microbatches: Sequence[Tree] | None = None, metric: LossFn | None = None
     ) -> float:
@@ -261,6 +255,7 @@ class Pipeline(ApiAdvice, Heard, Weights):
         results.metrics[name] = result.loss
         return result.loss
 
+    @shown_plainly
     def predict(self, inputs: Tree, *, to: int | Collection[int] | None = None) -> Tree:
         """Return the model's output for `inputs`, microbatches joined along dimension 0.
 
@@ -318,6 +313,11 @@ class Pipeline(ApiAdvice, Heard, Weights):
     def grad_norm(self) -> float | None:
         """Norm of the last step's gradients before clipping; None without `max_grad_norm` or without an update."""
         return self._keeper.results.norm
+
+    @property
+    def last_batch(self) -> str:
+        """What the batch of the last training step is called, also of a run before; nothing, if it has no name."""
+        return self._keeper.results.batch
 
     @property
     def learning_rate(self) -> float | None:

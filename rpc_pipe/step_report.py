@@ -1,15 +1,17 @@
-"""What a script is told after each training step: `pipe.on_step(function)`."""
+"""What a script is told of training, and where it may step in: after each step, between backward and update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
-from .dependency import ConfigError
+from torch import nn
+
+from .checkpoints.together import together
+from .dependency import ConfigError, Spec
+from .workers.actor import WorkerActor
 from .workers.hooks import Listener, StepRecord
-
-if TYPE_CHECKING:
-    from .workers.actor import WorkerActor
 
 
 class StepReport(NamedTuple):
@@ -97,11 +99,15 @@ class StepReports:
         return self._workers[-1]
 
 
-class Heard:
-    """The part of a `Pipeline` that others listen to."""
+class Inspected:
+    """The part of a `Pipeline` by which others look into its training."""
 
     _actors: list[WorkerActor]
+    spec: Spec
     _reports: StepReports
+
+    def _each(self, call: Callable[[WorkerActor], Any]) -> list[Any]:
+        raise NotImplementedError
 
     def listen(self, listener: Callable[[int], Listener]) -> None:
         """Add `listener(worker)` to every worker of this process."""
@@ -118,3 +124,44 @@ class Heard:
         if not callable(function):
             raise ConfigError(f"on_step {function!r}: must be a function of one report")
         self._reports.add(function)
+
+    def on_gradients(self, stage: int, function: Callable[[Mapping[str, nn.Parameter]], object]) -> None:
+        """Call `function(parameters)` between backward and update, from the next step on, where the stage is.
+
+        It gets the stage's parameters by their names in the unsplit model. Each `grad` is that of the whole batch, of
+        all replicas and of all stages that share it, unscaled and not yet clipped; it may be read and changed. With
+        `accumulate` it is called once an update. By an asynchronous schedule the norm of all is measured before.
+
+        Raises:
+            ConfigError: there is no such stage.
+        """
+        if stage not in range(self.spec.num_stages) or not callable(function):
+            most = self.spec.num_stages - 1
+            raise ConfigError(f"on_gradients {stage!r}, {function!r}: takes a stage from 0 to {most}, and a function")
+
+        def add(actor: WorkerActor) -> None:
+            for (each, _), shard in actor.shards.items():
+                if each == stage:
+                    shard.updating.on_gradients.append(function)
+
+        self._each(add)
+
+    def modify(self, function: Callable[[int, list[nn.Module]], object]) -> None:
+        """Call `function(stage, modules)` for each stage of each worker, between two steps, to change what is in them.
+
+        `modules` are all modules of the stage, with those inside of them. All workers call this alike.
+
+        Raises:
+            ConfigError: it raised something on another worker; on that one this is raised as it is.
+        """
+
+        def change(actor: WorkerActor) -> None:
+            for (stage, _), shard in actor.shards.items():
+                function(stage, shard.slice.modules)
+
+        self._each(lambda actor: together(actor, "modify", partial(change, actor)))
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is scaled with; 1 without `grad_scaler`."""
+        return next(iter(self._actors[0].shards.values())).updating.scale.scale

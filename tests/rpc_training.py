@@ -89,13 +89,13 @@ def train(schedule: str, *, early: bool = True) -> tuple[list[float], dict[str, 
     sizes = [(2 * microbatches,)] * steps
     batches = [tuple(torch.randint(high, size, generator=draw) for high in (11, 3)) for size in sizes]
     if clipped is not None:
-        return list(pipe.train(batches)), pipe.state_dict()
+        return list(pipe.train(batches)), pipe.weights.state_dict()
     losses = []
     for batch in batches:
         losses.append(pipe.step(batch))
         if gather:
-            pipe.state_dict()
-    return losses, pipe.state_dict()
+            pipe.weights.state_dict()
+    return losses, pipe.weights.state_dict()
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def test_random_delays_change_nothing(schedule):
         found = list(pipe.train((x, x) for x in X[:5]))
         replay = replay_of(pipe)
         assert found == list(replay.train((x, x) for x in X[:5]))
-        assert same(pipe.state_dict(), replay.state_dict())
+        assert same(pipe.weights.state_dict(), replay.state_dict())
         pipe.close()
 
 
@@ -57,7 +57,7 @@ def test_buffers_learning_rates_and_ragged_batches(schedule, layers, rows):
     batches = [(x[:count], x[:count]) for x, count in zip(X, rows, strict=False)]
     replay = replay_of(pipe, layers, lr_scheduler=decaying)
     assert list(pipe.train(batches)) == list(replay.train(batches))
-    assert same(pipe.state_dict(), replay.state_dict())
+    assert same(pipe.weights.state_dict(), replay.state_dict())
 
 
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS)
@@ -67,7 +67,7 @@ def test_gradients_are_clipped_by_what_belongs_to_one_version(schedule):
         pipe = pipeline(schedule, layers, P=3, max_grad_norm=0.05, order=order)
         replay = replay_of(pipe, layers, max_grad_norm=0.05)
         assert list(pipe.train((x, x) for x in X)) == list(replay.train((x, x) for x in X))
-        assert same(pipe.state_dict(), replay.state_dict())
+        assert same(pipe.weights.state_dict(), replay.state_dict())
         assert (pipe.grad_norm is None) == (schedule != "pipedream-2bw"), "of the whole model, or of each stage"
 
 
@@ -79,7 +79,7 @@ def test_norms_of_a_step_may_be_collected_before_the_step_before_has_updated():
         pipe.listen(lambda worker, seed=seed: Late(seed, worker, 0.002))
         replay = replay_of(pipe, layers, max_grad_norm=0.05)
         assert list(pipe.train((x, x) for x in X)) == list(replay.train((x, x) for x in X))
-        assert same(pipe.state_dict(), replay.state_dict())
+        assert same(pipe.weights.state_dict(), replay.state_dict())
 
 
 class AtRest(nn.Linear):
@@ -106,11 +106,11 @@ def test_the_loop_sees_one_version_on_all_workers():
         expected = replay.train((x, x) for x in X)
         for step, (loss, other) in enumerate(zip(pipe.train((x, x) for x in X), expected, strict=True)):
             assert loss == other
-            assert same(pipe.state_dict(), replay.state_dict()), (schedule, step)
+            assert same(pipe.weights.state_dict(), replay.state_dict()), (schedule, step)
             assert pipe.evaluate((X[-1], X[-1])) == pytest.approx(replay.evaluate(X[-1], X[-1]), rel=1e-6)
             if step == 6:
                 break
-        state = pipe.state_dict()
+        state = pipe.weights.state_dict()
         assert same(state, replay.state_dict()) and pipe.evaluate((X[0], X[0])) == pipe.evaluate((X[0], X[0]))
         assert all(len(actor.carrier.outbox) == 0 for actor in pipe.actors)
         assert len(list(pipe.train((x, x) for x in X[7:]))) == 5
@@ -123,7 +123,7 @@ def test_flush_completes_what_has_been_begun():
         losses.append(loss)
         if len(losses) == 2:
             pipe.flush()
-            flushed = pipe.state_dict()
+            flushed = pipe.weights.state_dict()
     ahead = most_open(pipe.spec) - 1
     first = [loss for loss in twin.train((x, x) for x in X[: 2 + ahead])]
     assert first == losses[: 2 + ahead] and same(flushed, twin.state_dict())
@@ -238,7 +238,7 @@ def test_a_stop_ends_the_stream_after_the_same_step_everywhere():
     assert pipe.stopped and 2 < len(done) < 2 + most_open(pipe.spec) + 1
     replay = replay_of(pipe)
     assert done == [loss for _, loss in zip(done, replay.train((x, x) for x in X), strict=False)]
-    assert same(pipe.state_dict(), replay.state_dict())
+    assert same(pipe.weights.state_dict(), replay.state_dict())
 
 
 @pytest.mark.parametrize("schedule", ASYNCHRONOUS)
@@ -246,8 +246,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_was_never
     """No step is under way where a checkpoint is written, so both begin another stream there."""
     batches = [(x, x) for x in X[:9]]
     pipe, replay = pipeline(schedule, P=3, lr_scheduler=decaying), None
-    pipe.checkpoint_every(3, tmp_path)
-    losses, state = list(pipe.train(batches)), pipe.state_dict()
+    pipe.checkpoints.every(3, tmp_path)
+    losses, state = list(pipe.train(batches)), pipe.weights.state_dict()
     replay = replay_of(pipe, lr_scheduler=decaying)
     pipe.close()
     assert losses == [loss for at in (0, 3, 6) for loss in replay.train(batches[at : at + 3])]
@@ -255,8 +255,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_bits_of_one_that_was_never
     for step in (3, 6):
         workers = 2 if schedule == "pipedream-2bw" else 3  # the others' versions depend on it
         again = pipeline(schedule, P=workers, lr_scheduler=decaying)
-        again.load_checkpoint(tmp_path / f"step-{step:08}")
-        again.checkpoint_every(3, tmp_path / "again")
+        again.checkpoints.load(tmp_path / f"step-{step:08}")
+        again.checkpoints.every(3, tmp_path / "again")
         assert list(again.train(batches[step:])) == losses[step:]
         assert same(again.state_dict(), state)
         again.close()
@@ -267,8 +267,8 @@ def test_what_avgpipe_evaluates_is_what_it_saves(P, tmp_path):
     """Half of the microbatches met the running means of the second pipeline."""
     pipe, alone = pipeline("avgpipe", NORMED, P=P), pipeline("1f1b", NORMED, P=1)
     list(pipe.train([(x, x) for x in X[:3]]))
-    pipe.save_checkpoint(tmp_path)
-    alone.load_checkpoint(tmp_path)
+    pipe.checkpoints.save(tmp_path)
+    alone.checkpoints.load(tmp_path)
     assert pipe.evaluate((X[3], X[3])) == alone.evaluate((X[3], X[3]))
 
 
@@ -276,8 +276,8 @@ def test_a_checkpoint_keeps_every_pipeline_and_what_they_are_pulled_to(tmp_path)
     """It kept the first one's weights, under the names of those that are evaluated, and the others began as it was."""
     pipe = pipeline("avgpipe", P=2)
     list(pipe.train((x, x) for x in X[:4]))
-    pipe.save_checkpoint(tmp_path)
-    state, held_out = pipe.state_dict(), pipe.evaluate((X[-1], X[-1]))
+    pipe.checkpoints.save(tmp_path)
+    state, held_out = pipe.weights.state_dict(), pipe.evaluate((X[-1], X[-1]))
     own = [shard.state_dict() for actor in pipe.actors for shard in actor.shards.values()]
     assert not same(own[0], {name: state[name] for name in own[0]}), "the first one is not the reference"
     again, three, other = (
@@ -286,7 +286,7 @@ def test_a_checkpoint_keeps_every_pipeline_and_what_they_are_pulled_to(tmp_path)
         pipeline("1f1b"),
     )
     for each in (again, three, other):
-        each.load_checkpoint(tmp_path)
+        each.checkpoints.load(tmp_path)
         assert same(each.state_dict(), state) and each.evaluate((X[-1], X[-1])) == held_out
     found = [shard.state_dict() for actor in again.actors for shard in actor.shards.values()]
     assert all(same(first, second) for first, second in zip(own, found, strict=True))
@@ -324,10 +324,10 @@ def test_recurrent_layers_use_the_declared_version_and_train(schedule):
     """They kept using the newest weights, and their gradients were lost."""
     layers = [partial(nn.Linear, 8, 8), Sequenced, Sequenced]
     pipe = pipeline(schedule, layers, P=3)
-    before = pipe.state_dict()["1.cell.weight_hh_l0"].clone()
+    before = pipe.weights.state_dict()["1.cell.weight_hh_l0"].clone()
     replay = replay_of(pipe, layers)
     assert list(pipe.train((x, x) for x in X[:5])) == list(replay.train((x, x) for x in X[:5]))
-    state = pipe.state_dict()
+    state = pipe.weights.state_dict()
     assert same(state, replay.state_dict()) and not torch.equal(before, state["1.cell.weight_hh_l0"])
 
 
@@ -353,7 +353,7 @@ def test_layers_that_change_places_keep_their_versions_and_their_reference(sched
     for x in X[:3]:  # a stream each
         assert pipe.step((x, x)) == next(replay.train([(x, x)]))
     assert list(pipe.train((x, x) for x in X[:3])) == list(replay.train((x, x) for x in X[:3]))
-    assert same(pipe.state_dict(), replay.state_dict())
+    assert same(pipe.weights.state_dict(), replay.state_dict())
 
 
 def test_weights_that_are_not_asked_of_their_module_are_refused():

@@ -79,7 +79,7 @@ from rpc_pipe.pipeline import Pipeline
 pipe = Pipeline([nn.Linear(2, 2) for _ in range(3)], nn.functional.mse_loss, num_microbatches=2)
 if pipe.worker == 0:
     time.sleep(1)  # the others are done long before this one asks
-state = pipe.state_dict()
+state = pipe.weights.state_dict()
 if pipe.worker == 0:
     print(len(state) == 6)
 """
@@ -298,5 +298,5 @@ def test_what_is_frozen_within_a_forward_alone_is_as_in_one_process():
         with Pipeline(layers, nn.functional.mse_loss, **options) as pipe:
             for _ in range(3):
                 pipe.step((torch.ones(8, 6).cumsum(0), torch.ones(8, 6)))
-            found.append(pipe.state_dict())
+            found.append(pipe.weights.state_dict())
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])

@@ -262,12 +262,12 @@ def test_running_means_of_the_users_model_are_those_of_its_weights(deferred):
             num_workers=2, num_microbatches=2, deferred_batch_norm=deferred,
         ) as pipe:  # fmt: skip
             for _ in pipe.train([(x, x) for x in X[:3]]):
-                state = pipe.state_dict()
+                state = pipe.weights.state_dict()
                 assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
             model.blocks[0][1].running_mean.mul_(0.5)
             held = model.blocks[0][1].running_mean.clone()
             pipe.evaluate((x, x))
-            assert torch.equal(pipe.state_dict()["blocks.0.1.running_mean"], held)
+            assert torch.equal(pipe.weights.state_dict()["blocks.0.1.running_mean"], held)
             model.eval()
             found = model(x)
             for some in (pipe,) if deferred else (pipe, other):
@@ -311,7 +311,7 @@ def test_a_weight_that_is_thawed_is_averaged():
     pipe.actors[0].shards[0, 0].optimizer.add_param_group({"params": [layers[0].weight]})
     pipe.step((X[1], X[1]))
     after = layers[0].weight.detach().clone()
-    with pipe.averaged():
+    with pipe.weights.averaged():
         assert torch.equal(layers[0].weight, before.lerp(after, 0.5)) and not torch.equal(before, after)
 
 
@@ -323,9 +323,9 @@ def test_what_a_script_changes_by_hand_counts_once_where_it_is_resumed(tmp_path)
         layers = [nn.Linear(8, 8) for _ in range(4)]
         told = []
         with pipeline("1f1b", layers) as pipe:
-            pipe.checkpoint_every(4, tmp_path)
+            pipe.checkpoints.every(4, tmp_path)
             if resume:
-                assert pipe.resume(tmp_path).step == 4
+                assert pipe.checkpoints.resume(tmp_path).step == 4
             for step, x in enumerate(X[:stop]):
                 told.append(pipe.step((x, x)))
                 for shard in (shard for actor in pipe.actors for shard in actor.shards.values()):
@@ -351,14 +351,14 @@ def test_what_is_changed_before_a_script_saves_counts_once_where_it_is_resumed(t
         told = []
         with pipeline("1f1b", [nn.Linear(8, 8) for _ in range(4)]) as pipe:
             if resume:
-                assert pipe.resume(tmp_path).step == save + 1
+                assert pipe.checkpoints.resume(tmp_path).step == save + 1
             batches = [(x, x) for x in X[:stop]]
             for step, loss in enumerate(pipe.train(batches) if call == "train" else map(pipe.step, batches)):
                 told.append(loss)
                 for shard in (shard for actor in pipe.actors for shard in actor.shards.values()):
                     shard.optimizer.param_groups[0]["lr"] *= 0.7
                 if step in (1, save):
-                    assert pipe.save_checkpoint(tmp_path).name == f"step-{step + 1:08}"
+                    assert pipe.checkpoints.save(tmp_path).name == f"step-{step + 1:08}"
         return told
 
     undisturbed = script(7, False)

@@ -344,6 +344,7 @@ def _update_version(ctx: ActionContext, shard: StashingShard) -> None:
     shard.take_gradients(step.first_update + index)
     if step.batch.reductions.weight and shard not in step.completed and step.result is not None:
         shard.updating.divide(step.result.divisor)
+    shard.updating.tell_gradients()
     if worker.max_grad_norm is not None:
         if step.result is not None and step.result.norm_tensor is not None:
             shard.updating.clip(worker.max_grad_norm, worker.backend.load(step.result.norm_tensor))
@@ -371,6 +372,8 @@ def _complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
         shard.updating.divide(shard.updating.weight + step.result.divisor)
     if shard.updating.scale.enabled:
         step.finite[shard] = shard.updating.unscale()
+    if spec.synchronous:
+        shard.updating.tell_gradients()
 
 
 def _is_first_node(ctx: ActionContext) -> bool:

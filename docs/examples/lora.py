@@ -32,7 +32,7 @@ def main() -> None:
     for _ in range(steps):
         loss = pipe.step({"input_ids": rows, "labels": rows})
     print(f"loss {first:.3f}, then {loss:.3f}")
-    pipe.save_pretrained("adapter")  # PeftModel.from_pretrained takes it back
+    pipe.weights.save_pretrained("adapter")  # PeftModel.from_pretrained takes it back
     print(f"adapter: {sum(p.numel() for p in model.parameters() if p.requires_grad):,} numbers")
 
 

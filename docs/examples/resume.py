@@ -54,11 +54,11 @@ def train(num_workers: int, schedule: str, until: int, folder: str | None = None
         example=batch(0),  # so that it is cut, and weights can be loaded, before the first step
     ) as pipe:
         if folder and os.listdir(folder):
-            restored = pipe.load_checkpoint(folder)
+            restored = pipe.checkpoints.load(folder)
             print(f"{num_workers} workers go on from {restored.path.name} by {schedule}")
         losses = [pipe.step(batch(step)) for step in range(pipe.steps_done, until)]
         if folder:
-            pipe.save_checkpoint(folder, keep=2)
+            pipe.checkpoints.save(folder, keep=2)
         return losses
 
 

@@ -46,7 +46,7 @@ def main() -> None:
     for step, loss in enumerate(pipe.train(batches(steps)), 1):
         if step % 20 == 0 or step == steps:
             print(f"step {step}: loss {loss:.3f}, norm {pipe.grad_norm:.2f}, held out {pipe.evaluate(held_out):.3f}")
-    pipe.save("model.safetensors")
+    pipe.weights.save("model.safetensors")
 
 
 if __name__ == "__main__":

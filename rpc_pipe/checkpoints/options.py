@@ -5,19 +5,17 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..dependency import ConfigError, Damaged
 from . import folder as folders
 
+if TYPE_CHECKING:
+    from .nouns import Checkpoints
 
-class Checkpointed(Protocol):
-    """A pipeline, as far as this is concerned."""
 
-    def load_checkpoint(self, folder: str | Path) -> Any: ...
-    def resume(self, folder: str | Path) -> Any: ...
-    def claim_checkpoints(self, folder: str | Path) -> list[Path]: ...
-    def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None: ...
+class _Pipeline(Protocol):
+    checkpoints: Checkpoints
 
 
 def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: str | None) -> None:
@@ -41,9 +39,7 @@ def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: st
             raise ConfigError(f"--checkpoint-folder {folder}: cannot be written: {error.strerror}") from error
 
 
-def follow(
-    pipe: Checkpointed, every: int | None, folder: str, keep: int | None, resume: str | None, *, anew: bool
-) -> str:
+def follow(pipe: _Pipeline, every: int | None, folder: str, keep: int | None, resume: str | None, *, anew: bool) -> str:
     """Do with a new pipeline what was typed; return what to tell of it.
 
     Args:
@@ -51,14 +47,14 @@ def follow(
     """
     told = ""
     # A job that is started again goes on from its own checkpoint, whatever was typed when it began.
-    own = [] if every is None else pipe.claim_checkpoints(folder)
+    own = [] if every is None else pipe.checkpoints.claim(folder)
     typed = _typed(folder, resume)
     if own or resume is not None:
-        load = pipe.resume if anew else pipe.load_checkpoint
+        load = pipe.checkpoints.resume if anew else pipe.checkpoints.load
         told = _newest_sound(load, own, [path for path in typed if path not in own])
         told = told or f"{folder} holds no complete checkpoint: training starts at step 0"
     if every is not None:
-        pipe.checkpoint_every(every, folder, keep=keep)
+        pipe.checkpoints.every(every, folder, keep=keep)
     return told
 
 

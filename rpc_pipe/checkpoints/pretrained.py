@@ -12,7 +12,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..dependency import ConfigError
+from ..workers.actor import WorkerActor
+from ..workers.compute.shard import Shard
 from . import folder
+from .shard_state import model_tensors
+from .together import agreed, together
+from .writing import Snapshot, export, first_route
 
 _SINGLE = "model.safetensors"
 #: so many bytes are read before they are let go of
@@ -127,7 +132,69 @@ class Pretrained:
         return set(self._files)
 
 
-def begin_export(where: Path) -> Path:
+def load(actor: WorkerActor, where: Path, strict: bool) -> Loaded:
+    """Let all workers read their weights from a folder of safetensors.
+
+    Raises:
+        ConfigError: something does not fit; nothing has changed on any worker.
+    """
+    # A parameter may have another name too, that of the stage which has it first.
+    own = {shard: {**dict(shard.named_parameters()), **model_tensors(shard)} for shard in actor.shards.values()}
+    told = actor.exchange("names", sorted(name for tensors in own.values() for name in tensors))
+    names = {name for each in told for name in each}
+
+    def find() -> tuple[Pretrained, dict[Shard, tuple[dict[str, str], set[str]]]]:
+        pretrained = Pretrained(where)
+        change = pretrained.prefix(names)
+        return pretrained, {shard: pretrained.find(tensors, change) for shard, tensors in own.items()}
+
+    (pretrained, found), told = together(actor, "pretrained read", find, lambda read: _names_of(*read[1].values()))
+    loaded = Loaded(
+        sorted({name for lacking, _ in told for name in lacking}),
+        sorted(pretrained.names - {name for _, used in told for name in used}),
+    )
+    if strict and (loaded.missing or loaded.unexpected):
+        raise ConfigError(_unmet(where, loaded))
+    for shard, (here, _) in found.items():
+        pretrained.fill(own[shard], here)
+    return loaded
+
+
+def save(actor: WorkerActor, where: Path, num_workers: int, config: Any, deadline_s: float) -> None:
+    """Write the weights alone, as `from_pretrained` takes them.
+
+    Raises:
+        ConfigError: on every worker, if it failed on one.
+    """
+    place = Path(agreed(actor, "export", lambda: str(_begin_export(where)), of=0))
+
+    def write() -> None:
+        Snapshot(actor.worker, num_workers, first_route(actor), None).write(place)
+        if actor.worker == 0:
+            export(place, num_workers, config, deadline_s)
+
+    together(actor, "exported", write)
+
+
+def _names_of(*found: tuple[dict[str, str], set[str]]) -> list[list[str]]:
+    """Return the names that shards lack, and those in the folder that they use, of what `Pretrained.find` gave."""
+    lacking, used = (
+        {name for _, lacks in found for name in lacks},
+        {other for here, _ in found for other in here.values()},
+    )
+    return [sorted(lacking), sorted(used)]
+
+
+def _unmet(where: str | Path, loaded: Loaded) -> str:
+    def few(names: list[str]) -> str:
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+    lacks = f"has no tensor for {few(loaded.missing)}" if loaded.missing else ""
+    more = f"has {few(loaded.unexpected)}, which this model does not have" if loaded.unexpected else ""
+    return f"{where}: {'; '.join(filter(None, (lacks, more)))}; strict=False leaves out what does not meet"
+
+
+def _begin_export(where: Path) -> Path:
     """Make the place in `where` in which weights are written.
 
     Raises:

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from ..dependency import ConfigError, Stalled, StorageError
 from ..dependency.at_exit import at_exit
+from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from . import folder
+from .random_state import random_state
 from .shard_state import described, evaluated_tensors, held_tensors, model_tensors, of_route, optimizer_tensors
 from .tensor_file import checksum, write
 
@@ -100,6 +102,24 @@ class Snapshot:
             raise
         finally:
             self._files = {}
+
+
+def snapshot(actor: WorkerActor, num_workers: int, elastic: bool) -> Snapshot:
+    """Return copies of all that a worker keeps; `elastic`: routes have weights of their own."""
+    replicas = [(route, shard) for (_, route), shard in actor.shards.items() if route > 0]
+    also = random_state() if actor.worker == 0 else {}
+    return Snapshot(actor.worker, num_workers, first_route(actor), also, own_routes(actor) if elastic else [], replicas)
+
+
+def first_route(actor: WorkerActor) -> list[Shard]:
+    """Return the shards of a worker that it has before all replicas."""
+    return [shard for (_, route), shard in actor.shards.items() if route == 0]
+
+
+def own_routes(actor: WorkerActor) -> list[list[Shard]]:
+    """Return a worker's shards by route, where each route has weights of its own."""
+    routes = sorted({route for _, route in actor.shards})
+    return [[shard for (_, route), shard in actor.shards.items() if route == each] for each in routes]
 
 
 def _copied(tensor: Tensor) -> Tensor:

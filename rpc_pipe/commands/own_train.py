@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from ..launching import launcher_link as link
-from ..pipeline import Pipeline
+from ..pipeline import Pipeline, Training
 from ..verifying.proof import seeded
 
 
@@ -19,9 +19,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     made = seeded(options.model, options.seed)  # all workers must draw the same batch
-    optimizer = partial(torch.optim.AdamW, lr=options.lr)
+    training = Training(partial(torch.optim.AdamW, lr=options.lr))
     pipe = Pipeline(
-        made.model, made.loss_fn, optimizer=optimizer, num_microbatches=8, example=made.batch, seed=options.seed
+        made.model, made.loss_fn, training=training, num_microbatches=8, example=made.batch, seed=options.seed
     )
     for step in range(options.steps):
         loss = pipe.step(made.batch)

@@ -104,7 +104,7 @@ class _Ending:
         if self._pipe is not None and ("resume" in self._typed or "checkpoint_every" in self._typed):
             raise ConfigError(
                 f"--checkpoint-every, --resume: {self._typed['script']} makes several pipelines; use "
-                "save_checkpoint and load_checkpoint in it"
+                "checkpoints.save and checkpoints.load in it"
             )
         self._pipe = pipe
         told = follow(pipe, *typed_checkpoints(self._typed), anew=True)
@@ -125,7 +125,7 @@ class _Ending:
                 link.tell(kind="text", text=f"{typed['script']} {said}")
             return
         if "save" in typed:
-            pipe.save(typed["save"])
+            pipe.weights.save(typed["save"])
         if pipe.worker == 0:
             if self._wants_steps:
                 from ..planning.compare import describe_staleness

@@ -17,7 +17,7 @@ from ..data.loader import Loader
 from ..dependency import ConfigError
 from ..drawing.timeline import draw
 from ..launching import launcher_link as link
-from ..pipeline import Pipeline
+from ..pipeline import Pipeline, Training
 from ..planning.compare import describe_staleness
 from ..tracing.own_boards import collect, record
 from ..tracing.run_summary import FILES, figures, last_steps, write_timelines
@@ -35,8 +35,10 @@ def train(options: TrainOptions) -> None:
     pipe = Pipeline(
         gpt_layers(options.gpt),
         next_byte_loss,
-        optimizer=partial(AdamW, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.01),
-        lr_scheduler=partial(_warmup_and_cosine, steps=options.steps),
+        training=Training(
+            partial(AdamW, lr=options.lr, betas=(0.9, 0.99), weight_decay=0.01),
+            partial(_warmup_and_cosine, steps=options.steps),
+        ),
         **options.for_pipeline(),
     )
     record(pipe)
@@ -49,7 +51,7 @@ def train(options: TrainOptions) -> None:
     times = _loop(options, corpus, pipe)
     held_out = _held_out_loss(options, corpus, pipe)
     if options.save:
-        pipe.save(options.save)
+        pipe.weights.save(options.save)
     if pipe.worker == 0:
         _tell_summary(options, corpus, pipe, times, held_out)
     pipe.barrier()

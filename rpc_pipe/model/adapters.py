@@ -46,7 +46,7 @@ def adapters_of(whole: nn.Module) -> dict[str, Adapter]:
         if None in names.values():
             raise ConfigError(
                 f"adapter {name}: peft writes {type(given).__name__} as other tensors than the model holds; on "
-                "worker 0 call model.save_pretrained(folder, state_dict=pipe.state_dict())"
+                "worker 0 call model.save_pretrained(folder, state_dict=pipe.weights.state_dict())"
             )
         config = copy.copy(given)
         config.inference_mode = True

@@ -51,8 +51,9 @@ class _StaleWeights:
         if stale:
             raise ConfigError(
                 f"model: {stale[0]} is trained by another worker, and what this process has of it is from before; use "
-                "`pipe.predict` or `pipe.evaluate`, or load the trained weights first: `state = pipe.state_dict()` on "
-                "all workers, and on worker 0, which gets them, `model.load_state_dict(state)`"
+                "`pipe.predict` or `pipe.evaluate`, or load the trained weights first: "
+                "`state = pipe.weights.state_dict()` on all workers, and on worker 0, which gets them, "
+                "`model.load_state_dict(state)`"
             )
         self._note()
 

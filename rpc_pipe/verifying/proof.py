@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..model.observe.trees import mapped
 from ..model.partition import LayerPartition
 from ..model.user_model import UserModel, load_user_model, rows_of
-from ..pipeline import Pipeline
+from ..pipeline import Pipeline, Training
 from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness
 from ..workers.transport.payload import Tree
@@ -38,16 +38,20 @@ def prove(options: VerifyOptions) -> None:
     optimizer = _built_in_optimizer if ours else _optimizer
     begin, begin_cpu = time.perf_counter(), time.process_time()
     pipe = Pipeline(
-        made.model, made.loss_fn, optimizer=optimizer, example=made.batch, blocks=options.blocks,
-        max_grad_norm=options.max_grad_norm, **options.for_pipeline()
+        made.model, made.loss_fn, training=Training(optimizer, max_grad_norm=options.max_grad_norm),
+        example=made.batch, blocks=options.blocks, **options.for_pipeline()
     )  # fmt: skip
     cut = {"cut_s": time.perf_counter() - begin, "cut_cpu_s": time.process_time() - begin_cpu}
-    initial = pipe.state_dict()
+    initial = pipe.weights.state_dict()
     losses, norms = [], []
     for loss in map(pipe.step, batches) if pipe.spec.synchronous else pipe.train(batches):
         losses.append(loss)
         norms += [] if pipe.grad_norm is None else [pipe.grad_norm]
-    state, kept, copies = pipe.state_dict(), pipe.gather("optimizer", _optimizer_state), pipe.gather("routes", _routes)
+    state, kept, copies = (
+        pipe.weights.state_dict(),
+        pipe.gather("optimizer", _optimizer_state),
+        pipe.gather("routes", _routes),
+    )
     if initial is not None and state is not None and kept is not None and copies is not None:
         reference = _reference(options, pipe, optimizer, initial)
         compared = Compared()

@@ -136,17 +136,17 @@ def test_a_script_is_not_resumed_on_other_data(loader, tmp_path, how):
         return list(pipe.train(batches) if how == "train" else map(pipe.step, batches))
 
     with pipeline() as pipe:
-        pipe.checkpoint_every(3, tmp_path / "checkpoints")
+        pipe.checkpoints.every(3, tmp_path / "checkpoints")
         losses = script(pipe, loader())
     for other in ({"seed": 1}, {"rows": 4}):
         with pipeline() as pipe:
-            pipe.resume(tmp_path / "checkpoints")
+            pipe.checkpoints.resume(tmp_path / "checkpoints")
             with pytest.raises(
                 ConfigError, match=r"the last step before the checkpoint was of samples 40-47 in the order"
             ):
                 script(pipe, loader(**other))
     with pipeline(3) as pipe:
-        pipe.resume(tmp_path / "checkpoints")
+        pipe.checkpoints.resume(tmp_path / "checkpoints")
         assert script(pipe, loader())[-1] == losses[-1]
 
 

@@ -45,7 +45,7 @@ def whole_loss(output: Any, batch: Any) -> Tensor:
 
 
 def assert_same_state(pipe: Pipeline, model: nn.Module, *, exactly: bool = True) -> None:
-    state, expected = pipe.state_dict(), model.state_dict()
+    state, expected = pipe.weights.state_dict(), model.state_dict()
     assert state is not None and list(state) == list(expected)
     for name, tensor in expected.items():
         if exactly:

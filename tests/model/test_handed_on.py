@@ -98,7 +98,7 @@ def test_what_a_block_hands_on_reaches_the_next_stage(make, num_workers):
     pipe = Pipeline(copy.deepcopy(model), optimizer=SGD, num_workers=num_workers, num_microbatches=4)
     losses = [pipe.step(microbatches=[{"x": args[0]} for args, _ in pieces]) for pieces in batches]
     assert losses == plain(model, batches)
-    for name, value in pipe.state_dict().items():
+    for name, value in pipe.weights.state_dict().items():
         assert torch.equal(value, model.state_dict()[name]), name
 
 

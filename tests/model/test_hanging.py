@@ -61,7 +61,7 @@ def test_hooks_see_and_write_what_is_trained(made, schedule):
     for name, block in enumerate(expected.blocks):  # a deep copy has no hooks
         expected.blocks[name] = fresh = Block()
         fresh.load_state_dict(block.state_dict())
-    expected.load_state_dict(pipe.state_dict())
+    expected.load_state_dict(pipe.weights.state_dict())
     optimizer = SGD(expected.parameters())
     for _ in range(2):
         for x, y in zip(X.split(2), Y.split(2), strict=True):
@@ -69,7 +69,7 @@ def test_hooks_see_and_write_what_is_trained(made, schedule):
         optimizer.step()
         optimizer.zero_grad()
         pipe.step((X, Y))
-    state = pipe.state_dict()
+    state = pipe.weights.state_dict()
     assert [int(state[f"blocks.{i}.counted"]) for i in range(3)] == ([8] * 3 if schedule == "1f1b" else [4] * 3)
     for name, parameter in expected.named_parameters():
         assert torch.equal(state[name], parameter), name
@@ -94,4 +94,4 @@ def test_a_parameter_with_hooks_may_be_frozen():
     )  # fmt: skip
     before = model.blocks[1].scale.detach().clone()
     pipe.step((X, Y))
-    assert torch.equal(pipe.state_dict()["blocks.1.scale"], before)
+    assert torch.equal(pipe.weights.state_dict()["blocks.1.scale"], before)

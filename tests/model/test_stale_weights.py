@@ -47,11 +47,11 @@ class TestCallsByHand:
             pipe.evaluate((self.x, self.y))
             untrained = mse_loss(called(self.x), self.y).item()
             pipe.step((self.x, self.y))
-            with pytest.raises(ConfigError, match=r"weight is trained by another worker.*pipe.state_dict"):
+            with pytest.raises(ConfigError, match=r"weight is trained by another worker.*pipe.weights.state_dict"):
                 called(self.x)
             copied = copy.deepcopy(called)  # nobody trains it
             assert mse_loss(copied(self.x), self.y).item() != untrained
-            trained, state = pipe.evaluate((self.x, self.y)), pipe.state_dict()
+            trained, state = pipe.evaluate((self.x, self.y)), pipe.weights.state_dict()
             if worker == 0:
                 called.load_state_dict(state)
                 assert mse_loss(called(self.x), self.y).item() == pytest.approx(trained, rel=1e-6)

@@ -320,7 +320,7 @@ def test_a_checkpoint_of_each_block_is_not_refused(schedule):
     pieces = [(pair, {}) for pair in zip(x.chunk(3), y.chunk(3), strict=True)]
     expected = plain(lambda a, b: loss_fn(alone(a), b), [pieces] * 2, lambda loss: loss, list(alone.parameters()))
     assert [pipe.step((x, y)) for _ in range(2)] == expected
-    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in pipe.state_dict().items())
+    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in pipe.weights.state_dict().items())
 
 
 class Turns(nn.Module):
@@ -370,4 +370,4 @@ def test_a_forward_that_is_run_again_has_written_its_weights_once(how):
     assert [pipe.step(microbatches=each) for each in given] == plain(
         alone, [pieces] * 2, parameters=[p for p in alone.parameters() if p.requires_grad]
     )
-    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in pipe.state_dict().items())
+    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in pipe.weights.state_dict().items())

@@ -59,7 +59,7 @@ def test_two_holders_and_one_microbatch_have_the_bits_of_one_process(num_workers
     pipe, losses = trained(num_workers, layers=layers, max_grad_norm=0.05)
     assert losses == [each.item() for each in expected]
     assert pipe.grad_norm == norm.item(), "the tie counts once"
-    state = pipe.state_dict()
+    state = pipe.weights.state_dict()
     assert state.keys() == plain.state_dict().keys()
     assert all(torch.equal(tensor, state[name]) for name, tensor in plain.state_dict().items())
     assert layers[0].weight is layers[3].weight and torch.equal(layers[3].weight, state["3.weight"]), "trained in place"
@@ -73,7 +73,7 @@ def test_any_schedule_keeps_the_copies_alike(schedule, workers):
     expected = trained(1, num_microbatches=4, layers=copy.deepcopy(layers))[1]
     pipe, losses = trained(workers, num_microbatches=4, layers=layers, schedule=schedule)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-    state = pipe.state_dict()
+    state = pipe.weights.state_dict()
     assert torch.equal(state["0.weight"], state["4.weight"])
 
 
@@ -84,15 +84,15 @@ def test_a_layer_may_be_in_the_list_twice_and_its_checkpoint_moves(tmp_path):
         return [nn.Embedding(11, 8), first, nn.Tanh(), first, nn.Linear(8, 11)]
 
     pipe, _ = trained(3, layers=layers())
-    pipe.save_checkpoint(tmp_path / "all")
-    pipe.save_pretrained(tmp_path / "weights")
+    pipe.checkpoints.save(tmp_path / "all")
+    pipe.weights.save_pretrained(tmp_path / "weights")
     expected = pipe.step((IDS, IDS))
     for workers in (1, 2):
         other, _ = trained(workers, steps=0, layers=layers())
-        other.load_checkpoint(tmp_path / "all")
+        other.checkpoints.load(tmp_path / "all")
         assert other.step((IDS, IDS)) == pytest.approx(expected, rel=1e-6)
         other, _ = trained(workers, steps=0, layers=layers())
-        other.load_pretrained(tmp_path / "weights")
+        other.weights.load_pretrained(tmp_path / "weights")
         assert other.evaluate((IDS, IDS)) == pytest.approx(expected, rel=1e-6)
 
 
@@ -169,7 +169,7 @@ def test_a_weight_that_is_given_other_memory_twice_in_a_forward_is_known():
     options = {"split": [2, 3], "num_workers": 2, "num_microbatches": 1, "optimizer": SGD}
     with Pipeline(layers, nn.functional.mse_loss, schedule="zb-h1", **options) as pipe:
         pipe.step((x, y))
-        state = pipe.state_dict()
+        state = pipe.weights.state_dict()
     optimizer = SGD([parameter for parameter in plain.parameters() if parameter.requires_grad])
     nn.functional.mse_loss(plain(x), y).backward()
     optimizer.step()

@@ -86,7 +86,7 @@ def test_a_function_that_makes_the_model_gives_the_same_weights_in_any_cut():
     for num_workers in (1, 3):
         pipe = Pipeline(models.Tied, optimizer=SGD, num_workers=num_workers, num_microbatches=1, seed=3)
         pipe.step(lm_batch())
-        states.append(pipe.state_dict())
+        states.append(pipe.weights.state_dict())
     assert all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
 
 
@@ -138,7 +138,7 @@ def test_what_blocks_count_is_counted_once(schedule):
         return nn.functional.mse_loss(model(inputs), target)
 
     assert losses == plain(lambda *args: loss(alone, *args), [pieces] * 3, lambda loss: loss, list(alone.parameters()))
-    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in pipe.state_dict().items())
+    assert all(torch.equal(tensor, alone.state_dict()[name]) for name, tensor in pipe.weights.state_dict().items())
 
 
 class Asking(nn.Module):
@@ -215,7 +215,7 @@ def test_what_hangs_on_parameters_hangs_on_copies_too(schedule):
     )
     assert set(marked) == {"stem.weight"}
     expected = make()
-    expected.load_state_dict(pipe.state_dict())
+    expected.load_state_dict(pipe.weights.state_dict())
     losses = [pipe.step((x,)) for _ in range(2)]
     assert losses == pytest.approx(plain(expected, [[((half,), {}) for half in x.tensor_split(2)]] * 2), rel=1e-6)
     assert_same_state(pipe, expected, exactly=False)

@@ -93,4 +93,4 @@ def test_what_the_first_forward_has_written_with_what_was_there(make, num_worker
         assert losses == expected
         assert_same_state(pipe, alone)
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, dict(pipe.state_dict() or {})[name]), "the user's own module has them too"
+        assert torch.equal(tensor, dict(pipe.weights.state_dict() or {})[name]), "the user's own module has them too"

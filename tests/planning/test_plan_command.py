@@ -161,7 +161,7 @@ def test_recomputed_stages_train_the_same_numbers():
         plan = Plan("zb-h1", {}, (2, 2), 4, recompute)
         with Pipeline(layers, nn.functional.mse_loss, plan=plan, num_workers=2, optimizer=sgd) as pipe:
             x, y = torch.randn(8, 8), torch.randn(8, 8)
-            return [pipe.step((x, y)) for _ in range(3)], pipe.state_dict()
+            return [pipe.step((x, y)) for _ in range(3)], pipe.weights.state_dict()
 
     def sgd(named):
         return torch.optim.SGD(named, lr=0.1)

@@ -40,4 +40,4 @@ def pipeline(num_workers, schedule="1f1b", layers=LAYERS, optimizer=adamw, **opt
 
 
 def bits(pipe):
-    return {name: tensor.numpy().tobytes() for name, tensor in pipe.state_dict().items()}
+    return {name: tensor.numpy().tobytes() for name, tensor in pipe.weights.state_dict().items()}

@@ -31,7 +31,7 @@ def written(tmp_path_factory):
     pipe = pipeline(4)
     losses = [pipe.step(batch) for batch in BATCHES[:DONE]]
     before = torch.get_rng_state()
-    path = pipe.save_checkpoint(folder, extra={"epoch": 2, "pair": (1, 0.5)})
+    path = pipe.checkpoints.save(folder, extra={"epoch": 2, "pair": (1, 0.5)})
     drawn = torch.rand(3)
     torch.set_rng_state(before)
     losses += [pipe.step(batch) for batch in BATCHES[DONE:]]
@@ -42,7 +42,7 @@ def written(tmp_path_factory):
 def test_training_goes_on_as_if_nothing_had_been(written, num_workers, schedule):
     folder, path, losses, weights, drawn = written
     pipe = pipeline(num_workers, schedule)
-    restored = pipe.load_checkpoint(folder)
+    restored = pipe.checkpoints.load(folder)
     assert (restored.path, restored.step, restored.extra) == (path, DONE, {"epoch": 2, "pair": (1, 0.5)})
     assert torch.equal(torch.rand(3), drawn)
     assert pipe.steps_done == DONE
@@ -53,8 +53,8 @@ def test_training_goes_on_as_if_nothing_had_been(written, num_workers, schedule)
 @pytest.mark.parametrize("schedule", ["chimera", "dualpipe", "gpipe"])
 def test_schedules_that_sum_in_another_order_begin_with_the_same_bits(written, schedule):
     pipe, same = pipeline(2, schedule), pipeline(1)
-    pipe.load_checkpoint(written[0])
-    same.load_checkpoint(written[0])
+    pipe.checkpoints.load(written[0])
+    same.checkpoints.load(written[0])
     assert bits(pipe) == bits(same)
     assert pipe.evaluate(BATCHES[0]) == same.evaluate(BATCHES[0])
 
@@ -63,8 +63,8 @@ def test_a_scheduler_in_a_scheduler_has_its_milestones_again(tmp_path):
     """They were given back as a dict, and the step that passed from warm-up to MultiStepLR had no `elements`."""
     undisturbed, resumed = pipeline(1), pipeline(1)
     undisturbed.step(BATCHES[0])
-    undisturbed.save_checkpoint(tmp_path)
-    resumed.load_checkpoint(tmp_path)
+    undisturbed.checkpoints.save(tmp_path)
+    resumed.checkpoints.load(tmp_path)
     assert [resumed.step(b) for b in BATCHES[1:]] == [undisturbed.step(b) for b in BATCHES[1:]]
 
 
@@ -86,13 +86,13 @@ def test_gradients_kept_for_the_next_step_are_summed_as_without_a_stop(tmp_path,
     for batch in batches:
         undisturbed.step(batch)
     stopped.step(batches[0])
-    stopped.save_checkpoint(tmp_path)
-    resumed.load_checkpoint(tmp_path)
+    stopped.checkpoints.save(tmp_path)
+    resumed.checkpoints.load(tmp_path)
     for batch in batches[1:]:
         resumed.step(batch)
     assert bits(resumed) == bits(undisturbed)
     fewer = pipeline(1, layers=copy.deepcopy(made), accumulate=2, max_grad_norm=None, lr_scheduler=None)
-    fewer.load_checkpoint(tmp_path)
+    fewer.checkpoints.load(tmp_path)
     for batch in batches[1:]:
         fewer.step(batch)
     for name, tensor in fewer.state_dict().items():
@@ -104,20 +104,20 @@ def test_a_script_that_knows_nothing_of_checkpoints_ends_with_the_same_weights(t
         told = []
         for step, batch in enumerate(BATCHES[:6], 1):
             told.append((pipe.step(batch), pipe.grad_norm, pipe.steps_done, pipe.evaluate(BATCHES[0])))
-            pipe.save(tmp_path / f"{step}.safetensors")
+            pipe.weights.save(tmp_path / f"{step}.safetensors")
             if step == stop:
                 break
         return told, bits(pipe)
 
     undisturbed, weights = script(pipeline(2))
     pipe = pipeline(3)
-    pipe.checkpoint_every(2, tmp_path, keep=1)
+    pipe.checkpoints.every(2, tmp_path, keep=1)
     script(pipe, stop=5)
     pipe.close()
     first = (tmp_path / "1.safetensors").read_bytes()
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000004"]
     pipe = pipeline(1)
-    pipe.resume(tmp_path)
+    pipe.checkpoints.resume(tmp_path)
     told, again = script(pipe)
     assert again == weights
     last_loss, last_norm = undisturbed[3][:2]
@@ -130,7 +130,7 @@ def test_a_script_that_knows_nothing_of_checkpoints_ends_with_the_same_weights(t
 def test_who_predicts_before_the_checkpoint_is_told_whose_weights_these_are(tmp_path):
     pipe = pipeline(2)
     pipe.step(BATCHES[0])
-    pipe.save_checkpoint(tmp_path)
+    pipe.checkpoints.save(tmp_path)
     resumed = pipeline(2)
     resumed.resume(tmp_path)
     with pytest.warns(UserWarning, match="predict: the script has not come to the checkpoint"):
@@ -143,7 +143,7 @@ def test_a_script_that_trains_by_steps_goes_on_where_a_stream_was_written(tmp_pa
     pipe = pipeline(2)
     undisturbed = list(pipe.train(BATCHES))
     written = pipeline(2)
-    written.checkpoint_every(3, tmp_path, keep=1)
+    written.checkpoints.every(3, tmp_path, keep=1)
     next(stream := written.train(BATCHES)), next(stream), next(stream)
     stream.close()
     written.close()
@@ -158,10 +158,10 @@ def test_a_stream_skips_the_batches_that_it_has_behind_it(tmp_path):
     pipe = pipeline(2)
     for step, _ in enumerate(pipe.train(BATCHES)):
         if step == 3:
-            pipe.save_checkpoint(tmp_path)
+            pipe.checkpoints.save(tmp_path)
             break
     pipe = pipeline(3)
-    pipe.resume(tmp_path)
+    pipe.checkpoints.resume(tmp_path)
     told = list(pipe.train(BATCHES))
     assert told[3:] == undisturbed[3:] and told[:3] == 3 * [undisturbed[3]]
 
@@ -173,7 +173,7 @@ def test_checkpoints_of_a_long_run_are_as_small_as_those_of_a_short_one(tmp_path
         pipe.step(BATCHES[0])
         pipe.evaluate(BATCHES[0])
         if number in (8, 39):  # the scheduler has passed its milestones
-            path = pipe.save_checkpoint(tmp_path)
+            path = pipe.checkpoints.save(tmp_path)
             sizes.append([file.stat().st_size for file in sorted(path.glob("*.safetensors"))])
     assert sizes[0] == sizes[1]
 
@@ -182,14 +182,14 @@ def test_only_the_newest_are_kept_and_one_step_may_be_saved_twice(tmp_path):
     pipe = pipeline(2)
     for batch in BATCHES[:4]:
         pipe.step(batch)
-        pipe.save_checkpoint(tmp_path, keep=2)
-    again = pipe.save_checkpoint(tmp_path, keep=2)
+        pipe.checkpoints.save(tmp_path, keep=2)
+    again = pipe.checkpoints.save(tmp_path, keep=2)
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000004", "step-00000004.1"]
     assert folders.newest(tmp_path) == again
     assert sorted(os.listdir(tmp_path)) == [".lock", "step-00000004", "step-00000004.1"]
     anew = pipeline(2)
     anew.step(BATCHES[0])
-    written = anew.save_checkpoint(tmp_path, keep=1)
+    written = anew.checkpoints.save(tmp_path, keep=1)
     assert folders.complete(tmp_path) == [written], "not those of a run before that came further"
 
 
@@ -208,7 +208,7 @@ def test_a_checkpoint_of_something_else_is_refused(written, options, says):
     pipe = pipeline(2, **options)
     before = bits(pipe)
     with pytest.raises(ConfigError, match=says):
-        pipe.load_checkpoint(written[0])
+        pipe.checkpoints.load(written[0])
     assert bits(pipe) == before
 
 
@@ -229,20 +229,20 @@ def full_disk(room=1000):
 def test_a_full_disk_is_told_and_the_checkpoints_before_it_stay(tmp_path, room):
     pipe = pipeline(2)
     pipe.step(BATCHES[0])
-    before = pipe.save_checkpoint(tmp_path)
+    before = pipe.checkpoints.save(tmp_path)
     unwritten = r"checkpoint .*: cannot be written: .*checkpoints before it are as they were"
     with full_disk(room), pytest.raises(StorageError, match=unwritten):
-        pipe.save_checkpoint(tmp_path)
+        pipe.checkpoints.save(tmp_path)
     assert sorted(os.listdir(tmp_path)) == [".lock", before.name]
     assert Checkpoint(tmp_path).step == 1
     pipe.step(BATCHES[1])
-    assert pipe.save_checkpoint(tmp_path).name == "step-00000002"
+    assert pipe.checkpoints.save(tmp_path).name == "step-00000002"
 
 
 def test_training_goes_on_without_checkpoints_while_a_disk_is_full(tmp_path, caplog):
     # With --checkpoint-every the run ended with exit code 2, and --max-restarts did not restart it.
     pipe = pipeline(2)
-    pipe.checkpoint_every(1, tmp_path)
+    pipe.checkpoints.every(1, tmp_path)
     pipe.step(BATCHES[0])
     pipe._keeper.settle()
     with full_disk():
@@ -261,8 +261,8 @@ def test_a_folder_of_checkpoints_that_is_removed_in_a_run_is_told_and_made_again
     # It was made without a word, and without the note of whose it is: a restart began at step 0.
     folder = tmp_path / "checkpoints"
     pipe = pipeline(2)
-    pipe.claim_checkpoints(folder)
-    pipe.checkpoint_every(1, folder)
+    pipe.checkpoints.claim(folder)
+    pipe.checkpoints.every(1, folder)
     pipe.step(BATCHES[0])
     pipe._keeper.settle()
     shutil.rmtree(folder)
@@ -270,7 +270,7 @@ def test_a_folder_of_checkpoints_that_is_removed_in_a_run_is_told_and_made_again
     pipe._keeper.settle()
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.endswith("has been removed with all that was in it; it is made again")
-    assert [path.name for path in pipe.claim_checkpoints(folder)] == ["step-00000002"]
+    assert [path.name for path in pipe.checkpoints.claim(folder)] == ["step-00000002"]
 
 
 @pytest.mark.parametrize("where", ["a\0b", 5, ""])
@@ -278,7 +278,7 @@ def test_what_cannot_be_a_folder_is_told_at_once(where):
     """Worker 0 alone met it, and the others waited for what it had found until the deadline for stalls."""
     pipe = pipeline(2)
     with pytest.raises(ConfigError, match="must be the path of a file or folder"):
-        pipe.claim_checkpoints(where)
+        pipe.checkpoints.claim(where)
     pipe.step(BATCHES[0])
 
 
@@ -289,7 +289,7 @@ def test_an_error_that_nobody_foresaw_is_told_to_all(tmp_path, monkeypatch):
     monkeypatch.setattr(ownership, "claim", fails)
     pipe = pipeline(2)
     with pytest.raises(RuntimeError, match="no such thing"):
-        pipe.claim_checkpoints(tmp_path)
+        pipe.checkpoints.claim(tmp_path)
 
 
 def test_storage_that_does_not_answer_is_told_in_time(tmp_path, monkeypatch):
@@ -300,8 +300,8 @@ def test_storage_that_does_not_answer_is_told_in_time(tmp_path, monkeypatch):
     pipe.step(BATCHES[0])
     pipe._keeper._deadline_s = 0.3
     with pytest.raises(ConfigError, match=r"checkpoint .*worker 0, 1 are not written after 0\.303 s; the storage"):
-        pipe.save_checkpoint(tmp_path)
-    assert not pipe.save_checkpoint(tmp_path, wait=False)
+        pipe.checkpoints.save(tmp_path)
+    assert not pipe.checkpoints.save(tmp_path, wait=False)
     answer.set()  # it is slow only
     pipe._keeper._deadline_s = 60
     pipe.close()
@@ -334,7 +334,7 @@ pipe = pipeline(2)
 pipe.step(BATCHES[0])
 print("ready", flush=True)
 while True:
-    pipe.save_checkpoint({folder!r}, keep=2)
+    pipe.checkpoints.save({folder!r}, keep=2)
 """
 
 
@@ -349,7 +349,7 @@ def test_a_kill_while_saving_leaves_the_checkpoint_before_it(tmp_path):
         time.sleep(0.013 * moment)
         killed.kill()
         killed.communicate()
-        assert pipe.load_checkpoint(tmp_path).step == 1
+        assert pipe.checkpoints.load(tmp_path).step == 1
 
 
 SCRIPT = """

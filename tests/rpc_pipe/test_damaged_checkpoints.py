@@ -16,7 +16,7 @@ def saved(tmp_path_factory):
     pipe = pipeline(4)
     for batch in BATCHES[:DONE]:
         pipe.step(batch)
-    return pipe.save_checkpoint(tmp_path_factory.mktemp("checkpoints"), extra={"epoch": 2, "pair": (1, 0.5)})
+    return pipe.checkpoints.save(tmp_path_factory.mktemp("checkpoints"), extra={"epoch": 2, "pair": (1, 0.5)})
 
 
 def copied(path, tmp_path):
@@ -101,7 +101,7 @@ def test_a_damaged_checkpoint_is_named_and_changes_nothing(saved, tmp_path, dama
     pipe = pipeline(3)
     before = bits(pipe)
     with pytest.raises(ConfigError, match=says):
-        pipe.load_checkpoint(path)
+        pipe.checkpoints.load(path)
     assert bits(pipe) == before
     assert pipe.steps_done == 0
     pipe.step(BATCHES[0])

@@ -35,7 +35,7 @@ def test_a_plain_sequential_trains_like_a_plain_loop():
         optimizer.step()
         optimizer.zero_grad()
         assert pipe.step((X, Y)) == expected
-    for name, tensor in pipe.state_dict().items():
+    for name, tensor in pipe.weights.state_dict().items():
         assert torch.equal(tensor, plain.state_dict()[name]), name
 
 
@@ -52,7 +52,7 @@ def test_sum_and_weight_count_padding_right():
     for _ in range(3):
         assert pipe.step((X, padded)) == pytest.approx(alone.step((X[:7], Y[:7])), rel=1e-6)
     for name, tensor in alone.state_dict().items():
-        torch.testing.assert_close(pipe.state_dict()[name], tensor)
+        torch.testing.assert_close(pipe.weights.state_dict()[name], tensor)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 9])
@@ -98,9 +98,9 @@ def test_a_frozen_stage_and_an_output_without_gradient():
         return nn.Linear(4, 4).requires_grad_(False)
 
     pipe = pipeline([frozen, nn.Tanh, partial(nn.Linear, 4, 3)], num_workers=3)
-    before = pipe.state_dict()["0.weight"]
+    before = pipe.weights.state_dict()["0.weight"]
     assert pipe.step((X, Y)) > pipe.step((X, Y))
-    assert torch.equal(pipe.state_dict()["0.weight"], before)
+    assert torch.equal(pipe.weights.state_dict()["0.weight"], before)
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 4])
@@ -123,7 +123,7 @@ def test_a_builder_builds_only_what_it_is_asked_for():
     pipe, listed = pipeline(Builder(), split=[1, 3]), pipeline()
     assert asked == [[0], [1, 2, 3]]
     assert pipe.step((X, Y)) == listed.step((X, Y))
-    assert list(pipe.state_dict()) == list(listed.state_dict())
+    assert list(pipe.weights.state_dict()) == list(listed.state_dict())
 
 
 class Drawing(nn.Module):
@@ -303,7 +303,7 @@ def test_running_statistics_count_a_recomputed_microbatch_once():
         generator = torch.Generator().manual_seed(1)
         for _ in range(2):
             pipe.step((torch.randn(8, 4, generator=generator), torch.randn(8, 2, generator=generator)))
-        return pipe.state_dict()
+        return pipe.weights.state_dict()
 
     found, expected = statistics("gpipe-recompute"), statistics("gpipe")
     assert found["1.num_batches_tracked"] == 8
@@ -333,4 +333,4 @@ def test_groups_of_parameters_are_made_by_name():
         optimizer.zero_grad()
     names = [name for actor in pipe.actors for s in actor.shards.values() for name, _ in s.named_parameters()]
     assert names == [name for name, _ in whole.named_parameters()]
-    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in pipe.state_dict().items())
+    assert all(torch.equal(tensor, whole.state_dict()[name]) for name, tensor in pipe.weights.state_dict().items())

@@ -72,7 +72,7 @@ def _trained(
             norms.append(pipe.grad_norm)
             if between(pipe, batches[0]) == "leave":
                 break
-        return losses, norms, pipe.state_dict(), len(taken)
+        return losses, norms, pipe.weights.state_dict(), len(taken)
 
 
 def _noted(call, taken, *args):
@@ -192,7 +192,7 @@ def _cautious(post_validation, max_norm, number=3):
     ) as pipe:
         x = 0.01 * torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
         batches = [(x, torch.zeros_like(x) + (1e6 if step == number else 0)) for step in range(6)]
-        return list(pipe.train(batches)), pipe.state_dict()
+        return list(pipe.train(batches)), pipe.weights.state_dict()
 
 
 def test_what_only_a_wrong_update_makes_fail_does_not_count():

@@ -24,11 +24,11 @@ from rpc_pipe.pipeline import Pipeline
 
 def test_evaluate_and_predict_train_nothing_and_may_come_first():
     pipe = pipeline()
-    before = pipe.state_dict()
+    before = pipe.weights.state_dict()
     logits = pipe.predict(X)
     assert logits.shape == (10, 3)
     assert pipe.evaluate((X, Y)) == pytest.approx(nn.functional.cross_entropy(logits, Y).item())
-    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.state_dict().items())
+    assert all(torch.equal(before[name], tensor) for name, tensor in pipe.weights.state_dict().items())
     first = pipe.step((X, Y))
     assert first == pytest.approx(pipe.step((X, Y)), rel=0.5) and pipe.evaluate((X, Y)) < first
 
@@ -36,10 +36,10 @@ def test_evaluate_and_predict_train_nothing_and_may_come_first():
 def test_a_state_is_a_snapshot_and_shared_layers_can_be_saved(tmp_path):
     shared = nn.Linear(4, 4)
     pipe = pipeline([shared, nn.Tanh(), shared, nn.Linear(4, 3)], num_workers=1)
-    before = pipe.state_dict()
+    before = pipe.weights.state_dict()
     pipe.step((X, Y))
-    assert not torch.equal(before["0.weight"], pipe.state_dict()["0.weight"])
-    pipe.save(tmp_path / "shared.safetensors")
+    assert not torch.equal(before["0.weight"], pipe.weights.state_dict()["0.weight"])
+    pipe.weights.save(tmp_path / "shared.safetensors")
 
 
 def test_a_prediction_goes_to_who_wants_it():
@@ -60,7 +60,7 @@ def test_save_writes_the_unsplit_models_names(tmp_path):
 
     pipe = pipeline()
     pipe.step((X, Y))
-    pipe.save(tmp_path / "model.safetensors")
+    pipe.weights.save(tmp_path / "model.safetensors")
     unsplit = nn.Sequential(*(build() for build in layers()))
     unsplit.load_state_dict(load_file(tmp_path / "model.safetensors"))
     assert torch.equal(unsplit.eval()(X), pipe.predict(X)) or torch.allclose(unsplit(X), pipe.predict(X))
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_is_written_holds_no_copy_of_the_weights(tmp_path, mon
     gc.collect()
     gc.disable()
     try:
-        pipe.save_checkpoint(tmp_path, wait=wait)
+        pipe.checkpoints.save(tmp_path, wait=wait)
         thread = None if wait else weakref.ref(pipe._keeper._writing)
         if thread is not None:
             thread().join()
@@ -207,11 +207,11 @@ def test_a_model_that_asks_for_its_version_takes_up_what_was_trained(tmp_path, m
         optimizer=partial(torch.optim.SGD, lr=0.1),
     ) as pipe:  # fmt: skip
         pipe.step(batch)
-        state = pipe.state_dict()
+        state = pipe.weights.state_dict()
         assert dict(state._metadata) == dict(made.state_dict()._metadata)
         made.load_state_dict(state)
         torch.save(state, tmp_path / "w.pt")
         made.load_state_dict(torch.load(tmp_path / "w.pt", weights_only=True))
-        pipe.save(tmp_path / "w.safetensors")
+        pipe.weights.save(tmp_path / "w.safetensors")
     with safe_open(tmp_path / "w.safetensors", "pt") as file:
         assert json.loads(file.metadata()["versions"]) == dict(state._metadata)

@@ -44,15 +44,15 @@ def test_a_pipeline_begins_with_pretrained_weights_and_from_pretrained_takes_the
     model, folder = saved
     assert len(list(folder.glob("*.safetensors"))) > 2
     pipe = pipeline(gpt2)  # a function: its weights are made where they live
-    assert pipe.load_pretrained(folder) == ([], [])
+    assert pipe.weights.load_pretrained(folder) == ([], [])
     with torch.no_grad():
         expected = model.eval()(**BATCH).loss.item()
     assert pipe.evaluate(BATCH) == pytest.approx(expected, rel=1e-6)
     pipe.step(BATCH)
     for _ in range(2):  # again into the same folder
-        pipe.save_pretrained(tmp_path / "out")
+        pipe.weights.save_pretrained(tmp_path / "out")
     found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
-    assert all(tensor.equal(found[name]) for name, tensor in pipe.state_dict().items())
+    assert all(tensor.equal(found[name]) for name, tensor in pipe.weights.state_dict().items())
     pipeline(gpt2, 2).save_pretrained(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == 2
 
@@ -60,12 +60,12 @@ def test_a_pipeline_begins_with_pretrained_weights_and_from_pretrained_takes_the
 def test_a_checkpoint_of_a_model_as_it_is_is_taken_up_by_another_cut(tmp_path):
     pipe = pipeline(gpt2)
     pipe.step(BATCH)
-    pipe.save_checkpoint(tmp_path)
+    pipe.checkpoints.save(tmp_path)
     other = pipeline(gpt2(), 2, schedule="zb-h1")
-    other.load_checkpoint(tmp_path)
+    other.checkpoints.load(tmp_path)
     assert [other.step(BATCH) for _ in range(2)] == [pipe.step(BATCH) for _ in range(2)]
-    taken = transformers.AutoModelForCausalLM.from_pretrained(pipe.save_checkpoint(tmp_path))
-    assert taken.lm_head.weight.equal(pipe.state_dict()["lm_head.weight"])
+    taken = transformers.AutoModelForCausalLM.from_pretrained(pipe.checkpoints.save(tmp_path))
+    assert taken.lm_head.weight.equal(pipe.weights.state_dict()["lm_head.weight"])
 
 
 def test_a_model_that_is_cut_by_its_first_batch_is_resumed_there(tmp_path):
@@ -74,13 +74,13 @@ def test_a_model_that_is_cut_by_its_first_batch_is_resumed_there(tmp_path):
     losses = [undisturbed.step(batch) for batch in batches]
     pipe = pipeline(gpt2)
     pipe.step(BATCH), pipe.step(BATCH)
-    pipe.save_checkpoint(tmp_path)
+    pipe.checkpoints.save(tmp_path)
     for script in (lambda pipe: [pipe.step(batch) for batch in batches], lambda pipe: list(pipe.train(batches))):
         pipe = pipeline(gpt2, 2)
-        pipe.resume(tmp_path)
+        pipe.checkpoints.resume(tmp_path)
         assert script(pipe)[1:] == losses[1:]
     with pytest.raises(ConfigError, match=r"cut by the first batch: .* pass example="):
-        pipeline(gpt2, example=None).load_checkpoint(tmp_path)
+        pipeline(gpt2, example=None).checkpoints.load(tmp_path)
 
 
 def test_a_head_that_was_not_pretrained_is_named_or_left_as_it_is(tmp_path):
@@ -91,10 +91,10 @@ def test_a_head_that_was_not_pretrained_is_named_or_left_as_it_is(tmp_path):
     example = {"input_ids": IDS, "labels": torch.tensor([0, 1, 0, 1])}
     pipe = pipeline(transformers.BertForSequenceClassification(config), 2, example)
     with pytest.raises(ConfigError, match=r"no tensor for classifier.bias, classifier.weight; strict=False leaves out"):
-        pipe.load_pretrained(tmp_path)
-    before = pipe.state_dict()
-    assert pipe.load_pretrained(tmp_path, strict=False).missing == ["classifier.bias", "classifier.weight"]
-    changed = {name for name, tensor in pipe.state_dict().items() if not tensor.equal(before[name])}
+        pipe.weights.load_pretrained(tmp_path)
+    before = pipe.weights.state_dict()
+    assert pipe.weights.load_pretrained(tmp_path, strict=False).missing == ["classifier.bias", "classifier.weight"]
+    changed = {name for name, tensor in pipe.weights.state_dict().items() if not tensor.equal(before[name])}
     assert "bert.encoder.layer.0.attention.self.query.weight" in changed and "classifier.weight" not in changed
 
 
@@ -128,10 +128,10 @@ def test_a_folder_that_does_not_fit_is_named_and_changes_nothing(saved, damage, 
             path.unlink()
     damage(folder)
     pipe = pipeline(gpt2)
-    before = pipe.state_dict()
+    before = pipe.weights.state_dict()
     with pytest.raises(ConfigError, match=says):
-        pipe.load_pretrained(folder)
-    assert all(tensor.equal(before[name]) for name, tensor in pipe.state_dict().items())
+        pipe.weights.load_pretrained(folder)
+    assert all(tensor.equal(before[name]) for name, tensor in pipe.weights.state_dict().items())
 
 
 def test_weights_that_would_be_read_instead_are_told(tmp_path):
@@ -161,7 +161,7 @@ def test_an_adapter_is_taken_back_by_peft(tmp_path, made_by):
         out = tmp_path / str(number)
         pipe = pipeline(model)
         pipe.step(BATCH)
-        pipe.save_pretrained(out)
+        pipe.weights.save_pretrained(out)
         assert {path.name for path in out.iterdir() if path.is_file()} == {
             "adapter_config.json",
             "adapter_model.safetensors",
@@ -175,5 +175,5 @@ def test_an_adapter_is_taken_back_by_peft(tmp_path, made_by):
         if made_by == "peft":
             taken.load_adapter(out / "other", "other")
         prefix, found = "" if made_by == "peft" else "base_model.model.", taken.state_dict()
-        trained = {name: tensor for name, tensor in pipe.state_dict().items() if "lora_" in name}
+        trained = {name: tensor for name, tensor in pipe.weights.state_dict().items() if "lora_" in name}
         assert len(trained) > 7 and all(tensor.equal(found[prefix + name]) for name, tensor in trained.items())

@@ -57,10 +57,10 @@ def trained(folder, steps, **options):
     adam = partial(torch.optim.AdamW, lr=1e-2)
     with Pipeline(LAYERS, nn.functional.mse_loss, optimizer=adam, max_grad_norm=0.1, **options) as pipe:
         if folder.exists():
-            pipe.load_checkpoint(folder)
+            pipe.checkpoints.load(folder)
         loss = [pipe.step(batch) for _ in range(steps)][-1]
-        pipe.save_checkpoint(folder)
-        return pipe.state_dict(), loss, pipe.grad_norm
+        pipe.checkpoints.save(folder)
+        return pipe.weights.state_dict(), loss, pipe.grad_norm
 
 
 def test_a_checkpoint_of_replicas_goes_on_with_the_same_bits(tmp_path):

@@ -49,7 +49,7 @@ def test_clipping_has_the_bits_of_the_whole_model(schedule, P, loss_fn):
     layers = [layer for layer in LAYERS if not isinstance(layer, partial) or layer.func is not nn.Dropout]
     pipe = pipeline(schedule, layers, loss_fn, P, max_grad_norm=0.05)
     whole = nn.Sequential(*(layer() for layer in layers))
-    whole.load_state_dict(pipe.state_dict())
+    whole.load_state_dict(pipe.weights.state_dict())
     optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
     for x in X[:3]:
         weight = 0
@@ -67,7 +67,7 @@ def test_clipping_has_the_bits_of_the_whole_model(schedule, P, loss_fn):
         optimizer.zero_grad()
         pipe.step((x, x))
         assert pipe.grad_norm == float(norm) > 0.05
-    assert same(whole.state_dict(), pipe.state_dict())
+    assert same(whole.state_dict(), pipe.weights.state_dict())
 
 
 @pytest.mark.parametrize("schedule", ["chimera", "dualpipe"])
@@ -233,7 +233,7 @@ def test_the_body_of_a_loop_sees_the_model_of_a_complete_step(schedule):
     pipe, plain = (pipeline(schedule, layers) for _ in range(2))
     found = []
     for loss in pipe.train((x, x) for x in X):
-        found.append((loss, pipe.evaluate((X[5], X[5])), {k: t.clone() for k, t in pipe.state_dict().items()}))
+        found.append((loss, pipe.evaluate((X[5], X[5])), {k: t.clone() for k, t in pipe.weights.state_dict().items()}))
     if pipe.spec.synchronous:
         expected = [(plain.step((x, x)), plain.evaluate((X[5], X[5])), plain.state_dict()) for x in X[:1]]
         assert found[0][:2] == expected[0][:2]
@@ -261,7 +261,7 @@ def test_norms_of_several_types_are_put_together_as_torch_does():
     layers = [partial(Typed, kind) for kind in kinds]
     pipe = pipeline("1f1b", layers, P=3, M=1, max_grad_norm=1e-3)
     whole = nn.Sequential(*(layer() for layer in layers))
-    whole.load_state_dict(pipe.state_dict())
+    whole.load_state_dict(pipe.weights.state_dict())
     nn.functional.mse_loss(whole(X[0]), X[0]).backward()
     pipe.step((X[0], X[0]))
     assert pipe.grad_norm == float(nn.utils.clip_grad_norm_(whole.parameters(), 1e-3))

@@ -115,10 +115,10 @@ def test_several_steps_make_one_update(schedule, num_workers, loss_fn, max_grad_
     options = {"accumulate": 2, "loss_fn": loss_fn, "max_grad_norm": max_grad_norm}
     pipe = pipeline(schedule, num_workers, **options)
     assert [pipe.step(batch) for batch in BATCHES] == expected
-    assert equal(pipe.state_dict(), model)
+    assert equal(pipe.weights.state_dict(), model)
     pipe = pipeline(schedule, num_workers, **options)
     assert list(pipe.train(BATCHES)) == expected
-    assert equal(pipe.state_dict(), model)
+    assert equal(pipe.weights.state_dict(), model)
 
 
 def test_what_a_failed_or_abandoned_step_has_added_is_taken_back():
@@ -133,7 +133,7 @@ def test_what_a_failed_or_abandoned_step_has_added_is_taken_back():
             break
     found += [pipe.step(batch) for batch in BATCHES[4:]]
     assert found == expected
-    assert equal(pipe.state_dict(), model)
+    assert equal(pipe.weights.state_dict(), model)
 
 
 @SCHEDULES
@@ -147,7 +147,7 @@ def test_one_decision_of_all_stages_scales_the_loss(schedule, num_workers, max_g
     pipe = pipeline(schedule, num_workers, grad_scaler=scaler(), max_grad_norm=max_grad_norm)
     found = [(pipe.step(batch), pipe.loss_scale) for batch in BATCHES]
     assert found == list(zip(expected, scales, strict=True))
-    assert equal(pipe.state_dict(), model)
+    assert equal(pipe.weights.state_dict(), model)
 
 
 def test_the_scale_of_a_loss_behind_frozen_layers(tmp_path):
@@ -167,9 +167,9 @@ def test_the_scale_of_a_loss_behind_frozen_layers(tmp_path):
     expected = [(alone.step(batch), alone.loss_scale) for batch in BATCHES]
     first = pipe(3, frozen())
     found = [(first.step(batch), first.loss_scale) for batch in BATCHES[:5]]
-    first.save_checkpoint(tmp_path)
+    first.checkpoints.save(tmp_path)
     second = pipe(2, frozen())
-    second.load_checkpoint(tmp_path)
+    second.checkpoints.load(tmp_path)
     assert found + [(second.step(batch), second.loss_scale) for batch in BATCHES[5:]] == expected
     last = alone.state_dict()
     assert all(tensor.equal(last[name]) for name, tensor in second.state_dict().items())
@@ -186,7 +186,8 @@ def test_autocast_as_in_one_process(dtype):
             found.append(pipe.step(batch))
     assert found == pytest.approx(expected, rel=1e-2)
     assert all(
-        torch.allclose(pipe.state_dict()[name], tensor, atol=2e-2) for name, tensor in model.state_dict().items()
+        torch.allclose(pipe.weights.state_dict()[name], tensor, atol=2e-2)
+        for name, tensor in model.state_dict().items()
     )
 
 
@@ -196,12 +197,15 @@ def test_an_average_of_the_weights_evaluates_and_is_saved(schedule, num_workers)
     pipe = pipeline(schedule, num_workers, ema_decay=0.7)
     for _ in pipe.train(BATCHES):
         pass
-    with pipe.averaged():
-        assert equal(pipe.state_dict(), average.module)
+    with pipe.weights.averaged():
+        assert equal(pipe.weights.state_dict(), average.module)
         averaged = pipe.evaluate(BATCHES[0])
-    assert equal(pipe.state_dict(), model)
+    assert equal(pipe.weights.state_dict(), model)
     assert pipe.evaluate(BATCHES[0]) != averaged
-    with pytest.raises(ConfigError, match="no average of the weights; pass ema_decay="), pipeline("1f1b", 1).averaged():
+    with (
+        pytest.raises(ConfigError, match="no average of the weights; pass ema_decay="),
+        pipeline("1f1b", 1).weights.averaged(),
+    ):
         pass
 
 
@@ -228,9 +232,9 @@ def test_running_statistics_of_whole_batches(whole):
         pipe.step((x, x))
         with torch.no_grad():
             first = reference.blocks[0](x)
-    found = [name for name in pipe.state_dict() if name.endswith("running_mean")]
-    assert len(found) == 3 and not [name for name in pipe.state_dict() if "sums" in name or "count" in name]
-    state = pipe.state_dict()
+    found = [name for name in pipe.weights.state_dict() if name.endswith("running_mean")]
+    assert len(found) == 3 and not [name for name in pipe.weights.state_dict() if "sums" in name or "count" in name]
+    state = pipe.weights.state_dict()
     norm = reference.blocks[0][1]
     torch.testing.assert_close(state[found[0]], norm.running_mean)
     torch.testing.assert_close(state[found[0].replace("mean", "var")], norm.running_var)
@@ -251,7 +255,7 @@ def test_running_statistics_where_a_stream_is_seen_left_and_taken_up(tmp_path, a
         )  # fmt: skip
 
     def seen(pipe):
-        return pipe.evaluate(BATCHES[0]), {name: tensor.tolist() for name, tensor in pipe.state_dict().items()}
+        return pipe.evaluate(BATCHES[0]), {name: tensor.tolist() for name, tensor in pipe.weights.state_dict().items()}
 
     one = pipe(2)
     expected = [(one.step(batch), seen(one)) for batch in BATCHES]
@@ -263,9 +267,9 @@ def test_running_statistics_where_a_stream_is_seen_left_and_taken_up(tmp_path, a
     with pytest.raises(Exception, match="shapes cannot be multiplied"):
         two.step((torch.randn(8, 5), BATCHES[0][1]))
     found += [(two.step(batch), seen(two)) for batch in BATCHES[3:5]]
-    two.save_checkpoint(tmp_path)
+    two.checkpoints.save(tmp_path)
     three = pipe(3)
-    three.load_checkpoint(tmp_path)
+    three.checkpoints.load(tmp_path)
     assert found + [(three.step(batch), seen(three)) for batch in BATCHES[5:]] == expected
 
 
@@ -277,19 +281,19 @@ def test_everything_of_a_loop_is_in_its_checkpoint(tmp_path):
     pipe = pipeline("1f1b", 3, **options)
     for batch in BATCHES[:3]:  # one step after an update
         pipe.step(batch)
-    pipe.save_checkpoint(tmp_path)
+    pipe.checkpoints.save(tmp_path)
     other = pipeline("zb-h1", 2, **options)
-    other.load_checkpoint(tmp_path)
+    other.checkpoints.load(tmp_path)
     for shard in (shard for actor in other.actors for shard in actor.shards.values()):
         for module in shard.slice.own:
             if isinstance(module, Overflowing):  # an attribute, which no checkpoint has
                 module.calls = 3 * MICROBATCHES
     assert other.loss_scale == pipe.loss_scale
     assert [other.step(batch) for batch in BATCHES[3:]] == [pipe.step(batch) for batch in BATCHES[3:]]
-    for found, expected in zip(other.state_dict().values(), pipe.state_dict().values(), strict=True):
+    for found, expected in zip(other.state_dict().values(), pipe.weights.state_dict().values(), strict=True):
         assert found.equal(expected)
-    with other.averaged(), pipe.averaged():
-        for found, expected in zip(other.state_dict().values(), pipe.state_dict().values(), strict=True):
+    with other.weights.averaged(), pipe.weights.averaged():
+        for found, expected in zip(other.state_dict().values(), pipe.weights.state_dict().values(), strict=True):
             assert found.equal(expected)
 
 
@@ -354,7 +358,7 @@ def test_a_checkpoint_between_two_updates_has_every_part_of_a_gradient(tmp_path,
     pipe, again = made(), made()
     for batch in BATCHES[:2]:
         pipe.step(batch)
-    again.load_checkpoint(pipe.save_checkpoint(tmp_path))
+    again.checkpoints.load(pipe.checkpoints.save(tmp_path))
     for batch in BATCHES[2:5]:
         assert again.step(batch) == pytest.approx(pipe.step(batch), rel=1e-6)
 
@@ -363,8 +367,8 @@ def test_training_and_checkpoints_are_refused_where_weights_are_averages(tmp_pat
     """A checkpoint had the average for the weights and the weights for their average."""
     pipe = pipeline("1f1b", 2, ema_decay=0.5)
     pipe.step(BATCHES[0])
-    calls = [lambda: pipe.step(BATCHES[0]), lambda: pipe.save_checkpoint(tmp_path), pipe.averaged().__enter__]
-    with pipe.averaged():
+    calls = [lambda: pipe.step(BATCHES[0]), lambda: pipe.checkpoints.save(tmp_path), pipe.weights.averaged().__enter__]
+    with pipe.weights.averaged():
         for call in calls:
             with pytest.raises(ConfigError, match="the weights are their average here"):
                 call()

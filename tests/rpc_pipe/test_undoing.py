@@ -50,7 +50,7 @@ def test_an_error_of_the_users_undoes_the_step_and_the_pipeline_goes_on():
                 mistake(pipe)
             assert torch.equal(torch.rand(1), before), "as it was"
             assert sum(num_held(shard) for actor in pipe.actors for shard in actor.shards.values()) == 0
-        return [*losses, pipe.step((X, Y)), pipe.evaluate((X, Y))], pipe.state_dict()
+        return [*losses, pipe.step((X, Y)), pipe.evaluate((X, Y))], pipe.weights.state_dict()
 
     losses, state = run(
         lambda pipe: pipe.step((torch.ones(10, 5), Y)),  # in the first stage
@@ -155,10 +155,10 @@ def test_clipping_sparse_gradients_is_refused_by_name(schedule):
     pipe = Pipeline(
         layers, nn.functional.cross_entropy, num_microbatches=2, optimizer=sgd, max_grad_norm=1.0, schedule=schedule
     )
-    before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in pipe.weights.state_dict().items()}
     with pytest.raises(WorkerFailure, match=r"max_grad_norm: the gradient of parameter 0\.weight is sparse"):
         pipe.step((torch.arange(4), torch.arange(4) % 2))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.state_dict().items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in pipe.weights.state_dict().items())
     pipe.close()
 
 

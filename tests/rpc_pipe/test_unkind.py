@@ -94,7 +94,7 @@ def test_what_draws_in_backward_and_update_does_not_depend_on_timing(schedule):
         pipe = pipeline(noisy, schedule, num_workers=2, num_microbatches=3, order=order)
         for _ in range(2):
             pipe.step((torch.ones(6, WIDTH), torch.ones(6, WIDTH)))
-        states.append(pipe.state_dict())
+        states.append(pipe.weights.state_dict())
     for state in states[1:]:
         assert all(torch.equal(tensor, states[0][name]) for name, tensor in state.items())
 
@@ -195,7 +195,7 @@ def test_autocast_is_around_forwards_and_losses_alone(schedule, workers):
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    state = pipe.state_dict()
+    state = pipe.weights.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 

@@ -105,20 +105,20 @@ def test_an_adapted_encoder_and_decoder_moves_between_workers(tmp_path):
     pipe = pipeline(made(), 3, "1f1b", **options)
     with torch.autocast("cpu", torch.bfloat16):
         losses = [pipe.step(batch) for batch in batches[:3]]  # one step after an update
-    pipe.save_checkpoint(tmp_path)
+    pipe.checkpoints.save(tmp_path)
     pipe = pipeline(made(), 2, "zb-h1", **options)
-    pipe.load_checkpoint(tmp_path)
+    pipe.checkpoints.load(tmp_path)
     with torch.autocast("cpu", torch.bfloat16):
         losses += [pipe.step(batch) for batch in batches[3:]]
     assert losses == expected
     assert pipe.grad_norm == plain.norms[-1]
-    assert not different(pipe.state_dict(), plain.model)
-    with pipe.averaged():
-        assert not different(pipe.state_dict(), plain.average.module)
-    made().save_pretrained(tmp_path / "adapter", state_dict=pipe.state_dict())
+    assert not different(pipe.weights.state_dict(), plain.model)
+    with pipe.weights.averaged():
+        assert not different(pipe.weights.state_dict(), plain.average.module)
+    made().save_pretrained(tmp_path / "adapter", state_dict=pipe.weights.state_dict())
     torch.manual_seed(0)
     taken = peft.PeftModel.from_pretrained(transformers.T5ForConditionalGeneration(config), tmp_path / "adapter")
-    assert not different(pipe.state_dict(), taken)
+    assert not different(pipe.weights.state_dict(), taken)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -141,7 +141,7 @@ def test_a_router_loss_past_the_blocks_with_lengths_that_differ(schedule, num_wo
             mask[1, length // 2 :] = 0
             batch.append({"input_ids": ids, "attention_mask": mask, "labels": ids})
         assert pipe.step(microbatches=batch) == plain.step([(0.5, piece) for piece in batch])
-    assert not different(pipe.state_dict(), plain.model)
+    assert not different(pipe.weights.state_dict(), plain.model)
 
 
 class UNet(nn.Module):
@@ -190,12 +190,12 @@ def test_skips_with_running_statistics_a_frozen_stem_and_hooks(tmp_path):
     expected = [plain.step(batch, squares) for batch in batches]
     pipe = pipeline(made(), 4, "1f1b", squares)
     losses = [pipe.step(batch) for batch in batches[:2]]
-    pipe.save_checkpoint(tmp_path)
+    pipe.checkpoints.save(tmp_path)
     for num_workers, schedule in ((3, "zb-h1"), (2, "gpipe-recompute"), (1, "1f1b")):
         pipe = pipeline(made(), num_workers, schedule, squares, example=batches[0])
-        pipe.load_checkpoint(tmp_path)
+        pipe.checkpoints.load(tmp_path)
         assert losses + [pipe.step(batch) for batch in batches[2:]] == expected
-        assert not different(pipe.state_dict(), plain.model)
+        assert not different(pipe.weights.state_dict(), plain.model)
     output = plain.model.eval()(batches[0]["x"])
     torch.testing.assert_close(pipe.predict({"x": batches[0]["x"]}), output)
     error = pipe.evaluate(batches[0], metric=lambda output, batch: (output - batch["wanted"]).abs().mean())

@@ -101,7 +101,7 @@ def _run(case: Case) -> End:
         with made_by:  # torch cannot make those under autocast
             pipe = case.pipeline(_STALL_S)
         with case.settings():
-            initial = pipe.state_dict() if case.unsplit else None
+            initial = pipe.weights.state_dict() if case.unsplit else None
             done = piped(case, pipe)
         if done is None:
             return End("elsewhere")
@@ -196,7 +196,7 @@ def _between(case: Case, pipe: Pipeline | Alone | Replayed, step: int, batch: tu
     """Do what comes between two steps."""
     what = case.between[step]
     if what == "state" and isinstance(pipe, Pipeline):
-        pipe.state_dict()
+        pipe.weights.state_dict()
     elif what == "evaluate":
         yield pipe.evaluate(**case.asked(batch)) if isinstance(pipe, Pipeline) else pipe.evaluate(case.asked(batch))
     elif what == "predict" and not isinstance(pipe, Replayed):

@@ -73,7 +73,9 @@ def mangle(draw: random.Random, made: Path) -> Case:
         if kind == "checkpoint":
             return Case(typed_as("run a model", made, "--resume", "c"), False, files, note=name)
         text = "from good import make\nfrom rpc_pipe import Pipeline\nmodel, batch, loss = make()\n"
-        text += "pipe = Pipeline(model, loss, num_microbatches=2)\npipe.load_pretrained('c')\npipe.step(batch)\n"
+        text += (
+            "pipe = Pipeline(model, loss, num_microbatches=2)\npipe.weights.load_pretrained('c')\npipe.step(batch)\n"
+        )
         files |= {"s.py": text, "good.py": (made / "good.py").read_bytes()}
         return Case(["run", "s.py", "--transport", "local"], False, files, note=name)
     if kind == "key":
@@ -195,14 +197,16 @@ _CALLS = (
     "pipe.step()", "pipe.step((x[:, :2], y))", "list(pipe.train(3))", "list(pipe.train([]))", "list(pipe.train([3]))",
     "list(pipe.train([(x, y), None]))", "pipe.evaluate(3)", "pipe.evaluate((x, y), metric=3)",
     "pipe.evaluate((x, y), metric=lambda o, t: 'x')", "pipe.predict(None)", "pipe.predict(x, to=99)",
-    "pipe.predict(x, to='a')", "pipe.save(3)", "pipe.save('')", "pipe.save('no/such/x')", "pipe.save_checkpoint(3)",
-    "pipe.save_checkpoint('/proc/x')", "pipe.save_checkpoint('c', keep=0)", "pipe.save_checkpoint('c', keep='x')",
-    "pipe.save_checkpoint('c', extra=object())", "pipe.load_checkpoint('no')", "pipe.load_checkpoint(3)",
-    "pipe.load_pretrained('no')", "pipe.load_pretrained(3)", "pipe.resume('no')", "pipe.checkpoint_every(0, 'c')",
-    "pipe.checkpoint_every('x', 'c')", "pipe.checkpoint_every(1, '/proc/x'); pipe.step((x, y))",
+    "pipe.predict(x, to='a')", "pipe.weights.save(3)", "pipe.weights.save('')", "pipe.weights.save('no/such/x')",
+    "pipe.checkpoints.save(3)",
+    "pipe.checkpoints.save('/proc/x')", "pipe.checkpoints.save('c', keep=0)", "pipe.checkpoints.save('c', keep='x')",
+    "pipe.checkpoints.save('c', extra=object())", "pipe.checkpoints.load('no')", "pipe.checkpoints.load(3)",
+    "pipe.weights.load_pretrained('no')", "pipe.weights.load_pretrained(3)", "pipe.checkpoints.resume('no')",
+    "pipe.checkpoints.every(0, 'c')",
+    "pipe.checkpoints.every('x', 'c')", "pipe.checkpoints.every(1, '/proc/x'); pipe.step((x, y))",
     "pipe.load_state_dict({})", "pipe.load_state_dict(3)", "pipe.load_state_dict({'x': x})",
-    "pipe.save_pretrained('/proc/x')", "pipe.save_pretrained(3)", "pipe.step((x * float('nan'), y))",
-    "pipe.close(); pipe.step((x, y))", "pipe.train(None)", "pipe.averaged().__enter__()",
+    "pipe.weights.save_pretrained('/proc/x')", "pipe.weights.save_pretrained(3)", "pipe.step((x * float('nan'), y))",
+    "pipe.close(); pipe.step((x, y))", "pipe.train(None)", "pipe.weights.averaged().__enter__()",
     "pipe.step((x.requires_grad_(), y))", "pipe.step((x.to_sparse(), y))",
     "pipe.step((torch.quantize_per_tensor(x, 1, 0, torch.qint8), y))", "pipe.step((x.to('meta'), y))",
     "pipe.step(([x, x], y))", "pipe.step((x.bool(), y))", "pipe.step((x[None], y))",

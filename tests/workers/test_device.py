@@ -270,10 +270,10 @@ def test_no_tensor_of_the_host_is_taken_for_one_of_the_device(apart, monkeypatch
         with Apart() if devices else contextlib.nullcontext(), _pipe(schedule, **options) as pipe:
             losses = list(pipe.train([(x, y)] * 2))
             losses += [pipe.evaluate((x, y)), pipe.evaluate((x, y), metric=_right)]
-            predicted, state = pipe.predict(x), pipe.state_dict()
-            folder = pipe.save_checkpoint(tmp_path / str(devices))
+            predicted, state = pipe.predict(x), pipe.weights.state_dict()
+            folder = pipe.checkpoints.save(tmp_path / str(devices))
         with Apart() if devices else contextlib.nullcontext(), _pipe(schedule, **options) as pipe:
-            pipe.load_checkpoint(folder)
+            pipe.checkpoints.load(folder)
             losses.append(pipe.step((x, y)))
         assert not any(map(is_there, (predicted, *state.values())))
         told.append((losses, pipe.grad_norm, [predicted, *state.values()]))

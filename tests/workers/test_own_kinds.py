@@ -173,7 +173,7 @@ def test_it_trains_bit_for_bit_and_is_traced(order):
         traced.clear()
         moved.clear()
         losses = [pipe.step((x, x)) for _ in range(2)]
-        states.append((losses, pipe.state_dict()))
+        states.append((losses, pipe.weights.state_dict()))
     assert states[0][0] == states[1][0]
     assert all(torch.equal(states[0][1][name], tensor) for name, tensor in states[1][1].items())
     assert len(moved) == 2 * 2 * 1 * 6, "two steps, there and back, one stage"

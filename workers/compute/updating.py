@@ -31,13 +31,22 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
 @dataclass(frozen=True)
 class Training:
-    """What trains a model, alike on every stage.
+    """What trains a model, alike on every stage: `Pipeline(..., training=Training(optimizer=...))`.
 
     Args:
-        grad_scaler: for float16: what the loss scale begins with.
-        ema_decay: of a moving average of the weights, if one is wanted.
-        accumulate: steps whose gradients make one update.
-        deferred_batch_norm: whether running statistics are those of whole batches.
+        optimizer: called on each stage with (name, parameter) pairs, named as in the unsplit model, such as
+            `partial(torch.optim.AdamW, lr=3e-4)` or a function that makes groups by name. None: gradients are computed,
+            and nothing is trained.
+        lr_scheduler: optimizer -> learning-rate scheduler; stepped after every update.
+        grad_scaler: for float16: the initial scale of the loss and how it changes, decided by all stages together; if a
+            gradient overflows, neither weights nor learning rates change. See `Pipeline.loss_scale`.
+        ema_decay: decay of a moving average of the weights, from 0 to below 1; see `Pipeline.weights.averaged`.
+        accumulate: update the weights after this many steps, by the mean of the gradients of their losses.
+        deferred_batch_norm: take running statistics from whole batches instead of from each microbatch in turn.
+        max_grad_norm: clip the gradients of the whole model to this norm before an update, with the bits of
+            `torch.nn.utils.clip_grad_norm_`; see `Pipeline.grad_norm`.
+        post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
+            must be clipped, with the same bits; by default if the schedule gains by it. See docs/training.md.
     """
 
     optimizer: OptimizerFactory | None = None
@@ -46,6 +55,8 @@ class Training:
     ema_decay: float | None = None
     accumulate: int = 1
     deferred_batch_norm: bool = False
+    max_grad_norm: float | None = None
+    post_validation: bool | None = None
 
 
 class Updating:
@@ -93,6 +104,8 @@ class Updating:
         self.weight = 0.0
         #: parameters whose gradients are told by other holders, who have them first
         self._told: list[nn.Parameter] = []
+        #: functions of the user, called with whole gradients before they are clipped and applied
+        self.on_gradients: list[Callable[[Mapping[str, nn.Parameter]], object]] = []
         self._foreign = Foreign()
 
     def root(self, loss: Tensor, summed: bool) -> Tensor:
@@ -155,6 +168,13 @@ class Updating:
             for parameter in self.parameters.values():
                 if parameter.grad is not None:
                     parameter.grad.div_(divisor)
+
+    def tell_gradients(self) -> None:
+        """Call the user's functions: the gradients are whole."""
+        if self.on_gradients:
+            with torch.no_grad(), autocast.without():
+                for function in self.on_gradients:
+                    function(self.parameters)
 
     def clip_by_own_norm(self, max_norm: float) -> None:
         """Clip the gradients of this stage by their own norm."""

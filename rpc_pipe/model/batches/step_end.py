@@ -11,16 +11,15 @@ class StepEnd:
     """Decides step by step what updates must know of other stages; all workers decide the same.
 
     Args:
-        post_validation: whether updates may precede the norm of all gradients (and be undone); None: the schedule's
-            own choice.
+        training: its `post_validation` says whether updates may precede the norm of all gradients (and be undone);
+            None: the schedule's own choice.
 
     Raises:
         ConfigError: post-validation is wanted and impossible.
     """
 
-    def __init__(
-        self, spec: Spec, training: Training, max_grad_norm: float | None, post_validation: bool | None
-    ) -> None:
+    def __init__(self, spec: Spec, training: Training) -> None:
+        max_grad_norm, post_validation = training.max_grad_norm, training.post_validation
         scaled = training.grad_scaler is not None and training.grad_scaler.is_enabled()
         self._spec, self._max_norm, self._accumulate = spec, max_grad_norm, training.accumulate
         possible = spec.synchronous and max_grad_norm is not None and not scaled

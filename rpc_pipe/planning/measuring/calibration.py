@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import B, F, G, I, Kind, R, U, W
-from ...pipeline import Pipeline
+from ...pipeline import Pipeline, Training
 from ...workers.actor import WorkerActor
 from ...workers.hooks import Listener, StepRecord
 from ...workers.transport.call import Call
@@ -115,7 +115,7 @@ def _sleeping(num_workers: int, schedule: str) -> tuple[WorkerActor, Mapping[Kin
     """Train layers that sleep; return the worker, what each kind takes longer, and what is between steps."""
     optimizer = partial(torch.optim.SGD, lr=0.0)
     pipe = Pipeline(
-        [_Sleeping] * num_workers, nn.functional.mse_loss, optimizer=optimizer, schedule=schedule, seed=0,
+        [_Sleeping] * num_workers, nn.functional.mse_loss, training=Training(optimizer), schedule=schedule, seed=0,
         num_microbatches=_MICROBATCHES, num_workers=num_workers,
     )  # fmt: skip
     actor = pipe.actors[0]

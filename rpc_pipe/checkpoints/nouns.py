@@ -1,4 +1,4 @@
-"""What a pipeline offers of its weights: whole, in checkpoints, pretrained, averaged."""
+"""`pipe.checkpoints` and `pipe.weights`. All workers make these calls alike."""
 
 from __future__ import annotations
 
@@ -11,54 +11,23 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..dependency import ConfigError, refuse_below
-from ..model.partition import LayerPartition
-from ..workers.actor import WorkerActor
 from ..workers.compute.average import swap
-from ..workers.transport.payload import Tree
-from .keeper import Keeper, Restored
-from .pretrained import Loaded
-from .whole import merged, own_state, save_whole
+from .keeper import Keeper
 
 if TYPE_CHECKING:
-    from ..model.observed_partition import ObservedPartition
+    from ..workers.actor import WorkerActor
+    from .pretrained import Loaded
+    from .restoring import Restored
 
 
-class Weights:
-    """A pipeline whose weights can be written and taken up. All workers make these calls alike."""
+class Checkpoints:
+    """A pipeline's checkpoints: all that its training needs to go on. All workers must see their folder."""
 
-    _keeper: Keeper
-    _actors: list[WorkerActor]
-    partition: LayerPartition | ObservedPartition
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
 
-    def gather(self, name: str, value: Callable[[WorkerActor], Tree]) -> list[Tree] | None:
-        """Return `value(actor)` of all workers, in order, on worker 0; None on the others."""
-        raise NotImplementedError
-
-    def state_dict(self) -> dict[str, Tensor] | None:
-        """Return the whole model's tensors on worker 0, named as in the unsplit model; None elsewhere.
-
-        It has the versions of modules, too, which some ask for in `load_state_dict`.
-        """
-        parts: Any = self.gather("weights (save, state_dict)", own_state)
-        return None if parts is None else merged(parts, self.partition.place_of)
-
-    def save(self, path: str | Path) -> None:
-        """Write the whole model as one safetensors file, from worker 0; complete or not at all.
-
-        A script that is resumed has written it already where its calls are skipped.
-        """
-        if self._keeper.results.behind:
-            return
-        state = self.state_dict()
-        if state is not None:
-            save_whole(state, _path(path))
-
-    def save_checkpoint(
-        self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True
-    ) -> Path | None:
-        """Write all that training needs to continue to `folder/step-NNNNNNNN`; return its path on worker 0.
-
-        Each worker writes its own part, so all workers must see the folder.
+    def save(self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True) -> Path | None:
+        """Write `folder/step-NNNNNNNN`, each worker its own part; return its path on worker 0.
 
         Args:
             keep: keep only so many of the newest checkpoints in `folder`.
@@ -72,7 +41,7 @@ class Weights:
         refuse_below(1, keep=1 if keep is None else keep)
         return self._keeper.save(_path(folder), keep, extra, wait)
 
-    def load_checkpoint(self, folder: str | Path) -> Restored:
+    def load(self, folder: str | Path) -> Restored:
         """Continue from a checkpoint, or from the newest complete one in `folder`.
 
         It may have been written by another number of workers, with another cut and schedule. The process's own random
@@ -85,19 +54,14 @@ class Weights:
         return self._keeper.load(_path(folder))
 
     def resume(self, folder: str | Path) -> Restored:
-        """Like `load_checkpoint`, for a script that makes all its calls again, from the first one on.
+        """Like `load`, for a script that makes all its calls again, from the first one on.
 
         Batches of the steps that the checkpoint covers are read and skipped. Until they have all come, `step` and
         `train` return the last loss before the checkpoint and `evaluate` the last result of the same metric.
         """
         return self._keeper.load(_path(folder), anew=True)
 
-    @property
-    def last_batch(self) -> str:
-        """What the batch of the last training step is called, also of a run before; nothing, if it has no name."""
-        return self._keeper.results.batch
-
-    def claim_checkpoints(self, folder: str | Path) -> list[Path]:
+    def claim(self, folder: str | Path) -> list[Path]:
         """Take a folder for this job's checkpoints alone; return those that the job itself has written, newest first.
 
         There are some if the job has been started again, by `--max-restarts` of ours or of torchrun.
@@ -107,7 +71,7 @@ class Weights:
         """
         return self._keeper.claim(_path(folder))
 
-    def checkpoint_every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
+    def every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
         """Write a checkpoint after every so many steps from here on, beside training.
 
         Raises:
@@ -115,6 +79,51 @@ class Weights:
         """
         refuse_below(1, steps=steps, keep=1 if keep is None else keep)
         self._keeper.every = steps, _path(folder).absolute(), keep  # a script may go to another one
+
+
+class Weights:
+    """A pipeline's weights, by the names of the unsplit model.
+
+    Args:
+        actors: the workers of this process.
+        partition: of the model; sorts the names.
+        gather: (name, value) -> values of all workers on worker 0, as `Pipeline.gather`.
+    """
+
+    def __init__(
+        self,
+        keeper: Keeper,
+        actors: Callable[[], list[WorkerActor]],
+        partition: Any,
+        gather: Callable[[str, Callable[[WorkerActor], Any]], Any],
+    ) -> None:
+        self._keeper, self._actors, self._partition, self._gather = keeper, actors, partition, gather
+
+    def state_dict(self) -> dict[str, Tensor] | None:
+        """Return the whole model's tensors on worker 0, on the CPU; None elsewhere.
+
+        It has the versions of modules, too, which some ask for in `load_state_dict`.
+        """
+        from .whole import merged, own_state
+
+        parts = self._gather("weights (save, state_dict)", own_state)
+        return None if parts is None else merged(parts, self._partition.place_of)
+
+    def save(self, path: str | Path) -> None:
+        """Write the whole model as one safetensors file, from worker 0; complete or not at all.
+
+        A script that is resumed has written it already where its calls are skipped.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        from .whole import save_whole
+
+        if self._keeper.results.behind:
+            return
+        state = self.state_dict()
+        if state is not None:
+            save_whole(state, _path(path))
 
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
         """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
@@ -136,21 +145,14 @@ class Weights:
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the weights as Hugging Face's `from_pretrained` reads them, and the model's config if it has one.
 
-        Of a model with adapters of peft these alone are written, as `PeftModel.from_pretrained` reads them.
-
-        Each worker writes its own part, so all workers must see the folder.
+        Of a model with adapters of peft these alone are written, as `PeftModel.from_pretrained` reads them. Each worker
+        writes its own part, so all workers must see the folder.
 
         Raises:
             ConfigError: it cannot be written, or has a file that would be read in its place.
         """
-        if self._keeper.results.behind:
-            return
-        self._keeper.save_pretrained(_path(folder))
-
-    @property
-    def loss_scale(self) -> float:
-        """What the loss is scaled with; 1 without `grad_scaler`."""
-        return next(iter(self._actors[0].shards.values())).updating.scale.scale
+        if not self._keeper.results.behind:
+            self._keeper.save_pretrained(_path(folder))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -159,7 +161,7 @@ class Weights:
         Raises:
             ConfigError: there is none.
         """
-        averages = [shard.updating.average for actor in self._actors for shard in actor.shards.values()]
+        averages = [shard.updating.average for actor in self._actors() for shard in actor.shards.values()]
         found = [average for average in averages if average is not None]
         if len(found) < len(averages):
             raise ConfigError("averaged: there is no average of the weights; pass ema_decay=, such as 0.999")

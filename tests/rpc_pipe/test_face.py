@@ -1,0 +1,106 @@
+"""What a script types: training as a value, checkpoints and weights behind nouns, and the old names for one version."""
+
+from functools import partial
+
+import pytest
+import torch
+from small_pipeline import SGD, X, Y, pipeline
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from rpc_pipe import Pipeline, Training, arguments
+from rpc_pipe.dependency import ConfigError
+
+BATCH = X, Y
+
+
+def layers():
+    torch.manual_seed(0)
+    return [nn.Linear(X.shape[1], 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 4)]
+
+
+def trained(num_workers=2, schedule="1f1b", **more):
+    more = {"training": Training(partial(torch.optim.SGD, lr=0.1))} | more
+    return Pipeline(layers(), cross_entropy, num_microbatches=2, num_workers=num_workers, schedule=schedule, **more)
+
+
+def test_training_as_a_value_trains_as_the_old_arguments_do(caplog):
+    arguments._told.clear()
+    parts = {"optimizer": partial(torch.optim.SGD, lr=0.1), "max_grad_norm": 0.1, "accumulate": 2, "ema_decay": 0.5}
+    with trained(training=Training(**parts)) as new:
+        losses = list(new.train([BATCH] * 4))
+    assert not caplog.messages
+    for _ in range(2):
+        with Pipeline(layers(), cross_entropy, num_microbatches=2, num_workers=2, **parts) as old:
+            assert list(old.train([BATCH] * 4)) == losses and old.grad_norm == new.grad_norm
+    assert [text.partition(" now;")[0] for text in caplog.messages] == [
+        "Pipeline(optimizer=...) and the like are training=Training(optimizer=...)"
+    ]
+
+
+def test_old_names_forward_and_say_once_where_they_are_now(tmp_path, caplog):
+    arguments._told.clear()
+    with trained(training=Training(SGD, ema_decay=0.5)) as pipe:
+        pipe.step(BATCH)
+        for _ in range(2):
+            assert all(map(torch.equal, pipe.state_dict().values(), pipe.weights.state_dict().values()))
+            pipe.save(tmp_path / "whole.safetensors")
+            pipe.checkpoint_every(5, tmp_path / "every")
+            assert pipe.claim_checkpoints(tmp_path / "every") == []
+            path = pipe.save_checkpoint(tmp_path / "kept")
+            assert pipe.load_checkpoint(tmp_path / "kept").path == path
+            pipe.save_pretrained(tmp_path / "pretrained")
+            assert pipe.load_pretrained(tmp_path / "pretrained").missing == []
+            with pipe.averaged():
+                pipe.evaluate(BATCH)
+        assert pipe.resume(tmp_path / "kept").step == 1
+    assert sorted(caplog.messages) == sorted(
+        f"pipe.{old} is pipe.{new} now; the old name goes with the next version"
+        for old, new in arguments.OLD_NAMES.items()
+    )
+
+
+@pytest.mark.parametrize("num_workers, schedule", [(1, "1f1b"), (2, "1f1b"), (2, "zb-h2")])
+def test_gradients_are_seen_whole_before_they_are_clipped(num_workers, schedule):
+    plain = nn.Sequential(*layers())
+    cross_entropy(plain(X), Y).backward()
+    found = {}
+    more = {"training": Training(partial(torch.optim.SGD, lr=0.1), max_grad_norm=0.01)}
+    with trained(num_workers, schedule, **more) as pipe:
+        for stage in range(pipe.spec.num_stages):
+            pipe.on_gradients(stage, lambda own: found.update({name: each.grad.clone() for name, each in own.items()}))
+        pipe.step(BATCH)
+        norm = pipe.grad_norm
+    assert found.keys() == {name for name, _ in plain.named_parameters()}
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
+    assert norm == pytest.approx(float(torch.stack([each.norm() for each in found.values()]).norm()))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_gradients_can_be_changed_before_the_update(schedule):
+    with trained(schedule=schedule) as pipe:
+        before = pipe.weights.state_dict()
+        pipe.on_gradients(1, lambda own: [parameter.grad.zero_() for parameter in own.values()])
+        pipe.step(BATCH)
+        after = pipe.weights.state_dict()
+    same = {name for name in before if torch.equal(before[name], after[name])}
+    assert same == {name for name in before if name.startswith(("2.", "3."))}
+    with pipeline() as other, pytest.raises(ConfigError, match="takes a stage from 0 to"):
+        other.on_gradients(99, print)
+
+
+def test_modules_are_modified_on_all_stages_or_the_error_is_everybodys():
+    def freeze(stage, modules):
+        for module in modules:
+            if isinstance(module, nn.Linear) and stage == 0:
+                module.requires_grad_(False)
+
+    with trained() as pipe:
+        pipe.modify(freeze)
+        before = pipe.weights.state_dict()
+        pipe.step(BATCH)
+        after = pipe.weights.state_dict()
+        assert {name for name in before if torch.equal(before[name], after[name])} == {"0.weight", "0.bias"}
+        with pytest.raises((ConfigError, ZeroDivisionError), match="division by zero"):
+            pipe.modify(lambda stage, modules: 1 / (1 - stage))
