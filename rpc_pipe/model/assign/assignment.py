@@ -243,12 +243,6 @@ class Assignment:
                     f"one block"
                 )
         users, events = self.users, list(zip(self._observation.events, self.stage_of, strict=True))
-        for name in self._observation.renamed:
-            if len(users.get(name, ())) > 1:
-                raise ConfigError(
-                    f"model: a block exchanges the modules that hold {name} in its forward, and other stages use it "
-                    f"too, each of which has a copy of the model: use it in that block alone, or cut elsewhere"
-                )
         for event, stage in events:
             for storage in event.writes if event.depends else ():
                 name = self._observation.stored.get(storage, "")

@@ -138,8 +138,6 @@ class Observation:
     draws_in_python: bool = False
     fields_written: bool = False
     carried: list[CarriedState] = field(default_factory=list)
-    #: parameters whose modules a block has replaced
-    renamed: list[str] = field(default_factory=list)
     #: storage -> name of the weight or buffer
     stored: dict[int, str] = field(default_factory=dict)
     #: (module, name) of the attributes that the forward has changed
