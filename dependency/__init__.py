@@ -23,9 +23,7 @@ from .kinds import B, C, D, F, G, I, N, R, T, U, V, W
 from .order import local_order
 from .part import Part
 from .program import entries, order_limit
-from .recomputing import recomputing
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
-from .replicating import replicated
 from .spec import Order, Spec
 from .versions import (
     known_reductions,
@@ -94,8 +92,6 @@ __all__ = [
     "period",
     "reaches",
     "refuse_below",
-    "recomputing",
-    "replicated",
     "worker_staleness",
     "staleness",
     "takes_steps",

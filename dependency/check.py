@@ -8,11 +8,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from .action import Action
 from .answers import actions_in, bound, check_answers, own_actions, schedule_errors, slot_of
-from .check_stream import check_steps, check_versions
 from .draw import draw_edge, draw_held, draw_listed
 from .errors import PipeError, ScheduleError
 from .kinds import U
@@ -20,7 +19,6 @@ from .memory import Lives, Memory, peaks_in_order
 from .order import has_program, has_slot, local_order
 from .program import entries, order_limit
 from .spec import Spec
-from .unroll import check_acyclic
 from .versions import updates_a_step
 
 #: from so many microbatches on (and eight a stage) they are taken as many, else their multiple is
@@ -38,9 +36,7 @@ def check(spec: Spec, worker: int) -> None:
     """
     with schedule_errors(type(spec)):
         check_answers(spec)
-        check_versions(spec, [worker])
-        _check_runs(spec, [worker])
-        check_steps(spec, [worker])
+        _check_parts(spec, [worker])
         _check_memory(Memory(spec, entries), worker)
 
 
@@ -48,12 +44,21 @@ def check_all(spec: Spec) -> None:
     """Check the part of every worker, as the simulator and the launcher do before anything is started."""
     with schedule_errors(type(spec)):
         check_answers(spec)
-        check_versions(spec, range(spec.num_workers))
-        _check_runs(spec, range(spec.num_workers))
-        check_steps(spec, range(spec.num_workers))
+        _check_parts(spec, range(spec.num_workers))
         memory = Memory(spec, entries)
         for worker in range(spec.num_workers):
             _check_memory(memory, worker)
+
+
+def _check_parts(spec: Spec, workers: Sequence[int]) -> None:
+    if spec.synchronous:
+        _check_runs(spec, workers)
+        return
+    from .check_stream import check_steps, check_versions
+
+    check_versions(spec, workers)
+    _check_runs(spec, workers)
+    check_steps(spec, workers)
 
 
 def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
@@ -73,6 +78,8 @@ def _check_runs(spec: Spec, workers: Iterable[int]) -> None:
         programs = [actions_in(spec.program(w), f"program({w})", most) for w in range(spec.num_workers)]
         for worker in range(spec.num_workers):
             _check_listed_once(spec, programs, worker)
+        from .unroll import check_acyclic
+
         check_acyclic(spec, programs)
     else:
         next(local_order(spec, 0), None)  # unrolls the whole

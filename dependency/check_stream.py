@@ -24,8 +24,6 @@ def check_versions(spec: Spec, workers: Iterable[int]) -> None:
     Raises:
         ScheduleError: a step does not repeat the one before, or asks for weights that cannot be there.
     """
-    if spec.synchronous:
-        return
     if not has_slot(spec):
         raise ScheduleError(
             f"{type(spec).__name__}: a schedule that is not synchronous needs `slot`, by which steps are put in order"
@@ -53,8 +51,6 @@ def check_steps(spec: Spec, workers: Iterable[int]) -> None:
     Raises:
         ScheduleError: a slot does not grow along an edge, or by the same from step to step.
     """
-    if spec.synchronous:
-        return
     length = period(spec)
     if length < 1:
         raise ScheduleError(f"slot: grows by {length} from step to step; it must grow by at least 1")

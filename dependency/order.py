@@ -16,7 +16,6 @@ from .errors import ScheduleError
 from .kinds import G
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
 from .spec import Spec
-from .unroll import unroll
 
 
 def has_slot(spec: Spec) -> bool:
@@ -65,8 +64,12 @@ def routes(spec: Spec, forward_only: bool = False) -> Callable[[int], int]:
     return lru_cache(maxsize=2**13)(spec.route)
 
 
-#: a global pass; each worker in this process uses a part of its result
-_unrolled = lru_cache(maxsize=4)(unroll)
+@lru_cache(maxsize=4)
+def _unrolled(spec: Spec) -> list[list[Action]]:
+    """Return all workers' orders: a global pass, of which each worker in this process uses a part."""
+    from .unroll import unroll  # few schedules have neither slots nor a program
+
+    return unroll(spec)
 
 
 def _by_slot(spec: Spec, worker: int) -> Iterator[Action]:

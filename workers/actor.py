@@ -31,7 +31,6 @@ from .compute.shard import Shard
 from .context import Context
 from .handlers import StepInput, Task
 from .mailbox import Mailbox
-from .overlap import OverlappingStream
 from .run import Stream
 from .tasks import refuse_collectives, tasks
 from .transport.call import Call
@@ -91,8 +90,12 @@ class WorkerActor(Context):
             return
         if self.backend.in_step:
             keep_freed_memory()
-        overlaps = first.train and not first.spec.synchronous
-        stream = (OverlappingStream if overlaps else Stream)(self, chain([first], batches), self._tasks_of)
+        kind: type[Stream] = Stream
+        if first.train and not first.spec.synchronous:
+            from .overlap import OverlappingStream
+
+            kind = OverlappingStream
+        stream = kind(self, chain([first], batches), self._tasks_of)
         self._streams.append(stream)
         try:
             while True:

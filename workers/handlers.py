@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ from .compute.module_state import ModuleState
 from .compute.result import Losses, Result, clips, total_norm
 from .compute.shard import Shard
 from .compute.slices import loaded
-from .compute.stash import StashingShard
 from .compute.updating import BeforeUpdate
 from .context import Context
 from .hooks import Arrived, LayerTime
@@ -49,6 +48,9 @@ from .state import WorkerState
 from .transport.call import Call
 from .transport.payload import Payload, Tree, pack, unpack
 from .transport.scatter import Scatter
+
+if TYPE_CHECKING:
+    from .compute.stash import StashingShard
 
 
 @dataclass(frozen=True)
@@ -282,7 +284,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
         for (_, route), shard in ctx.worker.shards.items():
             if route == 0:
                 update = ctx.step.first_update + route
-                with shard.showing(update) if isinstance(shard, StashingShard) else nullcontext():
+                with _as_stashing(shard).showing(update) if shard.has_versions else nullcontext():
                     _complete_gradients(ctx, shard, route)
                     if ctx.worker.max_grad_norm is not None:
                         norms |= shard.updating.gradient_norms()
@@ -308,8 +310,8 @@ def _tell_norm(ctx: ActionContext) -> Payload:
 @carries_out(U)
 def _update(ctx: ActionContext) -> None:
     worker, step, shard = ctx.worker, ctx.step, ctx.task.shard
-    if isinstance(shard, StashingShard):
-        _update_version(ctx, shard)
+    if shard.has_versions:
+        _update_version(ctx, _as_stashing(shard))
         return
     result = step.result
     if not step.batch.updates:
@@ -336,6 +338,10 @@ def _validate(ctx: ActionContext) -> None:
     if clips(max_norm, step.result.norm_tensor):
         shard.update_again(before, max_norm, ctx.worker.backend.load(step.result.norm_tensor))
         step.taken_back = True
+
+
+def _as_stashing(shard: Shard) -> StashingShard:
+    return cast("StashingShard", shard)
 
 
 def _update_version(ctx: ActionContext, shard: StashingShard) -> None:

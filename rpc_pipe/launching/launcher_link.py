@@ -37,7 +37,6 @@ from ..tracing.own_boards import (
 )
 from ..tracing.remote_boards import RemoteBoards
 from ..tracing.run_ending import RUN_FAILED, Ending, tell_end
-from ..tracing.run_summary import figures, lost_lines, sentence
 from ..tracing.watchable import Watchable
 
 logger = logging.getLogger(__name__)
@@ -265,6 +264,8 @@ def _end(worker: int) -> None:
 
 
 def _say_how_it_went() -> None:
+    from ..tracing.run_summary import figures, lost_lines, sentence  # at the end of the run
+
     try:
         found = None if _concluded or _has_failed() else figures(collect())
         if found is None:

@@ -17,7 +17,6 @@ from ..workers.compute.by_hand import numbers_of
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
-from ..workers.compute.stash import StashingShard
 from ..workers.compute.updating import Training
 from .observe.given import needs_observation
 from .partition import Layered, LayerPartition
@@ -128,7 +127,12 @@ class ShardMaker:
             defer(slice.own)
         if spec.num_routes > 1:
             self.weights += f"{stage}={digest(slice.state_dict().values()):x} "
-        return (Shard if spec.synchronous else StashingShard)(
+        kind = Shard
+        if not spec.synchronous:
+            from ..workers.compute.stash import StashingShard
+
+            kind = StashingShard
+        return kind(
             stage,
             slice,
             randomness,

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..dependency import ConfigError, Order, Spec, check_all, recomputing, replicated, schedule_errors
+from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
 from ..dependency.files import load_module
 from ..model.cut import cut
 from ..schedules import SCHEDULES
@@ -155,8 +155,14 @@ def _transformed(
 
         cls = sliced(cls, sizes)
     if recomputed != frozenset():
+        from ..dependency.recomputing import recomputing
+
         cls = recomputing(cls, recomputed)
-    return replicated(cls, replicas)
+    if replicas > 1:
+        from ..dependency.replicating import replicated
+
+        cls = replicated(cls, replicas)
+    return cls
 
 
 def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) -> dict[str, Any]:

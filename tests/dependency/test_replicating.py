@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 from random_specs import random_spec
 
-from rpc_pipe.dependency import B, ConfigError, F, PipeError, ScheduleError, Spec, check_all, replicated
+from rpc_pipe.dependency import B, ConfigError, F, PipeError, ScheduleError, Spec, check_all
+from rpc_pipe.dependency.replicating import replicated
 from rpc_pipe.planning.simulator import simulate
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES, OneFOneB

@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 
 from rpc_pipe.commands.main import main
-from rpc_pipe.dependency import Action, B, ConfigError, F, I, Spec, W, check_all, local_order, recomputing
+from rpc_pipe.dependency import Action, B, ConfigError, F, I, Spec, W, check_all, local_order
+from rpc_pipe.dependency.recomputing import recomputing
 from rpc_pipe.dependency.slicing import sliced
 from rpc_pipe.drawing.page import Picture, encode
 from rpc_pipe.drawing.svg import draw_svg

@@ -61,6 +61,9 @@ class Shard:
         training: optimizer, learning-rate schedule, loss scale and moving average of the parameters.
     """
 
+    #: whether it keeps several versions of its weights, as schedules that let steps overlap need them
+    has_versions = False
+
     def __init__(
         self,
         stage: int,

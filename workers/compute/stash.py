@@ -64,6 +64,8 @@ class Holding(Generic[Weights]):
 class StashingShard(Shard):
     """A shard in a stream whose forwards overtake updates. Microbatches and updates are counted through the stream."""
 
+    has_versions = True
+
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         #: how many updates the parameters have seen since the stream began
