@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .output_contract import OutputContract
 from .placeholder import Placeholder
 
 
@@ -79,8 +78,8 @@ class Event:
     buffers: set[str] = field(default_factory=set)
     #: storages from before the event that it writes
     writes: set[int] = field(default_factory=set)
-    #: what a block must return again, besides its tensors' data
-    contract: OutputContract | None = None
+    #: what a block must return again, besides its tensors (`form_of`)
+    form: Any = None
     #: its number from 1 among the events at its position that draw random numbers; 0: it draws none
     random: int = 0
     #: whether it runs inside the forward of an `autograd.Function`, which has a backward of its own

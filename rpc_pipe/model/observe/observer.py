@@ -21,7 +21,7 @@ from ...dependency.errors import first_sentence
 from .frames import caller, checkpoint_frame, in_function
 from .observation import Depends, Event, Observation, Output, Value, is_unread
 from .operator_observer import OperatorObserver
-from .output_contract import OutputContract, alias_given
+from .output_contract import alias_given, form_of
 from .placeholder import (
     LOOKS_AT_MASK,
     NEEDS_NUMBERS,
@@ -225,7 +225,7 @@ class Observer(TorchFunctionMode):
             self.current = None
             for handle in handles:
                 handle.remove()
-        event.contract = OutputContract(event.where, result, (args, kwargs), self._owned)
+        event.form = form_of(result)
         there = set(map(id, boxes))
         outputs += [Output(tree, inner, None, name, id(tree) in there) for inner, name, tree in self._left_by(event)]
         event.outputs = [Output(result), *outputs]

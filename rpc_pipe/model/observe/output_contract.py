@@ -1,7 +1,7 @@
 """The part of a block's output that other stages take from the observation, and that must not change between calls.
 
-Only the data of new tensors travel to other stages. Everything else must be as it was observed: the tensors' dtypes,
-the structure around them, the plain values beside them, and which inputs the block returns unchanged.
+Only tensors travel to other stages. Everything else must be as it was observed: the structure around them, and the
+plain values beside them.
 """
 
 from __future__ import annotations
@@ -14,71 +14,23 @@ from torch import Tensor
 
 from ...dependency import ConfigError
 from .placeholder import Placeholder
-from .trees import PLAIN, Path, at, leaves, replaced, tensors
+from .trees import PLAIN, Path, leaves, replaced
 
-#: an input that the block returns: its path in the output, and its source: the name of a weight or buffer, or the path
-#: in (args, kwargs)
-_ReturnedInput = tuple[Path, str | Path]
 _Predicate = Callable[[Tensor], bool]
 
 
-class OutputContract:
-    """What one call of a block must return again, besides data.
-
-    Args:
-        where: the block's name.
-        given: (args, kwargs) of the call.
-        owned: returns the name of a weight or buffer, None for other tensors.
-    """
-
-    def __init__(self, where: str, result: Any, given: Any, owned: Callable[[Tensor], str | None]) -> None:
-        self._where = where
-        self._form = form_of(result)
-        self._dtypes = [tensor.dtype for tensor in tensors(result)]
-        paths = {id(tensor): path for path, tensor in leaves(given)}
-        found = ((path, paths.get(id(tensor)) or owned(tensor)) for path, tensor in leaves(result))
-        self._returned_inputs: list[_ReturnedInput] = [(path, source) for path, source in found if source is not None]
-
-    def check(self, result: Any, given: Any, owned: Callable[[str], Tensor]) -> None:
-        """Check the result of a call.
-
-        Args:
-            owned: returns a weight or buffer by its name.
-
-        Raises:
-            ConfigError: it differs from the observation.
-        """
-        if (found := form_of(result)) != self._form:
-            raise ConfigError(
-                f"model: block {self._where} returned {_describe(found)}, and {_describe(self._form)} when it was "
-                f"observed: tensors travel to the other stages, but not what is beside them; return a tensor instead"
-            )
-        for tensor, dtype in zip(tensors(result), self._dtypes, strict=True):
-            if tensor.dtype is not dtype:
-                raise ConfigError(
-                    f"model: block {self._where} returned a tensor of {tensor.dtype} for this microbatch, and of "
-                    f"{dtype} when it was observed, which others may go by; let it always return one type, by .to()"
-                )
-        for path, source in self._returned_inputs:
-            if at(result, path) is not (owned(source) if isinstance(source, str) else at(given, source)):
-                what = source if isinstance(source, str) else "one of its arguments"
-                raise ConfigError(
-                    f"model: block {self._where} returned {what} itself when it was observed, and another tensor in "
-                    f"its place for this microbatch, which other stages do not get; return a copy by .clone() there"
-                )
-
-
-def check_attribute(where: str, name: str, tree: Any, observed: Any) -> None:
-    """Check an attribute that a block has set, of which other stages use tensors.
+def check_form(where: str, tree: Any, observed: Any, attribute: str = "") -> None:
+    """Check what a block has returned, or left in an attribute of which other stages use tensors.
 
     Raises:
-        ConfigError: besides its tensors' data it differs from the observation.
+        ConfigError: besides its tensors it differs from the observation.
     """
     if (found := form_of(tree)) != observed:
+        told = f"left {{}} in its attribute {attribute}" if attribute else "returned {}"
         raise ConfigError(
-            f"model: block {where} left {_describe(found)} in its attribute {name}, and {_describe(observed)} when "
-            f"it was observed: tensors travel to the other stages, but not what is beside them; leave tensors alone "
-            f"there, as many in each forward"
+            f"model: block {where} {told.format(_describe(found))}, and {_describe(observed)} when it was observed: "
+            "tensors travel to the other stages, but not what is beside them; return or leave tensors alone, as many "
+            "in each forward"
         )
 
 

@@ -12,7 +12,6 @@ from ...dependency import ConfigError
 from ...workers.compute.attributes import Attributes
 from ...workers.compute.randomness import MOST_LOOKS, Seed, python_state
 from ..assign.assignment import Owners
-from ..assign.buffer_users import BufferUsers
 from ..observe.observe_forward import observe_forward
 from ..observe.observer import name_of
 from ..observe.placeholder import Placeholder
@@ -62,7 +61,6 @@ class ObservedStage:
         self._modules = list(self.module.modules())
         self._own = self.own_modules()
         self.writes = ForwardWrites(self._own)
-        self._users = BufferUsers()
         #: forwards still to be looked at for draws from the generators of Python and numpy
         self._draw_looks = MOST_LOOKS
         #: the script of the last forward
@@ -176,7 +174,7 @@ class ObservedStage:
 
     def _observed(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Script:
         observation = observe_forward(self._skeleton, args, kwargs)
-        script = Script(observation, self._skeleton, self.index, self._cut, self._owners, self._users)
+        script = Script(observation, self._skeleton, self.index, self._cut, self._owners)
         parameters = self._skeleton.parameters
         weights = [parameters[name] for name in script.writes & parameters.keys()]
         buffers = [self._skeleton.place_of(name) for name in script.writes - parameters.keys()]

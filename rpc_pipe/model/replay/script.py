@@ -15,9 +15,8 @@ from torch import Tensor
 from ...dependency import ConfigError
 from ...workers.compute.attributes import Attributes
 from ..assign.assignment import Assignment, Owners, Role
-from ..assign.buffer_users import BufferUsers
 from ..observe.observation import Event, Observation, Output, is_unread
-from ..observe.output_contract import OutputContract, form_of
+from ..observe.output_contract import form_of
 from ..observe.placeholder import Placeholder
 from ..observe.skeleton import Skeleton
 from ..observe.trees import Path, leaves, replaced
@@ -50,7 +49,7 @@ class ScriptLine:
         runs: whether to run it; otherwise `outputs` are returned in its place.
         substituted: tensors of these outputs that this stage has.
         recorded: tensors of the result that are needed later.
-        contract: what other stages take from the observation; None: nothing. Of attributes that a block sets,
+        form: what other stages take from the observation; None: nothing. Of attributes that a block sets,
             `outputs` have the form in place of a tree.
         static_arguments: the arguments besides tensors that it must have, if nothing computes its result; None: any.
         number: number of the random operation at its position; 0: it draws nothing.
@@ -66,7 +65,7 @@ class ScriptLine:
     outputs: list[Output] = field(default_factory=list)
     substituted: list[_Place] = field(default_factory=list)
     recorded: list[_Place] = field(default_factory=list)
-    contract: OutputContract | None = None
+    form: Any = None
     static_arguments: Any = None
     #: what a test for finite numbers says if they are; None: it is none
     presumed: bool | None = None
@@ -77,7 +76,6 @@ class Script:
 
     Args:
         observation: the observed forward; not kept.
-        users: records which stages use which state.
 
     Raises:
         FieldNeeded: the stage needs the result of an unread field.
@@ -90,11 +88,9 @@ class Script:
         stage: int,
         cut: Sequence[range],
         owners: Owners,
-        users: BufferUsers,
     ) -> None:
         self._skeleton, self.stage = skeleton, stage
         assignment = Assignment(observation, cut, owners)
-        users.note(assignment)
         role = assignment.role(stage)
         self.is_last = stage == len(cut) - 1
         self.is_alone = len(cut) == 1
@@ -159,7 +155,7 @@ class Script:
             last=event.index == role.last and not self.is_last and not self._to_the_end,
             number=event.random if not event.is_block else 0,
             answer=event.answer,
-            contract=None if self.is_last else event.contract,
+            form=None if self.is_last else event.form,
             static_arguments=event.static_arguments,
             presumed=event.presumed,
         )

@@ -20,7 +20,7 @@ from ...workers.compute.randomness import Seed, python_too
 from ...workers.compute.slices import note
 from ..observe.observation import Output
 from ..observe.observer import name_of
-from ..observe.output_contract import check_attribute
+from ..observe.output_contract import check_form
 from ..observe.placeholder import LOOKS_AT_MASK, NEEDS_NUMBERS, Placeholder
 from ..observe.skeleton import Skeleton, is_mark
 from ..observe.trees import Path, at, leaves, mapped, replaced, tensors
@@ -207,14 +207,15 @@ class ScriptedForward(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
-        if line.contract is not None:
-            line.contract.check(result, (args, kwargs), self._skeleton.owned)
+        where = self._skeleton.name_of(line.func)
+        if line.form is not None:
+            check_form(where, result, line.form)
         for number, path, key in line.recorded:
             output = line.outputs[number]
             if output.name:
                 tree = getattr(output.module, output.name)
                 if output.tree is not None:
-                    check_attribute(self._skeleton.name_of(line.func), output.name, tree, output.tree)
+                    check_form(where, tree, output.tree, output.name)
             else:
                 tree = returned[number - 1] if number else result
             self._tensors[key] = at(tree, path)
