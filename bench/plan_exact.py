@@ -72,7 +72,12 @@ def brute_force(request: PlanRequest) -> float | None:
     machines = request.machines
     num_blocks = request.profile.num_blocks
     for candidate in candidates(
-        machines.num_workers, request.microbatches, recompute=request.recompute, most_stages=num_blocks
+        machines.num_workers,
+        request.microbatches,
+        recompute=request.recompute,
+        most_stages=num_blocks,
+        schedules=request.schedules,
+        replicas=request.replicas,
     ):
         for took in _all_cuts(request, candidate, num_blocks):
             if best is None or took < best:

@@ -30,7 +30,9 @@ _RAN = "ran-"
 #: relative gain from which a kept plan is replaced
 WORTHWHILE = 0.02
 #: options that a kept plan must share
-_ASKED = ("workers", "memory", "batch", "microbatches", "topology", "link", "schedule", "no_recompute", "seconds")
+_ASKED = (
+    "workers", "memory", "batch", "microbatches", "replicas", "topology", "link", "schedule", "no_recompute", "seconds",
+)  # fmt: skip
 
 
 class Auto:

@@ -13,7 +13,7 @@ from ..drawing.comparison import table
 from ..launching.report import Reporter
 from ..planning.compare import ModelCosts, Row, compare, verdict
 from ..planning.footprint import Size
-from ..planning.specs import read_slices
+from ..planning.specs import make_spec, with_replicas
 from .options import (
     Parser,
     add_costs,
@@ -45,6 +45,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--set", action="append", metavar="KEY=VALUE", help="set a parameter of --schedule")
     parser.add_argument("--workers", type=whole(1), help="number of workers (2)")
     parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step (8)")
+    parser.add_argument("--replicas", type=whole(1), help="replicas of the pipeline, which share the workers (1)")
     add_slices(parser)
     add_order(parser)
     add_json(parser)
@@ -107,13 +108,14 @@ def _compare_own(typed: dict[str, Any]) -> int:
 
 def _show(typed: Mapping[str, Any], model: ModelCosts, options: TrainOptions, comm: float, limit: float | None) -> int:
     reporter, also = Reporter(), _also(typed)
-    if "slices" in typed:
-        read_slices(typed["slices"])  # otherwise every row would be refused for it
+    replicas, slices = typed.get("replicas", 1), typed.get("slices")
+    # Otherwise every row would be refused for it.
+    make_spec("gpipe", options.workers, options.microbatches, with_replicas(None, replicas), slices)
     with progress(reporter) as bar:
         task = bar.add_task("simulating", total=1.0)
         rows = compare(
             model, options.microbatches, comm=comm, limit=limit, order=options.order, also=also,
-            slices=typed.get("slices"), attention=typed_attention(typed),
+            slices=slices, attention=typed_attention(typed), replicas=replicas,
             tell=lambda share: bar.update(task, completed=share),
         )  # fmt: skip
     if "json" in typed:
@@ -132,7 +134,8 @@ def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     spec = typed_spec(typed)
     check_all(spec)
     values = spec.parameters()
-    return typed["schedule"], {key: values.get(key, text) for key, text in schedule_options(typed).items()}
+    said = {key: text for key, text in schedule_options(typed).items() if key != "replicas"}
+    return typed["schedule"], {key: values.get(key, text) for key, text in said.items()}
 
 
 def _as_json(row: Row) -> dict[str, Any]:

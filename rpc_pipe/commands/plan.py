@@ -48,6 +48,11 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--microbatches", type=_counts, help="numbers of microbatches to try, such as 8,16 (workers x 1, 2, 4, 8)"
     )
+    parser.add_argument(
+        "--replicas",
+        type=_counts,
+        help="numbers of replicas of the pipeline to try, such as 1,2; they share workers (1)",
+    )
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
     parser.add_argument(
         "--link", metavar="MS[/BANDWIDTH]", help="link between any two workers, in ms and bytes a second (measured)"
@@ -182,8 +187,14 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
     # Sizes in between are interpolated from the ends and the middle.
     wanted = sorted({rows[0], rows[len(rows) // 2], rows[-1]})
     workers = machines.num_workers
-    profile, path = find_profile(typed, wanted, reporter, at_least=workers, together=_together(typed, workers))
-    refuse_too_few(profile, workers)
+    replicas: list[int] = typed.get("replicas", [1])
+    for number in replicas:
+        if workers % number:
+            nearest = max(n for n in range(1, number) if workers % n == 0)
+            raise ConfigError(f"--replicas {number}: must divide the {workers} workers; take {nearest}")
+    least = workers // max(replicas)
+    profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
+    refuse_too_few(profile, least)
     if profile.workers not in (0, workers):
         reporter.console.print(_measured_by_others(profile, machines, path, typed), markup=False)
     request = PlanRequest(
@@ -193,6 +204,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         tuple(counts),
         recompute="no_recompute" not in typed,
         schedules=tuple(typed["schedule"]) if "schedule" in typed else None,
+        replicas=tuple(replicas),
         seconds=seconds,
     )
     return request, path

@@ -10,17 +10,40 @@ Bandwidths are bytes a second. A link is told once for both ways, or `1-0` besid
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..dependency.files import read_json
+from ..dependency.files import DAMAGED, read_json
+from ..planning.json_fields import from_json_value
 from ..planning.profile import Machines
 from ..planning.simulator import Link
 from .options import parse_bytes, parse_number, parse_worker
 
 #: measured link between processes of one machine, through shared memory
 HERE = Link(0.3, 1e6)
+#: largest speed or latency that is accepted, so that sums and products stay finite
+_MOST = 1e100
+
+
+@dataclass(frozen=True)
+class _Worker:
+    memory: str = ""
+    speed: float = 1.0
+
+
+@dataclass(frozen=True)
+class _Way:
+    latency_ms: float = 0.0
+    bandwidth: str = ""
+
+
+@dataclass(frozen=True)
+class _Topology:
+    workers: tuple[_Worker, ...]
+    link: _Way = _Way(HERE.latency, f"{HERE.bandwidth / 1e3:g}MB")
+    links: Mapping[str, _Way] = field(default_factory=dict)
 
 
 def parse_link(text: str) -> Link:
@@ -64,64 +87,42 @@ def machines_of(where: str, told: Any) -> Machines:
     Raises:
         ConfigError: it says something that cannot be.
     """
-    if not isinstance(told, Mapping) or not isinstance(told.get("workers"), list) or not told["workers"]:
-        raise ConfigError(f'{where}: must have "workers", a list such as [{{"memory": "8GB", "speed": 1.0}}]')
-    _refuse_unknown(where, told, ("workers", "link", "links"))
-    speeds, memory = [], []
-    for worker in told["workers"]:
-        if not isinstance(worker, Mapping):
-            raise ConfigError(f'{where}: worker {worker!r}: must be such as {{"memory": "8GB", "speed": 1.0}}')
-        _refuse_unknown(where, worker, ("memory", "speed"))
-        speed = _number(where, "speed", worker.get("speed", 1.0))
-        if speed <= 0:
-            raise ConfigError(f"{where}: speed {speed:g}: must be above 0")
-        speeds.append(speed)
-        memory.append(parse_memory(f"{where}: memory", str(worker["memory"])) if "memory" in worker else None)
-    count = len(speeds)
+    try:
+        found: _Topology = from_json_value(_Topology, told, "the topology")
+    except DAMAGED as error:
+        raise ConfigError(
+            f"{where}: is no topology ({type(error).__name__}: {error}); it must be such as "
+            '{"workers": [{"memory": "8GB", "speed": 1.0}], "links": {"0-1": {"latency_ms": 5, "bandwidth": "1GB"}}}'
+        ) from None
+    count = len(found.workers)
+    if not count:
+        raise ConfigError(f"{where}: workers: must list at least one")
+    for worker in found.workers:
+        if not 0 < worker.speed <= _MOST:
+            raise ConfigError(f"{where}: speed {worker.speed:g}: must be above 0")
+    limits = [parse_memory(f"{where}: memory", worker.memory) if worker.memory else None for worker in found.workers]
     links = {}
-    given = told.get("links", {})
-    if not isinstance(given, Mapping):
-        raise ConfigError(f'{where}: links {given!r}: must be such as {{"0-1": {{"latency_ms": 5}}}}')
-    for ends, link in given.items():
+    for ends, way in found.links.items():
         source, dash, target = ends.partition("-")
-        if not dash:
-            raise ConfigError(f"{where}: link {ends!r}: must be FROM-TO, such as 0-1")
+        if not dash or source == target:
+            raise ConfigError(f"{where}: link {ends!r}: must be between two workers, such as 0-1")
         a, b = parse_worker(where, source, count), parse_worker(where, target, count)
-        if a == b:
-            raise ConfigError(f"{where}: link {a}-{b}: is between two workers")
-        links[a, b] = read_link(where, link)
-        if f"{b}-{a}" not in given:
+        links[a, b] = _link(where, way)
+        if f"{b}-{a}" not in found.links:
             links[b, a] = links[a, b]
     return Machines(
         count,
-        tuple(1 / speed for speed in speeds) if set(speeds) != {1.0} else (),
-        tuple(memory) if any(limit is not None for limit in memory) else (),
-        read_link(where, told["link"]) if "link" in told else HERE,
+        tuple(1 / worker.speed for worker in found.workers) if {w.speed for w in found.workers} != {1.0} else (),
+        tuple(limits) if any(limit is not None for limit in limits) else (),
+        _link(where, found.link),
         links,
     )
 
 
-def read_link(where: str, told: Any) -> Link:
-    """Read one link."""
-    if not isinstance(told, Mapping):
-        raise ConfigError(f'{where}: link {told!r}: must be such as {{"latency_ms": 0.2, "bandwidth": "1GB"}}')
-    _refuse_unknown(where, told, ("latency_ms", "bandwidth"))
-    bandwidth = float("inf")
-    if "bandwidth" in told:
-        bandwidth = parse_bytes(f"{where}: bandwidth", str(told["bandwidth"])) / 1e3
-        if bandwidth <= 0:
-            raise ConfigError(f"{where}: bandwidth {told['bandwidth']}: must be above 0")
-    latency = _number(where, "latency_ms", told.get("latency_ms", 0))
-    return Link(latency, bandwidth)
-
-
-def _number(where: str, name: str, value: Any) -> float:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value <= 1e100:
-        raise ConfigError(f"{where}: {name} {value!r}: must be a number from 0 to 1e+100")
-    return float(value)
-
-
-def _refuse_unknown(where: str, told: Mapping[str, Any], known: tuple[str, ...]) -> None:
-    for key in told:
-        if key not in known:
-            raise ConfigError(f"{where}: {key!r}: known are {', '.join(known)}")
+def _link(where: str, way: _Way) -> Link:
+    bandwidth = parse_bytes(f"{where}: bandwidth", way.bandwidth) / 1e3 if way.bandwidth else float("inf")
+    if bandwidth <= 0:
+        raise ConfigError(f"{where}: bandwidth {way.bandwidth}: must be above 0")
+    if not 0 <= way.latency_ms <= _MOST:
+        raise ConfigError(f"{where}: latency_ms {way.latency_ms}: must be a number from 0 to {_MOST:g}")
+    return Link(way.latency_ms, bandwidth)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 from ..dependency import ConfigError, PipeError, Spec
 from ..schedules import SCHEDULES
 from .plan import with_recompute
-from .specs import find_schedule, make_spec
+from .specs import find_schedule, make_spec, with_replicas
 
 #: every schedule with its defaults, and with other parameters worth trying
 VARIANTS: tuple[tuple[str, Mapping[str, Any]], ...] = (
@@ -68,6 +69,7 @@ def candidates(
     recompute: bool,
     most_stages: int,
     schedules: Sequence[str] | None = None,
+    replicas: Sequence[int] = (1,),
 ) -> Iterator[Candidate]:
     """Yield the candidates for this number of workers: without recomputation, with it on the first stages, and on all.
 
@@ -76,11 +78,13 @@ def candidates(
     Args:
         most_stages: the most stages that the model can be cut into.
         schedules: names; None: all synchronous ones, as asynchronous ones train other parameters.
+        replicas: how many replicas of the pipeline may share the workers.
     """
     seen = set()
-    for name, parameters in VARIANTS:
+    for (name, own), number in product(VARIANTS, replicas):
         if schedules is not None and name not in schedules:
             continue
+        parameters = with_replicas(own, number) or {}
         for count in microbatches:
             plain = Candidate(name, parameters, count)
             try:

@@ -25,10 +25,10 @@ from ..model.cut import cut
 from .candidates import VARIANTS
 from .footprint import Size, num_messages, peak_bytes, weight_bytes
 from .plan import schedule_label
-from .profile import TIMED, Chain, LayerCost
+from .profile import SUMMED, TIMED, Chain, LayerCost
 from .simulator import simulate
 from .slice_costs import time_share
-from .specs import make_spec
+from .specs import make_spec, with_replicas
 
 #: number of steps that are simulated in sequence for the time of a step among others
 _STEPS = 4
@@ -71,15 +71,7 @@ class ModelCosts:
             chain = self._chain
             return [chain.size(stage.start, stage.stop) for stage in cut(chain.num_blocks, num_stages, None)]
         whole, part = self.sizes[0], self.num_workers / num_stages
-        scaled = replace(
-            whole,
-            weights=whole.weights * part,
-            gradients=whole.gradients * part,
-            optimizer=whole.optimizer * part,
-            activations=whole.activations * part,
-            after_inputs=whole.after_inputs * part,
-        )
-        return [scaled] * num_stages
+        return [replace(whole, **{name: getattr(whole, name) * part for name in SUMMED})] * num_stages
 
 
 def complete_costs(costs: Mapping[Kind, float]) -> dict[Kind, float]:
@@ -123,8 +115,8 @@ class Row:
 
     @property
     def replicates(self) -> bool:
-        """Whether a synchronous schedule holds more than one copy of the weights."""
-        return self.synchronous and max(self.weight_copies, default=1) > 1
+        """Whether a synchronous schedule holds more than one copy of the weights in each replica."""
+        return self.synchronous and max(self.weight_copies, default=1) > self.parameters.get("replicas", 1)
 
     @property
     def name(self) -> str:
@@ -142,6 +134,7 @@ def compare(
     also: tuple[str, Mapping[str, Any]] | None = None,
     slices: str | None = None,
     attention: float = 0,
+    replicas: int = 1,
     tell: Callable[[float], None] = lambda share: None,
 ) -> list[Row]:
     """Return a row for every schedule, the fastest first.
@@ -153,12 +146,14 @@ def compare(
         also: another schedule, by name or file, and its parameters.
         slices: into what sequences are cut, as for `make_spec`.
         attention: share of a whole sequence's time that is causal attention, 0 to 1.
+        replicas: how many replicas of the pipeline share the workers.
         tell: called after each schedule with how much is done, of 1.
     """
     variants = [*VARIANTS, also] if also and also not in VARIANTS else VARIANTS
     rows = []
     for name, parameters in variants:
-        rows.append(_row(name, parameters, model, num_microbatches, comm, limit, order, slices, attention))
+        asked = {**parameters, **(with_replicas(None, replicas) or {})}
+        rows.append(_row(name, asked, model, num_microbatches, limit, slices, attention, comm=comm, order=order))
         tell(len(rows) / len(variants))
     return sorted(rows, key=lambda row: (bool(row.refused), not row.synchronous, row.makespan, row.peak_activations))
 
@@ -168,11 +163,10 @@ def _row(
     parameters: Mapping[str, Any],
     model: ModelCosts,
     num_microbatches: int,
-    comm: float,
     limit: float | None,
-    order: Order | None,
     slices: str | None,
     attention: float,
+    **run: Any,
 ) -> Row:
     try:
         spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
@@ -180,31 +174,29 @@ def _row(
         check_all(spec)
     except PipeError as error:
         return Row(name, parameters, refused=str(error))
-
     share = time_share(spec, attention)
 
     def cost(action: Action) -> float:
         return stages[action.stage].get(action.kind, 0) * share(action)
 
-    result = simulate(spec, cost, comm=comm, order=order)
-    sizes = model.stage_sizes(spec.num_stages) if model.sizes else []
+    result = simulate(spec, cost, **run)
+    sizes, workers = model.stage_sizes(spec.num_stages) if model.sizes else [], range(spec.num_workers)
     memory = max(peak_bytes(result, sizes)) if sizes else None
-    too_much = limit is not None and memory is not None and memory > limit
     return Row(
         name,
         parameters,
         result.order,
         result.makespan,
-        simulate(spec, cost, comm=comm, order=order, steps=_STEPS).step_time,
+        simulate(spec, cost, steps=_STEPS, **run).step_time,
         result.bubble,
         max(result.peak_activations) * spec.num_workers / spec.num_stages,
         memory,
         num_messages(result),
         spec.synchronous,
-        [worker_staleness(spec, worker) for worker in range(spec.num_workers)],
-        [worker_weight_copies(spec, worker) for worker in range(spec.num_workers)],
+        [worker_staleness(spec, worker) for worker in workers],
+        [worker_weight_copies(spec, worker) for worker in workers],
         weight_bytes(spec, sizes) if sizes else None,
-        f"needs {format_bytes(memory)}" if too_much and memory is not None else "",
+        f"needs {format_bytes(memory)}" if limit is not None and memory is not None and memory > limit else "",
     )
 
 

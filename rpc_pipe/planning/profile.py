@@ -94,7 +94,7 @@ class Profile:
 #: bytes that do not depend on the rows of a microbatch
 RESIDENT = ("weights", "gradients", "optimizer")
 #: bytes of a stage that are those of its blocks together
-_SUMMED = (*RESIDENT, "activations", "after_inputs")
+SUMMED = (*RESIDENT, "activations", "after_inputs")
 
 
 def _blend(a: LayerCost, b: LayerCost, share: float, proportional: bool = False) -> LayerCost:
@@ -185,7 +185,7 @@ class Chain:
         both = [(block.times.get(B, 0), block.times.get(I, 0), block.times.get(W, 0)) for block in blocks]
         self._back = self._sums(min(whole, inputs) for whole, inputs, _ in both)
         self._backward = self._sums(min(whole, inputs + weights) for whole, inputs, weights in both)
-        self._bytes = {name: self._sums(getattr(block.size, name) for block in blocks) for name in _SUMMED}
+        self._bytes = {name: self._sums(getattr(block.size, name) for block in blocks) for name in SUMMED}
         self._last = [b - 1 for b in self._places[1:]]
         #: prefix sums of the bytes that a block and the one before it would both keep, which one stage keeps once
         self._joint = [0.0, *accumulate(a.size.joint(b.size) for a, b in pairwise(blocks))]

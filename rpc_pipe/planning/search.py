@@ -34,6 +34,8 @@ class PlanRequest:
     recompute: bool = True
     #: names of schedules; None: all
     schedules: tuple[str, ...] | None = None
+    #: into how many replicas of the pipeline the workers may be divided
+    replicas: tuple[int, ...] = (1,)
     #: how long to search; then the plan is returned with the gap that is left
     seconds: float = float("inf")
 
@@ -102,6 +104,7 @@ class _Search:
             recompute=q.recompute,
             most_stages=most_stages,
             schedules=q.schedules,
+            replicas=q.replicas,
         )
         searches = []
         for candidate in listed:

@@ -47,6 +47,13 @@ def test_the_plan_is_the_best_of_all_cuts_of_all_schedules(seed):
     assert best is None or result.lower_bound <= best
 
 
+@pytest.mark.parametrize("seed", range(2000, 2008))
+def test_the_plan_is_the_best_of_all_numbers_of_replicas(seed):
+    request = replace(instance(seed), replicas=(1, 2, 3, 4), schedules=("1f1b", "zb-h1", "interleaved"))
+    result, best = search(request), brute_force(request)
+    assert (result.plans[0].predicted_ms if result.plans else None) == best and result.gap == 0
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_bounds_are_below_what_the_simulator_says(seed):
     draw = random.Random(seed)

@@ -168,9 +168,22 @@ def test_the_command(capsys, monkeypatch):
     assert rows["gpipe",]["refused"] == "needs 512 MB"
 
 
+def test_all_schedules_with_replicas(capsys):
+    asked = ["compare", "--workers", "4", "--microbatches", "8", "--replicas", "2"]
+    code, out, _ = printed(capsys, *asked, "--schedule", "gpipe", "--json")
+    rows = {row["schedule"]: row for row in json.loads(out) if row["parameters"] == {"replicas": 2}}
+    assert code == 0 and rows["1f1b"]["weight_copies"] == [2] * 4 and "only synchronous" in rows["pipedream"]["refused"]
+    one = next(
+        row for row in compare(ModelCosts(2, [{kind: 2 * t for kind, t in COST.items()}]), 4) if row.name == "gpipe"
+    )
+    assert rows["gpipe"]["makespan"] == one.makespan, "each replica has half the workers and microbatches"
+    assert "fastest when steps follow each other: zb-v" in printed(capsys, *asked)[1]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        (("compare", "--workers", "4", "--replicas", "3"), "replicas 3: 4 workers cannot be divided among them"),
         (("compare", "--memory", "activation=3"), "--memory activation: known are weights"),
         (("compare", "--memory", "limit=3GB"), "add sizes to compare with"),
         (("compare", "--memory", "activations=3XB"), "--memory activations=3XB: must be a number of bytes"),
