@@ -147,11 +147,12 @@ class ObservedModel:
         for name, stages in self.shared(cut).items():
             refuse_hooks(parameters[name], name, stages)
 
-    def left_before_last(self, cut: Sequence[range]) -> list[str]:
-        """Return the attributes that blocks of other stages than the last leave tensors in."""
+    def left_before_last(self, cut: Sequence[range]) -> list[tuple[nn.Module, str]]:
+        """Return the modules in which blocks of other stages than the last leave tensors, and the attributes' names."""
         calls = self._observation.calls[: cut[-1].start]
         left = [(output.module, output.name) for event in calls for output in event.outputs if output.name]
-        return [f"{self._skeleton.path_of(module)}.{name}" for module, name in left if module is not None]
+        paths = [(self._skeleton.path_of(module), name) for module, name in left if module is not None]
+        return [(self._model.get_submodule(path), f"{path}.{name}") for path, name in paths]
 
     def stages(self, cut: Sequence[range]) -> list[StageSpec]:
         """Return the descriptions of the stages of a cut."""

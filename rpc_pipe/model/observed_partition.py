@@ -24,7 +24,7 @@ from .observe.given import refuse_lazy
 from .observe.trees import Path
 from .observed_model import ObservedModel, observe
 from .replay.observed_slice import ObservedSlice
-from .separate import refers_to_modules
+from .separate import mentioned, modules_in
 from .ties import groups
 
 logger = logging.getLogger(__name__)
@@ -121,12 +121,14 @@ class ObservedPartition:
         return observed
 
     def _refuse_loss_of_attributes(self, observed: ObservedModel) -> None:
-        """Refuse a loss function that refers to the model where blocks leave tensors on stages before the last."""
-        left = observed.left_before_last(self.ranges) if isinstance(self._source, nn.Module) else []
-        if left and refers_to_modules(self.loss_fn):
+        """Refuse a loss function that refers to modules in which blocks leave tensors on stages before the last."""
+        referred = {part for module in modules_in(mentioned(self.loss_fn).values(), 3) for part in module.modules()}
+        left = [name for module, name in observed.left_before_last(self.ranges) if module in referred]
+        if left:
             raise ConfigError(
                 f"loss_fn: refers to modules, and {left[0]} is left by a block of a stage before the last, which "
-                f"computes the loss and does not get it: let the model return it, or compute the loss in its forward"
+                f"computes the loss and does not get it: let the model return it, compute the loss in its forward, or "
+                f"refer to blocks of the last stage alone (last = model.blocks[-1], outside of the function)"
             )
 
     def first_stage_of(self, parameter: str) -> int:

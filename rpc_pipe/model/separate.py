@@ -76,8 +76,3 @@ def mentioned(function: Any) -> dict[str, Any]:
             with suppress(ValueError):  # not set yet
                 found[name] = cell.cell_contents
     return found
-
-
-def refers_to_modules(function: Any) -> bool:
-    """Return whether a function refers to modules with blocks of their own, by its closure, globals or arguments."""
-    return any(any(True for _ in module.children()) for module in modules_in(mentioned(function).values(), 3))

@@ -164,3 +164,25 @@ def test_a_loss_reads_what_blocks_have_set(workers):
     else:
         with pytest.raises(ConfigError, match=r"loss_fn: refers to modules, and blocks\.0\.aux is left by a block"):
             pipe.step((X, Y))
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+def test_a_loss_reads_what_the_last_block_has_set(workers):
+    """It was refused, as if it read all blocks, and the stage that computes it has this one."""
+    torch.manual_seed(0)
+    whole = Asserting()
+    whole.blocks = nn.ModuleList(Balanced() for _ in range(4))
+    alone = copy.deepcopy(whole)
+
+    def loss_of(last):
+        return lambda output, target: nn.functional.cross_entropy(output, target) + last.aux
+
+    sgd, ours = partial(torch.optim.SGD, lr=0.1), loss_of(whole.blocks[-1])
+    pipe = Pipeline(whole, ours, optimizer=sgd, num_workers=workers, num_microbatches=1)
+    optimizer = sgd(alone.parameters())
+    for _ in range(3):
+        loss = loss_of(alone.blocks[-1])(alone(X), Y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert pipe.step((X, Y)) == loss.item()
