@@ -9,10 +9,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from .action import Action
 from .answers import actions_in, bound, check_answers, own_actions, schedule_errors, slot_of
-from .draw import draw_edge, draw_held, draw_listed
 from .errors import PipeError, ScheduleError
 from .kinds import U
 from .memory import Lives, Memory, peaks_in_order
@@ -26,6 +26,14 @@ _MANY = 256
 _WINDOW = "A window is an edge: let after(F(s, m)) name the B or W of microbatch m - window"
 _NAMES_NOTHING = ". Its `after` names nothing for any action: test a kind by `a.kind is F`, not by a text"
 _UNSURE = ", as far as can be seen (the edges reach too far for all of them to be looked at)"
+
+
+def _drawn(what: str, *arguments: Any) -> str:
+    """Return the picture of a rule that is broken."""
+    from . import draw
+
+    picture: str = getattr(draw, what)(*arguments)
+    return picture
 
 
 def check(spec: Spec, worker: int) -> None:
@@ -106,14 +114,14 @@ def _check_needs(spec: Spec, worker: int, action: Action, *, slotted: bool) -> N
                 f"after({action}) names {need} of worker {spec.worker(need)}, which is no neighbour: "
                 f"only stages {max(0, action.stage - 1)} to {min(spec.last_stage, action.stage + 1)} "
                 f"and the stages of worker {worker} may be named",
-                draw_edge(spec, need, action, f", {away} stages away") if slotted else "",
+                _drawn("draw_edge", spec, need, action, f", {away} stages away") if slotted else "",
             )
     for need in spec.needs(action) if slotted else ():
         slot, before = slot_of(spec, action), slot_of(spec, need)
         if before >= slot:
             raise ScheduleError(
                 f"{action} (slot {slot}) needs {need} (slot {before}): the slot must grow along every edge",
-                draw_edge(spec, need, action, f", so the slot of {need} must be the smaller one"),
+                _drawn("draw_edge", spec, need, action, f", so the slot of {need} must be the smaller one"),
             )
 
 
@@ -146,12 +154,14 @@ def _check_listed_once(spec: Spec, programs: list[list[Action]], worker: int) ->
         if wrong:
             at = {spec.worker(action)} if "placed" in wrong else set()
             raise ScheduleError(
-                f"program({worker}) lists {action}{wrong}", draw_listed(programs, action, {worker} | at)
+                f"program({worker}) lists {action}{wrong}", _drawn("draw_listed", programs, action, {worker} | at)
             )
         seen.add(action)
     for action in own_actions(spec, worker):
         if action not in seen:
-            raise ScheduleError(f"program({worker}) does not list {action}", draw_listed(programs, action, {worker}))
+            raise ScheduleError(
+                f"program({worker}) does not list {action}", _drawn("draw_listed", programs, action, {worker})
+            )
 
 
 def _why_not_listed(spec: Spec, worker: int, action: Action, seen: set[Action]) -> str:
@@ -188,14 +198,14 @@ def _check_memory(memory: Memory, worker: int) -> None:
         raise ScheduleError(
             f"worker {worker} keeps up to {in_order} microbatches of activations in slot order, "
             f"but peak_activations({worker}) promises {claimed}",
-            draw_held(actions, claimed),
+            _drawn("draw_held", actions, claimed),
         )
     lives, is_exact = memory.at_any_timing(worker, lambda lives: lives.most[-1] <= claimed)
     if lives.most[-1] > claimed:
         raise ScheduleError(
             f"worker {worker} may keep {lives.most[-1]} microbatches of activations when gradients are late"
             f"{_UNSURE * (not is_exact)}, but peak_activations({worker}) promises {claimed}. {_WINDOW}",
-            draw_held(lives.run_to_most(), claimed),
+            _drawn("draw_held", lives.run_to_most(), claimed),
         )
 
 
@@ -243,5 +253,5 @@ def _grows(memory: Memory, worker: int) -> tuple[str, str] | None:
         f"with {number} microbatches worker {worker} may keep {lives.most[-1]} microbatches "
         f"of activations when gradients are late{_UNSURE * (not is_exact)}, but its order keeps {in_order[-1]}: "
         f"nothing in the relation bounds memory, it grows with the microbatches. {_WINDOW}{_NAMES_NOTHING * idle}",
-        draw_held(lives.run_to_most(), in_order[-1]),
+        _drawn("draw_held", lives.run_to_most(), in_order[-1]),
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rpc_pipe.workers.compute.device import Cuda
+from rpc_pipe.workers.compute.cuda_device import Cuda
 
 
 class Stream:

@@ -41,7 +41,6 @@ from .compute.module_state import ModuleState
 from .compute.result import Losses, Result, clips, total_norm
 from .compute.shard import Shard
 from .compute.slices import loaded
-from .compute.updating import BeforeUpdate
 from .context import Context
 from .hooks import Arrived, LayerTime
 from .state import WorkerState
@@ -50,6 +49,7 @@ from .transport.payload import Payload, Tree, pack, unpack
 from .transport.scatter import Scatter
 
 if TYPE_CHECKING:
+    from .compute.snapshot import BeforeUpdate
     from .compute.stash import StashingShard
 
 

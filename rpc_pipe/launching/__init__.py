@@ -1,1 +1,4 @@
-"""Worker processes: how they are started, how they meet, and how they talk to their launcher."""
+"""Starting the processes of a job, and what they tell whoever started them."""
+
+#: the interface of a host to itself
+LOOPBACK = "lo"

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
+from . import LOOPBACK
 
-LOOPBACK = "lo"
 #: the host's IPv6 addresses (proc(5)), and the scope of link-local ones
 _IPV6, _LINK_LOCAL = Path("/proc/net/if_inet6"), "20"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..dependency import ConfigError
-from .interfaces import LOOPBACK, interface_towards
+from . import LOOPBACK
 
 #: exit codes
 FAILED, WRONG_INPUT, INTERRUPTED = 1, 2, 130
@@ -126,6 +126,8 @@ def own_part(transport: str | None, num_workers: int | None) -> tuple[Job | None
 def _place(environ: Mapping[str, str], num_workers: int) -> tuple[str, bool]:
     """Return the interface by which others reach this worker, and whether all workers are on this host."""
     said = environ.get("RPC_PIPE_INTERFACE")
+    from .interfaces import interface_towards  # of hosts of a cluster
+
     interface = said or interface_towards(environ["MASTER_ADDR"])
     here = environ.get("LOCAL_WORLD_SIZE")
     if here is None:

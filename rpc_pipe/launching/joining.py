@@ -18,8 +18,9 @@ from ..dependency import ConfigError, NotMet
 from ..dependency.at_exit import at_exit
 from ..tracing import run_folders
 from ..workers.transport.forks import keep_from_forks, letting_go
+from . import LOOPBACK
 from . import launcher_link as link
-from .interfaces import LOOPBACK, address_of, interface_towards
+from .interfaces import address_of, interface_towards
 from .job import INIT, KEY, TRUST, Job
 from .key_file import read_key
 

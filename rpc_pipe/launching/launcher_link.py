@@ -35,7 +35,6 @@ from ..tracing.own_boards import (
     stay,
     tell_failure,
 )
-from ..tracing.remote_boards import RemoteBoards
 from ..tracing.run_ending import RUN_FAILED, Ending, tell_end
 from ..tracing.watchable import Watchable
 
@@ -235,7 +234,7 @@ def attach(pipeline: Attachable) -> None:
     if _stop_requested:
         pipeline.request_stop()
     try:
-        of_a_job = present() or any(isinstance(actor.carrier, RemoteBoards) for actor in pipeline.actors)
+        of_a_job = present() or any(hasattr(actor.carrier, "serve_board") for actor in pipeline.actors)
         kept = keep_boards(pipeline)
         if kept and not present():
             for actor in pipeline.actors:

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,15 @@ from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Layers, Slice
 from ..workers.transport.payload import Tree
-from .adapters import Adapter
 from .cut import cut
 from .handed_beside import refuse_handed_on, shared_holders
 from .module_copies import ModuleCopies
 from .observe.given import refuse_lazy
 from .parameter_hooks import copy_attachments
 from .ties import Ties, groups
+
+if TYPE_CHECKING:
+    from .adapters import Adapter
 
 #: one layer: a module, or a callable that builds it
 LayerLike = nn.Module | Callable[[], nn.Module]

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import Any
 
 from ..dependency import ConfigError, Order, Spec, check_all, schedule_errors
-from ..dependency.files import load_module
 from ..model.cut import cut
 from ..schedules import SCHEDULES
 
@@ -76,6 +75,8 @@ def _load_class(schedule: str, path: Path, name: str) -> type[Spec]:
 
 
 def _load(schedule: str, path: Path) -> ModuleType:
+    from ..dependency.files import load_module
+
     return load_module(path, f"rpc_pipe_schedule_{path.stem}", f"schedule {schedule!r}")
 
 

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Board, Live, State
-from .remote_boards import WATCHED
 from .run_ending import RUN_FAILED, Ending, EndReader
+from .run_folders import WATCHED
 
 #: how long a stuck worker has to write its stacks
 _STACKS_S = 2.0

@@ -20,7 +20,8 @@ from typing import Any
 
 from . import run_folders
 from .board import BoardWriter
-from .remote_boards import EVERYTHING, WATCHED, BoardAnswer, RemoteBoards, unpack_answer
+from .remote_boards import EVERYTHING, BoardAnswer, RemoteBoards, unpack_answer
+from .run_folders import WATCHED
 
 logger = logging.getLogger(__name__)
 

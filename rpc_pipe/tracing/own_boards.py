@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 from ..dependency import Kind, PeerLost, PipeError
@@ -32,13 +32,13 @@ from ..workers.hooks import StepRecord
 from . import run_folders
 from .board import Board, BoardWriter
 from .program_listing import list_program
-from .remote_boards import NO_MORE, WATCHED, RemoteBoards, ask_everything, pack_answer, tell_no_more
 from .run_ending import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from .watchable import Watchable
 
 if TYPE_CHECKING:
     from .boards import RunUpdate
     from .history import History
+    from .remote_boards import RemoteBoards
 
 #: signal on which a worker writes the stacks of its threads to `stacks-<process>`
 _STACKS = signal.SIGRTMIN + 7
@@ -91,6 +91,8 @@ class OwnBoard(BoardWriter):
 
     def answer(self, seen: int) -> bytes:
         """Answer a request of another machine for what is new since version `seen`."""
+        from .remote_boards import NO_MORE, pack_answer
+
         if seen == NO_MORE:
             _released.set()
             return b""
@@ -192,11 +194,11 @@ def _keep(training: Watchable, folder: Path | None) -> None:
     _owner = os.getpid()
     training.listen(board)
     for actor in training.actors:
-        if isinstance(actor.carrier, RemoteBoards):
-            _carrier = actor.carrier
+        if hasattr(actor.carrier, "serve_board"):  # to workers in other processes
+            _carrier = cast(Any, actor.carrier)
             _carrier.serve_board = _boards[actor.worker].answer
             if folder is not None:
-                _keep_mirror(_carrier, folder)
+                _keep_mirror(cast(Any, _carrier), folder)
 
 
 def collect() -> History:
@@ -238,6 +240,8 @@ def _mirrored(board: Board) -> bool:
 
 def _with_others(update: RunUpdate, carrier: RemoteBoards) -> RunUpdate:
     """Add the answers of workers whose boards cannot be read here."""
+    from .remote_boards import ask_everything
+
     others = [worker for worker in range(carrier.num_workers) if worker not in update.headers]
     for answer, error_ns in ask_everything(carrier, others, _COLLECT_S):
         assert answer.header is not None
@@ -270,11 +274,13 @@ def stay() -> None:
 def release() -> None:
     """Let the workers in `stay` end: nothing more is collected."""
     if _carrier is not None and run_folders.FOLDER not in os.environ:
+        from .remote_boards import tell_no_more
+
         tell_no_more(_carrier, range(1, _carrier.num_workers), _COLLECT_S)
 
 
 @cache
-def _keep_mirror(carrier: RemoteBoards, folder: Path) -> None:
+def _keep_mirror(carrier: Any, folder: Path) -> None:
     """Start mirrors in the first worker of a machine. torchrun numbers ranks machine by machine."""
     size, local = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "LOCAL_RANK"))
     if local == "0" and size.isdecimal() and int(size) < carrier.num_workers:
@@ -326,6 +332,6 @@ def leave() -> None:
             file.unlink(missing_ok=True)
         for folder in {file.parent for file in _files | written}:
             with suppress(OSError):  # others were faster
-                alone = {path.name for path in folder.iterdir()} <= {WATCHED, END}
+                alone = {path.name for path in folder.iterdir()} <= {run_folders.WATCHED, END}
                 if alone or not any(map(run_folders.alive, run_folders.processes(folder))):  # others were killed
                     shutil.rmtree(folder)

@@ -13,8 +13,6 @@ from ..dependency import Kind
 from ..workers.hooks import StepRecord
 from .board import Board, Live, pack_live, pack_record, packed_size, unpack_live, unpack_record
 
-#: file that watchers touch
-WATCHED = "watched"
 #: in place of the version seen last: everything is wanted; nothing will be asked any more
 EVERYTHING, NO_MORE = -1, -2
 #: most steps in a message; the latest are sent

@@ -28,6 +28,8 @@ LAUNCHER = "launcher"
 _MEMORY = Path("/dev/shm")
 #: prefix of files that name processes which need a folder
 _MEMBER = "member-"
+#: file that watchers touch
+WATCHED = "watched"
 #: prefix of files with listings of programs
 LISTING = "program"
 #: an empty folder younger than this may belong to a run that is starting

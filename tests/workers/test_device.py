@@ -16,8 +16,9 @@ from rpc_pipe.dependency import PipeError, WorkerFailure
 from rpc_pipe.launching.job import current_job
 from rpc_pipe.schedules import SCHEDULES
 from rpc_pipe.workers import threads
-from rpc_pipe.workers.compute import device, randomness
-from rpc_pipe.workers.compute.device import CudaBackend, usual_device
+from rpc_pipe.workers.compute import cuda_device, device, randomness
+from rpc_pipe.workers.compute.cuda_device import CudaBackend
+from rpc_pipe.workers.compute.device import usual_device
 from rpc_pipe.workers.transport.payload import pack, unpack
 
 
@@ -111,7 +112,7 @@ def test_of_what_is_sparse_the_parts_are_held(monkeypatch, layout):
     held = []
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda self, stream: held.append((self.layout, self.numel())))
     tensor = torch.eye(3) if layout is torch.strided else torch.eye(3).to_sparse(layout=layout)
-    device.Cuda(torch.device("cpu")).hold(tensor, None)
+    cuda_device.Cuda(torch.device("cpu")).hold(tensor, None)
     sizes = {torch.strided: [9], torch.sparse_coo: [6, 3]}.get(layout, [4, 3, 3])
     assert held == [(torch.strided, size) for size in sizes]
 
@@ -164,7 +165,7 @@ def test_the_backend_of_a_gpu_is_made_of_torchs_own(monkeypatch):
     streams = "Stream", "current_stream", "stream", "set_stream"
     for name in (*streams, "Event", "device", "set_device", "max_memory_allocated"):
         assert hasattr(torch.cuda, name)
-    assert {name for name in vars(device.Cuda) if not name.startswith("_")} <= set(vars(FakeCuda)) | {"device"}
+    assert {name for name in vars(cuda_device.Cuda) if not name.startswith("_")} <= set(vars(FakeCuda)) | {"device"}
 
 
 @pytest.fixture
@@ -290,7 +291,7 @@ def two_gpus(monkeypatch):
             super().__init__()
             self.device = device
 
-    monkeypatch.setattr(device, "Cuda", Cuda)
+    monkeypatch.setattr(cuda_device, "Cuda", Cuda)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ logger = logging.getLogger(__name__)
 _SMALL_BYTES = 2**12
 #: a batch of at most so many bytes is always copied
 _SMALL_BATCH_BYTES = 2**16
+
+
+class Forwarded(NamedTuple):
+    """What the backward of a microbatch needs from its forward."""
+
+    step: int
+    #: leaves whose gradients the previous stage waits for
+    owing: list[Tensor]
+    #: outputs (or the loss) that backward starts from
+    roots: list[Tensor]
+    #: what a split backward needs, a `Saved`, or None
+    saved: Any
 
 
 class StageInputs(NamedTuple):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from ..transport.payload import Payload, Tree, distinct_tensors, pack
 from . import borders
 from .autocast import Casts
 from .batch_norm import Statistics
-from .borders import InputGradients, Targets
+from .borders import Forwarded, InputGradients, Targets
 from .loss_draws import LossDraws
 from .randomness import Randomness
 from .recomputation import FirstRun, Recomputation
@@ -26,11 +26,14 @@ from .reruns import Reruns
 from .result import Losses, sum_and_weight
 from .sharing import KeptOutputs
 from .slices import Slice, Times, note
-from .split_backward import Saved, WeightBackward, backward_inputs
 from .torch_internals import run_backward
 from .unhooked import Unhooked
-from .updating import BeforeUpdate, Training, Updating
+from .updating import Training, Updating
 from .written import Written
+
+if TYPE_CHECKING:
+    from .snapshot import BeforeUpdate
+    from .split_backward import Saved, WeightBackward
 
 #: (output of the model, target) -> mean over the microbatch, or (sum, weight)
 LossFn = Callable[[Any, Any], Any]
@@ -38,17 +41,6 @@ LossFn = Callable[[Any, Any], Any]
 _UNTRAINED = Training()
 #: so many first runs are looked at
 _LOOKS = 2
-
-
-class _Forwarded(NamedTuple):
-    """What the backward of a microbatch needs from its forward."""
-
-    step: int
-    #: leaves whose gradients the previous stage waits for
-    owing: list[Tensor]
-    #: outputs (or the loss) that backward starts from
-    roots: list[Tensor]
-    saved: Saved | None
 
 
 class Shard:
@@ -88,7 +80,7 @@ class Shard:
         self._targets = Targets()
         self._drawn = LossDraws(randomness, loss_fn)
         self.statistics = Statistics(slice.own)
-        self._forwarded: dict[int, _Forwarded] = {}
+        self._forwarded: dict[int, Forwarded] = {}
         self._owed = InputGradients()
         #: microbatch -> the forward to recompute, and the state of the modules that it began with
         self._inputs: dict[int, tuple[Callable[[], Tree], FirstRun]] = {}
@@ -121,7 +113,7 @@ class Shard:
 
     def parameters(self) -> list[nn.Parameter]:
         """Return each parameter once, even if several layers share it."""
-        return [parameter for _, parameter in self.slice.named_parameters()]
+        return [parameter for _, parameter in self.named_parameters()]
 
     def buffers(self) -> list[Tensor]:
         """Return the buffers of all modules of this shard; forwards may write them."""
@@ -250,8 +242,7 @@ class Shard:
         trained = self.updating.trained() if backward and self._num_forwards < _LOOKS else None
         looks = backward and not self._written.nothing
         known = self._written.begin() if looks else {}
-        seen = not self._unhooked.known
-        saved = Saved({} if again else known, seen) if backward and (split or (known and seen and not again)) else None
+        saved = self._saving(split, known, again) if backward and (split or known) else None
         compute = partial(self._compute, step, microbatch, entered.tree, fields, target, share)
         if saved is None:
             with self._randomness.lock:
@@ -278,8 +269,16 @@ class Shard:
             self._casts.look(roots)
             if looks:
                 self._written.keep(roots, saved, hidden, {} if again else known)
-            self._forwarded[microbatch] = _Forwarded(step, owing, roots, saved)
+            self._forwarded[microbatch] = Forwarded(step, owing, roots, saved)
         return tree
+
+    def _saving(self, split: bool, known: Mapping[int, Tensor], again: bool) -> Saved | None:
+        seen = not self._unhooked.known
+        if not split and (again or not seen):
+            return None
+        from .split_backward import Saved  # few schedules split
+
+        return Saved({} if again else known, seen)
 
     def _compute(
         self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None
@@ -337,6 +336,8 @@ class Shard:
 
     def backward_inputs(self, microbatch: int, grads: Payload | None) -> Payload:
         """Return the gradients of the inputs; `backward_weights` makes the weights'. Arguments as of `backward`."""
+        from .split_backward import backward_inputs
+
         step, owing, roots, saved = self._forwarded.pop(microbatch)
         roots, begun = borders.backward_starts(roots, grads)
         assert saved is not None
@@ -357,8 +358,7 @@ class Shard:
 
     def saved(self, microbatch: int) -> Saved:
         """Return what the forward of a microbatch saved for backward; only after a forward with `split`."""
-        saved = self._forwarded[microbatch].saved
-        assert saved is not None
+        saved: Saved = self._forwarded[microbatch].saved
         return saved
 
     def abandon(self) -> None:

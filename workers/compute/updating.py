@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,15 @@ from ...dependency import ConfigError
 from ...dependency.errors import first_sentence
 from ..transport.payload import Payload, pack, unpack
 from . import autocast
-from .average import Average
 from .foreign import Foreign
 from .loss_scale import LossScale
 from .randomness import Randomness
 from .slices import Slice
-from .snapshot import snapshot
-from .torch_internals import norms_of, step_hooks
+from .torch_internals import norms_of
+
+if TYPE_CHECKING:
+    from .average import Average
+    from .snapshot import BeforeUpdate
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
 OptimizerFactory = Callable[[list[tuple[str, nn.Parameter]]], Optimizer]
@@ -96,7 +98,11 @@ class Updating:
                 "update without one; use one whose step takes nothing, such as CosineAnnealingLR"
             )
         self.scale = LossScale(training.grad_scaler)
-        self.average = None if training.ema_decay is None else Average(dict(trained), training.ema_decay)
+        self.average: Average | None = None
+        if training.ema_decay is not None:
+            from .average import Average
+
+            self.average = Average(dict(trained), training.ema_decay)
         #: how often the optimizer has been asked
         self.count = 0
         #: of steps since then: gradients by parameter, as they were after the last of them, and the loss's weight
@@ -199,8 +205,10 @@ class Updating:
         Raises:
             ConfigError: it cannot be.
         """
+        from .snapshot import BeforeUpdate, refuse_hooks  # few schedules update before the norm is known
+
         if self.optimizer is not None:
-            _refuse_hooks(self.optimizer)
+            refuse_hooks(self.optimizer)
         return BeforeUpdate(self)
 
     def update(self, finite: bool) -> None:
@@ -263,63 +271,6 @@ class Updating:
                 )
             if self.average is not None:
                 self.average.add(name, parameter)
-
-
-class BeforeUpdate:
-    """Copies of what an update changes, as long as the update may have to be taken back.
-
-    They take the memory of the trained parameters, of the optimizer's state and of the moving average once more.
-    """
-
-    def __init__(self, updating: Updating) -> None:
-        self._updating = updating
-        optimizer, average = updating.optimizer, updating.average
-        grads = {name: parameter.grad for name, parameter in updating.parameters.items()}
-        self._count = updating.count
-        self._grads = grads
-        if optimizer is None:
-            return
-        if _may_write_gradients(optimizer):
-            self._grads = {name: None if grad is None else grad.clone() for name, grad in grads.items()}
-        self._values = [(p, p.detach().clone()) for group in optimizer.param_groups for p in group["params"]]
-        known = {id(each) for each in (*updating.parameters.values(), *grads.values())}
-        self._put_back = [snapshot(each, known) for each in (optimizer, updating.lr_scheduler)]
-        if average is not None:
-            self._average = {name: tensor.clone() for name, tensor in average.tensors.items()}, average.num_updates
-
-    def put_back(self) -> None:
-        """Let weights, optimizer and gradients be as they were."""
-        updating = self._updating
-        updating.count = self._count
-        for name, parameter in updating.parameters.items():
-            parameter.grad = self._grads[name]
-        optimizer, average = updating.optimizer, updating.average
-        if optimizer is None:
-            return
-        for parameter, value in self._values:
-            # By `data`: graphs of the next step, which nobody goes on with, have noted the version.
-            parameter.data.copy_(value)
-        for put_back in self._put_back:
-            put_back()
-        if average is not None:
-            average.tensors, average.num_updates = self._average
-
-
-def _may_write_gradients(optimizer: Optimizer) -> bool:
-    return not type(optimizer).__module__.startswith("torch.optim.") or isinstance(optimizer, torch.optim.Rprop)
-
-
-def _refuse_hooks(optimizer: Optimizer) -> None:
-    """Refuse hooks that would have seen an update which is taken back.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    if step_hooks(optimizer):
-        raise ConfigError(
-            f"optimizer {type(optimizer).__name__}: a hook of its step would run once more where an update is made "
-            "before the norm of all gradients is known, and taken back; pass post_validation=False, or remove the hook"
-        )
 
 
 def _added(total: Tensor, grad: Tensor) -> Tensor:

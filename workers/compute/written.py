@@ -8,6 +8,7 @@ from autograd.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +19,10 @@ from .autograd_graph import children_first, saved_by
 from .digest import few, imprint, sample
 from .sharing import address
 from .slices import Slice
-from .split_backward import Saved
 from .torch_internals import NormBase
+
+if TYPE_CHECKING:
+    from .split_backward import Saved
 
 #: so many forwards are looked at
 _LOOKS = 2
