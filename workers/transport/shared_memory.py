@@ -61,7 +61,7 @@ _FIRST = 2**18
 #: the largest channel there is takes such payloads
 LARGEST = 2**22
 #: what is larger is lent, where its reader can read it
-LENT_FROM = 2**18
+LENT_FROM = 2**21
 #: how many of the largest payloads a channel holds; who reads too slowly gets the rest by messages
 _ROOM = 4
 #: from so many payloads of a peer on it is worth the memory: others than neighbours say something once in a while
