@@ -9,7 +9,7 @@ import argparse
 import torch
 from transformers import BertConfig, BertForSequenceClassification
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 
 
 def optimizer(named: list[tuple[str, torch.nn.Parameter]]) -> torch.optim.Optimizer:
@@ -44,7 +44,7 @@ def main() -> None:
         max_position_embeddings=32,
     )  # fmt: skip
     model = BertForSequenceClassification(config)
-    pipe = Pipeline(model, optimizer=optimizer, num_microbatches=4, num_workers=2, max_grad_norm=1.0)
+    pipe = Pipeline(model, training=Training(optimizer, max_grad_norm=1.0), num_microbatches=4, num_workers=2)
     held_out = batch(64)
     for step in range(1, steps + 1):
         loss = pipe.step(batch(32))

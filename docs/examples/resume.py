@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 
 
 class Net(nn.Module):
@@ -45,12 +45,14 @@ def train(num_workers: int, schedule: str, until: int, folder: str | None = None
     with Pipeline(
         Net,  # a function that makes the model: its weights follow from the seed
         nn.functional.cross_entropy,
-        optimizer=partial(torch.optim.AdamW, lr=3e-3),
-        lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100),
+        training=Training(
+            optimizer=partial(torch.optim.AdamW, lr=3e-3),
+            lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=100),
+            max_grad_norm=1.0,
+        ),
         schedule=schedule,
         num_workers=num_workers,
         num_microbatches=8,
-        max_grad_norm=1.0,
         example=batch(0),  # so that it is cut, and weights can be loaded, before the first step
     ) as pipe:
         if folder and os.listdir(folder):

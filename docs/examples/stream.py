@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 
 
 def batches(steps: int, rows: int = 64):
@@ -35,12 +35,14 @@ def main() -> None:
     pipe = Pipeline(
         layers,
         nn.functional.cross_entropy,
-        optimizer=partial(torch.optim.AdamW, lr=3e-3),
-        lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
+        training=Training(
+            optimizer=partial(torch.optim.AdamW, lr=3e-3),
+            lr_scheduler=partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=steps),
+            max_grad_norm=1.0,
+        ),
         schedule="zb-h1",
         num_microbatches=8,
         num_workers=2,
-        max_grad_norm=1.0,
     )
     (held_out,) = batches(1, rows=256)
     for step, loss in enumerate(pipe.train(batches(steps)), 1):

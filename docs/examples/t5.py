@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from transformers import T5Config, T5ForConditionalGeneration
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     )  # fmt: skip
     # A function that makes the model: each worker then computes the numbers of its own parameters alone.
     pipe = Pipeline(
-        partial(T5ForConditionalGeneration, config), optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        partial(T5ForConditionalGeneration, config), training=Training(partial(torch.optim.AdamW, lr=1e-2)),
         num_microbatches=4, num_workers=4,
     )  # fmt: skip
     words = torch.randint(3, 64, (16, 8))

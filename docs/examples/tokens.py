@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 from rpc_pipe.data import Loader, tokens
 
 TEXT = "A schedule is data about order; a worker obeys it; the network carries it. " * 40
@@ -34,7 +34,7 @@ def main() -> None:
     pipe = Pipeline(
         GPT2LMHeadModel(config),
         next_tokens,
-        optimizer=partial(torch.optim.AdamW, lr=1e-2),
+        training=Training(optimizer=partial(torch.optim.AdamW, lr=1e-2)),
         num_microbatches=4,
         num_workers=2,
     )

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 
 
 class UNet(nn.Module):
@@ -39,9 +39,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     steps = parser.parse_args().steps
     torch.manual_seed(0)
-    pipe = Pipeline(
-        UNet(), nn.functional.mse_loss, optimizer=partial(torch.optim.AdamW, lr=3e-3), num_microbatches=4, num_workers=3
-    )
+    training = Training(optimizer=partial(torch.optim.AdamW, lr=3e-3))
+    pipe = Pipeline(UNet(), nn.functional.mse_loss, training=training, num_microbatches=4, num_workers=3)
     clean = torch.zeros(16, 1, 16, 16)
     clean[:, :, 4:12, 4:12] = 1
     for step in range(1, steps + 1):

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
-from rpc_pipe import Pipeline
+from rpc_pipe import Pipeline, Training
 
 
 def loss_fn(output, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -28,7 +28,8 @@ def main() -> None:
         num_labels=4,
     )  # fmt: skip
     model = ViTForImageClassification(config)
-    pipe = Pipeline(model, loss_fn, optimizer=partial(torch.optim.AdamW, lr=3e-3), num_microbatches=4, num_workers=2)
+    training = Training(optimizer=partial(torch.optim.AdamW, lr=3e-3))
+    pipe = Pipeline(model, loss_fn, training=training, num_microbatches=4, num_workers=2)
     classes = torch.arange(32) % 4
     images = torch.randn(32, 3, 32, 32) + classes[:, None, None, None]
     for step in range(1, steps + 1):

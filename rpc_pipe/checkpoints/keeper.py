@@ -110,7 +110,7 @@ class Keeper:
 
     def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
         from .json_values import encoded
-        from .writing import Writing, snapshot
+        from .writing import Snapshot, Writing
 
         self.settle()
         about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, **self.results.about}
@@ -126,7 +126,7 @@ class Keeper:
         def copied(actor: WorkerActor) -> Snapshot:
             if not place.is_dir():
                 raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
-            return snapshot(actor, self._num_workers, self._elastic)
+            return Snapshot(actor, self._num_workers, elastic=self._elastic)
 
         about["step"] = self._each(lambda actor: actor.step)[0]
         how = about, self.config, keep, self._deadline_s

@@ -17,7 +17,7 @@ from ..workers.compute.shard import Shard
 from . import folder
 from .shard_state import model_tensors
 from .together import agreed, together
-from .writing import Snapshot, export, first_route
+from .writing import Snapshot, export
 
 _SINGLE = "model.safetensors"
 #: so many bytes are read before they are let go of
@@ -169,7 +169,7 @@ def save(actor: WorkerActor, where: Path, num_workers: int, config: Any, deadlin
     place = Path(agreed(actor, "export", lambda: str(_begin_export(where)), of=0))
 
     def write() -> None:
-        Snapshot(actor.worker, num_workers, first_route(actor), None).write(place)
+        Snapshot(actor, num_workers, weights_alone=True).write(place)
         if actor.worker == 0:
             export(place, num_workers, config, deadline_s)
 

@@ -11,7 +11,7 @@ import logging
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -42,34 +42,29 @@ class Snapshot:
     """What one worker writes: copies on the CPU of its numbers as they are now.
 
     Args:
-        shards: one of each stage that this worker is the first to have.
-        also: more tensors, by name, that nobody changes, for the file of the optimizer; None: weights alone.
-        routes: where each has weights of its own, which are pulled to a reference, all shards of each.
-        replicas: this worker's other shards, by route, which have parts of gradients.
+        elastic: whether routes have weights of their own, which are pulled to a reference, and so are written, too.
+        weights_alone: not what else training goes on from.
     """
 
     def __init__(
-        self,
-        worker: int,
-        num_workers: int,
-        shards: Sequence[Shard],
-        also: Mapping[str, Tensor] | None,
-        routes: Sequence[Sequence[Shard]] = (),
-        replicas: Sequence[tuple[int, Shard]] = (),
+        self, actor: WorkerActor, num_workers: int, *, elastic: bool = False, weights_alone: bool = False
     ) -> None:
-        self.worker, self.num_workers = worker, num_workers
-        model = {name: _copied(tensor) for shard in shards for name, tensor in evaluated_tensors(shard).items()}
-        shards, also = ([], {}) if also is None else (shards, also)
-        self._stages = {shard.stage: described(shard) for shard in shards}
-        rest = {name: _copied(tensor) for shard in shards for name, tensor in optimizer_tensors(shard).items()}
-        for number, shard in replicas:
-            rest |= {name: _copied(tensor) for name, tensor in held_tensors(shard, number).items()}
-        for number, route in enumerate(routes):
+        self.worker, self.num_workers = actor.worker, num_workers
+        first = [shard for (_, route), shard in actor.shards.items() if route == 0]
+        model = {name: _copied(tensor) for shard in first for name, tensor in evaluated_tensors(shard).items()}
+        self._stages: dict[int, dict[str, Any]] = {}
+        rest = random_state() if actor.worker == 0 and not weights_alone else {}
+        if not weights_alone:
+            self._stages = {shard.stage: described(shard) for shard in first}
+            for (_, number), shard in actor.shards.items():
+                own = optimizer_tensors(shard) if number == 0 else held_tensors(shard, number)
+                rest |= {name: _copied(tensor) for name, tensor in own.items()}
+        for number, route in enumerate(own_routes(actor) if elastic else ()):
             for shard in route:
                 self._stages[shard.stage].setdefault("routes", []).append(described(shard))
                 own = model_tensors(shard) | optimizer_tensors(shard)
                 rest |= {of_route(number, name): _copied(tensor) for name, tensor in own.items()}
-        self._files = {"model": model, "optimizer": {**rest, **also}}
+        self._files = {"model": model, "optimizer": rest}
 
     @property
     def num_bytes(self) -> int:
@@ -102,18 +97,6 @@ class Snapshot:
             raise
         finally:
             self._files = {}
-
-
-def snapshot(actor: WorkerActor, num_workers: int, elastic: bool) -> Snapshot:
-    """Return copies of all that a worker keeps; `elastic`: routes have weights of their own."""
-    replicas = [(route, shard) for (_, route), shard in actor.shards.items() if route > 0]
-    also = random_state() if actor.worker == 0 else {}
-    return Snapshot(actor.worker, num_workers, first_route(actor), also, own_routes(actor) if elastic else [], replicas)
-
-
-def first_route(actor: WorkerActor) -> list[Shard]:
-    """Return the shards of a worker that it has before all replicas."""
-    return [shard for (_, route), shard in actor.shards.items() if route == 0]
 
 
 def own_routes(actor: WorkerActor) -> list[list[Shard]]:
