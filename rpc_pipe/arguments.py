@@ -55,20 +55,21 @@ def with_old_names(pipeline: type[T]) -> type[T]:
 
 def _forward(old: str, noun: str, verb: str) -> Callable[..., Any]:
     def forward(pipe: Any, *args: Any, **kwargs: Any) -> Any:
-        _tell_once(f"pipe.{old} is pipe.{noun}.{verb} now", pipe.worker)
+        _tell_once(f"pipe.{old} is pipe.{noun}.{verb} now", alone=pipe.num_workers == len(pipe.actors))
         return getattr(getattr(pipe, noun), verb)(*args, **kwargs)
 
     forward.__name__, forward.__doc__ = old, f"Old name of `{noun}.{verb}`."
     return forward
 
 
-def _tell_once(now: str, worker: int) -> None:
-    if now not in _told and worker == 0:
+def _tell_once(now: str, *, alone: bool) -> None:
+    """Say what is new, once and only where a script runs by itself: what a job shows is its workers' own."""
+    if alone and now not in _told:
         _told.add(now)
         logger.warning("%s; the old name goes with the next version", now)
 
 
-def settle_training(pipeline: type, training: Training | None, old: Mapping[str, Any], worker: int) -> Training:
+def settle_training(pipeline: type, training: Training | None, old: Mapping[str, Any], *, alone: bool) -> Training:
     """Return what trains the model, also where a script gives its parts to `Pipeline` itself, as it did.
 
     Raises:
@@ -85,7 +86,7 @@ def settle_training(pipeline: type, training: Training | None, old: Mapping[str,
     if training is not None and old:
         raise ConfigError(f"{next(iter(old))}: goes into training=Training({next(iter(old))}=...), which is there, too")
     if old:
-        _tell_once("Pipeline(optimizer=...) and the like are training=Training(optimizer=...) now", worker)
+        _tell_once("Pipeline(optimizer=...) and the like are training=Training(optimizer=...) now", alone=alone)
     return Training(**old) if training is None else training
 
 

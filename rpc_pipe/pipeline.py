@@ -123,7 +123,7 @@ class Pipeline(Inspected):
             overrides.settle(apply_plan(plan, overrides.Settings(*said)))
         )
         job, self.num_workers = own_part(transport, num_workers)
-        training = settle_training(type(self), training, old, job.worker if job else 0)
+        training = settle_training(type(self), training, old, alone=job is None)
         refuse_options(order, stall_s, self.num_workers, num_microbatches, seed)
         refuse_training(loss_fn, training)
         self.spec = make_spec(schedule, self.num_workers, num_microbatches, schedule_options)

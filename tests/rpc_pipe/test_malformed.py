@@ -132,7 +132,7 @@ def folder(tmp_path_factory):
         ("profile models.py:make", "model: layer 0 is a NoneType: it must be a module, or make one when called"),
         ("plan --batch 8 --profile pipe", "is not a regular file"),
         ("plan --batch 8 --profile deep.jsonl", "cannot be read as JSON: maximum recursion depth exceeded"),
-        ("plan models.py:make --topology links.json", "links [1]: must be such as"),
+        ("plan models.py:make --topology links.json", "links.json: is no topology"),
         ("run --width 99999999999 --heads 1", "this machine has"),
         (
             "run --workers 9",
@@ -163,7 +163,7 @@ def folder(tmp_path_factory):
         ("simulate --schedule program.json --workers 1", "num_microbatches 1073741824: the program lists 2 actions"),
         ("simulate --set recompute=-1", "recompute=-1: must be all, none or stages"),
         ("profile --profile ties.json", "first must be a whole number"),
-        ("profile --profile topology.json", 'topology: must have "workers"'),
+        ("profile --profile topology.json", "topology: is no topology"),
         ("profile --profile nan.json", "must be at least 0, and finite"),
         ("profile --profile uneven.json", "rows 2, block '': has no time of F"),
         ("plan --batch 8 --profile without.json", "rows 1, block '': has no time of I"),
