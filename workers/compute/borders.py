@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 
 from ..transport.payload import Payload, Tree, as_leaf, pack, tensors_of, unpack
 from ..transport.strides import extent, is_dense
-from .sharing import Aliased, KeptOutputs, address, refuse_writes, with_aliases
+from .sharing import Aliased, address, refuse_writes, with_aliases
 from .torch_internals import no_view
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,8 @@ class Forwarded(NamedTuple):
     roots: list[Tensor]
     #: what a split backward needs, a `Saved`, or None
     saved: Any
+    #: what the stage's modules hold behind the forward, if its backward reads that
+    state: Any = None
 
 
 class StageInputs(NamedTuple):
@@ -58,11 +60,8 @@ class StageInputs(NamedTuple):
         autograd's own error, as inside one model.
 
         Raises:
-            RuntimeError: a written input shared memory with another one in the previous stage, or is kept there.
+            RuntimeError: a written input shared memory with another one in the previous stage.
         """
-        if self.groups:  # the one that a layer keeps may have been written as a copy
-            kept = [group for group in self.groups if len(group) == 1]
-            refuse_writes(kept, [n for n, (_, given, _) in enumerate(self.given) if hasattr(given, "copy_was_written")])
         found = [n for n, (_, given, version) in enumerate(self.given) if version >= 0 and given._version != version]
         if not found:
             return False
@@ -162,15 +161,13 @@ def strided_copy(tensor: Tensor) -> Tensor:
     return tensor.as_strided((reach,), (1,)).clone().as_strided(tensor.shape, tensor.stride(), 0)
 
 
-def stage_output(tree: Tree, staying: Callable[[], Iterable[Tensor]], keepers: KeptOutputs) -> Payload:
+def stage_output(tree: Tree, staying: Callable[[], Iterable[Tensor]]) -> Payload:
     """Pack the output of a stage; copy tensors that share memory with what outlives the forward and may be written.
 
     Args:
         staying: returns the tensors that outlive the forward; called only for outputs that are no activations.
-        keepers: finds outputs that layers keep in attributes.
     """
-    payload = pack(tree)
-    payload = with_aliases(payload, tree, keepers.kept(payload))
+    payload = with_aliases(pack(tree), tree)
     if all([_is_activation(tensor) for tensor in tensors_of(tree)]):
         return payload
     addresses = {address(tensor) for tensor in staying()}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
@@ -22,14 +23,11 @@ from .borders import Forwarded, InputGradients, Targets
 from .loss_draws import LossDraws
 from .randomness import Randomness
 from .recomputation import FirstRun, Recomputation
-from .reruns import Reruns
 from .result import Losses, sum_and_weight
-from .sharing import KeptOutputs
 from .slices import Slice, Times, note
+from .stage_state import StageState, State
 from .torch_internals import run_backward
-from .unhooked import Unhooked
 from .updating import Training, Updating
-from .written import Written
 
 if TYPE_CHECKING:
     from .snapshot import BeforeUpdate
@@ -84,20 +82,17 @@ class Shard:
         self._owed = InputGradients()
         #: microbatch -> the forward to recompute, and the state of the modules that it began with
         self._inputs: dict[int, tuple[Callable[[], Tree], FirstRun]] = {}
-        #: microbatch -> step, and the part of its backward that is left for the weights
-        self._deferred: dict[int, tuple[int, WeightBackward]] = {}
+        #: microbatch -> step, state, and the part of its backward that is left for the weights
+        self._deferred: dict[int, tuple[int, State | None, WeightBackward]] = {}
         #: the three above: microbatches whose forward has run, but not all of their backward
         self._under_way = self._forwarded, self._inputs, self._deferred
         self.recomputation = Recomputation(slice.own, slice.modules)
-        self._written = Written(slice)
-        self._keepers = KeptOutputs(slice.own)
-        self._unhooked = Unhooked(slice.own, slice.modules)
+        self.state = StageState(slice, lambda: sum(len(held) for held in self._under_way))
         self._casts = Casts()
         #: backwards in two parts so far
         self._num_split = 0
         #: forwards in training so far
         self._num_forwards = 0
-        self._reruns = Reruns(slice.own, self._under_way, self._written)
         # Names are taken now: a forward may replace modules.
         self.updating = Updating(slice, stage, training, randomness)
 
@@ -138,7 +133,7 @@ class Shard:
     @property
     def written_weights(self) -> list[nn.Parameter]:
         """Parameters that forwards have been seen to write in place."""
-        return self._written.weights or []
+        return self.state.weights
 
     @property
     def stateful(self) -> bool:
@@ -147,7 +142,7 @@ class Shard:
         What is in evaluation mode counts too, because a caller may put it into training mode between two steps.
         """
         held = (b for m in self.slice.own if m._buffers for b in m._buffers.values())
-        return bool(self._written.weights) or any(buffer is not None for buffer in held)
+        return bool(self.state.weights) or any(buffer is not None for buffer in held)
 
     def train(self, mode: bool) -> None:
         """Set all modules to evaluation mode, or back to the modes that the user had given them."""
@@ -157,7 +152,7 @@ class Shard:
             module.training = mode and own
         self._modes = {} if mode else self._modes
         if mode:
-            self._written.look_at_modes()
+            self.state.look_at_modes()
 
     def go_on_at(self, step: int, updates: int) -> None:
         """Set the counters of steps and updates, which also key the optimizer's random numbers."""
@@ -188,23 +183,18 @@ class Shard:
             recompute: keep the inputs instead of the activations; `recompute` will be called before backward.
         """
         given = step, microbatch, inputs, fields, target, share, split
-        holds = split or (self._unhooked.known is None and self._written.found)
-        if not ((holds or recompute) and torch.is_grad_enabled()):
-            tree = self._forward(*given)
+        if recompute and torch.is_grad_enabled():
+            tree = self._noted(microbatch, partial(self._forward, *given))
         else:
-            first: Callable[..., Tree] = partial(self._forward, *given)
-            forward = partial(self._unhooked.run, first, self._written.begin_anew) if holds else first
-            tree = self._noted(microbatch, forward if split else first, forward) if recompute else forward()
-        if self._reruns.watches:
-            self._reruns.forwarded()
+            tree = self._forward(*given)
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):
             tree = {each.name: getattr(tree, each.name) for each in fields_of(tree)}  # a plain tree can travel
-        return borders.stage_output(tree, lambda: self._staying(inputs), self._keepers) if share is None else None
+        return borders.stage_output(tree, lambda: self._staying(inputs)) if share is None else None
 
-    def _noted(self, microbatch: int, first: Callable[..., Tree], forward: Callable[..., Tree]) -> Tree:
+    def _noted(self, microbatch: int, forward: Callable[..., Tree]) -> Tree:
         with self._randomness.lock:  # modules may be those of other threads too
             # With the graph, not without: the outputs say what owes a gradient.
-            tree, noted = self.recomputation.first(partial(first, again=True))
+            tree, noted = self.recomputation.first(partial(forward, again=True))
         del self._forwarded[microbatch]
         self._inputs[microbatch] = forward, noted
         return tree
@@ -226,31 +216,27 @@ class Shard:
         split: bool,
         *,
         again: bool = False,
-        spared: bool = False,
     ) -> Tree:
         """Run the slice, and the loss function if a share is given; return what comes out.
 
         Args:
-            again: whether the same forward will run once more, from the same inputs; `spared`: whether it may have to.
+            again: whether the same forward will run once more, from the same inputs.
         """
-        backward, spared = torch.is_grad_enabled(), spared or again
+        backward = torch.is_grad_enabled()
         mine = self._layers_write[backward]
-        copied = spared or (self.stage == 0 and borders.must_copy_batch(inputs, mine))
+        copied = again or (self.stage == 0 and borders.must_copy_batch(inputs, mine))
         entered = borders.stage_inputs(inputs, copied=copied)
         if target is not None:
-            target = self._targets.take(target, known=self.loss_fn is self._own_loss_fn, copied=spared)
+            target = self._targets.take(target, known=self.loss_fn is self._own_loss_fn, copied=again)
         trained = self.updating.trained() if backward and self._num_forwards < _LOOKS else None
-        looks = backward and not self._written.nothing
-        known = self._written.begin() if looks else {}
-        saved = self._saving(split, known, again) if backward and (split or known) else None
+        looks = backward and self.state.watches
+        if looks:
+            self.state.begin()
+        saved = _saving() if backward and split else None
         compute = partial(self._compute, step, microbatch, entered.tree, fields, target, share)
-        if saved is None:
-            with self._randomness.lock:
-                tree = compute()
-        else:
-            with self._randomness.lock, saved.hooks(unseen=self.slice.takes_fields):
-                tree = compute()
-        hidden = self._written.end(again) if looks else {}
+        with self._randomness.lock, nullcontext() if saved is None else saved.hooks(unseen=self.slice.takes_fields):
+            tree = compute()
+        values = self.state.end(again) if looks else []
         written = entered.written()
         if self.stage == 0:
             if written and not copied:
@@ -267,18 +253,9 @@ class Shard:
                 self._owed.watch(owing)
             roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
             self._casts.look(roots)
-            if looks:
-                self._written.keep(roots, saved, hidden, {} if again else known)
-            self._forwarded[microbatch] = Forwarded(step, owing, roots, saved)
+            state = self.state.left(values, roots) if looks else None
+            self._forwarded[microbatch] = Forwarded(step, owing, roots, saved, state)
         return tree
-
-    def _saving(self, split: bool, known: Mapping[int, Tensor], again: bool) -> Saved | None:
-        seen = not self._unhooked.known
-        if not split and (again or not seen):
-            return None
-        from .split_backward import Saved  # few schedules split
-
-        return Saved({} if again else known, seen)
 
     def _compute(
         self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None
@@ -325,11 +302,11 @@ class Shard:
         Args:
             grads: from the next stage: for each output that requires one, its gradient or None; None after the loss.
         """
-        step, owing, roots, _ = self._forwarded.pop(microbatch)
+        step, owing, roots, _, state = self._forwarded.pop(microbatch)
         roots, begun = borders.backward_starts(roots, grads)
         self._owed.expect(owing)
         if roots:
-            with self._reruns.backward(self._casts, roots):
+            with self._casts.backward(), self.state.shown(state):
                 self._randomness.seed_backward(step, microbatch, self.slice.first)
                 run_backward(roots, begun)
         return pack(self._owed.taken(owing))
@@ -338,21 +315,21 @@ class Shard:
         """Return the gradients of the inputs; `backward_weights` makes the weights'. Arguments as of `backward`."""
         from .split_backward import backward_inputs
 
-        step, owing, roots, saved = self._forwarded.pop(microbatch)
+        step, owing, roots, saved, state = self._forwarded.pop(microbatch)
         roots, begun = borders.backward_starts(roots, grads)
         assert saved is not None
-        with self._reruns.backward(self._casts, roots, of_inputs=True):
+        with self._casts.backward(), self.state.shown(state):
             self._randomness.seed_backward(step, microbatch, self.slice.first)
             saved.is_checked = self._num_split < _LOOKS
             self._num_split += 1
             found, deferred = backward_inputs(roots, begun, owing, saved)
-        self._deferred[microbatch] = step, deferred
+        self._deferred[microbatch] = step, state, deferred
         return pack(tuple(found))
 
     def backward_weights(self, microbatch: int) -> None:
         """Accumulate the gradients of the weights that `backward_inputs` has left out."""
-        step, deferred = self._deferred.pop(microbatch)
-        with self._reruns.backward(self._casts, ()):
+        step, state, deferred = self._deferred.pop(microbatch)
+        with self._casts.backward(), self.state.shown(state, again=True):
             self._randomness.seed_backward(step, microbatch, self.slice.first, weights=True)
             deferred.run()
 
@@ -398,3 +375,9 @@ class Shard:
         self.statistics.hold()
         self.updating.hold(weight)
         self.num_updates += 1
+
+
+def _saving() -> Saved:
+    from .split_backward import Saved  # few schedules split
+
+    return Saved()

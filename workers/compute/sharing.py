@@ -1,35 +1,31 @@
-"""Outputs of a stage that share memory with one another, or with what a layer keeps, or that are views.
+"""Outputs of a stage that share memory with one another, or that are views.
 
 Inside one model, writing one of them in place also writes the others; behind a cut they no longer share memory. So the
-next stage is told which of its inputs overlap or are kept, and must write none of those. It is also told which are
+next stage is told which of its inputs overlap, and must write none of those. It is also told which are
 views, because autograd lays out the gradient of a tensor written through a view as that of the view's base.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...dependency import ConfigError
 from ..transport.payload import Payload, Tree, distinct_tensors, is_taken_apart, parts_of
-from .inner_state import BOXES, MOST_INSIDE
 
 #: tensors with more elements in one storage count as overlapping without a look at each element
 _MOST_ELEMENTS = 2**22
-#: so many forwards are searched for layers that keep their output
-_LOOKS = 2
-_HOLDERS: tuple[type[Any], ...] = (tuple, *BOXES)
 
 
 class Aliased(NamedTuple):
     """A tree whose tensors overlap or are views; it travels between stages in place of the tree."""
 
     tree: Tree
-    #: indices of the payload's tensors that overlap, by group; a group of one is kept by a layer
+    #: indices of the payload's tensors that overlap, by group
     groups: tuple[tuple[int, ...], ...]
     #: indices of those that require a gradient and are views
     views: tuple[int, ...] = ()
@@ -40,38 +36,6 @@ def without_aliases(tree: Tree) -> Tree:
     return tree.tree if type(tree) is Aliased else tree
 
 
-class KeptOutputs:
-    """Observes in the first forwards whether layers keep outputs of their stage in attributes, as memories do.
-
-    Args:
-        modules: all modules of the stage.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules = modules
-        #: grad mode -> how many more forwards to search; never less while layers keep something
-        self._looks = {True: _LOOKS, False: _LOOKS}
-
-    def kept(self, payload: Payload) -> list[int]:
-        """Return the indices of the payload's tensors whose memory a layer keeps."""
-        trains = torch.is_grad_enabled()
-        if not self._looks[trains]:
-            return []
-        addresses = {address(tensor) for module in self._modules for tensor in _held(vars(module).values())} - {0}
-        found = [number for number, tensor in enumerate(payload.tensors) if address(tensor) in addresses]
-        self._looks[trains] = _LOOKS if found else self._looks[trains] - 1
-        return found
-
-
-def _held(values: Iterable[Any], inside: bool = True) -> Iterable[Tensor]:
-    """Yield the tensors among `values`, and inside of the containers among them, one level deep."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif inside and isinstance(value, _HOLDERS) and len(value) <= MOST_INSIDE:
-            yield from _held(value.values() if isinstance(value, dict) else value, False)
-
-
 def address(tensor: Tensor) -> int:
     """Return the address of a tensor's storage; a unique negative number if it has none or is not strided."""
     try:
@@ -80,10 +44,9 @@ def address(tensor: Tensor) -> int:
         return -id(tensor)
 
 
-def with_aliases(payload: Payload, tree: Tree, kept: Collection[int] = ()) -> Payload:
-    """Return the payload of `tree`, marked with which tensors overlap, are views or are `kept` (indices)."""
+def with_aliases(payload: Payload, tree: Tree) -> Payload:
+    """Return the payload of `tree`, marked with which tensors overlap or are views."""
     groups = _overlapping(payload) if len(payload.tensors) > 1 else ()
-    groups += tuple([(number,) for number in kept])
     views, number = [], 0
     for tensor in distinct_tensors(tree):
         if tensor.requires_grad and tensor._is_view():
@@ -139,7 +102,7 @@ def refuse_writes(groups: Iterable[Sequence[int]], written: Sequence[int]) -> No
     """
     if any(number in group for group in groups for number in written):
         raise ConfigError(
-            "a layer writes in place what its stage was handed together with a view of it, or what a layer of the "
-            "stage before keeps in an attribute: behind a cut the two no longer share memory; hand on a copy, by "
-            ".clone(), leave out the change in place, or choose a split that keeps the layers together"
+            "a layer writes in place what its stage was handed together with a view of it: behind a cut the two no "
+            "longer share memory; hand on a copy, by .clone(), leave out the change in place, or choose a split that "
+            "keeps the layers together"
         )

@@ -52,16 +52,9 @@ _Starts = list[tuple[_Edge, Tensor]]
 
 
 class Saved:
-    """What forward saves for backward, held where it can be let go of tensor by tensor.
+    """What forward saves for backward, held where it can be let go of tensor by tensor."""
 
-    Args:
-        written: by their addresses, tensors that are written again and again, so that copies are held.
-        seen: whether anything is held here; else autograd holds it, and I makes all gradients.
-    """
-
-    def __init__(self, written: Mapping[int, Tensor] | None = None, seen: bool = True) -> None:
-        self._written = written or {}
-        self.seen = seen
+    def __init__(self) -> None:
         #: whether hooks of layers are looked at
         self.is_checked = False
         self._handles: list[_Handle] = []
@@ -76,14 +69,21 @@ class Saved:
 
         Args:
             unseen: whether a torch function mode must not see what is done for that: it is not the model.
+
+        Raises:
+            ConfigError: torch lets a layer save in no way but its own.
         """
-        if not self.seen:
-            self.hooked = True
-            yield
-            return
         num_registered = RemovableHandle.next_id  # of the process; a node does not tell its hooks
-        with saved_tensors_hooks(self._save_unseen if unseen else self._save, self._load):
-            yield
+        try:
+            with saved_tensors_hooks(self._save_unseen if unseen else self._save, self._load):
+                yield
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise ConfigError(
+                "a layer calls torch.func (grad, vjp, jacrev, hessian) in its forward, which torch does not allow "
+                "where backward is split: use a schedule that does not split it, such as 1f1b"
+            ) from error
         self.hooked |= RemovableHandle.next_id != num_registered
 
     @contextmanager
@@ -115,25 +115,6 @@ class Saved:
         storages = [handle.tensor.untyped_storage() for handle in self._handles if handle.tensor is not None]
         return sum({each.data_ptr(): each.nbytes() for each in storages if each.data_ptr() in wanted}.values())
 
-    def keep(self, more: Mapping[int, Tensor]) -> None:
-        """Hold copies of what is written again and again, as it is when forward has ended: backward could come then.
-
-        Args:
-            more: what nobody knew of when it began.
-        """
-        written = {**self._written, **more}
-        weights = set(written.values())
-        for handle in self._handles if written else ():
-            if (tensor := handle.tensor) is None:
-                continue
-            # A forward that calls a layer twice may give its weight other memory twice: no address tells the second.
-            owner = handle.weight if handle.weight in weights else written.get(address(tensor))
-            if owner is not None and tensor._version == handle.version:
-                # By `data` it may have been given other memory, which autograd would not see.
-                moved = address(owner) != address(tensor) and owner.shape == tensor.shape
-                handle.tensor = (owner.detach() if moved else tensor).clone()
-                handle.version = handle.tensor._version
-
     def replace(self, change: Callable[[Tensor], Tensor]) -> None:
         """Hold `change(tensor)` instead of each tensor, such as a copy in another memory, for backward to read."""
         for handle in self._handles:
@@ -143,9 +124,10 @@ class Saved:
                 handle.version = handle.tensor._version
 
     def _save(self, tensor: Tensor) -> _Handle:
-        # Detached: a saved output would otherwise hold the node that holds it.
-        held = tensor.detach()
-        handle = _Handle(held, held._version, tensor if isinstance(tensor, nn.Parameter) else None)
+        # Detached: a saved output would otherwise hold the node that holds it. Not a weight: a layer may give it other
+        # memory, which autograd then reads.
+        held = tensor if isinstance(tensor, nn.Parameter) else tensor.detach()
+        handle = _Handle(held, held._version)
         self._handles.append(handle)
         return handle
 
@@ -172,11 +154,10 @@ class Saved:
 
 
 class _Handle:
-    __slots__ = ("tensor", "version", "weight")
+    __slots__ = ("tensor", "version")
 
-    def __init__(self, tensor: Tensor, version: int, weight: nn.Parameter | None) -> None:
+    def __init__(self, tensor: Tensor, version: int) -> None:
         self.tensor: Tensor | None = tensor
-        self.weight = weight  # of which it is the memory of then
         self.version = version  # with hooks, autograd does not look for changes in place itself
 
 
@@ -204,7 +185,7 @@ def backward_inputs(
     first = [torch.ones_like(root) if grad is None else grad for root, grad in zip(roots, grads, strict=True)]
     starts = list(zip(((edge.node, edge.output_nr) for edge in map(get_gradient_edge, roots)), first, strict=True))
     graph = _Graph([edge for edge, _ in starts], {_leaf_node(leaf) for leaf in inputs})
-    if saved.is_checked and saved.seen:
+    if saved.is_checked:
         refuse_held_graphs(graph.nodes)
     now, later = graph.divided(all_now=saved.hooked)
     along: _Starts = []

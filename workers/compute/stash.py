@@ -149,10 +149,10 @@ class StashingShard(Shard):
             self._scales[microbatch] = scale
         with self._using(microbatch):
             output = super().forward(step, microbatch, inputs, **settings)
-        if self._written.weights:
+        if self.state.weights:
             raise ConfigError(
                 f"stage {self.stage}: a layer writes a parameter in its forward, of shape "
-                f"{tuple(self._written.weights[0].shape)}, where several versions of it are in use; make it a buffer, "
+                f"{tuple(self.state.weights[0].shape)}, where several versions of it are in use; make it a buffer, "
                 "or use a synchronous schedule"
             )
         return output
