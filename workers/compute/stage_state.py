@@ -142,11 +142,12 @@ class StageState:
         if self._reruns is None and roots:
             self._reruns = _may_run_again(roots)
         attributes = None
-        if self._reruns and (self._looks or self._places):
+        if self._reruns and (self._looks or self._attributes or self._places):
             attributes = Attributes(self._slice.own)
-            if self._looks < _LOOKS and self._attributes is not None:
+            if self._attributes is not None:
                 self._places |= self._attributes.changed_places(equal)
             self._attributes = attributes if self._looks else None
+            attributes = attributes if self._looks or self._places else None
         return State(values, attributes) if values or attributes is not None else None
 
     @contextmanager
