@@ -102,7 +102,7 @@ class Observed(Ours):
 
             _replace(cls, name, noted)
 
-        before(Stream, "_hand_over", "computed", lambda stream, step, task, payload: (step.run, task.name))
+        before(Stream, "_finish", "computed", lambda stream, step, action, payload: (step.run, str(action)))
         before(RemoteCarrier, "_answer", "published", lambda _, peer, key, answer: key)
         before(Carrier, "_queue", "delivered", lambda _, arrived: arrived.key)
         before(Stream, "_take_in", "taken in", lambda stream, arrival: (arrival.run, str(arrival.what)))
@@ -205,6 +205,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         os.environ["BENCH_HOPS"] = name
         group.run(contest.jobs, Path(name), range(options.workers))
+        for failure in (each.failure for each in group.outcomes(contest.jobs[0], 0, Path(name)) if each.failure):
+            sys.exit(f"hops: a worker failed: {failure}")
         found = hops(Path(name), options.workers, way)
     for kind, name in (("F", "forward"), ("B", "backward")):
         _show(name, [times for key, times in found.items() if kind in key], way)

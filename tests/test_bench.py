@@ -1,6 +1,9 @@
 """The benchmark against other systems: that it compares what is comparable, and says so where it is not."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +20,9 @@ from rpc_pipe.dependency import F
 def test_systems_take_turns_and_agree_with_one_process_before_they_are_timed():
     script = """
 import json
+import subprocess
+import sys
+from pathlib import Path
 from bench.scenarios import emulated
 from bench.vs_pippy import compare, run
 systems = [("rpc-pipe", "zb-h1"), ("torch", "1F1B")]
@@ -114,6 +120,9 @@ def test_an_absent_peer_is_left_out_with_a_note(monkeypatch):
 def test_bare_sockets_compute_what_one_process_does(schedule):
     script = f"""
 import json
+import subprocess
+import sys
+from pathlib import Path
 from bench.scenarios import emulated
 from bench.vs_pippy import run
 contest = emulated(3, 4, {{"F": 1, "B": 2}}, 2, [("bare sockets", "{schedule}")], scenario="test")
@@ -131,3 +140,10 @@ def test_between_hosts_latency_is_predicted():
     job = contest.jobs[0]
     assert predicted_ms(job, contest.cost(job), 0) == limit_ms(job, contest.cost(job))[0] == 570
     assert predicted_ms(job, contest.cost(job), contest.travel_ms) == 590, "the way there and back of the first batch"
+
+
+def test_the_way_of_a_hop_is_measured():
+    """The places that it wraps had other names, and it ended in a FileNotFoundError."""
+    command = [sys.executable, str(Path(__file__).parents[1] / "bench" / "hops.py"), "--workers", "2", "--ms", "1"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and "rpc-pipe: packed, outbox" in ended.stdout, ended.stderr

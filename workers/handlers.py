@@ -99,6 +99,8 @@ class Task(NamedTuple):
     #: of a forward: whether its saved tensors are managed here (split backward, offload), and whether it is recomputed
     saves: bool
     recomputes: bool
+    #: whether it is of the last stage
+    is_last: bool
 
 
 @dataclass(eq=False)
@@ -158,7 +160,8 @@ class ActionContext(NamedTuple):
         sources = self.task.entry.sources
         if not sources:
             return None
-        payload = self.worker.given = self.worker.backend.ready(self.step.payloads.pop(sources[0]))
+        payload, backend = self.step.payloads.pop(sources[0]), self.worker.backend
+        self.worker.given = payload = payload if backend.in_step else backend.ready(payload)
         return payload
 
     @property
@@ -201,7 +204,7 @@ def _forward(ctx: ActionContext) -> Payload | None:
     elif payload is None:
         payload = worker.given = pack(worker.backend.load(batch.inputs[at]))
     run = partial(shard.forward, step.number, m, payload, fields=fields)
-    if shard.stage < batch.spec.last_stage:
+    if not task.is_last:
         return run(split=task.saves, recompute=task.recomputes)
     if batch.targets is None:
         output = run()

@@ -111,8 +111,10 @@ class Mailbox:
     def publish(self, run: int, what: str, payload: Payload, others: Sequence[int]) -> None:
         """Let the workers `others` pull `payload` as soon as it has left the device."""
         outbox, key = self._carrier.outbox, (run, what)
-        if not self._backend.in_step:
-            outbox.promise(key, others)
+        if self._backend.in_step:
+            outbox.offer(key, payload, others)
+            return
+        outbox.promise(key, others)
         self._backend.leave(payload, lambda left: outbox.offer(key, left, others), self._carrier.fault)
 
     def deliver_own(self, run: int, what: Action, outcome: Payload | BaseException | None) -> None:

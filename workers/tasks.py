@@ -28,7 +28,8 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
         handler: Handler = watched[place] if kind is F and place in watched else handler_of(kind)
         if saves:
             keep_donated_buffers()
-        found[entry.action] = Task(entry, str(entry.action), shards[place], handler, saves, recomputes)
+        is_last = stage == spec.last_stage
+        found[entry.action] = Task(entry, str(entry.action), shards[place], handler, saves, recomputes, is_last)
     return found
 
 

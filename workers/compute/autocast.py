@@ -77,7 +77,7 @@ class Casts:
     def look(self, roots: Sequence[Tensor]) -> None:
         """Find out, by the first forward, whether a checkpoint or the like computes again in backward what it has
         computed without gradients: a function that is written in Python."""
-        if self._leaves is None and enabled():
+        if self._leaves is None and (torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
             nodes = children_first(root.grad_fn for root in roots if root.grad_fn is not None)
             self._leaves = any(isinstance(node, BackwardCFunction) for node in nodes)
 

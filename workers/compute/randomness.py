@@ -36,6 +36,7 @@ _DRAWING = (
 #: what a key is for
 _INITIAL, _FORWARD, _BACKWARD, _BACKWARD_WEIGHTS, _UPDATE, _LOSS = range(6)
 _packers = [struct.Struct(f"<{length}q").pack for length in range(8)]
+_pack_forward = _packers[5]
 
 
 class Randomness:
@@ -58,8 +59,12 @@ class Randomness:
         """
         if operation:
             self._seed(_FORWARD, step, microbatch, layer, operation)
-        else:
-            self._seed(_FORWARD, step, microbatch, layer)
+        else:  # as `_seed` does: this is done for each layer that may draw
+            digest = hashlib.blake2b(
+                _pack_forward(self.seed, _FORWARD, step, microbatch, layer), digest_size=8
+            ).digest()
+            for generator in self._generators:
+                generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
     def seed_backward(self, step: int, microbatch: int, layer: int, *, weights: bool = False) -> None:
         """Let what is drawn next be for a stage's backward; `weights`: for that of the weights alone."""

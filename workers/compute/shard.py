@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import fields as fields_of
 from dataclasses import is_dataclass
 from functools import partial
@@ -233,9 +232,12 @@ class Shard:
         if looks:
             self.state.begin()
         saved = _saving() if backward and split else None
-        compute = partial(self._compute, step, microbatch, entered.tree, fields, target, share)
-        with self._randomness.lock, nullcontext() if saved is None else saved.hooks(unseen=self.slice.takes_fields):
-            tree = compute()
+        with self._randomness.lock:
+            if saved is None:
+                tree = self._compute(step, microbatch, entered.tree, fields, target, share)
+            else:
+                with saved.hooks(unseen=self.slice.takes_fields):
+                    tree = self._compute(step, microbatch, entered.tree, fields, target, share)
         values = self.state.end(again) if looks else []
         written = entered.written()
         if self.stage == 0:
@@ -251,7 +253,8 @@ class Shard:
             owing = entered.owing
             if not split:
                 self._owed.watch(owing)
-            roots = [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
+            outputs = (tree,) if type(tree) is Tensor else distinct_tensors(tree)
+            roots = [tensor for tensor in outputs if tensor.requires_grad]
             self._casts.look(roots)
             state = self.state.left(values, roots) if looks else None
             self._forwarded[microbatch] = Forwarded(step, owing, roots, saved, state)

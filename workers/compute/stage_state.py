@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ...dependency import ConfigError
 from .attributes import Attributes
@@ -91,17 +92,15 @@ class StageState:
         self._attributes: Attributes | None = None
         #: type of a layer that writes such state when it runs again, "" if there is none; None: not observed yet
         self._rewrites: str | None = None
+        self._ran_again = False
         self._backwards = _LOOKS
-
-    @property
-    def watches(self) -> bool:
-        """Whether anything has to be done around a forward: nothing, once it is known that forwards write nothing."""
-        return bool(self._looks or self.buffers or self.weights or self._places)
+        #: whether anything has to be done around a forward: nothing, once it is known that forwards write nothing
+        self.watches = True
 
     def look_at_modes(self) -> None:
         """Look at the next forward if modules have other modes now, in which it may write something else."""
         if self._modes and self._modes != [module.training for module in self._modules]:
-            self._looks = _LOOKS
+            self._looks, self.watches = _LOOKS, True
 
     def begin(self) -> None:
         """Look at what a forward that begins may write."""
@@ -142,12 +141,13 @@ class StageState:
         if self._reruns is None and roots:
             self._reruns = _may_run_again(roots)
         attributes = None
-        if self._reruns and (self._looks or self._attributes or self._places):
+        if self._reruns and (self._looks or self._places or self._attributes is not None):
             attributes = Attributes(self._slice.own)
             if self._attributes is not None:
                 self._places |= self._attributes.changed_places(equal)
             self._attributes = attributes if self._looks else None
             attributes = attributes if self._looks or self._places else None
+        self.watches = bool(self._looks or self.buffers or self.weights or (self._reruns and self._places))
         return State(values, attributes) if values or attributes is not None else None
 
     @contextmanager
@@ -168,11 +168,14 @@ class StageState:
             state.put()
             looks = bool(self._reruns) and self._rewrites is None
             before = [value.data.clone() for value in state.values] if looks else []
+            called: list[nn.Module] = []
+            handle = register_module_forward_pre_hook(lambda module, _: called.append(module)) if looks else None
             try:
                 yield
             finally:
-                if looks:
-                    self._look_at_rewrites(state, before)
+                if handle is not None:
+                    handle.remove()
+                    self._look_at_rewrites(state, before, bool(called))
                 if not self._rewrites:
                     now.put()
         if self._rewrites and self._num_under_way():
@@ -193,13 +196,16 @@ class StageState:
         ]
         return State(values, None if state.attributes is None else state.attributes.now())
 
-    def _look_at_rewrites(self, state: State, before: Sequence[Tensor]) -> None:
+    def _look_at_rewrites(self, state: State, before: Sequence[Tensor], called: bool) -> None:
         now = self._now(state)
-        pairs = zip(now.values, state.values, before, strict=True)
+        pairs = zip(now.values, state.values, before, strict=True) if called else ()
         changed = [new.module for new, old, data in pairs if new.tensor is not old.tensor or not new.data.equal(data)]
-        if state.attributes is not None:
+        if state.attributes is not None and called:
             changed += [module for module, _ in self._places & state.attributes.changed_places(equal)]
         self._backwards -= 1
+        self._ran_again |= called
+        if not self._backwards:
+            self._reruns = self._ran_again
         if changed or not self._backwards:
             self._rewrites = type(changed[0] or self._slice.own[0]).__name__ if changed else ""
 

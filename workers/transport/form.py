@@ -76,6 +76,8 @@ def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
     Raises:
         ConfigError: something in it cannot travel.
     """
+    if type(payload.skeleton) is Place and (found := _one_dense(payload.tensors[0], payload.skeleton)) is not None:
+        return found, payload.tensors
     dense: list[Tensor] = []
     identity = _identity(payload.skeleton)
     try:
@@ -92,6 +94,21 @@ def describe(name: str, payload: Payload) -> tuple[bytes, list[Tensor]]:
     return form, dense
 
 
+def _one_dense(tensor: Tensor, place: Place) -> bytes | None:
+    """Return the form of a payload that is one contiguous tensor of real numbers, as most are; None: it is not, or it
+    is the first of its kind."""
+    if (
+        type(tensor) is not Tensor
+        or tensor.layout is not torch.strided
+        or not (tensor.is_cpu and tensor.is_contiguous())
+    ):
+        return None
+    if tensor.is_neg() or tensor.is_complex():
+        return None
+    looks = ((tensor.dtype, tensor.shape, tensor.stride(), False),)
+    return _written.get(((Place, place), looks))
+
+
 def form_of(data: bytes) -> Form:
     """Return the form that `describe` has written.
 
@@ -103,7 +120,10 @@ def form_of(data: bytes) -> Form:
 
 def assemble(form: Form, contents: Callable[[Dense], Tensor]) -> Payload:
     """Return the payload of this form; `contents` returns the tensor of each look, in order, filled."""
-    return Payload([_assembled(look, contents) for look in form.looks], form.skeleton)
+    looks = form.looks
+    if len(looks) == 1 and type(looks[0]) is Dense and not looks[0].conjugate:
+        return Payload([contents(looks[0])], form.skeleton)
+    return Payload([_assembled(look, contents) for look in looks], form.skeleton)
 
 
 def _look(tensor: Tensor, dense: list[Tensor]) -> tuple[Any, ...]:

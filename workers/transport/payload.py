@@ -53,6 +53,8 @@ class Payload:
     @property
     def num_bytes(self) -> int:
         """Of the tensors."""
+        if len(self.tensors) == 1 and not self.tensors[0].is_sparse:
+            return self.tensors[0].nbytes
         return sum([_num_sparse_bytes(tensor) if tensor.is_sparse else tensor.nbytes for tensor in self.tensors])
 
 

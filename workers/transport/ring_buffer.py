@@ -41,11 +41,6 @@ class RingBuffer:
         self._token[:] = token
 
     @property
-    def asleep(self) -> bool:
-        """Whether the reader is to be woken; to be asked after a fence behind what was written."""
-        return self.counters[ASLEEP] != 0
-
-    @property
     def empty(self) -> bool:
         """Whether everything written has been read."""
         counters = self.counters

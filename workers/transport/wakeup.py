@@ -91,9 +91,10 @@ class Notifier:
 
     def notify(self) -> None:
         """Wake who waits, or who will, if there is anybody."""
-        # BlockingIOError: it is full. BrokenPipeError: its owner is gone.
-        with suppress(BlockingIOError, BrokenPipeError):
+        try:
             os.write(self.descriptor, b"\0")
+        except (BlockingIOError, BrokenPipeError):  # it is full; its owner is gone
+            pass
 
 
 def _close_with(owner: object, descriptor: int) -> None:
