@@ -10,7 +10,7 @@ import re
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, TypeVar
@@ -83,6 +83,8 @@ def settle_training(pipeline: type, training: Training | None, old: Mapping[str,
             raise TypeError(f"Pipeline has no argument {name!r}{f': did you mean {near[0]}?' if near else ''}")
     if training is not None and not isinstance(training, Training):
         raise ConfigError(f"training {training!r}: must be a Training, such as Training(optimizer=torch.optim.AdamW)")
+    if old.keys() == {"check"}:  # which is no old name
+        return replace(training or Training(), **old)
     if training is not None and old:
         raise ConfigError(f"{next(iter(old))}: goes into training=Training({next(iter(old))}=...), which is there, too")
     if old:
@@ -168,6 +170,8 @@ def refuse_training(loss_fn: object, training: Training) -> None:
     """Refuse factories that cannot be called, objects in their place, and impossible numbers."""
     optimizer: object = training.optimizer
     lr_scheduler: object = training.lr_scheduler
+    if training.check not in ("first", "always"):
+        raise ConfigError(f"check {training.check!r}: must be 'always', or left out for 'first'")
     if isinstance(loss_fn, type) and issubclass(loss_fn, nn.Module):
         raise ConfigError(f"loss_fn is the class {loss_fn.__name__}: pass an instance, {loss_fn.__name__}()")
     refuse_sums(loss_fn, "loss_fn")

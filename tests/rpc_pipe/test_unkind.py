@@ -349,6 +349,32 @@ def test_a_checkpoint_computes_again_by_what_its_own_forward_has_left(schedule, 
         assert differences(pipe, counted, batches_for("moving average", 4), 1) == []
 
 
+class FromAQueue(Linear):
+    """From its third forward on it takes numbers from a queue of the user's, as a cache that fills up does."""
+
+    taken = [0.0] * 4
+
+    def forward(self, x):
+        self.taken.append(float(len(self.taken)))
+        return self.linear(x) + max(self.taken[-1] - 8.0, 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream"])
+def test_check_always_finds_what_begins_later_to_depend_on_something_else(schedule):
+    batch = torch.randn(6, WIDTH), torch.randn(6, WIDTH)
+    for layers, raises in (([partial(nn.Linear, WIDTH, WIDTH)], False), ([EMA], False), ([FromAQueue], True)):
+        torch.manual_seed(0)
+        model = repeated(*layers)
+        pipe, other = (pipeline(model, schedule, num_workers=2, num_microbatches=3, seed=1, **how) for how in
+                       ({"check": "always"}, {}))  # fmt: skip
+        if raises:
+            with pytest.raises(WorkerFailure, match="run once more gave other numbers"):
+                for _ in range(4):
+                    pipe.step(batch)
+        else:
+            assert [pipe.step(batch) for _ in range(3)] == [other.step(batch) for _ in range(3)]
+
+
 class Normed(Linear):
     """Makes its weight anew when a checkpoint runs it again."""
 

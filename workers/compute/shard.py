@@ -86,6 +86,8 @@ class Shard:
         #: the three above: microbatches whose forward has run, but not all of their backward
         self._under_way = self._forwarded, self._inputs, self._deferred
         self.recomputation = Recomputation(slice.own, slice.modules)
+        #: the last step of which a forward was run once more, to compare; None: none is
+        self._checked = -1 if training.check == "always" else None
         self.state = StageState(slice, lambda: sum(len(held) for held in self._under_way))
         self._casts = Casts()
         #: backwards in two parts so far
@@ -182,8 +184,12 @@ class Shard:
             recompute: keep the inputs instead of the activations; `recompute` will be called before backward.
         """
         given = step, microbatch, inputs, fields, target, share, split
-        if recompute and torch.is_grad_enabled():
+        checked = self._checked not in (None, step) and torch.is_grad_enabled()
+        if (recompute and torch.is_grad_enabled()) or checked:
             tree = self._noted(microbatch, partial(self._forward, *given))
+            self._checked = step if checked else self._checked
+            if not recompute:
+                self.recompute(step, microbatch)
         else:
             tree = self._forward(*given)
         if self.loss_fn is not None and is_dataclass(tree) and not isinstance(tree, dict):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,8 @@ class Training:
             `torch.nn.utils.clip_grad_norm_`; see `Pipeline.grad_norm`.
         post_validation: whether steps of `train` update before that norm is known, and repeat the update if gradients
             must be clipped, with the same bits; by default if the schedule gains by it. See docs/training.md.
+        check: `always` runs one microbatch of every step once more, on every stage, from the state that its forward
+            began with, and compares the outputs: a layer that depends on something else is an error.
     """
 
     optimizer: OptimizerFactory | None = None
@@ -59,6 +61,7 @@ class Training:
     deferred_batch_norm: bool = False
     max_grad_norm: float | None = None
     post_validation: bool | None = None
+    check: Literal["first", "always"] = "first"
 
 
 class Updating:
