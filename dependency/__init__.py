@@ -5,10 +5,12 @@ from .answers import schedule_errors
 from .check import check, check_all
 from .entry import Entry, Pulled
 from .errors import (
+    BatchError,
     ConfigError,
     Damaged,
     DataError,
     Disagreement,
+    ModelError,
     NotFinite,
     NotMet,
     PeerLost,
@@ -48,6 +50,7 @@ __all__ = [
     "Action",
     "Reductions",
     "B",
+    "BatchError",
     "C",
     "ConfigError",
     "Damaged",
@@ -61,6 +64,7 @@ __all__ = [
     "Kind",
     "Order",
     "Part",
+    "ModelError",
     "NotFinite",
     "NotMet",
     "PeerLost",

@@ -3,6 +3,8 @@
     PipeError
     ├── ScheduleError      the author of a schedule: the relation cannot be run; carries a drawing
     ├── ConfigError        the user: an option, its value, the rule, the nearest valid value
+    │   ├── ModelError     a model or loss function that no pipeline trains so; which part, and what to do
+    │   ├── BatchError     a batch that does not fit the model or the microbatches
     │   ├── DataError      a shard: missing, truncated, changed, or its storage does not answer; which one
     │   ├── StorageError   a disk: full, read-only, or it does not answer; what was written before is as it was
     │   └── Damaged        a checkpoint: not as it was written; an older one may do
@@ -58,6 +60,14 @@ def refuse_below(least: int, **numbers: object) -> None:
     for name, value in numbers.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name} {value!r}: must be a whole number, at least {least}")
+
+
+class ModelError(ConfigError):
+    """The model, or its loss function, cannot be trained so by a pipeline; the text names the part and what to do."""
+
+
+class BatchError(ConfigError):
+    """A batch, or what is called with it, does not fit the model or the microbatches."""
 
 
 class DataError(ConfigError):

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 
 
 class Adapter(NamedTuple):
@@ -26,7 +26,7 @@ def adapters_of(whole: nn.Module) -> dict[str, Adapter]:
     """Return the adapters of a model, by name; none of a model that peft has not adapted.
 
     Raises:
-        ConfigError: peft makes what it writes of an adapter from other tensors.
+        ModelError: peft makes what it writes of an adapter from other tensors.
     """
     configs = getattr(whole, "peft_config", None)
     peft: Any = sys.modules.get("peft")  # who has adapted a model has loaded it
@@ -44,7 +44,7 @@ def adapters_of(whole: nn.Module) -> dict[str, Adapter]:
         )
         names = {key if wrapped else f"base_model.model.{key}": name_of.get(id(each)) for key, each in written.items()}
         if None in names.values():
-            raise ConfigError(
+            raise ModelError(
                 f"adapter {name}: peft writes {type(given).__name__} as other tensors than the model holds; on "
                 "worker 0 call model.save_pretrained(folder, state_dict=pipe.weights.state_dict())"
             )

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 from ..workers.compute.shard import LossFn
 from ..workers.transport.payload import Tree
 
@@ -36,7 +36,7 @@ class CallForm:
     def pair(self, batch: Tree) -> tuple[Tree, Tree]:
         """Return ((args, kwargs) of the model, second argument of the loss function)."""
         if batch is None:
-            raise ConfigError("batch is None: every worker runs the model's own forward, so every worker needs it")
+            raise ModelError("batch is None: every worker runs the model's own forward, so every worker needs it")
         batch = self._joined(batch)
         if self.loss_is_inside:
             self._refuse_pair(batch)
@@ -51,7 +51,7 @@ class CallForm:
         """Refuse (inputs, targets) for a model that takes its targets by the name `labels`, as Hugging Face's do."""
         is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2 and all(isinstance(x, Tensor) for x in batch)
         if is_pair and self._has_labels and self._second != "labels":
-            raise ConfigError(
+            raise ModelError(
                 f"batch: is a pair (inputs, targets), and {self._model} computes its loss itself, from labels=: its "
                 f"second argument is {self._second}. Pass a loss function that takes the pair's targets, for tokens "
                 "lambda output, targets: cross_entropy(output.logits.flatten(0, 1), targets.flatten()); or a dict of "
@@ -95,7 +95,7 @@ def loss_of_output(output: Any, target: Any = None) -> Tensor:
     """Return the loss in a model's output.
 
     Raises:
-        ConfigError: there is none.
+        ModelError: there is none.
     """
     found = output
     if isinstance(output, (tuple, list)):
@@ -110,7 +110,7 @@ def loss_of_output(output: Any, target: Any = None) -> Tensor:
     if isinstance(found, Tensor) and _is_number(found):
         return found
     what = f"a tensor of shape {tuple(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
-    raise ConfigError(
+    raise ModelError(
         f"model: returned {what} and no loss: pass a batch from which it computes one, such as a dict with labels, "
         f"or a loss_fn, called as loss_fn(output, batch)"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 
 
 def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None, more: str = "") -> list[range]:
@@ -14,14 +14,14 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None, mo
         more: the option that gives the model more layers, for an error.
 
     Raises:
-        ConfigError: a stage would be left without a layer, or `split` does not add up.
+        ModelError: a stage would be left without a layer, or `split` does not add up.
 
     >>> cut(6, 4)
     [range(0, 2), range(2, 4), range(4, 5), range(5, 6)]
     """
     if split is None:
         if num_stages > num_layers:
-            raise ConfigError(
+            raise ModelError(
                 f"stages {num_stages}: the model has only {num_layers} layer{'s' * (num_layers > 1)} to cut between; "
                 f"use at most {num_layers} stage{'s' * (num_layers > 1)}, so fewer workers (num_workers=, or --workers "
                 f"if typed){more and f', or a larger {more}'}"
@@ -29,9 +29,9 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None, mo
         small, larger = divmod(num_layers, num_stages)
         split = [small + (stage < larger) for stage in range(num_stages)]
     if not isinstance(split, Sequence) or isinstance(split, str):
-        raise ConfigError(f"split {split!r}: must be a list with the number of layers of each stage, such as [3, 2, 2]")
+        raise ModelError(f"split {split!r}: must be a list with the number of layers of each stage, such as [3, 2, 2]")
     if len(split) != num_stages or sum(split) != num_layers or min(split) < 1:
-        raise ConfigError(
+        raise ModelError(
             f"split {list(split)}: must have a positive number for each stage (here {num_stages}), and they must "
             f"add up to the model's {num_layers} layers; a plan's split fits only the model that was planned"
         )

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.torch_internals import OperatorMode
 from .observe.placeholder import (
@@ -58,7 +58,7 @@ class DeferredModel:
         with self._randomness.initial(0), self._recorder:
             self.model = factory()
         if not isinstance(self.model, nn.Module):
-            raise ConfigError(f"model: the function returned a {type(self.model).__name__}, not a module")
+            raise ModelError(f"model: the function returned a {type(self.model).__name__}, not a module")
         for module in self.model.modules():
             for owner in (module._buffers, vars(module)):
                 self._fill(owner)
@@ -147,7 +147,7 @@ class _Recorder(OperatorMode):
                     found = real if storage_of(fake) == storage else found
                 now = {key: real for key, real in now.items() if last_use[key] > operation.number}
         if found is None:
-            raise ConfigError(f"model: nothing is known of how a tensor of shape {tuple(tensor.shape)} was made")
+            raise ModelError(f"model: nothing is known of how a tensor of shape {tuple(tensor.shape)} was made")
         return found.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _operations_for(self, storage: int) -> list[_Operation]:

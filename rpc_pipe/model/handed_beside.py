@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 from ..workers.compute.inner_state import OF_TORCH
 from .separate import mentioned, modules_in
 
@@ -47,11 +47,11 @@ def refuse_handed_on(holders: Sequence[Holder]) -> None:
     """Refuse a tensor with a graph in what other stages hold too, after a forward of the stage.
 
     Raises:
-        ConfigError: there is one.
+        ModelError: there is one.
     """
     for layer, name, held in holders:
         if any(tensor.grad_fn is not None for tensor in _tensors(held, 3)):
-            raise ConfigError(
+            raise ModelError(
                 f"model: layer {layer} leaves a tensor in {name}, which layers of other stages or the loss function "
                 "use too: only what layers return reaches other stages; return it beside the output, as in (x, extra), "
                 "detach() it if it is only looked at, or keep its users on one stage (split=)"

@@ -17,7 +17,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 from ..workers.compute.by_hand import HOOKS, PLAIN, OfWeight
 from ..workers.compute.digest import digest, memory_of
 from ..workers.compute.inner_state import OF_TORCH
@@ -284,7 +284,7 @@ def _structure(module: nn.Module) -> list[int]:
     return [*found, *map(id, members.values())] if (members := held["_modules"]) else found
 
 
-def _cannot_follow(module: nn.Module, before: list[int]) -> ConfigError:
+def _cannot_follow(module: nn.Module, before: list[int]) -> ModelError:
     """Return the error about a structural change of a module that has copies."""
     now = _structure(module)
     parameters, members = now[6 : now.index(-1)], now[now.index(-1) :]
@@ -300,8 +300,8 @@ def _cannot_follow(module: nn.Module, before: list[int]) -> ConfigError:
     return _changed(type(module).__name__, what, done)
 
 
-def _changed(kind: str, what: str, done: str) -> ConfigError:
-    return ConfigError(
+def _changed(kind: str, what: str, done: str) -> ModelError:
+    return ModelError(
         f"model: {what} a {kind} was {done} after the pipeline was made, and other workers or stages "
         "would not know of it: do so before, or make another pipeline of the model; numbers of weights may be changed"
     )
@@ -311,12 +311,12 @@ def _follow_weight(name: str, parameter: nn.Parameter, made: nn.Parameter, befor
     now, _ = _of_weight(parameter)
     noted, _ = before
     if now.hooks != noted.hooks:
-        raise ConfigError(
+        raise ModelError(
             f"model: a hook of parameter {name} was registered or removed, of which other workers have copies: "
             "do so before the pipeline is made"
         )
     if made.device != parameter.device and now[:2] != noted[:2]:
-        raise ConfigError(
+        raise ModelError(
             f"model: parameter {name} was changed on {parameter.device}, where it is not trained: stages compute by "
             f"copies on {made.device}; move the model there before the pipeline is made"
         )

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 from ..dependency.garbage import uncollected
 from .assign.assignment import Assignment, Owners
 from .assign.unused_fields import unused_fields
@@ -88,7 +88,7 @@ def observe(
         seed: seed of the initial weights of a model made by a function.
 
     Raises:
-        ConfigError: the model cannot be cut; the text names the tensor or the module.
+        ModelError: the model cannot be cut; the text names the tensor or the module.
     """
     source = model if isinstance(model, (nn.Module, DeferredModel)) else DeferredModel(model, seed)
     skeleton = Skeleton(source if isinstance(source, nn.Module) else source.model, torch.device("cpu"))
@@ -102,7 +102,7 @@ def observe(
     else:
         observation = find_blocks(skeleton, args, kwargs, at_least)
     if not observation.calls:
-        raise ConfigError(
+        raise ModelError(
             f"model {type(skeleton.module).__name__}: calls none of its blocks; name their list with blocks="
         )
     return ObservedModel(source, skeleton, observation, notes)
@@ -138,7 +138,7 @@ class ObservedModel:
         """Check a cut.
 
         Raises:
-            ConfigError: something that cannot cross the cut would have to, or a hook would see a part of a gradient.
+            ModelError: something that cannot cross the cut would have to, or a hook would see a part of a gradient.
         """
         assignment = self._assigned(cut)
         for stage in range(len(cut)):
@@ -204,7 +204,7 @@ class ObservedModel:
             copied: copy all parameters, for a second replica of the stage.
 
         Raises:
-            ConfigError: the model's parameters are on the meta device.
+            ModelError: the model's parameters are on the meta device.
         """
         device = torch.device(device)
         owners = self._owners(self._assigned(cut), len(cut))
@@ -275,7 +275,7 @@ class ObservedModel:
             like = torch.empty_like(parameter.detach(), device="meta")
             return nn.Parameter(torch.empty_like(like, device=device), parameter.requires_grad)
         if parameter.device.type == "meta":
-            raise ConfigError(
+            raise ModelError(
                 f"model: {name} is on the meta device, so its numbers exist nowhere; pass a function that makes the "
                 f"model as usual: large parameters are then computed only where they are needed"
             )

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
 from ..workers.compute.slices import Slice
@@ -90,7 +90,7 @@ class ObservedPartition:
             trained: whether there must be a loss.
 
         Raises:
-            ConfigError: the model cannot be cut like this.
+            ModelError: the model cannot be cut like this.
         """
         try:
             observed = self._cut(inputs, self._blocks)
@@ -125,7 +125,7 @@ class ObservedPartition:
         referred = {part for module in modules_in(mentioned(self.loss_fn).values(), 3) for part in module.modules()}
         left = [name for module, name in observed.left_before_last(self.ranges) if module in referred]
         if left:
-            raise ConfigError(
+            raise ModelError(
                 f"loss_fn: refers to modules, and {left[0]} is left by a block of a stage before the last, which "
                 f"computes the loss and does not get it: let the model return it, compute the loss in its forward, or "
                 f"refer to blocks of the last stage alone (last = model.blocks[-1], outside of the function)"

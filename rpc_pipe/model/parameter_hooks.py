@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 from .observe.given import attributes_of
 
 #: maps a hook, or a dict of attributes, to that of a copy
@@ -59,10 +59,10 @@ def refuse_hooks(parameter: nn.Parameter, name: str, stages: Sequence[int]) -> N
     """Refuse gradient hooks of a parameter of several stages, none of which has the whole gradient.
 
     Raises:
-        ConfigError: the parameter has hooks.
+        ModelError: the parameter has hooks.
     """
     if parameter.requires_grad and any(_hooks(parameter)):
-        raise ConfigError(
+        raise ModelError(
             f"model: a hook of the gradient of {name} would run on stages {', '.join(map(str, stages))}, on a part of "
             f"that gradient each: remove the hook, or choose a split in which one stage has all uses of {name}"
         )

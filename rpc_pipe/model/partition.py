@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 from ..dependency.errors import first_sentence
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn
@@ -140,7 +140,7 @@ class LayerPartition:
             return [stage], [built if isinstance(built, nn.Module) else nn.Sequential(*map(_module, built))]
         children = list(built) if isinstance(built, (nn.Sequential, Sequence)) else [built]
         if len(children) != len(layers):
-            raise ConfigError(
+            raise ModelError(
                 f"model: the builder returned {len(children)} layers for stage {stage}, "
                 f"which has {len(layers)} (layers {layers.start} to {layers.stop - 1})"
             )
@@ -196,7 +196,7 @@ def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = N
             are copied.
 
     Raises:
-        ConfigError: a layer cannot be copied.
+        ModelError: a layer cannot be copied.
     """
     # deepcopy refuses attributes that every forward computes, as `torch.nn.utils.weight_norm` does.
     values = [value for layer in layers for module in layer.modules() for value in vars(module).values()]
@@ -212,7 +212,7 @@ def replicas(layers: Sequence[nn.Module], parameters: Collection[int] | None = N
                 raise TypeError("a script is in it")
             copies.append(copy.deepcopy(layer, memo))
         except Exception as error:
-            raise ConfigError(
+            raise ModelError(
                 f"model: a {type(layer).__name__} cannot be copied for the second replica of its stage "
                 f"({first_sentence(error)}); "
                 "pass a callable that builds it"
@@ -227,10 +227,10 @@ def refuse_no_layer(layer: object, index: int) -> None:
     """Refuse an item that is neither a module nor a callable.
 
     Raises:
-        ConfigError: it is neither.
+        ModelError: it is neither.
     """
     if not isinstance(layer, nn.Module) and not callable(layer):
-        raise ConfigError(
+        raise ModelError(
             f"model: layer {index} is a {type(layer).__name__}: it must be a module, or make one when called"
         )
 
@@ -247,9 +247,9 @@ def _realize(layer: LayerLike, index: int, randomness: Randomness) -> nn.Module:
             *callers, at = traceback.extract_tb(error.__traceback__)
             where = f" (line {at.lineno} of {at.filename})" if callers else ""  # else the call here fitted no signature
             what = f"{type(error).__name__}: {first_sentence(error)}{where}"
-            raise ConfigError(f"model: layer {index} could not be made: {what}") from error
+            raise ModelError(f"model: layer {index} could not be made: {what}") from error
     if not isinstance(made, nn.Module):
-        raise ConfigError(f"model: layer {index} made a {type(made).__name__}, which is no module")
+        raise ModelError(f"model: layer {index} made a {type(made).__name__}, which is no module")
     refuse_lazy(made, f"layer {index}")
     return made
 

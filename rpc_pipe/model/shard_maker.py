@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..dependency import ConfigError, Spec
+from ..dependency import ModelError, Spec
 from ..workers.compute.batch_norm import defer
 from ..workers.compute.by_hand import numbers_of
 from ..workers.compute.digest import digest
@@ -45,10 +45,10 @@ def make_partition(
     """Return the partition of a model: between its layers, or where its own forward calls its blocks.
 
     Raises:
-        ConfigError: the model cannot be cut, or there is no loss.
+        ModelError: the model cannot be cut, or there is no loss.
     """
     if not isinstance(model, (nn.Module, Sequence)) and not callable(model):
-        raise ConfigError(
+        raise ModelError(
             f"model: is a {type(model).__name__}; must be a module, a list of layers, or a function that makes a module"
         )
     if needs_observation(model):
@@ -59,9 +59,9 @@ def make_partition(
             defer(whole.modules())
         return whole
     if blocks is not None:
-        raise ConfigError(f"blocks {blocks!r}: the model is a list of layers, which are its blocks; leave it out")
+        raise ModelError(f"blocks {blocks!r}: the model is a list of layers, which are its blocks; leave it out")
     if loss_fn is None:
-        raise ConfigError("loss_fn is None: layers compute no loss; pass one, such as nn.functional.cross_entropy")
+        raise ModelError("loss_fn is None: layers compute no loss; pass one, such as nn.functional.cross_entropy")
     return LayerPartition(model, num_stages, split, loss_fn)  # type: ignore[arg-type]
 
 
@@ -159,7 +159,7 @@ def _unchanging(loss_fn: LossFn) -> LossFn:
         found = loss_fn(output, target)
         if any(map(_differs, before, _state(loss_fn))):
             name = getattr(loss_fn, "__name__", type(loss_fn).__name__)
-            raise ConfigError(
+            raise ModelError(
                 f"loss_fn {name} changes what it holds (a buffer, an attribute, a counter), and each replica of "
                 "the last stage sees a part of the microbatches: take a schedule without replicas, such as 1f1b"
             )
@@ -202,7 +202,7 @@ def refuse_sums(loss_fn: object, name: str) -> None:
     """Refuse a loss function of torch that returns no mean, as losses are weighted by their shares of the rows.
 
     Raises:
-        ConfigError: it returns a sum, or a value for each row.
+        ModelError: it returns a sum, or a value for each row.
     """
     of_torch, how = isinstance(loss_fn, nn.Module) and type(loss_fn).__module__.startswith("torch."), None
     if isinstance(loss_fn, nn.Module) and of_torch:
@@ -210,7 +210,7 @@ def refuse_sums(loss_fn: object, name: str) -> None:
     elif isinstance(loss_fn, partial) and getattr(loss_fn.func, "__module__", "") == nn.functional.__name__:
         how = loss_fn.keywords.get("reduction")
     if how in ("sum", "none"):
-        raise ConfigError(
+        raise ModelError(
             f"{name}: reduction={how!r} is no mean of a microbatch: leave it out, or return (sum, weight), such as "
             f"lambda output, target: (loss(output, target), len(target))"
         )

@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 from ..workers.compute.by_hand import OfWeight
 from ..workers.compute.digest import digest
 
@@ -42,14 +42,14 @@ class _StaleWeights:
         """Refuse their use, unless nothing has been trained or trained values have been loaded since.
 
         Raises:
-            ConfigError: they are stale.
+            ModelError: they are stale.
         """
         if self._trained == [_state(parameter()) for parameter in self._here]:
             return
         pairs = zip(self._weights, self._before, self._now(), strict=True)
         stale = [name for name, before, now in pairs if before == now]
         if stale:
-            raise ConfigError(
+            raise ModelError(
                 f"model: {stale[0]} is trained by another worker, and what this process has of it is from before; use "
                 "`pipe.predict` or `pipe.evaluate`, or load the trained weights first: "
                 "`state = pipe.weights.state_dict()` on all workers, and on worker 0, which gets them, "
@@ -83,7 +83,7 @@ def refuse_stale_weights(model: nn.Module | Iterable[Any], here: Sequence[nn.Par
         here: the parameters that this process trains.
 
     Raises:
-        ConfigError: another worker of an earlier pipeline has trained some of them.
+        ModelError: another worker of an earlier pipeline has trained some of them.
     """
     known, trained = set(here), [parameter for parameter in here if parameter.requires_grad]
     for prefix, module in _modules(model):

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import nn
 
-from ..dependency import ConfigError
+from ..dependency import ModelError
 from ..workers.compute.inner_state import has_generator
 from .parameter_hooks import refuse_hooks
 
@@ -27,7 +27,7 @@ class Ties:
         shared: parameter that several stages hold -> these stages.
 
     Raises:
-        ConfigError: a module with buffers or a generator is in several stages, or a hook would see a part of a
+        ModelError: a module with buffers or a generator is in several stages, or a hook would see a part of a
             gradient.
     """
 
@@ -52,14 +52,14 @@ class Ties:
             for name, buffer in layer.named_buffers():
                 other, other_stage = buffers.setdefault(id(buffer), (i, stage))
                 if other_stage != stage:
-                    raise ConfigError(
+                    raise ModelError(
                         f"model: layers {other} and {i} share the buffer {name}, which both write, but are cut apart "
                         f"into stages {other_stage} and {stage}; choose a split that keeps them together"
                     )
             for module in layer.modules():
                 other_stage = drawing.setdefault(id(module), stage) if has_generator(module) else stage
                 if other_stage != stage:
-                    raise ConfigError(
+                    raise ModelError(
                         f"model: a {type(module).__name__} that draws from a generator of its own is in stages "
                         f"{other_stage} and {stage}, each with a copy; choose a split that keeps it in one"
                     )

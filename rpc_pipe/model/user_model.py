@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dependency import ConfigError
+from ..dependency import ConfigError, ModelError
 from ..dependency.errors import first_sentence
 from ..dependency.files import load_module
 from ..workers.compute.shard import LossFn
@@ -42,10 +42,10 @@ class UserModel:
         """Return the layers of a list, as they were given.
 
         Raises:
-            ConfigError: the model is a builder of stages, which has no list, or an item is no layer.
+            ModelError: the model is a builder of stages, which has no list, or an item is no layer.
         """
         if not isinstance(self.model, (nn.Sequential, Sequence)):
-            raise ConfigError("model: a builder of stages has no layers to measure; return a list of them, or a module")
+            raise ModelError("model: a builder of stages has no layers to measure; return a list of them, or a module")
         layers = list(self.model)
         for index, layer in enumerate(layers):
             refuse_no_layer(layer, index)
@@ -55,12 +55,12 @@ class UserModel:
         """Return a batch for a list of layers as (inputs, targets).
 
         Raises:
-            ConfigError: it is no pair, or there is no loss function.
+            ModelError: it is no pair, or there is no loss function.
         """
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ConfigError(f"batch: a list of layers needs (inputs, targets), not a {type(batch).__name__}")
+            raise ModelError(f"batch: a list of layers needs (inputs, targets), not a {type(batch).__name__}")
         if self.loss_fn is None:
-            raise ConfigError("loss_fn: layers compute no loss; let make() return model, batch, loss_fn")
+            raise ModelError("loss_fn: layers compute no loss; let make() return model, batch, loss_fn")
         return batch[0], batch[1]
 
     def call(self, batch: Tree) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -81,7 +81,7 @@ class UserModel:
         """Return the loss of the loss function, or the one in the model's output.
 
         Raises:
-            ConfigError: there is no loss.
+            ModelError: there is no loss.
         """
         if self.loss_fn is None:
             return loss_of_output(output)
@@ -94,31 +94,31 @@ def load_user_model(said: str) -> UserModel:
     """Call the function `path/to/file.py:name` and return its model.
 
     Raises:
-        ConfigError: there is no such function, it raises, or does not return a model and a batch.
+        ModelError: there is no such function, it raises, or does not return a model and a batch.
     """
     path, colon, name = said.rpartition(":")
     if not colon or not path.endswith(".py"):
-        raise ConfigError(f"{said}: must be path/to/file.py:make, a function that returns model, batch")
+        raise ModelError(f"{said}: must be path/to/file.py:make, a function that returns model, batch")
     module = load_module(Path(path), f"rpc_pipe_model_{Path(path).stem}", said, first=True)
     make = getattr(module, name, None)
     if not callable(make):
         own = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise ConfigError(f"{said}: {path} has no function {name!r}; it has {', '.join(own) or 'none'}")
+        raise ModelError(f"{said}: {path} has no function {name!r}; it has {', '.join(own) or 'none'}")
     try:
         made = make()
     except ConfigError:
         raise
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{said}: raised {type(error).__name__}: {first_sentence(error)}") from error
+        raise ModelError(f"{said}: raised {type(error).__name__}: {first_sentence(error)}") from error
     if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise ConfigError(f"{said}: returned a {type(made).__name__}; must be model, batch or model, batch, loss_fn")
+        raise ModelError(f"{said}: returned a {type(made).__name__}; must be model, batch or model, batch, loss_fn")
     model, batch, loss_fn = made if len(made) == 3 else (*made, None)
     if not isinstance(model, (nn.Module, Sequence)) and not callable(model):
-        raise ConfigError(f"{said}: the model is a {type(model).__name__}; must be a module or a list of layers")
+        raise ModelError(f"{said}: the model is a {type(model).__name__}; must be a module or a list of layers")
     if not any(True for _ in tensors_of(batch)):
-        raise ConfigError(f"{said}: the batch has no tensor")
+        raise ModelError(f"{said}: the batch has no tensor")
     if not rows_of(batch):
-        raise ConfigError(f"{said}: the batch has no rows; at least 1")
+        raise ModelError(f"{said}: the batch has no rows; at least 1")
     return UserModel(model, batch, loss_fn)
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from ...dependency import ConfigError
+from ...dependency import ConfigError, ModelError
 from ..observe.observation import Depends, Event, Observation, Value, Version
 from ..observe.placeholder import storage_of
 
@@ -62,7 +62,7 @@ class Assignment:
         blocks: names of the blocks, for an error.
 
     Raises:
-        ConfigError: something that cannot cross a cut would have to.
+        ModelError: something that cannot cross a cut would have to.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Assignment:
         self.num_stages = len(cut)
         self._stage_of_call = [stage for stage, calls in enumerate(cut) for _ in calls]
         if len(self._stage_of_call) != len(observation.calls):
-            raise ConfigError(
+            raise ModelError(
                 f"model: the forward called {len(observation.calls)} blocks where the cut has "
                 f"{len(self._stage_of_call)}; every microbatch must call the same blocks (no layer drop)"
             )
@@ -162,7 +162,7 @@ class Assignment:
                     end = min(end, event.index)
         places = [i for i in range(max(first, end), first - 1, -1) if not self._is_inside_checkpoint(i)]
         if not places:
-            raise ConfigError(
+            raise ModelError(
                 f"model: a cut between {calls[call].where} and {calls[call + 1].where} would fall inside one call of "
                 f"torch.utils.checkpoint, which computes both again; call it for each block, or cut elsewhere"
             )
@@ -219,7 +219,7 @@ class Assignment:
         for name, stages in owners.items():
             missing = stages - self._owners.get(name, set()) if self._owners is not None else set()
             if missing:
-                raise ConfigError(
+                raise ModelError(
                     f"model: for these inputs stage {min(missing)} needs {name}, but not for the example that the "
                     f"model was cut with; cut it with inputs like these"
                 )
@@ -237,7 +237,7 @@ class Assignment:
         for each in self._observation.carried:
             stages = {stage for event in each.events for stage in self._possible_stages(event)}
             if len(stages) > 1:
-                raise ConfigError(
+                raise ModelError(
                     f"model: {each.what} is left by one forward and used by the next on stages "
                     f"{', '.join(map(str, sorted(stages)))}, each of which has a copy of the model: keep it in "
                     f"one block"
@@ -269,7 +269,7 @@ class Assignment:
         events = self._observation.events
         for event in events:
             if any(value.depends or (version >= 0 and events[version].depends) for value, version in event.asked):
-                raise ConfigError(
+                raise ModelError(
                     f"model: {event.where} needs the numbers of a tensor that a block wrote in place, or that is made "
                     f"of one; a stage that lacks them cannot go the same way: keep such a decision inside a block, or "
                     f"let the block write a copy"
@@ -359,9 +359,9 @@ class Assignment:
                     raise self._refuse(value, f"is written on stage {stage} while another view of it is used there")
                 role.copied.add(value)
 
-    def _refuse(self, value: Value, why: str, rather: str = _IN_PLACE) -> ConfigError:
+    def _refuse(self, value: Value, why: str, rather: str = _IN_PLACE) -> ModelError:
         maker = self._observation.events[value.made].where if value.made >= 0 else "an input or a buffer of the model"
-        return ConfigError(
+        return ModelError(
             f"model: the tensor of shape {tuple(value.tensor.shape)} from {maker} {why}, so that it cannot cross the "
             f"cut; {rather}, or cut elsewhere"
         )

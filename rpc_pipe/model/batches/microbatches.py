@@ -9,7 +9,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from ...dependency import Action, ConfigError, Spec, takes_steps, update_of
+from ...dependency import Action, BatchError, Spec, takes_steps, update_of
 from ...workers.compute.digest import MOST_TENSORS, describe, shapes_of
 from ...workers.transport.call import pack_description
 from ...workers.transport.payload import Tree, num_rows, num_tokens, shapes_in, split_rows, tensors_of
@@ -56,7 +56,7 @@ class Microbatches:
             pair: makes (inputs, targets) of a batch of another form.
 
         Raises:
-            ConfigError: neither was given, or it is no pair, or has no rows.
+            BatchError: neither was given, or it is no pair, or has no rows.
         """
         if isinstance(batch, LazyBatch) and microbatches is None:
             return cls._lazily(batch, num_microbatches, used, pair)
@@ -82,7 +82,7 @@ class Microbatches:
             which = f"microbatch {rows.index(0)}" if len(rows) > 1 else "the batch"
             lacks = pair is not None and not list(tensors_of(all_inputs[rows.index(0)]))
             why = "; every worker runs the forward of a whole model, so all need its inputs" if lacks else ""
-            raise ConfigError(f"{which} has no rows: needs at least 1{why}")
+            raise BatchError(f"{which} has no rows: needs at least 1{why}")
         all_rows = sum(rows)
         return cls(
             all_inputs,
@@ -141,12 +141,12 @@ def refuse_batch(batch: object, microbatches: object, *, pairs: bool = True) -> 
         pairs: whether a batch must be a pair of inputs and targets.
     """
     if (batch is None) == (microbatches is None):
-        raise ConfigError("pass a batch, (inputs, targets), or else microbatches=, a list of such")
+        raise BatchError("pass a batch, (inputs, targets), or else microbatches=, a list of such")
     if microbatches is None:
         if pairs:
             _refuse_pair("batch", batch)
     elif not isinstance(microbatches, Sequence) or not microbatches:
-        raise ConfigError("microbatches: must be a list of at least one (inputs, targets)")
+        raise BatchError("microbatches: must be a list of at least one (inputs, targets)")
     elif pairs:
         for number, pair in enumerate(microbatches):
             _refuse_pair("microbatch", pair, number)
@@ -156,14 +156,14 @@ def _refuse_pair(name: str, pair: object, number: int | None = None) -> None:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2:
         name = name if number is None else f"{name} {number}"
         length = f" of {len(pair)}" if isinstance(pair, (tuple, list)) else ""
-        raise ConfigError(f"{name} is a {type(pair).__name__}{length}: must be (inputs, targets), trees of tensors")
+        raise BatchError(f"{name} is a {type(pair).__name__}{length}: must be (inputs, targets), trees of tensors")
 
 
 def refuse_lists(tree: Tree, rows: int) -> None:
     """Refuse a list with an item for each row, such as strings, which every microbatch would get whole.
 
     Raises:
-        ConfigError: there is one.
+        BatchError: there is one.
     """
     if not isinstance(tree, (list, tuple, dict)) or isinstance(tree, torch.Size):
         return
@@ -172,7 +172,7 @@ def refuse_lists(tree: Tree, rows: int) -> None:
         for part in parts:
             refuse_lists(part, rows)
     elif len(tree) == rows > 2 and any(part is not None for part in parts):
-        raise ConfigError(
+        raise BatchError(
             f"batch: a {type(tree).__name__} of {rows} beside {rows} rows looks like one for each row, and would go "
             "whole to every microbatch: make it a tensor, or pass microbatches=, a list of batches that are split"
         )
@@ -184,7 +184,7 @@ def _num_rows(tree: Tree) -> int:
     if len(sizes) > 1:
         sizes.discard(1)
     if len(sizes) != 1:
-        raise ConfigError(
+        raise BatchError(
             f"batch: needs tensors that agree in dimension 0, or have 1 there; found {shapes_in(tree)}; pass "
             f"microbatches=, a list of batches that are split already, if the rows lie elsewhere"
         )
@@ -248,7 +248,7 @@ def _refuse_rewritten(earlier: Microbatches, later: Microbatches) -> None:
     """Refuse two batches in the same memory with other data.
 
     Raises:
-        ConfigError: they are.
+        BatchError: they are.
     """
     if earlier.lazy or later.lazy:
         return
@@ -256,7 +256,7 @@ def _refuse_rewritten(earlier: Microbatches, later: Microbatches) -> None:
     for side, trees in enumerate((inputs, targets)):
         places, others = ([(tensor.data_ptr(), tensor.shape) for tensor in tensors_of(tree)] for tree in trees)
         if places == others and 0 < len(places) <= MOST_TENSORS and earlier.described[side] != later.described[side]:
-            raise ConfigError(
+            raise BatchError(
                 "train: a batch was written after it was read, such as memory that is used for each batch anew: "
                 "batches are read ahead of the step that runs; give each one memory of its own, or call `step` for "
                 "each batch"
@@ -267,12 +267,12 @@ def join_rows(pieces: list[Tree]) -> Tree:
     """Concatenate outputs of microbatches along dimension 0.
 
     Raises:
-        ConfigError: an output has no such dimension.
+        BatchError: an output has no such dimension.
     """
     first = pieces[0]
     if isinstance(first, Tensor):
         if first.dim() == 0:
-            raise ConfigError(
+            raise BatchError(
                 "predict: the model gives a tensor without rows; let it give a row for each of its input, and leave "
                 "labels out of the batch if it is a loss"
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from ...dependency import ConfigError, Spec
+from ...dependency import BatchError, Spec
 from ...workers.transport.payload import Tree
 from .microbatches import join_rows
 
@@ -20,7 +20,7 @@ class Outputs:
         senders, takers: the workers that have outputs, and those that want them.
 
     Raises:
-        ConfigError: there is no such worker.
+        BatchError: there is no such worker.
     """
 
     def __init__(self, spec: Spec, to: int | Collection[int] | None) -> None:
@@ -28,7 +28,7 @@ class Outputs:
         takers = everybody if to is None else to if isinstance(to, Collection) else [to]
         for worker in takers:
             if not isinstance(worker, int) or isinstance(worker, bool) or worker not in everybody:
-                raise ConfigError(f"to {worker!r}: must be a worker, 0 to {spec.num_workers - 1}, or a list of such")
+                raise BatchError(f"to {worker!r}: must be a worker, 0 to {spec.num_workers - 1}, or a list of such")
         taken = sorted(set(takers))
         name = "outputs" if to is None else f"outputs to {', '.join(map(str, taken)) or 'nobody'}"
         self.name, self.takers = name, taken

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...dependency import ConfigError, Reductions, Spec, known_reductions
+from ...dependency import BatchError, Reductions, Spec, known_reductions
 from ...workers.compute.result import Result, clips
 from ...workers.compute.updating import Training
 
@@ -15,7 +15,7 @@ class StepEnd:
             None: the schedule's own choice.
 
     Raises:
-        ConfigError: post-validation is wanted and impossible.
+        BatchError: post-validation is wanted and impossible.
     """
 
     def __init__(self, spec: Spec, training: Training) -> None:
@@ -24,7 +24,7 @@ class StepEnd:
         self._spec, self._max_norm, self._accumulate = spec, max_grad_norm, training.accumulate
         possible = spec.synchronous and max_grad_norm is not None and not scaled
         if post_validation and not possible:
-            raise ConfigError(
+            raise BatchError(
                 "post_validation: needs max_grad_norm, a synchronous schedule, and no grad_scaler: else updates wait "
                 "for no norm, or must not overflow; leave it out"
             )

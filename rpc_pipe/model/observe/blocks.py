@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from ...dependency import ConfigError
+from ...dependency import ConfigError, ModelError
 from .observation import Observation
 from .observe_forward import observe_forward
 from .skeleton import Skeleton
@@ -24,7 +24,7 @@ def named_blocks(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules with these names; in place of lists their members.
 
     Raises:
-        ConfigError: the model has no module of one of the names.
+        ModelError: the model has no module of one of the names.
     """
     found: list[nn.Module] = []
     for name in names:
@@ -33,7 +33,7 @@ def named_blocks(module: nn.Module, names: Sequence[str]) -> list[nn.Module]:
         except AttributeError:
             known = [known for known, _ in module.named_modules() if known]
             near = "".join(f"; the nearest is {each}" for each in get_close_matches(name, known, 1, 0.0))
-            raise ConfigError(f"blocks {name!r}: the model has no module of this name{near}") from None
+            raise ModelError(f"blocks {name!r}: the model has no module of this name{near}") from None
         found += _members(part) if isinstance(part, _LISTS) else [part]
     return found
 
@@ -51,7 +51,7 @@ def find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, An
     candidates = _with_parameters(_members(skeleton.module)) or _children(skeleton.module)
     tried: list[set[nn.Module]] = []
     if not candidates:
-        raise ConfigError(f"model {type(skeleton.module).__name__}: has no parts to cut between")
+        raise ModelError(f"model {type(skeleton.module).__name__}: has no parts to cut between")
     while candidates != chosen and set(candidates) not in tried:
         tried.append(set(candidates))
         skeleton.choose(list(dict.fromkeys(candidates)))

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...dependency import ConfigError
+from ...dependency import ModelError
 from ...workers.compute.by_hand import HOOKS
 
 #: attributes of every placeholder, which do not come from the user's parameter
@@ -46,11 +46,11 @@ def refuse_lazy(module: nn.Module, where: str) -> None:
     """Refuse lazy parameters, whose shapes are unknown when the optimizer is made.
 
     Raises:
-        ConfigError: the module has one.
+        ModelError: the module has one.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
-            raise ConfigError(
+            raise ModelError(
                 f"model: {name} of {where} ({type(module).__name__}) has no shape before a first forward; run one, or "
                 "use a layer whose sizes are given"
             )

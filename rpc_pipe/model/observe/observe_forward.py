@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...dependency import ConfigError
+from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
 from ...dependency.garbage import uncollected
 from ...workers.compute.randomness import Randomness, preserved, python_state, python_too
@@ -34,7 +34,7 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
     """Run the model once on shapes and return the record.
 
     Raises:
-        ConfigError: the model does something that stages could not do alike; the text names it.
+        ModelError: the model does something that stages could not do alike; the text names it.
         FieldNeeded: it needs the data of a field that is not read here.
     """
     skeleton.refuse_hooks()
@@ -56,7 +56,7 @@ def observe_forward(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str
             raise FieldNeeded(str(error)) from error
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(_raised(skeleton.module, error)) from error
+        raise ModelError(_raised(skeleton.module, error)) from error
     finally:
         torch.set_autocast_cache_enabled(cache)
 

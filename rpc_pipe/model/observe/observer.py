@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...dependency import ConfigError
+from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
 from .frames import caller, checkpoint_frame, in_function
 from .observation import Depends, Event, Observation, Output, Value, is_unread
@@ -110,7 +110,7 @@ class Observer(TorchFunctionMode):
                 raise
             if func is Tensor.__bool__ and id(args[0]) in self._healthy:
                 return self._presumed(event, self._healthy[id(args[0])])
-            raise ConfigError(
+            raise ModelError(
                 f"model: {event.where} needs the numbers of a tensor that depends on the model's parameters "
                 f"({name_of(func)}: {first_sentence(error)}); a stage that lacks them cannot go the same way: keep "
                 f"such a decision inside a block, or name a module that contains it with blocks="
@@ -321,19 +321,19 @@ class Observer(TorchFunctionMode):
             if event.writes - {storage_of(value.tensor) for value in unread}:
                 raise FieldNeeded("a tensor is written by the numbers of a field")
 
-    def _lost(self, tensor: Tensor, maker: Event | None) -> ConfigError:
+    def _lost(self, tensor: Tensor, maker: Event | None) -> ModelError:
         if self.current is not None and (called := _BACKWARD.get(self.current.func)):
-            return ConfigError(
+            return ModelError(
                 f"model: {self.current.where} calls {called} in the model's forward, through blocks of which each "
                 f"stage has only some: let a block do so for itself, or name a module that contains them with blocks="
             )
         what = f"a tensor of shape {tuple(tensor.shape)} that {caller()} takes"
         if maker is not None and maker.is_block:
-            return ConfigError(
+            return ModelError(
                 f"model: {what} was made in block {maker.where} and left it otherwise than by its return value; "
                 f"return it from the block's forward, or leave it in an attribute of the block"
             )
-        return ConfigError(
+        return ModelError(
             f"model: {what} was made by an operation that Python does not see, such as a scripted or transformed "
             f"function, or before, and kept by an object that is no module; put it inside a block, keep it in a "
             f"module, or name a module that contains it with blocks="

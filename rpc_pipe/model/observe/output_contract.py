@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...dependency import ConfigError
+from ...dependency import ModelError
 from .placeholder import Placeholder
 from .trees import PLAIN, Path, leaves, replaced
 
@@ -23,11 +23,11 @@ def check_form(where: str, tree: Any, observed: Any, attribute: str = "") -> Non
     """Check what a block has returned, or left in an attribute of which other stages use tensors.
 
     Raises:
-        ConfigError: besides its tensors it differs from the observation.
+        ModelError: besides its tensors it differs from the observation.
     """
     if (found := form_of(tree)) != observed:
         told = f"left {{}} in its attribute {attribute}" if attribute else "returned {}"
-        raise ConfigError(
+        raise ModelError(
             f"model: block {where} {told.format(_describe(found))}, and {_describe(observed)} when it was observed: "
             "tensors travel to the other stages, but not what is beside them; return or leave tensors alone, as many "
             "in each forward"

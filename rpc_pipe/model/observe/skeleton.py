@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ...dependency import ConfigError
+from ...dependency import ModelError
 from ...dependency.errors import first_sentence
 from ...workers.compute.attributes import Attributes
 from ...workers.compute.inner_state import OF_TORCH
@@ -46,7 +46,7 @@ class Skeleton:
         own: modules of the model to be used themselves, with all that they hold, in place of copies.
 
     Raises:
-        ConfigError: the model cannot be copied.
+        ModelError: the model cannot be copied.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, own: Sequence[nn.Module] = ()) -> None:
@@ -95,7 +95,7 @@ class Skeleton:
         try:
             return copy.deepcopy(model, memo)
         except (TypeError, RuntimeError) as error:
-            raise ConfigError(
+            raise ModelError(
                 f"model {type(model).__name__}: cannot be copied ({first_sentence(error)}); pass a function that makes "
                 f"it instead"
             ) from None
@@ -212,7 +212,7 @@ class Skeleton:
         """Refuse backward hooks of modules that contain blocks of several stages.
 
         Raises:
-            ConfigError: there is such a module.
+            ModelError: there is such a module.
         """
         for module in self.module.modules():
             if (
@@ -220,7 +220,7 @@ class Skeleton:
                 and module not in self.blocks
                 and any(m in self.blocks for m in module.modules())
             ):
-                raise ConfigError(
+                raise ModelError(
                     f"model: a backward hook of {self.name_of(module)} would have to see what goes into the first of "
                     f"its blocks and comes out of the last; register it on a block, or on a module inside one"
                 )
@@ -246,7 +246,7 @@ class Skeleton:
         """Return a context in which neither torch functions nor blocks are reported."""
         run, self.run = self.run, None
         if not is_current(mode):
-            raise ConfigError("model: calls its blocks under a torch function mode of its own, which cannot be cut")
+            raise ModelError("model: calls its blocks under a torch function mode of its own, which cannot be cut")
         TorchFunctionMode.__exit__(mode, None, None, None)
         try:
             yield
@@ -273,17 +273,17 @@ def _refuse_modules(modules: Iterable[tuple[str, nn.Module]], whole: str) -> Non
     """Refuse modules that cannot be copied with other weights; `modules` are (name, module)."""
     for name, module in modules:
         if module._compiled_call_impl is not None:
-            raise ConfigError(
+            raise ModelError(
                 f"model: {name or whole} was compiled with .compile(), which copies do not keep; "
                 f"replace the block by torch.compile(block) instead"
             )
         if not name and type(module).__name__ == "OptimizedModule":
-            raise ConfigError(
+            raise ModelError(
                 "model: it is torch.compile of the whole, of which no part can run alone: pass the module itself, with "
                 "torch.compile(block) in the places of its blocks"
             )
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in module.parameters()):
-            raise ConfigError(
+            raise ModelError(
                 f"model: {name or whole} was made by torch.jit.script or trace, whose "
                 f"weights cannot be exchanged; use the module itself, not scripted, or torch.compile of it"
             )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ...dependency import ConfigError
+from ...dependency import ModelError
 from ...workers.compute.attributes import Attributes
 from ...workers.compute.borders import version_of
 from ...workers.compute.digest import few, sample
@@ -97,7 +97,7 @@ class StateBefore:
         """Restore this state in the same memory, by whose addresses later checks know the tensors.
 
         Raises:
-            ConfigError: a weight was written of which only a sample was kept.
+            ModelError: a weight was written of which only a sample was kept.
         """
         with torch.no_grad():
             for module, name, buffer, _, memory, before in self.changed_buffers():
@@ -105,7 +105,7 @@ class StateBefore:
                 module._buffers[name] = buffer.copy_(before)
         for weight, _, memory, before in self.changed_weights():
             if not self._in_full:
-                raise ConfigError(
+                raise ModelError(
                     f"model: a block writes its weight of shape {tuple(weight.shape)} in a forward that goes another "
                     f"way than was observed and has to be run again; make it a buffer"
                 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...dependency import ConfigError
+from ...dependency import ConfigError, ModelError
 from ...workers.compute.randomness import Seed
 from ...workers.compute.slices import PartialFields, Times, note, versions_of
 from ...workers.transport.payload import Tree
@@ -90,9 +90,9 @@ class ObservedSlice:
         script.is_announced = True
         return *output, script.sent_from  # once, since each stage has observed the forward itself
 
-    def _refused(self, fields: PartialFields, needed: FieldNeeded) -> ConfigError:
+    def _refused(self, fields: PartialFields, needed: FieldNeeded) -> ModelError:
         names = ", ".join("".join(f"[{key!r}]" for _, key in path[1:]) for path in fields.unread)
-        return ConfigError(
+        return ModelError(
             f"model: stage {self.stage.index} uses one of {names} of this batch ({needed}), and was not seen to when "
             f"the model was cut; with readers='first' it cannot read more: cut the model with an example= in which it "
             f"does, or let readers be users"

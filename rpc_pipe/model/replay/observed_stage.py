@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dependency import ConfigError
+from ...dependency import ConfigError, ModelError
 from ...workers.compute.attributes import Attributes
 from ...workers.compute.randomness import MOST_LOOKS, Seed, python_state
 from ..assign.assignment import Owners
@@ -102,7 +102,7 @@ class ObservedStage:
             The tensors for the next stage, as a tuple; on the last stage the model's output.
 
         Raises:
-            ConfigError: the model cannot run in stages on these inputs.
+            ModelError: the model cannot run in stages on these inputs.
             FieldNeeded: it needs the data of an unread field; nothing has been changed.
         """
         modes = self._modes()
@@ -148,11 +148,11 @@ class ObservedStage:
             self.script = script
             return output
 
-    def _diverges_each_time(self, script: Script, diverged: Diverged) -> ConfigError:
+    def _diverges_each_time(self, script: Script, diverged: Diverged) -> ModelError:
         """Return the error that a forward diverges even from its latest observation."""
         line = script.lines[diverged.event] if diverged.event < len(script.lines) else None
         observed = "its end" if line is None else self._called(line.func, line.answer)
-        return ConfigError(
+        return ModelError(
             f"model: its forward goes another way each time on the same inputs ({observed} was observed, then came "
             f"{self._called(diverged.func, diverged.answer)}); it must depend on its inputs alone: set layer drop to "
             f"0, or let each block decide for itself whether it does anything"

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dependency import ConfigError
+from ...dependency import ModelError
 from ...workers.compute.attributes import Attributes
 from ..assign.assignment import Assignment, Owners, Role
 from ..observe.observation import Event, Observation, Output, is_unread
@@ -217,7 +217,7 @@ class Script:
     def check(self, payload: Sequence[Tensor]) -> None:
         """Raise ConfigError if the stage before has taken another path."""
         if len(payload) != len(self.receives):
-            raise ConfigError(
+            raise ModelError(
                 f"model: stage {self.stage - 1} handed on {len(payload)} tensors where stage {self.stage} takes "
                 f"{len(self.receives)}: the forward goes another way there on the same inputs; it must depend on its "
                 f"inputs alone"
@@ -226,7 +226,7 @@ class Script:
     def check_sources(self, handed: str) -> None:
         """Raise ConfigError if the stage before has sent other tensors than this one expects, by their makers."""
         if handed != self.received_from:
-            raise ConfigError(
+            raise ModelError(
                 f"model: stage {self.stage - 1} hands on what was made at {handed}, and stage {self.stage} takes it "
                 f"for what was made at {self.received_from}: the forward goes another way there; it must depend on its "
                 f"inputs alone"
@@ -238,7 +238,7 @@ class Script:
             found, observed = (
                 tuple(each) if isinstance(each, torch.Size) else each for each in (answer, self.lines[event].answer)
             )
-            raise ConfigError(
+            raise ModelError(
                 f"model: something behind stage {self.stage} asks for the form of a tensor that a block made there and "
                 f"that does not travel: {found}, and {observed} when it was observed, which other stages go by; let "
                 f"the block return a tensor that says it, or cut elsewhere"

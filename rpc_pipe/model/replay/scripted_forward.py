@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from ...dependency import ConfigError
+from ...dependency import ModelError
 from ...workers.compute.borders import version_of
 from ...workers.compute.randomness import Seed, python_too
 from ...workers.compute.slices import note
@@ -95,12 +95,12 @@ class ScriptedForward(TorchFunctionMode):
         if any(isinstance(tensor, Placeholder) for tensor in tensors(output)):
             if any(isinstance(tensor, UnreadField) for tensor in tensors(output)):
                 raise FieldNeeded("the stage would hand on a field")
-            raise ConfigError(
+            raise ModelError(
                 f"model: stage {script.stage} would hand on a tensor that it does not have: a block computes by a "
                 f"weight that it holds neither as an attribute nor in a list or dict, but in a tuple, or a function"
             )
         if any(tensor.grad_fn is not node for tensor, node in zip(self._payload, self._nodes, strict=True)):
-            raise ConfigError(
+            raise ModelError(
                 "model: an autograd function around the blocks took over what came from the stage before; "
                 "with checkpoint(), use_reentrant=False"
             )
@@ -108,7 +108,7 @@ class ScriptedForward(TorchFunctionMode):
 
     def _refuse_other_shapes(self, keys: Iterable[int]) -> None:
         for where, shape, tensor in (self._other_shapes[key] for key in keys if key in self._other_shapes):
-            raise ConfigError(
+            raise ModelError(
                 f"model: {where} gave a tensor of shape {tuple(tensor.shape)}, and {tuple(shape)} when it was "
                 f"observed: its shape depends on numbers and cannot cross a cut; cut elsewhere"
             )
@@ -230,15 +230,15 @@ def _with_history(tensor: Tensor) -> Tensor:
     return tensor.detach() if tensor.requires_grad and tensor.grad_fn is None and tensor._is_view() else tensor
 
 
-def _wrote_fields() -> ConfigError:
-    return ConfigError(
+def _wrote_fields() -> ModelError:
+    return ModelError(
         "model: the batch was written in place while a stage ran, which was not so when it was observed, and the other "
         "stages do not see it; if a block did it, let the model begin with x = x.clone()"
     )
 
 
-def _written_twice(where: str) -> ConfigError:
-    return ConfigError(
+def _written_twice(where: str) -> ModelError:
+    return ModelError(
         f"model: {where} handed on the very tensor that it got, which is written in place by a later block and used by "
         f"others too: the stages cannot write both; hand on a copy by .clone(), or leave out the change in place"
     )
