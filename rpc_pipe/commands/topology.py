@@ -91,7 +91,7 @@ def machines_of(where: str, told: Any) -> Machines:
         found: _Topology = from_json_value(_Topology, told, "the topology")
     except DAMAGED as error:
         raise ConfigError(
-            f"{where}: is no topology ({type(error).__name__}: {error}); it must be such as "
+            f"{where}: is no topology: {error}; it must be such as "
             '{"workers": [{"memory": "8GB", "speed": 1.0}], "links": {"0-1": {"latency_ms": 5, "bandwidth": "1GB"}}}'
         ) from None
     count = len(found.workers)

@@ -48,8 +48,9 @@ def from_json_value(kind: Any, value: Any, name: str = "", unit: float = 1) -> A
         if type(value) is kind:  # has been read already
             return value
         names = {_name(each): each for each in fields(kind)}
+        _refuse_no_object(name, value)
         if name and (unknown := value.keys() - names.keys()):
-            raise TypeError(f"{name} has no {min(unknown)}")
+            raise TypeError(f"{name} has no {min(unknown)}: known are {', '.join(names)}")
         there = [(key, each) for key, each in names.items() if key in value or _is_required(each)]
         found = {
             each.name: from_json_value(_hints(kind)[each.name], value[key], key, _unit(each)) for key, each in there
@@ -57,6 +58,7 @@ def from_json_value(kind: Any, value: Any, name: str = "", unit: float = 1) -> A
         return kind(**found)  # type: ignore[operator]
     origin, (first, *rest) = get_origin(kind), (*get_args(kind), None)
     if origin is Mapping:
+        _refuse_no_object(name, value)
         of_key = Kind.of if first is Kind else first
         return {of_key(key): from_json_value(rest[0], part, name) for key, part in value.items()}
     if origin is not None:
@@ -66,7 +68,14 @@ def from_json_value(kind: Any, value: Any, name: str = "", unit: float = 1) -> A
         return tuple(parts) if origin is tuple else parts
     if kind is int and not _is_whole(value):
         raise ValueError(f"{name} must be a whole number of at least 0")
+    if kind is float and not isinstance(value, (int, float)):
+        raise ValueError(f"{name} {value!r} must be a number")
     return value if kind is Any else kind(value) if unit == 1 else unit * kind(value)
+
+
+def _refuse_no_object(name: str, value: Any) -> None:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} {value!r} must be an object, such as {{...}}")
 
 
 def _name(of: Field[Any]) -> str:

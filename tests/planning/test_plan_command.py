@@ -12,7 +12,7 @@ from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.drawing.plans import front_svg
 from rpc_pipe.model.user_model import UserModel, load_user_model, resize_batch, rows_of
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.planning.measuring.profiling import profile_model
 from rpc_pipe.planning.plan import Plan, read_plan
 from rpc_pipe.planning.profile import from_json
@@ -139,7 +139,7 @@ def test_a_plan_of_another_model_is_said_to_be_one(model, caplog, tmp_path):
     out = tmp_path / "plan.json"
     main(["plan", f"{model}:make", "--alone", "--workers", "2", "--output", str(out)])
     made = load_user_model(f"{model}:make")
-    with Pipeline(made.model, made.loss_fn, plan=out, optimizer=None) as pipe:
+    with Pipeline(made.model, made.loss_fn, plan=out, training=Training()) as pipe:
         pipe.step(made.batch)
     assert not caplog.messages, "the model that was planned, though a Sequential has buffers nowhere"
     old = read_plan(out)
@@ -147,7 +147,7 @@ def test_a_plan_of_another_model_is_said_to_be_one(model, caplog, tmp_path):
     with Pipeline(layers, made.loss_fn, plan=replace(old, model="", weights_by_stage=()), optimizer=None) as pipe:
         pipe.step(made.batch)
     assert not caplog.messages, "an old file"
-    with Pipeline(layers, made.loss_fn, plan=out, optimizer=None) as pipe:
+    with Pipeline(layers, made.loss_fn, plan=out, training=Training()) as pipe:
         pipe.step(made.batch)
     assert re.fullmatch(
         r"the plan was made for another model, Sequential, whose stage \d has 0.00\d+ MB of weights; that of this one, "

@@ -2,9 +2,9 @@
 
     python tests/trials/restarts.py [--count 10] [--seed 0] [--transport zmq]
 
-Each run trains with dropout, momentum and data that are drawn anew in every step. A worker is killed (SIGKILL) at a
-random step, also while a checkpoint is written, some while they start again; the launcher starts the job again. All are
-forks of a process that has imported torch.
+Each run trains with dropout, momentum and data that are drawn anew in every step. A worker is killed (SIGKILL): of
+three runs in one while workers start and meet, in one around a checkpoint, in one at a random step; in some a worker of
+the second attempt is killed too. The launcher starts the job again. All are forks of a process that has imported torch.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,10 @@ from trials.forked import Forked, prepare
 
 _ROOT = Path(__file__).parents[2]
 _STEPS = 24
+#: a checkpoint follows so many steps
+_EVERY = 3
+#: by then workers that are forks have met, s
+_MEETING_S = 1.0
 _SCRIPT = f"""
 import time
 from functools import partial
@@ -54,18 +59,30 @@ def train(kills: list[tuple[int, int, float]], transport: str, workers: int) -> 
     """Train and kill; return the digest of the weights, how often the job was started again, and what was said.
 
     Args:
-        kills: step, worker, seconds after the step; the second one is for the workers of the second attempt.
+        kills: step (-1: the start), worker, seconds after it; the second one is for workers of the second attempt.
     """
     folder = Path(tempfile.mkdtemp())  # no TemporaryDirectory: what a fork inherits would remove it at its end
     try:
         (folder / "train.py").write_text(_SCRIPT)
         weights = folder / "weights.safetensors"
         command = [sys.executable, "-m", "rpc_pipe", "run", str(folder / "train.py"), "--workers", str(workers)]
-        command += ["--transport", transport, "--max-restarts", "4", "--checkpoint-every", "3", "--save", str(weights)]
+        command += [
+            "--transport",
+            transport,
+            "--max-restarts",
+            "4",
+            "--checkpoint-every",
+            str(_EVERY),
+            "--save",
+            str(weights),
+        ]
         command += ["--checkpoint-folder", str(folder / "checkpoints"), "--checkpoint-keep", "2"]
         environment = {**os.environ, "PYTHONPATH": str(_ROOT), "RPC_PIPE_LOGS": "off"}
         launcher = Forked(command, text=True, env=environment, cwd=_ROOT)
         lines, left = [], list(kills)
+        if left and left[0][0] < 0:
+            _, rank, after = left.pop(0)
+            threading.Timer(after, _kill, (launcher.pid, rank)).start()
         for line in launcher.stdout:
             lines.append(line)
             found = re.search(r"step (\d+)$", line)
@@ -104,11 +121,15 @@ def main() -> None:
     for number in range(options.count):
         count = 1 + (number % 5 == 0)  # in some runs a worker of the second attempt is killed too
         steps = sorted(draw.randrange(_STEPS - 1) for _ in range(count))
+        if number % 3 == 1:
+            steps = [step - step % _EVERY + _EVERY - 1 for step in steps]
         plan = [(step, draw.randrange(options.workers), draw.random() / 50) for step in steps]
+        if number % 3 == 2:
+            plan[0] = (-1, plan[0][1], draw.random() * _MEETING_S)
         found, restarts, said = train(plan, options.transport, options.workers)
         kills += restarts
         same += found == wanted
-        right = found == wanted and restarts == count
+        right = found == wanted and (restarts == count or plan[0][0] < 0)  # it may not have been there yet
         print(f"killed after {', '.join(f'step {step} worker {rank}' for step, rank, _ in plan)}: {restarts} restarts, "
               f"{'the same weights' if found == wanted else 'DIFFERENT: ' + found}", flush=True)  # fmt: skip
         if not right:
