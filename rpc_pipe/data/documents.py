@@ -15,10 +15,6 @@ from .storage import Storage
 ENDINGS = (".jsonl", ".txt", ".md", ".py", ".json", ".parquet")
 #: text files are read in pieces of about so many bytes
 _PIECE = 2**20
-#: no line of JSON is longer
-_MOST_LINE = 2**26
-#: may stand before an object: the mark of UTF-8, spaces
-_BEFORE = b"\xef\xbb\xbf \t\r"
 
 
 class Document(NamedTuple):
@@ -58,17 +54,13 @@ def documents(files: Sequence[ShardFile], storage: Storage, field: str, file: in
 def _lines(path: Path, shard: ShardFile, field: str, number: int, at: int) -> Iterator[Document]:
     with path.open("rb") as file:
         file.seek(at)
-        while line := file.readline(_MOST_LINE):
+        for line in file:
             begin, at = at, at + len(line)
-            if len(line) == _MOST_LINE:
-                raise DataError(f"shard {shard.name}: the line at byte {begin} is longer than {_MOST_LINE} bytes")
             if line.isspace():
                 continue
             try:
-                # What is no object is not parsed: a line of empty lists takes twenty times its size.
-                found: Any = json.loads(line) if line[:99].lstrip(_BEFORE)[:1] == b"{" else None
-                encoded = found[field].encode()
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+                encoded = json.loads(line.decode("utf-8-sig"))[field].encode()
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
                 raise DataError(
                     f"shard {shard.name}: the line at byte {begin} is no JSON object with a text {field!r}"
                 ) from error
@@ -76,13 +68,11 @@ def _lines(path: Path, shard: ShardFile, field: str, number: int, at: int) -> It
 
 
 def _pieces(path: Path, number: int, at: int) -> Iterator[Document]:
-    """Cut a long text behind lines, or between characters."""
+    """Cut a long text behind lines."""
     with path.open("rb") as file:
         file.seek(at)
         while piece := file.read(_PIECE):
-            piece += file.readline(_PIECE)
-            while file.peek(1)[:1] and file.peek(1)[0] & 0xC0 == 0x80:  # inside a character of UTF-8
-                piece += file.read(1)
+            piece += file.readline()
             yield Document(number, at, piece, not file.peek(1), at + len(piece))
             at += len(piece)
 

@@ -105,10 +105,6 @@ class Images(Source):
     def shard_of(self, chunk: int) -> str:
         return self.shards[int(self._starts[chunk])]
 
-    def upcoming(self, chunks: Sequence[int]) -> None:
-        files = [shard for c in chunks for shard in self._files[self._starts[c] : self._starts[c + 1]]]
-        self._storage.upcoming(files)
-
     def load(self, chunk: int, busy: Busy) -> Chunk:
         first, last = int(self._starts[chunk]), int(self._starts[chunk + 1])
         return ImageChunk(self, first, [self._stored(number, busy) for number in range(first, last)])

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..dependency import ConfigError, DataError
-from ..dependency.files import DAMAGED, read_json
 from .documents import ENDINGS, Document, documents
-from .shards import INDEX, MOST_INDEX, Roots, find_shards, fingerprint
+from .shards import INDEX, Roots, find_shards, fingerprint
 from .storage import Storage, checksum
 from .tokenizing import Tokenizer
 
@@ -106,36 +105,23 @@ def _begun(folder: Path, new: Packed) -> Packed:
     """Return how far the folder has come, if it is of the same text."""
     if folder.is_file():
         raise ConfigError(f"{folder}: is a file; name a folder for the shards")
+    note = next((folder / name for name in (INDEX, _NOTE) if (folder / name).exists()), None)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name in (INDEX, _NOTE):
-            if (folder / name).exists():
-                told = read_json(folder / name, f"{folder}: its {name}", MOST_INDEX)
-                found = Packed(**{key: told[key] for key in asdict(new)})
-                _refuse_impossible(found)
-                if found.identity != new.identity:
-                    raise ConfigError(
-                        f"{folder}: holds shards of another text, or made with other options ("
-                        f"{len(found.shards)} shards, tokenizer {found.tokenizer}); name another folder"
-                    )
-                return found
         others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+        found = new if note is None else Packed(**json.loads(note.read_text()))
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
-    except ConfigError:
-        raise
-    except DAMAGED as error:
-        raise ConfigError(f"{folder}: its {INDEX} is not one of rpc-pipe; name another folder") from error
-    if others:
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{folder}: its {note} is not one of rpc-pipe; name another folder") from error
+    if note is None and others:
         raise ConfigError(f"{folder}: is not empty ({others[0]}); name another folder")
-    return new
-
-
-def _refuse_impossible(packed: Packed) -> None:
-    """Raise ValueError if a note has been changed by somebody."""
-    numbers = [packed.tokens, packed.file, packed.at, packed.skip, *(each["bytes"] for each in packed.shards)]
-    if not all(isinstance(number, int) and number >= 0 for number in numbers):
-        raise ValueError("numbers must be whole")
+    if found.identity != new.identity:
+        raise ConfigError(
+            f"{folder}: holds shards of another text, or made with other options ("
+            f"{len(found.shards)} shards, tokenizer {found.tokenizer}); name another folder"
+        )
+    return found
 
 
 class _ShardWriter:

@@ -217,7 +217,7 @@ class Reader:
         for segment, chunk, numbers, places in _by_chunk(located.take(rows)):
             self.residency.enter(segment.epoch, segment.block, segment.chunks)
             held = self.residency.chunk(chunk)
-            with self.busy.on(held.cause):
+            with self.busy.on("decode"):
                 filling.put(held, numbers, places)
         with self.busy.on("decode"):
             return filling.made()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from itertools import islice
 
 import numpy as np
@@ -20,8 +19,6 @@ from .source import ALL, Busy, Chunk, Source, Wanted
 
 #: chunks that are loaded at once
 _LOADERS = 2
-#: and those that are brought into memory beside
-_WARMERS = 1
 _FEW = 64
 #: of the memory for chunks, this share is for those that come next
 _AHEAD = 8
@@ -72,8 +69,6 @@ class Residency:
         #: what will be read of chunks that are loaded from here on
         self.wanted: Wanted = ALL
         self._pool = ThreadPoolExecutor(_LOADERS, "chunks")
-        # Apart, as a batch that waits for chunks to be loaded does not wait for others to be warm.
-        self._warmers = ThreadPoolExecutor(_WARMERS, "warm")
         #: by number; by epoch and number if chunks let go, as what is left of one is of no use to the next epoch
         self._held: dict[int, Future[Chunk]] = {}
         #: bytes of each one that is held
@@ -106,7 +101,6 @@ class Residency:
             if chunk not in self._held:
                 self._free(sizes[chunk], needed)
                 self._load(chunk, sizes[chunk])
-        self._source.upcoming([chunk % self._order.num_chunks for chunk in (*window, *ahead)])
         for chunk in ahead:
             needed.add(chunk)
             if chunk not in self._held:
@@ -183,18 +177,12 @@ class Residency:
         else:
             loaded = self._pool.submit(self._source.load_fields, chunk_number, self._busy, self.wanted)
         self._held[chunk] = loaded
-        loaded.add_done_callback(self._warm)
 
     def _dealt(self, chunk: int, epoch: Epoch, block: int, wanted: Wanted) -> Chunk:
         loaded = self._source.load_fields(chunk, self._busy, wanted)
         with self._busy.on("decode"):
             loaded.deal(epoch.shares(chunk, block))
         return loaded
-
-    def _warm(self, loaded: Future[Chunk]) -> None:
-        if not loaded.cancelled() and loaded.exception() is None:
-            with suppress(RuntimeError):  # the pool has been shut down
-                self._warmers.submit(_warmed, loaded.result(), self._busy)
 
     def _free(self, size: int, needed: set[int]) -> bool:
         """Drop what is needed last until there is room for `size` bytes; tell whether there is."""
@@ -238,13 +226,7 @@ class Residency:
     def close(self) -> None:
         """Drop everything, and end the threads."""
         self.drop()
-        for pool in (self._pool, self._warmers):
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _warmed(chunk: Chunk, busy: Busy) -> None:
-    with busy.on("disk"):
-        chunk.warm()
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _close(loaded: Future[Chunk]) -> None:

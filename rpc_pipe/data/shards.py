@@ -10,21 +10,16 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from ..dependency import ConfigError, DataError
-from ..dependency.files import DAMAGED, read_file
-from .elsewhere import file_system, patiently
+from .storage import file_system, patiently
 
 INDEX = "index.json"
-#: no index is larger
-MOST_INDEX = 2**26
-#: types of tokens that an index may name
-_DTYPES = "uint8", "uint16", "uint32"
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
 #: bytes of a place that an identity looks at, and how many places: all of 32 MB, and something of what is more
 _PLACE, _PLACES = 2**16, 512
@@ -80,116 +75,73 @@ def find_shards(
     found: list[ShardFile] = []
     index: dict[str, Any] = {}
     for root in roots_of(source):
-        shards, said = _remote(root, endings, options or {}) if is_remote(root) else _local(root, endings)
+        try:
+            shards, said = _remote(root, endings, options or {}) if is_remote(root) else _local(root, endings)
+        except OSError as error:
+            raise DataError(f"data {error.filename or root}: cannot be read: {error.strerror}") from error
         found += shards
         index |= said
     if not found:
         named = ", ".join(roots_of(source))
         raise ConfigError(f"data {named}: there are no files that end in {', '.join(endings)}")
-    _refuse_twins(found)
-    return found, index
-
-
-def _refuse_twins(shards: Iterable[ShardFile]) -> None:
     seen: dict[str, ShardFile] = {}
-    for shard in shards:
-        other = seen.setdefault(shard.name, shard)
-        if other is not shard:
+    for shard in found:
+        if (other := seen.setdefault(shard.name, shard)) is not shard:
             raise ConfigError(
                 f"data: two shards are called {shard.name} ({other.place} and {shard.place}); "
                 "rename one, or name the folder above both"
             )
+    return found, index
 
 
 def _local(root: str, endings: Sequence[str]) -> tuple[list[ShardFile], dict[str, Any]]:
     path = Path(root)
     if "*" in root:
         at = next(i for i, part in enumerate(path.parts) if "*" in part)
-        base = Path(*path.parts[:at]) if at else Path()
-        matching = sorted(base.glob(str(Path(*path.parts[at:]))))
-        for match in matching:
-            if match.is_dir() and match.name.lower().endswith(tuple(endings)):
-                _refuse_folder(str(match), tuple(endings))
-        return [_shard(file, base) for file in matching if file.is_file()], {}
-    if not path.exists():
+        base = str(Path(*path.parts[:at]))
+        files = [str(match) for match in Path(base).glob(str(Path(*path.parts[at:]))) if match.is_file()]
+    elif not path.exists():
         raise ConfigError(f"data {root}: there is no such file or folder")
-    if path.is_file():
-        return [_shard(path, path.parent)], {}
-    if not path.is_dir():
-        raise ConfigError(f"data {root}: is {_kind_of(path)}; must be a file or a folder")
-    if (path / INDEX).is_file():
-        text = read_file(path / INDEX, f"data {root}: its {INDEX}", MOST_INDEX)
-        return _indexed(root, text, lambda name: _size(path / name))
-    return sorted(_walked(root, root, tuple(endings)), key=lambda shard: shard.name), {}
+    elif not path.is_dir():
+        base, files = str(path.parent), [root]
+    elif (path / INDEX).is_file():
+        shards, index = _indexed(root, (path / INDEX).read_text())
+        for shard in shards:
+            size = Path(shard.place).stat().st_size if Path(shard.place).is_file() else None
+            if size != shard.num_bytes:
+                has = "is missing" if size is None else f"has {size} bytes"
+                raise DataError(f"shard {shard.name}: {has}, but {INDEX} says {shard.num_bytes}: restore the file")
+        return shards, index
+    else:
+        base, files = root, list(_walked(root, tuple(endings)))
+    return sorted((_shard(file, base) for file in files), key=lambda shard: shard.name), {}
 
 
-def _walked(
-    root: str, folder: str, endings: tuple[str, ...], within: frozenset[str] = frozenset()
-) -> Iterator[ShardFile]:
-    """Yield the files below a folder; a set may have a million, so no `Path` is made of them."""
-    name = folder
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if entry.name.startswith("."):
-                    continue
-                name = entry.path
-                if entry.is_dir():
-                    inside = within
-                    if entry.is_symlink():  # which may lead back to a folder around it
-                        inside = within | {os.path.realpath(folder)}
-                        if any(_lies_in(around, os.path.realpath(entry.path)) for around in inside):
-                            continue
-                    if entry.name.lower().endswith(endings):
-                        _refuse_folder(entry.path, endings)
-                    yield from _walked(root, entry.path, endings, inside)
-                elif entry.name.lower().endswith(endings):
-                    stat = entry.stat()
-                    if not S_ISREG(stat.st_mode):
-                        raise DataError(f"shard {name}: is {_kind_of(Path(name))}; must be a file")
-                    yield ShardFile(name[len(root) :].lstrip("/"), name, stat.st_size, modified_ns=stat.st_mtime_ns)
-    except OSError as error:
-        raise DataError(f"data {name}: cannot be read: {error.strerror}") from error
-
-
-def _refuse_folder(folder: str, endings: tuple[str, ...]) -> None:
-    """Refuse a folder that is called like a shard, unless it has shards, as one that Spark calls `data.parquet`.
-
-    Raises:
-        DataError: it has none.
-    """
-    if not any(name.lower().endswith(endings) for _, _, names in os.walk(folder) for name in names):
-        raise DataError(f"shard {folder}: is a folder without files that end in {', '.join(endings)}; must be a file")
+def _walked(root: str, endings: tuple[str, ...]) -> Iterator[str]:
+    """Yield the files below a folder, also through links, unless these lead back to a folder around them."""
+    for folder, folders, names in os.walk(root, followlinks=True):
+        around = os.path.realpath(folder)
+        inner = [name for name in folders if not name.startswith(".")]
+        folders[:] = [name for name in inner if not _lies_in(around, os.path.realpath(os.path.join(folder, name)))]
+        for name in names:
+            if name.lower().endswith(endings) and not name.startswith("."):
+                yield os.path.join(folder, name)
 
 
 def _lies_in(path: str, folder: str) -> bool:
     return os.path.commonpath((path, folder)) == folder
 
 
-def _kind_of(path: Path) -> str:
-    if path.is_fifo():
-        return "a FIFO"
-    return "a socket" if path.is_socket() else "a device"
-
-
-def _shard(path: Path, base: Path) -> ShardFile:
-    try:
-        stat = path.stat()
-        return ShardFile(path.relative_to(base).as_posix(), str(path), stat.st_size, modified_ns=stat.st_mtime_ns)
-    except OSError as error:
-        raise DataError(f"shard {path}: cannot be read: {error.strerror}") from error
-
-
-def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+def _shard(place: str, base: str) -> ShardFile:
+    stat = os.stat(place)
+    if not S_ISREG(stat.st_mode):
+        raise ConfigError(f"data {place}: must be a file or a folder")
+    return ShardFile(os.path.relpath(place, base), place, stat.st_size, modified_ns=stat.st_mtime_ns)
 
 
 def _remote(root: str, endings: Sequence[str], options: Mapping[str, Any]) -> tuple[list[ShardFile], dict[str, Any]]:
     files, path = file_system(root, f"data {root}", options)
-    try:
-        return patiently(lambda: _listed(files, path, root, endings), f"data {root}: cannot be listed")
-    except OSError as error:
-        raise DataError(f"data {root}: cannot be listed: {error.strerror}") from error
+    return patiently(lambda: _listed(files, path, root, endings), f"data {root}: cannot be listed")
 
 
 def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[list[ShardFile], dict[str, Any]]:
@@ -204,8 +156,7 @@ def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[l
         found, base = {path: files.info(path)}, path.rpartition("/")[0]
     else:
         with suppress(FileNotFoundError):
-            text = files.cat_file(f"{path.rstrip('/')}/{INDEX}").decode()
-            return _indexed(root.rstrip("/"), text, lambda name: None, remote=True)
+            return _indexed(root.rstrip("/"), files.cat_file(f"{path.rstrip('/')}/{INDEX}").decode())
         # By itself it leaves out what cannot be listed.
         thoroughly = {"on_error": "raise"} if scheme.startswith("http") else {}
         found, base = files.find(path, detail=True, **thoroughly), path.rstrip("/")
@@ -225,10 +176,8 @@ def _listed(files: Any, path: str, root: str, endings: Sequence[str]) -> tuple[l
     return shards, {}
 
 
-def _indexed(
-    root: str, text: str, size_of: Callable[[str], int | None], remote: bool = False
-) -> tuple[list[ShardFile], dict[str, Any]]:
-    """Return the shards that an index lists; those of this machine must be there, whole."""
+def _indexed(root: str, text: str) -> tuple[list[ShardFile], dict[str, Any]]:
+    """Return the shards that an index lists, and what it says besides."""
     try:
         index = json.loads(text)
         listed = [
@@ -237,29 +186,9 @@ def _indexed(
             )
             for entry in index.pop("shards")
         ]
-        if index.get("dtype") not in _DTYPES or not all(_is_possible(shard) for shard in listed):
-            raise ValueError("names, sizes or dtype cannot be")
-    except DAMAGED as error:
+        return listed, {"dtype": str(index["dtype"])}
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"data {root}: its {INDEX} cannot be read: {error!r}; pack it again, or remove it") from error
-    _refuse_twins(listed)
-    for shard in () if remote else listed:
-        size = size_of(shard.name)
-        if size is None:
-            raise DataError(f"shard {shard.name}: is missing in {root}, but {INDEX} lists it; restore it")
-        if size != shard.num_bytes:
-            raise DataError(
-                f"shard {shard.name}: has {size} bytes, but {INDEX} says {shard.num_bytes}: "
-                f"it is {'truncated' if size < shard.num_bytes else 'not the one that was packed'}; "
-                "restore the whole file"
-            )
-    return listed, index
-
-
-def _is_possible(shard: ShardFile) -> bool:
-    """Tell whether an index may say so of a shard: a file of the folder with whole numbers of bytes and tokens."""
-    count = shard.num_tokens
-    named = isinstance(shard.name, str) and shard.name not in ("", ".", "..") and "/" not in shard.name
-    return named and shard.num_bytes >= 0 and isinstance(count, int) and 0 <= count <= shard.num_bytes
 
 
 def fingerprint(shards: Sequence[ShardFile], *more: object) -> str:

@@ -45,21 +45,12 @@ def among(fields: Iterable[str], some: FieldSelection) -> list[str]:
 class Chunk:
     """Samples that are in memory together."""
 
-    #: what `read` spends its time on
-    cause: Cause = "decode"
     #: what random numbers of its samples are keyed by, with the sample; None: they draw none
     keyed: int | None = None
 
     def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
-        """Return (inputs, targets) of these samples of the chunk, a row each; None for what is not wanted.
-
-        Raises:
-            DataError: the shard has changed since the chunk was loaded.
-        """
+        """Return (inputs, targets) of these samples of the chunk, a row each; None for what is not wanted."""
         raise NotImplementedError
-
-    def warm(self) -> None:
-        """Bring into memory what `read` would have to wait for otherwise. Called beside `read`, which does not wait."""
 
     def deal(self, shares: Iterator[tuple[int, Numbers]]) -> None:
         """Hear, before anything is read, which samples will be read in which block, if the source lets go.
@@ -78,11 +69,7 @@ class Filling:
     """A batch that is made of rows of several chunks."""
 
     def put(self, chunk: Chunk, numbers: Numbers, places: Numbers) -> None:
-        """Put these samples of a chunk to their places in the batch.
-
-        Raises:
-            DataError: the shard has changed since the chunk was loaded.
-        """
+        """Put these samples of a chunk to their places in the batch."""
         raise NotImplementedError
 
     def made(self) -> tuple[Tree, Tree]:
@@ -140,9 +127,6 @@ class Source:
     def shard_of(self, chunk: int) -> str:
         """Return what errors call the place that a chunk comes from."""
         return self.name
-
-    def upcoming(self, chunks: Sequence[int]) -> None:
-        """Hear which chunks will be needed next, in this order."""
 
     def close(self) -> None:
         """Let go of what is open."""

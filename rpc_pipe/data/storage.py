@@ -1,4 +1,4 @@
-"""Shards on this machine: local ones where they lie, others through a cache of limited size.
+"""Shards on this machine: local ones where they lie, others through a cache of limited size, fetched by fsspec.
 
 A shard is copied as a whole to a file of another name, compared with its size and checksum, and renamed, so that a file
 in the cache is always complete. Several processes may share a cache: whoever comes second waits for the first.
@@ -6,6 +6,7 @@ in the cache is always complete. Several processes may share a cache: whoever co
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -14,26 +15,28 @@ import shutil
 import threading
 import time
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
-from ..dependency import DataError
-from .elsewhere import copy, file_system, has_no_room, patiently
-from .shards import ShardFile
-from .source import Busy
+from ..dependency import ConfigError, DataError
+from .source import Busy, need
+
+if TYPE_CHECKING:
+    from .shards import ShardFile
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-#: how often a shard is fetched that others take out of the cache
 _ATTEMPTS = 4
+#: how long the second attempt waits; each further one twice as long
+_FIRST_WAIT_S = 0.5
+#: how long an HTTP server may be silent
+_SILENT_S = 10.0
+#: of HTTP, what another attempt may change though the fault is the client's: too slow, too early, too often
+_PASSING = (408, 425, 429)
 _BLOCK = 2**20
-_PARTIAL, _FORGOTTEN_S = ".partial", 3600.0
-#: how long another process is waited for that fetches or makes the same, and after how long that is told
-_OTHERS_S, _TOLD_S = 6 * 3600.0, 10.0
 
 
 class Storage:
@@ -55,24 +58,14 @@ class Storage:
         self.folder = Path(cache) if cache is not None else usual
         self._limit = cache_bytes
         self.options = options or {}
-        self._lock = threading.Lock()
-        #: cached files by how soon they are needed
-        self._rank: dict[str, int] = {}
-        #: those that are being opened here, once for each time
-        self._opening: Counter[str] = Counter()
         #: how many shards were copied here
         self.fetched = 0
-
-    def upcoming(self, shards: Sequence[ShardFile]) -> None:
-        """Know which shards are needed next, in this order."""
-        with self._lock:
-            self._rank = {self._name(shard): number for number, shard in enumerate(shards) if shard.remote}
 
     def local(self, shard: ShardFile, busy: Busy) -> Path:
         """Return a complete file with the shard.
 
         Raises:
-            DataError: it is missing, has another size, or cannot be fetched.
+            DataError: it is missing, has changed, or cannot be fetched.
         """
         if shard.remote:
             return self._fetched(shard, busy)
@@ -81,93 +74,60 @@ class Storage:
             stat = path.stat()
         except OSError as error:
             raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror}") from error
-        if stat.st_size != shard.num_bytes:
-            raise DataError(
-                f"shard {shard.name}: {path} has {stat.st_size} bytes, but had {shard.num_bytes} when it was listed"
-            )
-        if shard.modified_ns not in (None, stat.st_mtime_ns):
+        if stat.st_size != shard.num_bytes or shard.modified_ns not in (None, stat.st_mtime_ns):
             raise DataError(f"shard {shard.name}: {path} was written to after it was listed; begin with the new data")
         return path
 
     def use(self, shard: ShardFile, busy: Busy, read: Callable[[Path], T]) -> T:
         """Return what `read` makes of a complete file with the shard.
 
-        Whoever makes room in the cache may take the file away before it is open; then it is fetched again.
+        Another process that makes room in the cache may remove the file before it is open; then it is fetched again.
 
         Raises:
             DataError: as `local`, or as `read`.
         """
-        if not shard.remote:
-            return read(self.local(shard, busy))
-        with self._opened(self._name(shard)):
-            for _ in range(_ATTEMPTS):
-                path = self.local(shard, busy)
-                try:
-                    return read(path)
-                except Exception:
-                    if path.exists():
-                        raise
+        for _ in range(_ATTEMPTS):
+            path = self.local(shard, busy)
+            try:
+                return read(path)
+            except Exception:
+                if not shard.remote or path.exists():
+                    raise
         raise DataError(f"shard {shard.name}: others take it out of the cache {self.folder} as soon as it is there")
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[None]:
-        with self._lock:
-            self._opening[name] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._opening[name] -= 1
-                self._opening += Counter()  # without those that nobody opens
-
-    @contextmanager
     def alone(self, name: str) -> Iterator[None]:
-        """Be the only process that does in the body what `name` says."""
+        """Be the only process, and the only thread, that does in the body what `name` says."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / f".{name}.lock").open("w")
         except OSError as error:
             raise DataError(f"the cache {self.folder}: cannot be made: {error.strerror}") from error
-        with _locked(self.folder / f".{name}.lock"):
+        with file:
+            fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _name(self, shard: ShardFile) -> str:
-        told = f"{shard.place}\0{shard.num_bytes}\0{shard.checksum}"
-        return f"{hashlib.sha256(told.encode()).hexdigest()[:16]}-{shard.name.rsplit('/', 1)[-1]}"
-
     def _fetched(self, shard: ShardFile, busy: Busy) -> Path:
-        path = self.folder / self._name(shard)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with _locked(path.with_name(f".{path.name}.lock")):
+        told = f"{shard.place}\0{shard.num_bytes}\0{shard.checksum}"
+        path = self.folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}-{shard.name.rsplit('/', 1)[-1]}"
+        # Where the cache is limited, processes fetch one after the other.
+        with self.alone(path.name if self._limit is None else "room"):
+            try:
                 if path.exists() and path.stat().st_size == shard.num_bytes:
                     os.utime(path)
                 else:
-                    with busy.on("network"), self._room(shard):
+                    with busy.on("network"):
+                        self._make_room(shard)
                         self._fetch(shard, path)
-        except OSError as error:
-            raise self._no_room(shard, error) from error
+            except OSError as error:
+                raise DataError(
+                    f"shard {shard.name}: {shard.num_bytes} bytes do not fit into the cache {self.folder}: "
+                    f"{error.strerror}; free some, or name another folder with cache="
+                ) from error
         return path
 
-    def _no_room(self, shard: ShardFile, error: OSError) -> DataError:
-        if has_no_room(error):
-            return DataError(
-                f"shard {shard.name}: {shard.num_bytes} bytes do not fit into the cache {self.folder}: "
-                f"{error.strerror}; free some, or name another folder with cache="
-            )
-        return DataError(f"shard {shard.name}: the cache {self.folder} cannot be written: {error}")
-
-    @contextmanager
-    def _room(self, shard: ShardFile) -> Iterator[None]:
-        """Have room for the shard in the body. Where the cache is limited, processes fetch one after the other."""
-        with _locked(self.folder / ".room.lock"):
-            self._make_room(shard)
-            if self._limit is not None:
-                yield
-        if self._limit is None:
-            yield
-
     def _make_room(self, shard: ShardFile) -> None:
-        """Drop what is needed last until the shard fits under the limit and onto the disk.
+        """Drop what has not been used for longest until the shard fits under the limit and onto the disk.
 
         Raises:
             DataError: the limit is too low.
@@ -177,54 +137,33 @@ class Storage:
                 f"shard {shard.name}: has {shard.num_bytes} bytes, and the cache {self.folder} is limited to "
                 f"{self._limit}; raise cache_bytes"
             )
-        held = self._held()
-        total = shard.num_bytes + sum(size for _, size, _ in held)
-        with self._lock:
-            rank, opening = dict(self._rank), set(self._opening)
-        # What nobody here needs goes first, the longest unused before others; then what is needed last, but what is
-        # just being opened only if nothing else is left.
-        held.sort(key=lambda entry: (entry[0].name in opening, -rank.get(entry[0].name, len(rank) + 1), entry[2]))
-        for path, size, _ in held:
+        with os.scandir(self.folder) as entries:
+            held = [(entry.stat(), entry.path) for entry in entries if not entry.name.startswith(".")]
+        total = shard.num_bytes + sum(stat.st_size for stat, _ in held)
+        for stat, path in sorted(held, key=lambda each: each[0].st_mtime_ns):
             fits = self._limit is None or total <= self._limit
             if fits and shutil.disk_usage(self.folder).free > shard.num_bytes:
                 return
-            path.unlink(missing_ok=True)  # who has mapped it keeps it
-            total -= size
-
-    def _held(self) -> list[tuple[Path, int, float]]:
-        """Return the shards in the cache, each with size and time of use."""
-        found = []
-        for path in self.folder.iterdir():
-            try:
-                stat = path.stat()
-            except FileNotFoundError:  # another process made room
-                continue
-            if not path.name.startswith("."):
-                found.append((path, stat.st_size, stat.st_mtime))
-            elif path.name.endswith(_PARTIAL) and time.time() - stat.st_mtime > _FORGOTTEN_S:
-                path.unlink(missing_ok=True)  # of a process that was killed
-        return found
+            Path(path).unlink(missing_ok=True)  # who has it open keeps it
+            total -= stat.st_size
 
     def _fetch(self, shard: ShardFile, path: Path) -> None:
-        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}{_PARTIAL}")
+        files, place = file_system(shard.place, f"shard {shard.name}", self.options)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.partial")
 
         def copied() -> None:
             try:
-                self._copy(shard, partial)
+                files.get_file(place, str(partial))
+                if (size := partial.stat().st_size) != shard.num_bytes:
+                    raise OSError(f"{size} bytes came of {shard.num_bytes}")
+                if shard.checksum is not None and checksum(partial) != shard.checksum:
+                    raise OSError("its checksum differs from the index")
                 partial.replace(path)
             finally:
                 partial.unlink(missing_ok=True)
 
         patiently(copied, f"shard {shard.name}: cannot be fetched from {shard.place}")
         self.fetched += 1
-
-    def _copy(self, shard: ShardFile, partial: Path) -> None:
-        copy(*self._files(shard), str(partial), shard.num_bytes)
-        size = partial.stat().st_size
-        if size != shard.num_bytes:
-            raise OSError(f"{size} bytes came of {shard.num_bytes}")
-        if shard.checksum is not None and checksum(partial) != shard.checksum:
-            raise OSError("its checksum differs from the index")
 
     def look(self, shard: ShardFile, read: Callable[[BinaryIO], T]) -> T:
         """Return what `read` makes of a shard that is open for reading here and there.
@@ -234,60 +173,84 @@ class Storage:
         Raises:
             DataError: it cannot be read, or as `read`.
         """
+        told = f"shard {shard.name}: {shard.place} cannot be read"
+        if not shard.remote:
+            try:
+                with self.local(shard, Busy()).open("rb") as file:
+                    return read(file)
+            except OSError as error:
+                raise DataError(f"{told}: {error.strerror or error}") from error
+        files, path = file_system(shard.place, f"shard {shard.name}", self.options)
 
         def looked() -> T:
-            if shard.remote:
-                files, path = self._files(shard)
-                with files.open(path, "rb") as file:
-                    return read(file)
-            with self.local(shard, Busy()).open("rb") as file:
+            with files.open(path, "rb") as file:
                 return read(file)
 
-        told = f"shard {shard.name}: {shard.place} cannot be read"
-        try:
-            return patiently(looked, told) if shard.remote else looked()
-        except OSError as error:
-            raise DataError(f"{told}: {error.strerror or error}") from error
-
-    def _files(self, shard: ShardFile) -> tuple[Any, str]:
-        return file_system(shard.place, f"shard {shard.name}", self.options)
+        return patiently(looked, told)
 
 
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Be the only process in the body; a process that ends lets go.
+def file_system(place: str, what: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the file system that has `place`, and the path there.
+
+    Args:
+        what: needs it, as errors say.
+        options: for fsspec, such as credentials.
 
     Raises:
-        DataError: another holds on to it.
+        ConfigError: there is none for such a place.
     """
-    begin, told = time.monotonic(), False
-    while True:
-        with path.open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                waited = time.monotonic() - begin
-                if waited > _OTHERS_S:
-                    raise DataError(f"{path}: another process has held this for {waited:.0f} s; end it") from None
-                if waited > _TOLD_S and not told:
-                    told = True
-                    logger.warning("waiting for another process that holds %s", path)
-                time.sleep(min(0.1, 0.002 + waited / 10))
-                continue
-            if not _is_still(path, file):  # whoever had it has removed it
-                continue
-            try:
-                yield
-            finally:
-                path.unlink(missing_ok=True)
-            return
-
-
-def _is_still(path: Path, file: TextIO) -> bool:
+    fsspec = need("fsspec", what)
+    options = dict(options)
+    if place.startswith("http") and "client_kwargs" not in options:
+        aiohttp = need("aiohttp", what)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_SILENT_S, sock_read=_SILENT_S)
+        options["client_kwargs"] = {"timeout": timeout}
     try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
+        files, path = fsspec.core.url_to_fs(place, **options)
+    except (ImportError, ValueError) as error:
+        raise ConfigError(f"{what}: {error}") from error
+    return files, path
+
+
+def patiently(do: Callable[[], T], told: str) -> T:
+    """Return what `do` returns; if it fails, in one of some more attempts.
+
+    Raises:
+        DataError: none succeeded; begins with `told`.
+        OSError: there is no room here.
+    """
+    wait = _FIRST_WAIT_S
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return do()
+        except Exception as raised:  # what a file system raises is its own affair
+            # HTTP's file system calls everything that keeps it from a file a missing file.
+            cause = raised.__cause__ if isinstance(raised, FileNotFoundError) else None
+            error = cause if isinstance(cause, Exception) else raised
+            if isinstance(error, ConfigError) or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            if attempt == _ATTEMPTS or _is_final(error):
+                tried = "" if attempt == 1 else f" after {attempt} attempts"
+                raise DataError(f"{told}{tried}: {_said(error)}") from error
+            logger.warning("%s: attempt %d failed: %s", told, attempt, _said(error))
+        time.sleep(wait)
+        wait *= 2
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _is_final(error: Exception) -> bool:
+    """Tell whether another attempt would have the same end."""
+    status = getattr(error, "status", None)  # of HTTP
+    refused = isinstance(status, int) and 400 <= status < 500 and status not in _PASSING
+    return refused or isinstance(error, (FileNotFoundError, PermissionError, NotImplementedError))
+
+
+def _said(error: Exception) -> str:
+    if (status := getattr(error, "status", None)) is not None:
+        return f"{status} {getattr(error, 'message', '')}".strip()
+    if isinstance(error, FileNotFoundError):
+        return "there is no such file"
+    return (str(error) or type(error).__name__).split("\n")[0]
 
 
 def checksum(path: Path) -> int:

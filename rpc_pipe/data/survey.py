@@ -78,7 +78,6 @@ def _speed(source: Source, chunks: np.typing.NDArray[np.int64]) -> float:
     begin, loaded = time.perf_counter(), 0
     for chunk in chunks.tolist():
         held = source.load(chunk, Busy())
-        held.warm()
         held.read(np.arange(min(1, int(source.sizes[chunk]))), Wanted())
         held.close()
         loaded += int(source.num_bytes[chunk])

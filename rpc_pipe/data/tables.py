@@ -209,9 +209,6 @@ class Table(Source):
     def shard_of(self, chunk: int) -> str:
         return self._groups[chunk].shard.name
 
-    def upcoming(self, chunks: Sequence[int]) -> None:
-        self._storage.upcoming(list(dict.fromkeys(self._groups[chunk].shard for chunk in chunks)))
-
     @property
     def uniform(self) -> bool:
         return len({group.form for group in self._groups if group.rows}) == 1

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlparse
-from urllib.request import getproxies
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +15,6 @@ from .source import need
 
 #: what ends a text, by the names that tokenizers have for it
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
-#: how long the hub of models has to take a connection
-_HUB_S = 3.0
 
 
 class Tokenizer:
@@ -63,26 +58,9 @@ def _loaded(name: str) -> Any:
         raise ConfigError(f"tokenizer {name}: must be bytes, a tokenizer.json, a folder with one, or a model's name")
     transformers = need("transformers", f"tokenizer {name}")
     try:
-        try:
-            found = transformers.AutoTokenizer.from_pretrained(name, local_files_only=True)
-        except OSError:  # it is not in the cache
-            _refuse_unreachable()
-            found = transformers.AutoTokenizer.from_pretrained(name)
-        return found.backend_tokenizer
+        return transformers.AutoTokenizer.from_pretrained(name).backend_tokenizer
     except (OSError, ValueError, AttributeError) as error:
         first = str(error).strip().split("\n")[0]
         raise ConfigError(
             f"tokenizer {name}: is no file or folder, and cannot be loaded as a model's: {first}"
         ) from error
-
-
-def _refuse_unreachable() -> None:
-    """Refuse to ask a hub that cannot be reached: its library tries again and again, for half a minute.
-
-    Raises:
-        OSError: it cannot be.
-    """
-    hub = urlparse(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    if not getproxies() and hub.hostname is not None:
-        with socket.create_connection((hub.hostname, hub.port or 443), _HUB_S):
-            pass

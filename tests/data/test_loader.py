@@ -218,13 +218,13 @@ def test_a_shard_that_is_missing_truncated_or_no_shard(shards):
 
 
 def test_a_shard_that_changes_while_it_is_in_use(shards):
-    """A mapped file that becomes shorter kills who reads it; a changed one gives other samples."""
+    """A changed one gives other samples."""
     batches = iter(loader(shards, rows=1, window=1, memory=600))
     next(batches)[0]
     for path in shards.iterdir():
         with path.open("r+b") as file:
             file.truncate(100)
-    with pytest.raises(DataError, match=r"shard \d\.npy: .*(truncated|but had)"):
+    with pytest.raises(DataError, match=r"shard \d\.npy: .* was written to after it was listed"):
         for batch in batches:
             batch[0]
 

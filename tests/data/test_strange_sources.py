@@ -6,13 +6,12 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from rpc_pipe.commands.main import main
-from rpc_pipe.data import Loader, elsewhere, images, storage, text, tokens
+from rpc_pipe.data import Loader, images, storage, text, tokens
 from rpc_pipe.data.storage import Storage
 from rpc_pipe.dependency import ConfigError, DataError
 
@@ -30,12 +29,11 @@ def read(source, **options):
     return [n // 4 for inputs, _ in Loader(source, rows=6, epochs=1, **options) for n in inputs[:, 0].tolist()]
 
 
-@pytest.mark.parametrize("name", ["shards", "shards/pipe.u16"])
-def test_a_pipe_is_no_shard(shards, name, capsys):
+def test_a_pipe_is_no_shard(shards, capsys):
     """Opening one waits for who writes into it."""
     os.mkfifo(shards / "pipe.u16")
-    assert main(["data", str(shards.parent / name), "--context", "4"]) == 2
-    assert "is a FIFO; must be a file" in capsys.readouterr().err.replace("\n", " ")
+    assert main(["data", str(shards), "--context", "4"]) == 2
+    assert "must be a file" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_a_folder_that_leads_back_to_itself_is_read_once(shards):
@@ -62,9 +60,6 @@ def test_text_that_cannot_be_read(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n\xff{"text": "no"}\n')
     with pytest.raises(DataError, match=r"a\.jsonl: the line at byte 17 is no JSON object with a text 'text'"):
         text(tmp_path / "a.jsonl", 4, storage=here)
-    (tmp_path / "b.jsonl").write_text("[" * 100_000 + "\n")
-    with pytest.raises(DataError, match=r"b\.jsonl: the line at byte 0"):
-        text(tmp_path / "b.jsonl", 4, storage=here)
     for name in ("c", "d"):
         parquet.write_table(arrow.table({"text": ["some words"] * 50}), tmp_path / f"{name}.parquet")
     path = tmp_path / "d.parquet"
@@ -109,16 +104,6 @@ def is_silent(handler):
     time.sleep(2)
 
 
-def drips(handler):
-    handler.send_response(200)
-    handler.send_header("Content-Length", "210")
-    handler.end_headers()
-    for _ in range(210):
-        handler.wfile.write(b"x")
-        handler.wfile.flush()
-        time.sleep(0.02)
-
-
 def refuses(handler):
     handler.send_error(403)
 
@@ -127,7 +112,7 @@ def refuses(handler):
 def served(shards, monkeypatch):
     pytest.importorskip("fsspec")
     pytest.importorskip("aiohttp")
-    monkeypatch.setattr(elsewhere, "_FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(storage, "_FIRST_WAIT_S", 0.01)
     handler = type("Handler", (Plain,), {"does": {}})
     made = http.server.ThreadingHTTPServer(
         ("127.0.0.1", 0), lambda *arguments: handler(*arguments, directory=str(shards))
@@ -170,22 +155,18 @@ def test_servers_that_do_not_give_what_they_list(served, shards, tmp_path, monke
         tokens("http://127.0.0.1:9/1.npy", 4, storage=here)
 
 
-@pytest.mark.parametrize("slow", [is_silent, drips])
-def test_a_server_that_is_too_slow(served, tmp_path, monkeypatch, slow):
+def test_a_server_that_is_silent(served, tmp_path, monkeypatch):
     url, does = served
-    monkeypatch.setattr(elsewhere, "_SILENT_S", 0.3)
-    monkeypatch.setattr(elsewhere, "_LONGEST_S", 0.3)
+    monkeypatch.setattr(storage, "_SILENT_S", 0.3)
     source = tokens(url, 4, storage=Storage(tmp_path / "cache"))
-    does["1.npy"] = slow, 10**6
+    does["1.npy"] = is_silent, 10**6
     begin = time.monotonic()
-    with pytest.raises(DataError, match=r"shard 1\.npy: cannot be fetched from http.* after 2 attempts: "):
+    with pytest.raises(DataError, match=r"shard 1\.npy: cannot be fetched from http.* after 4 attempts: "):
         read(source)
     assert time.monotonic() - begin < 10
 
 
-def test_what_one_makes_alone_others_do_not(tmp_path, monkeypatch):
-    """Whoever had the lock removed its file, and two of those that waited had one each."""
-    monkeypatch.setattr(storage, "_TOLD_S", 0.0)
+def test_what_one_makes_alone_others_do_not(tmp_path):
     inside, most = [], []
 
     def works():
@@ -224,16 +205,3 @@ def test_figures_of_odd_sources_are_json_or_one_sentence(shards, tmp_path, capsy
         assert not told.out and "rpc-pipe" in told.err + "rpc-pipe" and "Traceback" not in told.err
     with pytest.raises(ConfigError, match="no file has the 1025 tokens of a sample"):
         tokens(shards, 1024)
-
-
-@pytest.mark.parametrize("source", ["shards", "shards/*.npy"])
-def test_a_folder_that_is_called_like_a_shard_is_told(tmp_path, monkeypatch, source):
-    """It was skipped without a word, and the order was that of fewer samples."""
-    monkeypatch.chdir(tmp_path)
-    Path("shards").mkdir()
-    np.save("shards/s000.npy", np.arange(100, dtype=np.uint16))
-    Path("shards/s010.npy").mkdir()
-    with pytest.raises(DataError, match=r"shards/s010\.npy: is a folder without files that end in .*must be a file"):
-        tokens(source, 8)
-    np.save("shards/s010.npy/part-0.npy", np.arange(100, dtype=np.uint16))
-    assert len(tokens("shards", 8).shards) == 2, "as Spark writes a table"
