@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from .action import Action
-from .answers import actions_in, is_whole, slot_of
 from .errors import ScheduleError
 from .kinds import F, U
 from .order import has_slot
@@ -86,8 +85,6 @@ def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:
     """Check that the version is a number that repeats from step to step and is not later than its own update."""
     M, per_step = spec.num_microbatches, 1 if spec.update_every == "step" else spec.num_microbatches
     settled = spec.version(stage, m + STEADY * M)
-    if not is_whole(settled):
-        raise ScheduleError(f"version({stage}, {m + STEADY * M}) returned {settled!r}: it must be a whole number")
     before = m + STEADY * M if spec.update_every == "microbatch" else STEADY  # updates whose gradients come before
     if settled > before:
         raise ScheduleError(
@@ -106,13 +103,13 @@ def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:
 def _check_action(spec: Spec, worker: int, action: Action, length: int) -> None:
     """Check that an action in the middle of a stream needs what comes before it, on its own worker."""
     now = steady(spec, action)
-    slot = slot_of(spec, now)
-    if slot != slot_of(spec, action) + STEADY * length:
+    slot = spec.slot(now)
+    if slot != spec.slot(action) + STEADY * length:
         raise ScheduleError(
-            f"slot({now}) is {slot}, but slot({action}) is {slot_of(spec, action)} and steps are {length} apart: "
+            f"slot({now}) is {slot}, but slot({action}) is {spec.slot(action)} and steps are {length} apart: "
             "slots must grow by the same from step to step"
         )
-    needs = actions_in(spec.after(now), f"after({now})")
+    needs = list(spec.after(now))
     if action.kind is F:
         needs += before_forward(spec, now)
     elif action.kind is U:
@@ -127,7 +124,7 @@ def _check_action(spec: Spec, worker: int, action: Action, length: int) -> None:
                 f"after({action}) names {named}, of worker {spec.worker(need)}: across the steps of a stream only "
                 "actions of the same worker may be named"
             )
-        before = slot_of(spec, need) - STEADY * length
+        before = spec.slot(need) - STEADY * length
         if before >= slot - STEADY * length:
             raise ScheduleError(
                 f"{action} (slot {slot - STEADY * length}) needs {named} (slot {before}): the slot must grow along "

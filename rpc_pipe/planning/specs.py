@@ -126,7 +126,7 @@ def make_spec(
     cls = _transformed(cls, sizes, recomputed, replicas)
     values = _read_parameters(cls, name, parameters)
     try:
-        with schedule_errors(cls):
+        with schedule_errors():
             spec = cls(num_workers=num_workers, num_microbatches=num_microbatches, **values)
             num_stages = spec.num_stages
             if not isinstance(num_stages, int):

@@ -83,7 +83,7 @@ class Listed(Spec):
         (FarAway, "3F0. names 0F0 of worker 0, which is no neighbour", "0F0"),
         (SameSlot, "of worker 0 share slot", ""),
         (Beyond, "0F0. names 0F4, which does not exist", ""),
-        (Elsewhere, "stage 3 .route 0. is on worker 4; workers are 0 to 3", ""),
+        (Elsewhere, "place.3, 0. returned 4: it must be a worker, 0 to 3", ""),
         (WrongKind, "runs only the kinds F, B", ""),
         (Forgetful, "worker 0 keeps up to 4 microbatches", ""),
     ],
