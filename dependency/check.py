@@ -69,7 +69,9 @@ def actions_in(answer: object, call: str) -> list[Action]:
     Raises:
         ScheduleError: it is no list of actions.
     """
-    actions = list(answer) if isinstance(answer, Iterable) and not isinstance(answer, (str, Action)) else [None]
+    actions: list[Any] = [None]
+    if isinstance(answer, Iterable) and not isinstance(answer, (str, Action)):
+        actions = list(answer)
     if not all(isinstance(action, Action) for action in actions):
         raise ScheduleError(
             f"{call} returned {answer!r}: it must return a list of actions such as F(stage, microbatch), [] if there "

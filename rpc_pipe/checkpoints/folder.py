@@ -28,8 +28,6 @@ INDEX = "model.safetensors.index.json"
 #: of checkpoints that are being written
 _HIDDEN = ".step-"
 _NAME = re.compile(r"step-(\d+)(?:\.(\d+))?")
-#: no manifest is larger
-_MOST_BYTES = 2**27
 
 
 def named(folder: Path) -> list[Path]:
@@ -141,6 +139,6 @@ def read_json(path: Path) -> Any:
     """Read a file of JSON.
 
     Raises:
-        ConfigError: it is none, or too large for one of ours.
+        ConfigError: it is none.
     """
-    return files.read_json(path, f"{path}", _MOST_BYTES)
+    return files.read_json(path, f"{path}")

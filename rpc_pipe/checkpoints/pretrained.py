@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +20,6 @@ from .together import agreed, together
 from .writing import Snapshot, export
 
 _SINGLE = "model.safetensors"
-#: so many bytes are read before they are let go of
-_AT_ONCE = 2**22
-_ALL = slice(None)
 
 
 class Loaded(NamedTuple):
@@ -103,14 +100,11 @@ class Pretrained:
         return found, {name for name, tensor in own.items() if _place(tensor) not in filled}
 
     def fill(self, own: Mapping[str, Tensor], found: Mapping[str, str]) -> None:
-        """Copy the numbers of a shard's tensors into them, few at a time: what is mapped of a file counts as memory."""
+        """Copy the numbers of a shard's tensors into them."""
         for file, names in self._by_file(found).items():
-            for pieces in _pieces(names, own):
-                with self._opened(file) as opened, torch.no_grad():
-                    for name, rows in pieces:
-                        whole = rows == _ALL
-                        part = opened.get_tensor(found[name]) if whole else opened.get_slice(found[name])[rows]
-                        (own[name] if whole else own[name][rows]).copy_(part)
+            with self._opened(file) as opened, torch.no_grad():
+                for name in names:
+                    own[name].copy_(opened.get_tensor(found[name]))
 
     def _by_file(self, found: Mapping[str, str]) -> dict[str, list[str]]:
         by_file: dict[str, list[str]] = {}
@@ -204,23 +198,6 @@ def _begin_export(where: Path) -> Path:
         if (where / name).exists():
             raise ConfigError(f"{where}: has a {name}, which may be read instead; choose another folder")
     return folder.begin(where, 0)
-
-
-def _pieces(names: Sequence[str], own: Mapping[str, Tensor]) -> Iterator[list[tuple[str, slice]]]:
-    """Yield pieces of tensors, (name, rows), that together are not large."""
-    pieces: list[tuple[str, slice]] = []
-    size = 0
-    for name in names:
-        large = own[name].dim() > 0 and own[name].nbytes > _AT_ONCE
-        num_rows = len(own[name]) if large else 1
-        step = max(1, num_rows * _AT_ONCE // own[name].nbytes) if large else 1
-        for start in range(0, num_rows, step):
-            pieces.append((name, slice(start, start + step) if large else _ALL))
-            size += own[name].nbytes * step // num_rows
-            if size >= _AT_ONCE:
-                yield pieces
-                pieces, size = [], 0
-    yield pieces
 
 
 def _place(tensor: Tensor) -> tuple[int, object, object]:

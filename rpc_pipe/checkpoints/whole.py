@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections import OrderedDict
@@ -18,8 +17,6 @@ from .tensor_file import write_to
 
 #: where torch keeps the versions of modules beside a state
 _VERSIONS = "_metadata"
-#: file systems that know no files without a name say so
-_UNKNOWN = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
 
 
 def own_state(actor: WorkerActor) -> dict[str, Any]:
@@ -57,35 +54,13 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
     if Path(path).exists() and not Path(path).is_file():
         raise ConfigError(f"{path}: is not a regular file")
     path = Path(path).absolute()
-    # No user has a file of this name, and if another process of this number was killed, it is of no use to anybody.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        temporary.unlink(missing_ok=True)
-        with os.fdopen(_opened(temporary), "wb") as file:
+        with temporary.open("wb") as file:
             versions = {"versions": json.dumps(getattr(state, _VERSIONS))} if hasattr(state, _VERSIONS) else {}
             write_to(file, {name: tensor.contiguous() for name, tensor in state.items()}, versions)
-            if not temporary.exists():
-                _name(file.fileno(), temporary)
         temporary.replace(path)
     except (OSError, KeyError) as error:
         temporary.unlink(missing_ok=True)
         said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise StorageError(f"{path}: cannot be written: {said}; what was there is as it was") from error
-
-
-def _opened(temporary: Path) -> int:
-    """Open a file without a name, so that nothing is left if this process is killed; one with a name, if need be."""
-    try:
-        return os.open(temporary.parent, os.O_TMPFILE | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-    except OSError as error:
-        if error.errno not in _UNKNOWN:
-            raise
-        return os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
-
-
-def _name(descriptor: int, path: Path) -> None:
-    folder = os.open(path.parent, os.O_DIRECTORY | os.O_CLOEXEC)
-    try:  # without a folder Python calls link(2), which follows no symbolic link
-        os.link(f"/proc/self/fd/{descriptor}", path.name, src_dir_fd=folder, dst_dir_fd=folder)
-    finally:
-        os.close(folder)

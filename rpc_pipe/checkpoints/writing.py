@@ -137,14 +137,11 @@ def _list(place: Path, worker: int, content: Any) -> None:
 
 def _give_up(place: Path, worker: int, why: str) -> None:
     """Tell worker 0, who waits for this worker's list, that there will be none."""
-    try:
+    failed = (place / _part(worker)).with_suffix(_FAILED)
+    with suppress(OSError):  # a folder needs no descriptor, and an empty one no room
+        failed.mkdir()
+    with suppress(ConfigError):
         _list(place, worker, {"failed": why})
-    except ConfigError:  # not even for that is there room, or a descriptor; an empty file needs no room
-        failed = (place / _part(worker)).with_suffix(_FAILED)
-        for leave in (Path.touch, Path.mkdir):  # and a folder no descriptor
-            with suppress(OSError):
-                leave(failed)
-                return
 
 
 def _part(worker: int) -> str:

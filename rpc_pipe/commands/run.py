@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from ..checkpoints.options import try_checkpoints
 from ..demo.settings import TrainOptions
 from ..dependency import ConfigError
-from ..dependency.files import refuse_large_code
 from ..launching import launcher_link as link
 from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
 from ..launching.report import Reporter
@@ -312,7 +311,6 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
         beside = [str(path) for path in sorted(Path(script).parent.glob("*.py"))]
         near = difflib.get_close_matches(script, beside, n=1)
         raise ConfigError(f"{script}: there is no such file{f'; did you mean {near[0]}?' if near else ''}")
-    refuse_large_code(Path(script), "run")
     for name in (*_GPT, "beat_bigram"):
         if name in typed:
             raise ConfigError(

@@ -229,11 +229,6 @@ class Attempt:
             return self._disagreement
         if self._heard is not None:
             return self._heard
-        for rank, worker in enumerate(self.workers):
-            if worker.replaced:
-                while_ = "" if (live := self._live(rank)) is None else f" while {live}"
-                text = f"worker {rank} has put another program in its own place{while_}: it may call os.exec"
-                return Cause(f"worker {rank} runs another program", text)
         return Cause(self._vague, "\n".join(self._consequences.values()), FAILED)
 
     def _follow_up(self, rank: int, text: str, vague: str = "") -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from pathlib import Path
 
 from ..dependency import ConfigError
@@ -33,10 +32,9 @@ def read_key(path: Path) -> bytes:
         ConfigError: others can read the file, or it is theirs, or it holds no secret.
     """
     try:
-        # Opening a pipe without a writer would block.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        with path.open("rb") as file:
             found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_mode & 0o077:
+            if found.st_mode & 0o077:
                 raise ConfigError(f"key file {path}: others can read it; chmod 600 {path}")
             if found.st_uid not in (0, os.geteuid()):  # who is root reads all, and its owner knows the key
                 raise ConfigError(

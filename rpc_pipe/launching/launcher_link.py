@@ -5,8 +5,6 @@ The launcher's leash ends the worker when the launcher is gone; what the worker 
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -47,8 +45,6 @@ FOLDER = "RPC_PIPE_FOLDER"
 #: environment variable: the reaction to a loss that is not finite
 NAN = "RPC_PIPE_NAN"
 NANS = "stop", "warn", "ignore"
-#: prctl(2)
-_PR_SET_PDEATHSIG = 1
 #: order of the launcher: finish the step and stop
 STOP = b"s"
 #: signals with the same meaning under torchrun, and their default handlers
@@ -134,7 +130,6 @@ def tell_instead(handler: Callable[[dict[str, Any]], None]) -> None:
 def hold_leash() -> None:
     """Follow the launcher's orders in a thread, and end this process when the launcher has gone."""
     if LEASH in os.environ:
-        _wake_when_orphaned()
         left = os.environ.get(FOLDER, ""), os.environ.get(run_folders.FOLDER, run_folders.OFF)
         threading.Thread(target=_follow, args=(int(os.environ[LEASH]), *left), name="leash", daemon=True).start()
 
@@ -197,12 +192,6 @@ def _end_when_broken(number: int) -> None:
     time.sleep(_LAST_WORDS_S)  # it may be about to report the cause
     leave()
     os.kill(os.getpid(), number)
-
-
-def _wake_when_orphaned() -> None:
-    """Wake a worker that is stopped by a signal when its launcher ends, so that it ends, too."""
-    with contextlib.suppress(OSError, AttributeError):  # another system, or another C library
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGCONT), 0, 0, 0)
 
 
 def _clear_up(folder: str, boards: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -33,7 +32,7 @@ class Logs:
 
     def __init__(self, num_workers: int) -> None:
         self.folder: Path | None = None
-        self._files: list[_Log] = []
+        self._files: list[BinaryIO] = []
         with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home folder
             root = log_root()
             if root is None:
@@ -43,14 +42,15 @@ class Logs:
             folder = root / f"run-{os.getpid()}"
             shutil.rmtree(folder, ignore_errors=True)  # of an earlier process with this id
             folder.mkdir(mode=0o700)
-            self._files = [_Log(folder / f"worker-{worker}.log") for worker in range(num_workers)]
+            self._files = [(folder / f"worker-{worker}.log").open("wb", buffering=0) for worker in range(num_workers)]
             self.folder = folder
 
     def write(self, worker: int, data: bytes) -> None:
-        """Append a line that a worker has printed."""
-        files = self._files  # other threads may still append while `close` drops them
-        if files:
-            files[worker].write(data)
+        """Append what a worker has printed."""
+        with suppress(OSError, IndexError, ValueError):  # a full disk does not end training; it may be closed
+            file = self._files[worker]
+            if file.tell() < _MOST_BYTES:
+                file.write(data)
 
     def close(self, keep: bool) -> None:
         """Close the logs, and keep or remove them."""
@@ -61,30 +61,6 @@ class Logs:
             shutil.rmtree(self.folder, ignore_errors=True)
             with suppress(OSError):
                 self.folder.parent.rmdir()
-
-
-class _Log:
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO | None = path.open("wb", buffering=0)
-        self._left = _MOST_BYTES
-        self._lock = threading.Lock()
-
-    def write(self, data: bytes) -> None:
-        with self._lock:
-            if self._file is None or self._left <= 0:
-                return
-            with suppress(OSError):  # a full disk does not end training
-                self._file.write(data[: self._left])
-            self._left -= len(data)
-            if self._left <= 0:
-                with suppress(OSError):
-                    self._file.write(b"\n[no more is kept]\n")
-
-    def close(self) -> None:
-        with self._lock:
-            if self._file is not None:
-                self._file.close()
-            self._file = None
 
 
 def _prune(root: Path) -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import threading
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import launcher_link as link
@@ -22,8 +21,6 @@ _MOST_UNREAD = 256
 _LONGEST_LINE = 8192
 #: seconds to read a worker's pipes after its end, as a child process may keep them open
 _LAST_WORDS_S = 1.0
-#: and for a process to be told from another program in its place
-_BEGUN_S = 1.0
 
 
 class WorkerEvent(NamedTuple):
@@ -85,7 +82,6 @@ class WorkerProcess:
             for end in ends:
                 os.close(end)
             raise
-        self._program = _begun(self.process.pid)
         self._leash = open(leash, "wb", buffering=0)
         os.close(leash_end)
         os.close(tell_end)
@@ -109,11 +105,6 @@ class WorkerProcess:
         """Kill the process and all processes that it has started."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-
-    @property
-    def replaced(self) -> bool:
-        """Whether the process lives and has replaced the worker by another program (exec)."""
-        return _program(self.process.pid) not in (b"", self._program)
 
     def _put(self, what: str, detail: Any) -> None:
         self._events.put(WorkerEvent(what, self._rank, detail))
@@ -147,21 +138,6 @@ class WorkerProcess:
             reader.join(max(0.0, deadline - time.monotonic()))
         self._leash.close()
         self._put("ended", code)
-
-
-def _program(process: int) -> bytes:
-    """Return the auxiliary vector of a process, which changes on exec; a command line can be changed by its program."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{process}/auxv").read_bytes()
-    return b""
-
-
-def _begun(process: int) -> bytes:
-    """Return `_program` of a process that has just been started, as soon as the system has written it."""
-    end = time.monotonic() + _BEGUN_S
-    while not any(found := _program(process)) and time.monotonic() < end:
-        time.sleep(0.001)
-    return found
 
 
 def _shown(line: bytes) -> str:

@@ -22,8 +22,6 @@ from ..dependency.files import read_file
 from .listed_schedule import ListedSchedule, Program
 
 _SOURCE = "torch.distributed.pipelining, _PipelineScheduleRuntime._load_csv"
-#: larger tables are refused; none that can be run is larger
-_MAX_BYTES, _MAX_STAGES = 2**22, 2**16
 _SKIPPED = "UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD|(?:WAIT_)?SEND_[FB]|RECV_[FB]"
 _CELL = re.compile(rf"([0-9]{{1,9}})(F|I|B|W|{_SKIPPED})([0-9]{{0,9}})")
 _OVERLAP = re.compile(r"\((.*)\)OVERLAP_F_B")
@@ -81,7 +79,7 @@ def import_csv(path: str) -> type[Spec]:
 
 
 def _read(path: str) -> Program:
-    text = read_file(Path(path), f"schedule {path}", _MAX_BYTES, "utf-8-sig")
+    text = read_file(Path(path), f"schedule {path}", "utf-8-sig")
     try:
         table = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
@@ -100,8 +98,6 @@ def _read(path: str) -> Program:
     missing = next(stage for stage in count() if stage not in placement)
     if missing <= max(placement, default=0):
         raise ConfigError(f"schedule {path}: no row has stage {missing}")
-    if len(placement) > _MAX_STAGES:
-        raise ConfigError(f"schedule {path}: has {len(placement)} stages; at most {_MAX_STAGES} are read")
     actions = [action for row in rows for action in row]
     split = frozenset(action for action in actions if action.kind is I)
     for action in actions:

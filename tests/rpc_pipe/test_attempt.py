@@ -79,15 +79,6 @@ def test_who_ends_as_if_stopped_though_nobody_asked_is_the_cause():
     assert found._without_cause().text == "worker 1 ended with exit code 130 while starting up"
 
 
-def test_who_runs_another_program_is_named():
-    found = of(2)
-    found.workers = [SimpleNamespace(replaced=False), SimpleNamespace(replaced=True)]
-    found._take(WorkerEvent("told", 0, LOST))
-    cause = found._without_cause()
-    assert cause.title == "worker 1 runs another program"
-    assert cause.text == "worker 1 has put another program in its own place while starting up: it may call os.exec"
-
-
 def test_who_cannot_tell_its_error_is_named_by_those_who_have_heard_of_it():
     """A layer closed the launcher's pipe and raised: no worker was named, or one was said to have called os.exec."""
     found = of(2)

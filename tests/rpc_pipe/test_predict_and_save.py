@@ -3,7 +3,6 @@
 import copy
 import gc
 import json
-import os
 import weakref
 from collections import OrderedDict
 from functools import partial
@@ -17,7 +16,6 @@ from small_pipeline import X, Y, layers, num_held, pipeline
 from torch import nn
 
 from rpc_pipe.checkpoints import writing
-from rpc_pipe.checkpoints.whole import save_whole
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.pipeline import Pipeline
 
@@ -56,7 +54,6 @@ def test_a_prediction_goes_to_who_wants_it():
 
 
 def test_save_writes_the_unsplit_models_names(tmp_path):
-    from safetensors.torch import load_file
 
     pipe = pipeline()
     pipe.step((X, Y))
@@ -131,20 +128,6 @@ def test_saving_touches_no_other_file(tmp_path):
     pipeline(num_workers=2).save(tmp_path / "w.safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["w.partial", "w.safetensors"]
     assert (tmp_path / "w.partial").read_text() == "mine"
-
-
-@pytest.mark.parametrize("unnamed", [True, False], ids=["", "without unnamed files"])
-def test_a_save_that_is_killed_leaves_nothing(tmp_path, monkeypatch, unnamed):
-    """A kill during `save` left a hidden file of the model's size, until something else was saved by that name."""
-    monkeypatch.setattr("os.fsync", lambda _: seen.append(list(tmp_path.iterdir())))
-    if not unnamed:
-        monkeypatch.setattr("os.O_TMPFILE", os.O_DIRECTORY)  # which cannot be opened for writing: EISDIR
-    for number in (1, 2):
-        seen = []
-        save_whole({"a": torch.full((3,), number)}, tmp_path / "w.safetensors")
-        assert seen == [[tmp_path / "w.safetensors"][: number - 1]] or not unnamed
-        assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
-        assert load_file(tmp_path / "w.safetensors")["a"].tolist() == [number] * 3
 
 
 @pytest.mark.parametrize("wait", [True, False])

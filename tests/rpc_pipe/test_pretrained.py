@@ -36,11 +36,7 @@ def saved(tmp_path):
     return model, tmp_path / "gpt2"
 
 
-@pytest.mark.parametrize("at_once", [2**22, 100], ids=["whole tensors", "some rows at a time"])
-def test_a_pipeline_begins_with_pretrained_weights_and_from_pretrained_takes_them_back(
-    saved, tmp_path, monkeypatch, at_once
-):
-    monkeypatch.setattr("rpc_pipe.checkpoints.pretrained._AT_ONCE", at_once)
+def test_a_pipeline_begins_with_pretrained_weights_and_from_pretrained_takes_them_back(saved, tmp_path):
     model, folder = saved
     assert len(list(folder.glob("*.safetensors"))) > 2
     pipe = pipeline(gpt2)  # a function: its weights are made where they live

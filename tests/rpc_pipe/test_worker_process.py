@@ -44,27 +44,6 @@ def test_who_cannot_be_started_leaves_no_descriptor():
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
-def test_who_runs_another_program_is_known():
-    """A layer that called os.exec: the others lost a worker, and none was named, as its process lived."""
-    code = "import os; print('one', flush=True); os.execv('/bin/sleep', ['sleep', '60'])"
-    with process(code) as (worker, events):
-        assert events.next(30).detail == "one"
-        for _ in range(3000):
-            if worker.replaced:
-                break
-            time.sleep(0.01)
-        assert worker.replaced
-    assert not worker.replaced
-
-
-def test_a_process_that_has_just_begun_is_not_taken_for_another_program():
-    """Half of the workers were, as Popen returns before the system has written what tells one program from another."""
-    for _ in range(20):
-        with process(command=["/bin/sleep", "60"]) as (worker, _):
-            time.sleep(0.02)
-            assert not worker.replaced
-
-
 def test_who_prints_faster_than_is_read_waits():
     """The launcher kept every line, without a bound."""
     with process("while True: print('again', flush=True)") as (_, events):
