@@ -17,7 +17,7 @@ from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from ..dependency import ConfigError, DataError
-from .storage import file_system, patiently
+from .elsewhere import file_system, patiently
 
 INDEX = "index.json"
 _REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://")
