@@ -144,7 +144,7 @@ def test_a_plan_of_another_model_is_said_to_be_one(model, caplog, tmp_path):
     assert not caplog.messages, "the model that was planned, though a Sequential has buffers nowhere"
     old = read_plan(out)
     layers = [nn.Linear(8, 16), *(nn.Linear(16, 16) for _ in range(4)), nn.Linear(16, 8)]
-    with Pipeline(layers, made.loss_fn, plan=replace(old, model="", weights_by_stage=()), optimizer=None) as pipe:
+    with Pipeline(layers, made.loss_fn, plan=replace(old, model="", weights_by_stage=()), training=Training()) as pipe:
         pipe.step(made.batch)
     assert not caplog.messages, "an old file"
     with Pipeline(layers, made.loss_fn, plan=out, training=Training()) as pipe:
