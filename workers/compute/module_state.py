@@ -10,12 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dependency import ConfigError
 from .attributes import Attributes, set_attributes
 from .inner_state import Place
-
-#: a tensor larger than this that the first forward has left unchanged is not copied for later forwards
-_LARGE_BYTES = 2**20
 
 
 class ModuleState:
@@ -26,7 +22,6 @@ class ModuleState:
 
     Args:
         called: modules whose hooks are kept; also stand-ins for modules of other stages are called.
-        constant: tensor -> version of tensors that need no copy.
         places: attributes whose inside is kept too; by default all whose type is known.
     """
 
@@ -34,7 +29,6 @@ class ModuleState:
         self,
         modules: Sequence[nn.Module],
         called: Sequence[nn.Module] | None = None,
-        constant: Mapping[Tensor, int] = {},
         places: Sequence[Place] | None = None,
     ) -> None:
         self.called = modules if called is None else called
@@ -48,10 +42,7 @@ class ModuleState:
             for tensor in held.values()
             if isinstance(tensor, Tensor) and not tensor.requires_grad
         ]
-        self._shared = {tensor: constant[tensor] for tensor in tensors if constant.get(tensor) == tensor._version}
-        frozen = [p for module in modules for p in module._parameters.values() if p is not None and not p.requires_grad]
-        self._shared |= {parameter: parameter._version for parameter in frozen}
-        self._copies = {tensor: tensor.clone() for tensor in tensors if tensor not in self._shared}
+        self._copies = {tensor: tensor.clone() for tensor in tensors}
         self._versions = {tensor: tensor._version for tensor in self._copies}
         #: (weight, copy) of weights that forwards write, from before the first of these forwards
         self._weights: list[tuple[nn.Parameter, Tensor]] = []
@@ -71,12 +62,6 @@ class ModuleState:
     def forget_weights(self) -> None:
         """Do not restore weights: another update has written them."""
         self._weights = []
-
-    def constant(self) -> dict[Tensor, int]:
-        """Return the large tensors that are unchanged, with their versions."""
-        dense = [(tensor, copy) for tensor, copy in self._copies.items() if tensor.layout is torch.strided]
-        large = [(tensor, copy) for tensor, copy in dense if tensor.nbytes > _LARGE_BYTES]
-        return {tensor: tensor._version for tensor, copy in large if torch.equal(tensor, copy)}
 
     def changed(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> list[nn.Module]:
         """Return the modules that hold something else now; `is_same(now, then)` compares replaced objects."""
@@ -116,18 +101,7 @@ class ModuleState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Return a context in which the modules have this state; on leaving it they get back the present one.
-
-        Raises:
-            ConfigError: a frozen parameter, or a large tensor that had not changed before, has been written.
-        """
-        for tensor, version in self._shared.items():
-            if tensor._version != version:
-                raise ConfigError(
-                    f"a layer wrote its frozen parameter, or its buffer that the first forward left alone, of shape "
-                    f"{tuple(tensor.shape)}: what a forward was computed from is gone and cannot be recomputed; make "
-                    "it a buffer that is smaller or written always, or use a schedule that does not recompute"
-                )
+        """Return a context in which the modules have this state; on leaving it they get back the present one."""
         now = self._attributes.now()
         self._attributes.put_back()
         for (module, attributes), buffers in zip(self._attributes.held, self._buffers, strict=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from itertools import chain
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -19,6 +20,8 @@ from .module_state import ModuleState
 
 #: how much recomputed outputs may differ, relative to the largest element: some devices sum in any order
 _TOLERANCE = 1e-3
+#: so many forwards, and steps, in the same modes show which modules they change
+_LOOKS = 2
 
 
 class FirstRun(NamedTuple):
@@ -39,10 +42,8 @@ class Recomputation:
 
     def __init__(self, modules: Sequence[nn.Module], called: Sequence[nn.Module]) -> None:
         self._modules, self._called = modules, called
-        #: tensor -> version of large tensors that forwards do not write; None: not observed yet
-        self._constant: dict[Tensor, int] | None = None
-        #: training modes -> modules that a training step has changed
-        self._changing: dict[tuple[bool, ...], list[nn.Module]] = {}
+        #: training modes, and whether a whole training step or one forward of it -> modules that it changes, each time
+        self._changed: dict[tuple[tuple[bool, ...], bool], list[list[nn.Module]]] = {}
         #: attributes whose inside can be kept; None: not searched yet
         self._places: list[Place] | None = None
         #: whether first runs drop what autograd saves; some forwards need it themselves
@@ -52,21 +53,29 @@ class Recomputation:
 
     def before_step(self) -> ModuleState:
         """Return the state of the modules that training steps change: of all, until that has been observed."""
-        changing = self._changing.get(self._modes())
-        modules = (self._modules, self._called) if changing is None else (changing, changing)
-        module_state = ModuleState(*modules, self._constant or {}, self._inner())
+        module_state = self._state(of_step=True)
         module_state.leave(statistics(self._modules))
         return module_state
 
+    def _state(self, *, of_step: bool) -> ModuleState:
+        seen = self._changed.get((self._modes(), of_step), [])
+        if len(seen) < _LOOKS:
+            return ModuleState(self._modules, self._called, self._inner())
+        changing = list(dict.fromkeys(chain.from_iterable(seen)))
+        return ModuleState(changing, changing, self._inner())
+
     def after_step(self, before: ModuleState) -> None:
         """Observe what a training step has changed."""
-        self._note_constant(before)
-        if (modes := self._modes()) not in self._changing:
-            self._changing[modes] = before.written()
+        self._note_changing(before, of_step=True)
+
+    def _note_changing(self, before: ModuleState, *, of_step: bool) -> None:
+        seen = self._changed.setdefault((self._modes(), of_step), [])
+        if len(seen) < _LOOKS:
+            seen.append(before.written())
 
     def now(self, before: ModuleState) -> ModuleState:
         """Return the present state of the modules of `before`."""
-        module_state = ModuleState(before.modules, before.called, self._constant or {}, self._inner())
+        module_state = ModuleState(before.modules, before.called, self._inner())
         module_state.note_weights([weight for weight, _ in before._weights])
         return module_state
 
@@ -75,16 +84,12 @@ class Recomputation:
             self._places = places_in(self._modules)
         return self._places
 
-    def _note_constant(self, module_state: ModuleState) -> None:
-        if self._constant is None:
-            self._constant = module_state.constant()
-
     def _modes(self) -> tuple[bool, ...]:
         return tuple([module.training for module in self._modules])
 
     def first(self, forward: Callable[[], Tree]) -> tuple[Tree, FirstRun]:
         """Run `forward` without keeping its activations; the graph of the output tells only what requires gradients."""
-        module_state = ModuleState(self._modules, self._called, self._constant or {}, self._inner())
+        module_state = self._state(of_step=False)
         try:
             with saved_tensors_hooks(lambda tensor: None, _needed) if self._drops else nullcontext():
                 tree = forward()
@@ -94,7 +99,7 @@ class Recomputation:
             self._drops = False
             module_state.put_back()
             tree = forward()
-        self._note_constant(module_state)
+        self._note_changing(module_state, of_step=False)
         return tree, FirstRun(module_state, _sample(tree))
 
     def again(self, noted: FirstRun, forward: Callable[[], Tree]) -> None:
