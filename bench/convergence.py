@@ -28,7 +28,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from rpc_pipe.demo.corpus import Corpus
 from rpc_pipe.demo.gpt import gpt_layers, next_byte_loss
 from rpc_pipe.demo.settings import GPTConfig
-from rpc_pipe.demo.text import find_text
 from rpc_pipe.dependency import B, F
 from rpc_pipe.model.partition import LayerPartition
 from rpc_pipe.planning.simulator import simulate, uniform
@@ -140,22 +139,20 @@ def _run(case: Case, seed: int, steps: int, rows: int, folder: Path) -> None:
         spec, layers, partition.ranges, next_byte_loss, partial(case.optimizer, lr=case.lr), randomness,
         lr_scheduler=partial(_warmed_up, updates=updates), max_grad_norm=1.0,
     )  # fmt: skip
-    text = torch.frombuffer(bytearray(find_text(None, _CONFIG.context).read_bytes()), dtype=torch.uint8)
-    losses = list(replay.train(_batch(corpus, text, rows, seed, step) for step in range(steps)))
+    losses = list(replay.train(_batch(corpus, rows, seed, step) for step in range(steps)))
     held_out = statistics.mean(replay.evaluate(*batch) for batch in corpus.held_out_batches(16, 16))
     seconds = time.process_time() - begin
     _file(case, seed, folder).write_text(json.dumps({"losses": losses, "held_out": held_out, "seconds": seconds}))
     print(f"{case.name}, seed {seed}: held-out {held_out:.4f}, {seconds:.0f} s", file=sys.stderr, flush=True)
 
 
-def _batch(corpus: Corpus, text: Tensor, rows: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+def _batch(corpus: Corpus, rows: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Return random samples of the text that is not held out, the same for all cases."""
     generator = torch.Generator().manual_seed(hash((seed, step)) & 0x7FFFFFFFFFFFFFFF)
     which = torch.randint(len(corpus.training), (rows,), generator=generator).tolist()
     offsets = torch.randint(corpus.chunk - corpus.context, (rows,), generator=generator).tolist()
     starts = [corpus.training[i] * corpus.chunk + offset for i, offset in zip(which, offsets, strict=True)]
-    samples = torch.stack([text[start : start + corpus.context + 1] for start in starts]).long()
-    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    return corpus.rows(starts)
 
 
 def _warmed_up(optimizer: Optimizer, updates: int) -> LambdaLR:

@@ -126,7 +126,7 @@ def main() -> None:
     under, kills, growth = killed(steps, parsed.kills)
     halted = stopped(steps // 4)
     calm = result(start(steps // 4, _SMALL))
-    same = [alone[key] == under[key] and halted[key] == calm[key] for key in ("loss", "held_out_loss")]
+    same = [alone[key] == under[key] and halted[key] == calm[key] for key in ("loss", "steps")]
     console.print(
         f"{kills} watchers killed in {steps} steps: {under['step_ms']:.1f} ms a step, alone {alone['step_ms']:.1f}; "
         f"workers grew by {growth} MB; one stopped: {halted['step_ms']:.1f} ms, calm {calm['step_ms']:.1f}; "

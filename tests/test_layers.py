@@ -39,8 +39,7 @@ MAY_IMPORT = {
     # times of this model on this machine, for the planner
     "planning/measuring": "pipeline launching tracing planning model workers workers/compute "
     "workers/transport dependency",
-    "demo": "data pipeline checkpoints launching tracing drawing planning planning/measuring model workers "
-    "workers/compute workers/transport dependency",
+    "demo": "data pipeline launching dependency",
     "verifying": "demo pipeline launching planning model model/batches model/observe workers workers/compute "
     "workers/transport dependency",
     "commands": "verifying demo data pipeline checkpoints launching dispatch tracing drawing planning "

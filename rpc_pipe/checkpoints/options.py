@@ -39,19 +39,16 @@ def try_checkpoints(every: int | None, folder: str, keep: int | None, resume: st
             raise ConfigError(f"--checkpoint-folder {folder}: cannot be written: {error.strerror}") from error
 
 
-def follow(pipe: _Pipeline, every: int | None, folder: str, keep: int | None, resume: str | None, *, anew: bool) -> str:
-    """Do with a new pipeline what was typed; return what to tell of it.
-
-    Args:
-        anew: whether its calls will come from the first one on.
+def follow(pipe: _Pipeline, every: int | None, folder: str, keep: int | None, resume: str | None) -> str:
+    """Do with the new pipeline of a script, which makes its calls from the first one on, what was typed; return what to
+    tell of it.
     """
     told = ""
     # A job that is started again goes on from its own checkpoint, whatever was typed when it began.
     own = [] if every is None else pipe.checkpoints.claim(folder)
     typed = _typed(folder, resume)
     if own or resume is not None:
-        load = pipe.checkpoints.resume if anew else pipe.checkpoints.load
-        told = _newest_sound(load, own, [path for path in typed if path not in own])
+        told = _newest_sound(pipe.checkpoints.resume, own, [path for path in typed if path not in own])
         told = told or f"{folder} holds no complete checkpoint: training starts at step 0"
     if every is not None:
         pipe.checkpoints.every(every, folder, keep=keep)

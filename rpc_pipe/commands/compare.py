@@ -1,4 +1,4 @@
-"""`rpc-pipe compare`: all schedules side by side, simulated. Only measuring loads torch."""
+"""`rpc-pipe compare`: all schedules side by side, simulated. Only measuring a model loads torch."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ..demo.settings import TrainOptions
 from ..dependency import ConfigError, check_all
 from ..drawing.comparison import table
 from ..launching.report import Reporter
 from ..planning.compare import ModelCosts, Row, compare, verdict
 from ..planning.footprint import Size
-from ..planning.specs import make_spec, with_replicas
+from ..planning.specs import PipeOptions, make_spec, with_replicas
 from .options import (
     Parser,
     add_costs,
@@ -31,9 +30,6 @@ from .options import (
     whole,
 )
 from .profile import progress
-
-#: dimensions of the GPT that is measured
-_SIZES = ("width", "depth", "heads", "context", "batch")
 
 
 def add(commands: Any) -> None:
@@ -60,40 +56,26 @@ def add(commands: Any) -> None:
         "--model", metavar="FILE.py:make",
         help="measure the blocks of your model on this machine: a function that returns model, batch (and loss_fn)",
     )  # fmt: skip
-    parser.add_argument("--measure", action="store_true", help="measure the layers of the built-in GPT on this machine")
-    for name in _SIZES:
-        help = f"{name} of the GPT to measure ({getattr(TrainOptions, name)})"
-        parser.add_argument(f"--{name}", type=whole(1), help=help)
     parser.set_defaults(command=_compare)
 
 
 def _compare(typed: dict[str, Any], argv: list[str]) -> int:
     if "schedule" not in typed and "set" in typed:
         raise ConfigError(f"--set {typed['set'][0]}: is of the schedule that --schedule adds; name it")
-    measured = "measure" in typed
-    for name in _SIZES:
-        if name in typed and not measured:
-            raise ConfigError(f"--{name} {typed[name]}: is of the GPT that --measure measures; add --measure")
     if "model" in typed:
         return _compare_own(typed)
-    if measured and "cost" in typed:
-        raise ConfigError(f"--cost {typed['cost']}: --measure measures what actions cost; leave one out")
-    options = filled(TrainOptions, typed)
+    options = filled(PipeOptions, typed)
     comm = parse_number("--comm", typed.get("comm", "0"))
     limit, sizes = _memory(typed)
-    if measured:
-        model = _measured(options)
-    else:
-        model = ModelCosts(options.workers, [parse_costs(typed.get("cost", ""))], sizes)
+    model = ModelCosts(options.workers, [parse_costs(typed.get("cost", ""))], sizes)
     return _show(typed, model, options, comm, limit)
 
 
 def _compare_own(typed: dict[str, Any]) -> int:
-    for name in ("measure", "cost"):
-        if name in typed:
-            raise ConfigError(f"--{name}: --model {typed['model']} is measured; leave one of the two out")
-    limit, _ = _memory({**typed, "measure": True})
-    options = filled(TrainOptions, typed)
+    if "cost" in typed:
+        raise ConfigError(f"--cost: --model {typed['model']} is measured; leave one of the two out")
+    limit, _ = _memory(typed)
+    options = filled(PipeOptions, typed)
     import torch
 
     from ..planning.measuring.profiling import load_user_model, profile_model, rows_of
@@ -106,7 +88,7 @@ def _compare_own(typed: dict[str, Any]) -> int:
     return _show(typed, model, options, parse_number("--comm", typed.get("comm", "0")), limit)
 
 
-def _show(typed: Mapping[str, Any], model: ModelCosts, options: TrainOptions, comm: float, limit: float | None) -> int:
+def _show(typed: Mapping[str, Any], model: ModelCosts, options: PipeOptions, comm: float, limit: float | None) -> int:
     reporter, also = Reporter(), _also(typed)
     replicas, slices = typed.get("replicas", 1), typed.get("slices")
     # Otherwise every row would be refused for it.
@@ -151,18 +133,10 @@ def _memory(typed: Mapping[str, Any]) -> tuple[float | None, list[Size]]:
     for key in sizes:
         if key not in known:
             raise ConfigError(f"--memory {key}: known are {', '.join(known)}, limit")
-        if "measure" in typed:
-            raise ConfigError(f"--memory {key}={texts[key]}: --measure measures it; leave one out")
-    if limit is not None and not sizes and "measure" not in typed:
+        if "model" in typed:
+            raise ConfigError(f"--memory {key}={texts[key]}: --model measures it; leave one out")
+    if limit is not None and not sizes and "model" not in typed:
         raise ConfigError(
-            f"--memory limit={texts['limit']}: add sizes to compare with, such as activations=64MB; or --measure"
+            f"--memory limit={texts['limit']}: add sizes to compare with, such as activations=64MB; or --model"
         )
     return limit, [Size(**sizes, outputs=sizes.get("inputs", 0))] if sizes else []
-
-
-def _measured(options: TrainOptions) -> ModelCosts:
-    from ..demo.measured import measure_gpt
-
-    layers = measure_gpt(options)
-    times, sizes = [layer.times for layer in layers], [layer.size for layer in layers]
-    return ModelCosts(options.workers, times, sizes, by_layer=True)

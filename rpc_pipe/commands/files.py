@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -36,23 +35,14 @@ def _try(option: str, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):  # a finished file may be moved to its place
             pass
-        _try_old(option, path)
+        if path.exists():
+            if not path.is_file():
+                raise ConfigError(f"{option}: is not a regular file")
+            path.open("ab").close()
     except FileExistsError as error:
         raise ConfigError(f"{option}: {error.filename} is a file, not a folder") from error
     except OSError as error:
         raise ConfigError(f"{option}: cannot be written: {error.strerror}") from error
-
-
-def _try_old(option: str, path: Path) -> None:
-    """Check that an existing file may be overwritten."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return
-    moved = option.startswith("--save ")  # it is replaced by another file, which would remove a device
-    if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or (moved and not stat.S_ISREG(mode)):
-        raise ConfigError(f"{option}: is not a regular file")
-    path.open("ab").close()
 
 
 def write(path: str, text: str) -> None:

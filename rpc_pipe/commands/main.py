@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import errno
 import os
-import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,16 +25,11 @@ _COMMANDS = (
 
 #: errors of writing: no space, a quota, or a broken device
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
-#: errors of a file name, or of missing permission
-_NAMED = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EROFS)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    for size in ("COLUMNS", "LINES"):  # of which rich believes any digits, and prints nothing in 0 columns
-        if not re.fullmatch("[1-9][0-9]{0,4}", os.environ.get(size, "80")):
-            del os.environ[size]
     try:
         code = _dispatch(argv)
         _flush()  # here, where a write error can still be reported
@@ -47,14 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _give_up_stdout()
         return 0
     except OSError as error:
+        if error.filename is None and error.errno not in _FULL:
+            raise
         with suppress(OSError):
             _flush()
-        if error.errno in _FULL:
-            Reporter().error(f"{error.filename or 'standard output, or a file'}: cannot be written: {error.strerror}")
-        elif error.errno in _NAMED and error.filename is not None:
-            Reporter().error(f"{error.filename}: {error.strerror}")
-        else:
-            raise
+        Reporter().error(f"{error.filename or 'standard output, or a file'}: cannot be written: {error.strerror}")
         return 2
     except KeyboardInterrupt:  # before anything ran that could be stopped
         return 130

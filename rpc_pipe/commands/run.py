@@ -6,7 +6,6 @@ What is typed wins over what a script says for its pipelines (`launching.overrid
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import os
 import re
@@ -15,19 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..checkpoints.options import try_checkpoints
-from ..demo.settings import TrainOptions
+from ..demo.settings import GPTConfig, Training
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
 from ..launching.job import TRANSPORT, TRANSPORTS, Job, current_job
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
-from ..planning.specs import make_spec
+from ..planning.specs import PipeOptions, make_spec
 from ..tracing.run_summary import FILES
 from .files import try_files
 from .options import (
     Parser,
     add_pipeline,
-    filled,
     fraction,
     number,
     schedule_options,
@@ -121,7 +119,7 @@ def _add_checkpoints(parser: Parser) -> None:
 def _add_built_in(parser: Parser) -> Sequence[argparse.Action]:
     gpt = parser.add_argument_group("the built-in GPT")
     for name, (kind, text) in _GPT.items():
-        default = getattr(TrainOptions, name)
+        default = {**vars(GPTConfig), **vars(Training)}[name]
         gpt.add_argument(f"--{name}", type=kind, help=text + ("" if default is None else f" ({default})"))
     gpt.add_argument(
         "--beat-bigram", action=argparse.BooleanOptionalAction,
@@ -159,7 +157,7 @@ def run(typed: dict[str, Any], argv: list[str]) -> int:
     if job is None or job.worker == 0:
         try_files(typed, FILES)
         try_checkpoints(*typed_checkpoints(typed))
-    return _run_script(typed, argv, job) if "script" in typed else _train(typed, argv, job)
+    return _run_script(typed, argv, job)
 
 
 def _planned(typed: dict[str, Any], argv: list[str], job: Job | None) -> tuple[dict[str, Any], list[str]]:
@@ -203,17 +201,29 @@ def _without(argv: Sequence[str], option: str) -> list[str]:
 
 
 def _with_model(typed: dict[str, Any]) -> dict[str, Any]:
-    """Return the typed options with the script that trains --model."""
-    if "model" not in typed:
+    """Return the typed options with the script that trains --model, or the built-in GPT, unless a script is named."""
+    folder = Path(__file__).parent
+    if "model" in typed:
+        model = typed["model"]
+        if "script" in typed:
+            raise ConfigError(f"--model {model}: {typed['script']} says what is trained; leave one of the two out")
+        if ".py:" not in model:
+            raise ConfigError(f"--model {model}: must be path/to/file.py:make, a function that returns model, batch")
+        script, first, names = folder / "own_train.py", [model], ["steps", "lr"]
+    elif "script" not in typed:
+        script, first, names = (
+            folder.parent / "demo" / "train.py",
+            ["--beat-bigram"] * typed.pop("beat_bigram", 0),
+            [*_GPT],
+        )
+    else:
         return typed
-    model = typed["model"]
-    if "script" in typed:
-        raise ConfigError(f"--model {model}: {typed['script']} says what is trained; leave one of the two out")
-    if ".py:" not in model:
-        raise ConfigError(f"--model {model}: must be path/to/file.py:make, a function that returns model, batch")
-    arguments = [model, *(f"--{name}={typed[name]}" for name in ("steps", "lr", "seed") if name in typed)]
-    rest = {name: value for name, value in typed.items() if name not in ("model", "steps", "lr")}
-    return {**rest, "script": str(Path(__file__).with_name("own_train.py")), "arguments": arguments}
+    arguments = [*first, *(f"--{name}={typed[name]}" for name in (*names, "seed") if name in typed)]
+    return {
+        **{name: each for name, each in typed.items() if name not in ("model", *names)},
+        "script": str(script),
+        "arguments": arguments,
+    }
 
 
 def how(typed: Mapping[str, Any]) -> How:
@@ -284,25 +294,6 @@ def _refuse_device(device: str) -> None:
             raise ConfigError(f"device {device!r}: this machine has {count} CUDA devices; cpu always works")
 
 
-def _train(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
-    options = filled(TrainOptions, typed)
-    reporter = Reporter("json" in typed)
-    if job is None:
-        _refuse_device(options.device)
-        options.spec(options.gpt.num_layers, "--depth")
-        from ..demo.text import find_text
-
-        find_text(options.data, options.context)
-        return _start(argv, options.workers, reporter, typed)
-
-    def work() -> None:
-        from ..demo.train import train
-
-        train(dataclasses.replace(options, workers=job.num_workers))
-
-    return as_worker(work, reporter)
-
-
 def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     script = typed["script"]
     if not Path(script).is_file():
@@ -321,7 +312,7 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     reporter = Reporter("json" in typed)
     if job is None:
         _refuse_device(typed.get("device", "cpu"))
-        workers = typed.get("workers", TrainOptions.workers)
+        workers = typed.get("workers", PipeOptions.workers)
         known = options if "schedule" in typed else {"replicas": typed.get("replicas", 1)}  # others are the script's
         microbatches = typed.get("microbatches", typed.get("replicas", 1))
         make_spec(typed.get("schedule", "1f1b"), workers, microbatches, known)

@@ -23,8 +23,8 @@ from ..tracing.own_boards import collect, record
 from ..tracing.run_summary import FILES, figures, last_steps, sentence, write_timelines
 from .options import NOTED_PLAN, typed_checkpoints
 
-#: the script of `run --model`
-OWN_TRAIN = Path(__file__).with_name("own_train.py")
+#: below which the scripts are that `run` has itself: of `run --model`, and the built-in GPT
+_PACKAGE = Path(__file__).parents[1]
 #: options that need the last steps
 _OF_STEPS = ("trace", "html", "json")
 _PATHS = (*FILES, "checkpoint_folder", "resume")
@@ -56,17 +56,19 @@ def run_script(
         torch.set_num_threads(typed["threads"])
     _seed(typed.get("seed", 0))
     ending = _Ending(typed, job)
+    is_own = _PACKAGE in Path(script).parents
 
     def tell(text: str) -> None:
-        if job.worker == 0 and Path(script) != OWN_TRAIN:  # which prints no message itself
+        if job.worker == 0 and not is_own:  # which says nothing of these
             link.tell(kind="text", text=text)
 
     overrides.install(overrides.Overrides(typed, schedule_options, tell, ending.made))
     sys.argv = [script, *arguments]
-    if Path(script) != OWN_TRAIN:  # beside it lie files named as modules of Python are
+    if not is_own:  # beside it lie files named as modules of Python are
         sys.path.insert(0, str(Path(script).resolve().parent))
     try:
-        runpy.run_path(script, run_name="rpc_pipe.commands.__main__" if Path(script) == OWN_TRAIN else "__main__")
+        room = f"rpc_pipe.{Path(script).parent.name}." if is_own else ""
+        runpy.run_path(script, run_name=f"{room}__main__")
     except KeyboardInterrupt:
         if link.stopping():  # the script has ignored a stop: all workers end here
             ending.leave()
@@ -107,7 +109,7 @@ class _Ending:
                 "checkpoints.save and checkpoints.load in it"
             )
         self._pipe = pipe
-        told = follow(pipe, *typed_checkpoints(self._typed), anew=True)
+        told = follow(pipe, *typed_checkpoints(self._typed))
         if told and pipe.worker == 0:
             link.tell(kind="text", text=told)
         if self._wants_steps:

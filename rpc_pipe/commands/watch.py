@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..dependency.files import DAMAGED
 from ..dispatch.recording import Replay
 from ..dispatch.watcher import Watcher, Wishes
 from ..tracing import run_folders
@@ -62,11 +61,6 @@ def _watch(typed: dict[str, Any], argv: list[str]) -> int:
     watcher = Watcher(source, filled(Wishes, typed))
     try:
         asyncio.run(watcher.run())
-    except DAMAGED as error:
-        if not isinstance(source, Replay) or isinstance(error, ConfigError):
-            raise
-        what = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"watch {source.name}: is damaged, or of another version: {what}") from error
     except KeyboardInterrupt:
         watcher.console.print(f"no longer watching {source.name}", markup=False, soft_wrap=True)
     return 0
@@ -96,8 +90,6 @@ def _refuse_idle(typed: dict[str, Any]) -> None:
                 raise ConfigError(
                     f"--{other}: has no effect with --{alone}, which ends as soon as it can; leave one out"
                 )
-    if typed.get("tensorboard") == "":
-        raise ConfigError("--tensorboard: must name a folder")
     if typed.get("speed", 1) <= 0:
         raise ConfigError(f"--speed {typed['speed']:g}: must be more than 0")
     for hurried in ("once", "trace", "record"):

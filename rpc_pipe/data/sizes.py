@@ -8,8 +8,6 @@ from ..dependency import ConfigError
 
 _TOLD = (("GB", 10**9), ("MB", 10**6), ("kB", 10**3))
 _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-#: no size is larger: sums and products of many stay finite
-_MOST = 1e100
 
 
 def read_bytes(size: int | str) -> float | None:
@@ -20,10 +18,9 @@ def read_bytes(size: int | str) -> float | None:
     """
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)", str(size).strip().lower())
     try:
-        value = float(found[1]) * _UNITS[found[2]] if found else None
+        return float(found[1]) * _UNITS[found[2]] if found else None
     except (KeyError, ValueError):
         return None
-    return value if value is None or value <= _MOST else None
 
 
 def num_bytes(size: int | str, what: str = "memory") -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import resource
 import secrets
 import sys
 from dataclasses import replace
@@ -34,8 +33,6 @@ _RPC_MEANS = (
     "torch RPC runs what it receives and authenticates nobody: anybody who reaches a worker's port can run code as "
     "you, and read and change the data in transit"
 )
-#: file descriptors of a worker for its carrier (over ZeroMQ 14, and 2 for each worker) and for shared memory
-_DESCRIPTORS, _DESCRIPTORS_A_PEER = 24, 4
 _KEY_MEANS = (
     "without a key file the job's key travels through torchrun's store: anybody who reaches it while the workers "
     "meet can take part"
@@ -51,7 +48,6 @@ def join(job: Job) -> Carrier:
         NotMet: not all came.
     """
     link.tell(kind="joining")
-    _refuse_few_descriptors(job)
     try:
         with letting_go():
             carrier = _by_zmq(job) if job.transport == "zmq" else _by_rpc(job)
@@ -109,21 +105,6 @@ def _by_zmq(job: Job) -> Carrier:
     carrier = ZmqCarrier(job.worker, job.num_workers, folder, network, job.join_timeout_s, **options)
     at_exit(_leave, carrier, None if job.init_method.startswith("file://") else folder)
     return carrier
-
-
-def _refuse_few_descriptors(job: Job) -> None:
-    """Refuse a limit of descriptors that is too low for a carrier: libzmq and TensorPipe abort without them.
-
-    Raises:
-        ConfigError: it will not.
-    """
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used, needed = len(os.listdir("/dev/fd")), _DESCRIPTORS + _DESCRIPTORS_A_PEER * job.num_workers
-    if allowed != resource.RLIM_INFINITY and allowed < used + needed:
-        raise ConfigError(
-            f"transport {job.transport}: worker {job.worker} has {used} files open and needs {needed} more, but the "
-            f"system allows {allowed}; raise that (ulimit -n {used + needed} or more)"
-        )
 
 
 def _leave(carrier: ZmqCarrier, own_folder: Path | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
@@ -32,30 +31,29 @@ class _Output:
         self.failed = False
 
     def write(self, text: str) -> int:
-        stream = getattr(sys, self._name)
         try:
-            stream.write(text)
+            getattr(sys, self._name).write(text)
         except UnicodeEncodeError as error:  # write at least the characters that its encoding has
             known = text.replace("─", "-").encode(error.encoding, "backslashreplace")
             return self.write(known.decode(error.encoding))
-        except (OSError, ValueError, AttributeError):  # closed, full, or missing
+        except (OSError, ValueError):  # closed, or full
             self._give_up()
         return len(text)
 
     def flush(self) -> None:
         try:
             getattr(sys, self._name).flush()
-        except (OSError, ValueError, AttributeError):
+        except (OSError, ValueError):
             self._give_up()
 
     def _give_up(self) -> None:
         """Drop buffered output; the interpreter would try to write it at its end."""
         self.failed = True
-        with suppress(OSError, ValueError, AttributeError):
+        with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), getattr(sys, self._name).fileno())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(sys, self._name) or io.StringIO(), name)
+        return getattr(getattr(sys, self._name), name)
 
 
 class Reporter:
@@ -144,8 +142,6 @@ class Reporter:
     def _summary(self, message: dict[str, Any]) -> None:
         self.close()
         self.console.print(message["title"], markup=False)
-        if "timeline" in message:
-            self.console.print(Text.from_markup(message["timeline"]))
         for line in message["lines"]:
             self.console.print(line, markup=False)
         for line in lost_lines(message["json"]):

@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from ..dependency import ModelError
 
 
-def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None, more: str = "") -> list[range]:
+def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None) -> list[range]:
     """Return the layers of each stage: as `split` counts them, or as evenly as possible.
 
     Args:
-        more: the option that gives the model more layers, for an error.
 
     Raises:
         ModelError: a stage would be left without a layer, or `split` does not add up.
@@ -24,7 +23,7 @@ def cut(num_layers: int, num_stages: int, split: Sequence[int] | None = None, mo
             raise ModelError(
                 f"stages {num_stages}: the model has only {num_layers} layer{'s' * (num_layers > 1)} to cut between; "
                 f"use at most {num_layers} stage{'s' * (num_layers > 1)}, so fewer workers (num_workers=, or --workers "
-                f"if typed){more and f', or a larger {more}'}"
+                "if typed)"
             )
         small, larger = divmod(num_layers, num_stages)
         split = [small + (stage < larger) for stage in range(num_stages)]

@@ -103,9 +103,6 @@ def program_of(plan: Plan) -> type[Spec]:
         rows = tuple(tuple(map(Action.parse, row)) for row in plan.program)
     except ValueError as error:
         raise ConfigError(f"plan: program: {error}") from None
-    listed = sum(map(len, rows))
-    if plan.num_microbatches > listed:
-        raise ConfigError(f"plan: num_microbatches {plan.num_microbatches}: the program lists {listed} actions")
     if not plan.placement:
         raise ConfigError("plan: placement: is needed with a program: by route and stage, the worker")
     routes = plan.routes or (0,) * plan.num_microbatches

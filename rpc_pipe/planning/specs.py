@@ -294,11 +294,8 @@ class PipeOptions:
             "seed": self.seed,
         }
 
-    def spec(self, num_layers: int, more: str = "") -> Spec:
+    def spec(self, num_layers: int) -> Spec:
         """Make the spec and check it, before any worker is started.
-
-        Args:
-            more: the option that gives the model more layers, for an error.
 
         Raises:
             ConfigError: an impossible option.
@@ -306,5 +303,5 @@ class PipeOptions:
         """
         spec = make_spec(self.schedule, self.workers, self.microbatches, self.schedule_options)
         check_all(spec)
-        cut(num_layers, spec.num_stages, self.split, more)
+        cut(num_layers, spec.num_stages, self.split)
         return spec

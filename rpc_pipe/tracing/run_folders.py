@@ -8,7 +8,6 @@ import re
 import secrets
 import shutil
 import socket
-import stat
 import tempfile
 import time
 from collections.abc import Container, Iterator, Mapping
@@ -42,19 +41,13 @@ def root() -> Path:
     Raises:
         ConfigError: it belongs to another user.
     """
-    refused = ""
-    for above in dict.fromkeys((_MEMORY, Path(tempfile.gettempdir()))):
-        if not os.access(above, os.W_OK):
-            continue
-        path = above / f"rpc-pipe-{os.getuid()}"
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        found = path.lstat()
-        if found.st_uid == os.getuid() and stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077:
-            return path
-        # Another user may have made it to hinder this one, who cannot remove it.
-        refused = refused or f"{path}: must be a folder that only you can read; remove it"
-    raise ConfigError(refused or f"{tempfile.gettempdir()}: must be a folder that you can write to")
+    for above in (_MEMORY, Path(tempfile.gettempdir())):
+        if os.access(above, os.W_OK):
+            path = above / f"rpc-pipe-{os.getuid()}"
+            path.mkdir(mode=0o700, exist_ok=True)
+            if path.lstat().st_uid == os.getuid():
+                return path
+    raise ConfigError(f"{above}: must be a folder that you can write to, without a rpc-pipe-{os.getuid()} of others")
 
 
 def folder(environ: Mapping[str, str]) -> Path | None:

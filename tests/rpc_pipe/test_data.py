@@ -42,16 +42,6 @@ def test_the_bigram_model_knows_what_follows_what(text):
     assert 0.3 < corpus.bigram_loss(corpus.held_out_batches(4, 4)) < 0.8
 
 
-def test_a_folder_is_joined_once(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    for name in "ab":
-        (folder / name).write_bytes(name.encode() * 500)
-    assert Corpus(str(folder), 8).num_bytes == Corpus(str(folder), 8).num_bytes == 1000
-    assert len(list((tmp_path / "cache" / "rpc-pipe").iterdir())) == 1
-
-
 @pytest.mark.parametrize("content, message", [(b"", "has 0 bytes"), (b"x" * 100, "need at least 170")])
 def test_too_little_text(tmp_path, content, message):
     path = tmp_path / "short"

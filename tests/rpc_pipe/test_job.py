@@ -1,11 +1,9 @@
-import resource
-
 import pytest
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching.interfaces import interface_towards
 from rpc_pipe.launching.job import Job, current_job
-from rpc_pipe.launching.joining import _reached, join
+from rpc_pipe.launching.joining import _reached
 
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -51,12 +49,3 @@ def test_two_torchruns_on_one_machine_are_told_what_to_set(monkeypatch):
     job = Job(0, 2, "env://", "", one_host=False)
     with pytest.raises(TimeoutError, match=r"no worker is on another host than MASTER_ADDR 127\.0\.0\.1: .*INTERFACE"):
         _reached(job, Silent())
-
-
-def test_too_few_descriptors_are_told_before_a_library_aborts(monkeypatch):
-    """With `ulimit -n 20` libzmq aborted: signal 6, "Too many open files"."""
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (20, 4096))
-    with pytest.raises(
-        ConfigError, match=r"transport zmq: worker 1 has \d+ files open .*allows 20; raise that \(ulimit -n"
-    ):
-        join(Job(1, 2, "file:///nowhere/meet", "lo", transport="zmq"))

@@ -94,7 +94,7 @@ def test_the_main_job_trains_saves_and_tells(tmp_path):
     assert summary["steps"] == 5 and 0 < summary["loss"] < 6
     assert 0 < summary["bubble_planned"] < 1 and 0 < summary["bubble_actual"] < 1
     assert summary["tokens_per_s"] > 0 and summary["step_ms"] > 0
-    assert "step 5/5" in done.stderr and "worker 1" in done.stderr
+    assert "step 5/5" in done.stderr
     names = list(load_file(tmp_path / "w.safetensors"))
     assert "0.token.weight" in names and "3.logits.weight" in names
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -213,7 +213,7 @@ def test_ctrl_c_once_finishes_the_step_and_twice_kills(interrupts):
             time.sleep(0.01)  # two signals at once are one
         output = launcher.communicate(timeout=60)[0]
         assert launcher.returncode == 130
-        assert ("held-out loss" in output) or interrupts == 2
+        assert ("stopping after this step" in output) or interrupts == 2
         assert_all_gone(workers)
 
 
@@ -250,7 +250,7 @@ def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
         (["run", "--schedule", "1f2b"], {}, "did you mean '1f1b'"),
         (["run", "--workers", "0"], {}, "--workers 0: must be at least 1"),
         (["run", "--workers", "9"], {}, "stages 9: the model has only 6 layers"),
-        (["run", "--data", "/no/such"], {}, "--data /no/such: there is no such file"),
+        (["run", "--data", "/no/such"], {}, "--data /no/such: cannot be read: No such file"),
         (["run", "--data", "{tmp}/empty"], {}, "--data"),
         (["run", "--schedule", "{tmp}/bad.py:Mine"], {}, "raised SyntaxError"),
         (["run", "--schedule", "{tmp}/bad.py"], {}, "bad.py raised SyntaxError"),
@@ -283,7 +283,7 @@ def test_who_ends_before_the_others_could_meet_it_is_named(tmp_path):
         (["run", "{tmp}/bad.py", "--device", "cuda:7"], {}, "device 'cuda:7'"),  # no worker has been started
         (["run", "--device", "gpu"], {}, "--device gpu: must be cpu, cuda or cuda:N"),
         (["simulate", "--cost", "F=1,X=2"], {}, "--cost X=2: kinds are"),
-        (["simulate", "--comm", "-1"], {}, "--comm -1: must be a number from 0"),
+        (["simulate", "--comm", "-1"], {}, "--comm -1: must be a number of at least 0"),
         (["simulate", "--set", "chunks"], {}, "--set chunks: must be NAME=VALUE, such as chunks=2"),
         (["simulate", "--order", "redy"], {}, "--order redy: did you mean ready? known are ready, fixed"),
         (["verify", "--workers", "x"], {}, "--workers x: must be a whole number"),
