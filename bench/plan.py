@@ -27,7 +27,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rpc_pipe.commands.topology import machines_of
-from rpc_pipe.dependency import G, U
 from rpc_pipe.planning.correcting import read_measured_run, spec_of
 from rpc_pipe.planning.profile import TIMED, from_json
 from rpc_pipe.planning.search import PlanRequest
@@ -146,7 +145,6 @@ def off_by_stage(found: Mapping[str, Any], note: Path) -> str:
     for stage, took in enumerate(ran.stages):
         slow = machines.slow(spec.place(stage, 0))
         times = {kind: slow * chain.time(kind, ends[stage], ends[stage + 1]) for kind in TIMED}
-        times[U] += (spec.num_routes - 1) * times[G]  # it sums the replicas' gradients
         each = (f"{kind.letter} {times[kind] / ms - 1:+.0%}" for kind, ms in took.items())
         told.append(f"stage {stage}: {', '.join(each)}")
     return "; ".join(told)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, pairwise
 
-from rpc_pipe.dependency import Action, B, F, G, I, R, U, W
+from rpc_pipe.dependency import Action, B, F, G, I, R, S, U, W
 from rpc_pipe.planning.candidates import Candidate, candidates
 from rpc_pipe.planning.footprint import Size, payload_bytes, peak_bytes
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
@@ -100,13 +100,13 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
         sizes[0] = replace(sizes[0], after_inputs=sizes[0].activations + sizes[0].outputs)
 
         def cost(action: Action, stages: list[list[LayerCost]] = stages) -> float:
-            kind = action.kind
+            kind = G if action.kind is S else action.kind
             if not action.stage and kind in (I, W):
                 kind = B
             once = sum(block.times.get(kind, 0) for block in stages[action.stage])
             once *= action.stage > 0 or action.kind is not I
-            others = spec.num_routes - 1 if action.kind is G else 1
-            return once * machines.slow(spec.worker(action)) * others + copying * moved(action)
+            summed = {G: 0, S: 1 - 1 / spec.num_routes}.get(action.kind, 1)
+            return once * machines.slow(spec.worker(action)) * summed + copying * moved(action)
 
         def moved(action: Action, sizes: list[Size] = sizes) -> float:
             if action.kind not in (F, B, I):
@@ -117,7 +117,7 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
             return sum(n for s, n in sides if 0 <= s < spec.num_stages and spec.place(s, route) != here)
 
         def payload(action: Action, sizes: list[Size] = sizes) -> float:
-            return payload_bytes(action, sizes[action.stage])
+            return payload_bytes(action, sizes[action.stage], spec.num_routes)
 
         run = price(relation, cost, links=links, payload=payload)
         limits = [machines.limit(worker) for worker in workers]

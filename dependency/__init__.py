@@ -20,7 +20,7 @@ from .errors import (
     WorkerFailure,
     refuse_below,
 )
-from .kinds import B, C, D, F, G, I, N, R, T, U, V, W
+from .kinds import A, B, C, D, F, G, I, N, P, R, S, T, U, V, W
 from .order import local_order
 from .part import Part
 from .program import entries, order_limit
@@ -46,6 +46,7 @@ __all__ = [
     "N",
     "NO_REDUCTIONS",
     "RESOURCES",
+    "A",
     "Action",
     "Reductions",
     "B",
@@ -62,6 +63,7 @@ __all__ = [
     "I",
     "Kind",
     "Order",
+    "P",
     "Part",
     "ModelError",
     "NotFinite",
@@ -71,6 +73,7 @@ __all__ = [
     "Pulled",
     "R",
     "Resource",
+    "S",
     "ScheduleError",
     "Spec",
     "Stalled",

@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar, Literal, NamedTuple
 
-#: which resource of a worker an action occupies: its device, the copies between device and host, or the network
-Resource = Literal["compute", "copy", "link"]
-RESOURCES: tuple[Resource, ...] = ("compute", "copy", "link")
+#: which resource of a worker an action occupies: its device, the copies between device and host, the network, or
+#: nothing that counts, as a number that is passed on
+Resource = Literal["compute", "copy", "link", "control"]
+RESOURCES: tuple[Resource, ...] = ("compute", "copy", "link", "control")
 
 
 class Kind:

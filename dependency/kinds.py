@@ -1,6 +1,7 @@
 """The table of kinds: everything that a pipeline does. The colours suit colour-blind readers too (Okabe and Ito 2008).
 
-The last seven kinds end a synchronous step (see `reductions.py`). Replicas exchange their gradients (`G`). The loss is
+All kinds from `G` on end a synchronous step (see `reductions.py`). Replicas give their gradients (`G`) to those who sum
+them (`S`), or with ZeRO also update them, give the new parameters (`P`) and take those of others (`A`). The loss is
 collected towards the last stage (`C`) and distributed from there (`D`); if gradients are clipped, so are their norms
 (`N`, `T`). Stages update their weights (`U`). If an update does not wait for the norm, it is validated when the norm
 arrives (`V`).
@@ -14,14 +15,18 @@ I = Kind("I", "backward for inputs", way=-1, colour="#f0e442")  # noqa: E741  th
 W = Kind("W", "backward for weights", holds=-1, accumulates=True, colour="#009e73")
 #: runs the forward again from its input, because the activations were not kept
 R = Kind("R", "recompute", colour="#0072b2", ink="#ffffff")
-G = Kind("G", "gradient exchange", index="route", colour="#d55e00")
+#: the index of these three also counts the pieces into which a stage's parameters are divided
+G = Kind("G", "give gradients", index="route", resource="link", colour="#d55e00")
+S = Kind("S", "sum gradients", index="route", resource="link", colour="#d55e00")
+P = Kind("P", "give parameters", index="route", resource="link", colour="#d55e00")
+A = Kind("A", "take parameters", index="route", resource="link", colour="#d55e00")
 #: in an asynchronous stream the index of an update counts the updates
 U = Kind("U", "update", index="route", colour="#cc79a7")
-C = Kind("C", "collect the loss", index="route", resource="link")
-D = Kind("D", "distribute the loss", index="route", resource="link")
-N = Kind("N", "collect norms of gradients", index="route", resource="link")
-T = Kind("T", "distribute the norm", index="route", resource="link")
-V = Kind("V", "validate the update", index="route", resource="link")
+C = Kind("C", "collect the loss", index="route", resource="control")
+D = Kind("D", "distribute the loss", index="route", resource="control")
+N = Kind("N", "collect norms of gradients", index="route", resource="control")
+T = Kind("T", "distribute the norm", index="route", resource="control")
+V = Kind("V", "validate the update", index="route", resource="control")
 
 #: the rows that every process has; the code of a schedule may add others
 BUILT_IN = Kind.all()

@@ -13,7 +13,7 @@ from operator import itemgetter
 
 from .action import Action, Kind
 from .errors import ScheduleError
-from .kinds import G
+from .kinds import A, G, P
 from .reductions import NO_REDUCTIONS, Reductions, reduction_tree
 from .spec import Spec
 
@@ -123,22 +123,24 @@ def _with_end(spec: Spec, worker: int, order: Iterable[Action], reductions: Redu
     microbatches = Counter(map(route_of, range(spec.num_microbatches)) if replicated else {0: spec.num_microbatches})
     left = {shard: microbatches[shard[1]] for shard in spec.hosted(worker)}
     ended = [shard for shard, count in left.items() if count == 0]
-    yield from (G(*shard) for shard in ended)  # a route without microbatches
+    for shard in ended:  # a route without microbatches
+        yield from tree.given(G, *shard, reductions)
     for action in order:
         yield action
         if action.kind.accumulates:
             shard = action.stage, route_of(action.index) if replicated else 0
             left[shard] = left.get(shard, 0) - 1
             if left[shard] == 0:
-                exchanges = bool(tree.exchanged(shard[0], reductions))
-                if exchanges:
-                    yield G(*shard)
-                if exchanges or awaits:
+                yield from tree.given(G, *shard, reductions)
+                if tree.pieces(shard[0], reductions) or awaits:
                     ended.append(shard)
                 else:
                     yield from spec.updates(*shard)
     yield from tree.actions(worker, reductions)
     yield from (update for shard in ended for update in spec.updates(*shard))
+    if spec.zero:
+        yield from (given for shard in ended for given in tree.given(P, *shard, reductions))
+        yield from (A(*shard) for shard in ended if tree.pieces(shard[0], reductions))
 
 
 def _with_reductions(spec: Spec, worker: int, order: Iterable[Action], reductions: Reductions) -> Iterator[Action]:

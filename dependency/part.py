@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from .action import RESOURCES, Action, Kind, Resource
 from .entry import Entry, Pulled
 from .errors import ScheduleError
-from .kinds import D, G, U, V
+from .kinds import A, D, G, S, U, V
 from .order import routes
 from .reductions import reduction_tree
 from .spec import Spec
@@ -111,11 +111,12 @@ class Part:
         for number, entry in enumerate(self.entries):
             stage, kind, index = entry.action
             if kind.way == 1:
-                before = U(stage, route_of(index) if replicated else 0)
-                if before in self.number:  # an evaluation has no updates
-                    self.inherited[0].setdefault(before, []).append(number)
-            elif kind is G:  # a replica without a microbatch in this step would give the gradients of the one before
-                self.inherited[0].setdefault(U(stage, index), []).append(number)
+                place = stage, route_of(index) if replicated else 0
+                if U(*place) in self.number:  # an evaluation has no updates
+                    for before in (U(*place), A(*place)) if spec.zero else (U(*place),):
+                        self.inherited[0].setdefault(before, []).append(number)
+            elif kind in (G, S):  # a replica without a microbatch would give the gradients of the step before
+                self.inherited[0].setdefault(U(stage, index % spec.num_routes), []).append(number)
             elif kind is U:
                 for before in (told, V(stage, index)):
                     self.inherited[0].setdefault(before, []).append(number)

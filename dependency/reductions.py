@@ -1,5 +1,7 @@
 """The end of a step as actions: what must be known before an update, and how it reaches every worker.
 
+    G, S  exchange gradients: each holder of parameters gives its gradients to the one who sums them, and takes the sums
+    P, A  with ZeRO the others take no sums, but the parameters when they have been updated
     C, N  collect along a tree whose root is the last stage: the loss, its weight and requests to stop; gradients' norms
     D, T  distribute the results down the same tree: the step's loss and whether to continue; the norm of all gradients
     V     validates an update that was made before the norm of all gradients was known: it stands, or is made again
@@ -17,8 +19,8 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from .action import Action
-from .kinds import C, D, F, G, N, T, U, V
+from .action import Action, Kind
+from .kinds import A, C, D, F, G, N, P, S, T, U, V
 
 #: kind that distributes a result -> kind that collects it
 _COLLECTED = {D: C, T: N}
@@ -33,6 +35,10 @@ class Placed(Protocol):
     def total_microbatches(self) -> int: ...
     @property
     def num_routes(self) -> int: ...
+    @property
+    def zero(self) -> int: ...
+    @property
+    def synchronous(self) -> bool: ...
     @property
     def last_stage(self) -> int: ...
     def place(self, stage: int, route: int) -> int: ...
@@ -54,11 +60,32 @@ class Reductions(NamedTuple):
     norms: bool = False
     #: whether an update does not wait for them, and is validated when they are known (Qi et al. 2023, section 4)
     validated: bool = False
-    #: for each stage, all stages that hold some of its parameters, itself included; empty if no parameter is shared
-    sharing: tuple[tuple[int, ...], ...] = ()
+    #: of parameters that several stages hold: (these stages, route on which the first of them owns the parameters)
+    tied: tuple[tuple[tuple[int, ...], int], ...] = ()
+    #: by stage, into how many buckets each replica's part of the parameters is divided; empty: one
+    buckets: tuple[int, ...] = ()
+    #: whether there is an update, for which gradients are exchanged
+    updates: bool = True
 
 
 NO_REDUCTIONS = Reductions()
+
+
+class Piece(NamedTuple):
+    """Parameters whose gradients are exchanged together.
+
+    The replicas of a stage own a part of its parameters each, in buckets. The owner sums the gradients of the others,
+    and the others take the sums: together the bytes of a ring, in an order of sums that no timing changes.
+    """
+
+    number: int
+    #: they hold these parameters, on all routes
+    stages: tuple[int, ...]
+    owner: Replica
+
+    def holders(self, num_routes: int) -> list[Replica]:
+        """Return who holds it, in the order in which gradients are summed."""
+        return [(stage, route) for stage in self.stages for route in range(num_routes)]
 
 
 class ReductionTree:
@@ -85,6 +112,7 @@ class ReductionTree:
         for node, parent in self.parent.items():
             if parent is not None:
                 self.children[parent].append(node)
+        self._pieces: dict[tuple[int, Reductions], list[Piece]] = {}
         #: nodes that contribute to the loss, or pass it on
         self._of_loss: set[Replica] = set()
         for route in range(spec.num_routes):
@@ -97,6 +125,8 @@ class ReductionTree:
         """Return what `worker` collects and distributes, in the order of the tree: to the root, and back."""
         nodes = self._nodes.get(worker, [])
         found = [C(*node) for node in reversed(nodes) if node in self._of_loss] + [D(*node) for node in nodes]
+        found += [S(s, piece.number * self.spec.num_routes + r) for s, r in self.spec.hosted(worker)
+                  for piece in self.pieces(s, reductions) if piece.owner == (s, r)]  # fmt: skip
         if reductions.norms:
             found += [N(*node) for node in reversed(nodes)] + [T(*node) for node in nodes]
         if reductions.validated:
@@ -105,14 +135,23 @@ class ReductionTree:
 
     def needs(self, action: Action, reductions: Reductions) -> tuple[list[Replica], list[Action]]:
         """Return what an action that ends a step needs: shards with all their gradients, and actions."""
-        stage, kind, route = action
-        node = stage, route
+        stage, kind, index = action
+        routes = self.spec.num_routes
+        node = stage, index % routes
         if kind is G:
             return [node], []
+        if kind is S:
+            (piece,) = (each for each in self.pieces(stage, reductions) if each.number == index // routes)
+            return [node], [G(s, piece.number * routes + r) for s, r in piece.holders(routes) if (s, r) != node]
         if kind is U:
             awaited = self.awaited(self.spec.place(*node), reductions)
-            exchanged = self.exchanged(stage, reductions)
-            return ([], exchanged + awaited) if exchanged else ([node], awaited)
+            sums = self.sums(*node, reductions)
+            return ([], sums + awaited) if sums else ([node], awaited)
+        if kind is P:
+            return [], [U(*node)]
+        if kind is A:
+            others = (piece for piece in self.pieces(stage, reductions) if piece.owner != node)
+            return [], [U(*node)] + [P(piece.owner[0], piece.number * routes + piece.owner[1]) for piece in others]
         if kind is V:
             return [], [U(*node), T(*self.own[self.spec.place(*node)])]
         if kind in _COLLECTED:
@@ -125,23 +164,46 @@ class ReductionTree:
             below = [C(*child) for child in children if child in self._of_loss]
             return [], below + [f for shard in held if shard[0] == self.spec.last_stage for f in self._forwards(*shard)]
         below = [N(*child) for child in children] + [D(*node)]  # gradients of summed losses are divided first
-        first = [shard for shard in held if shard[1] == 0]
+        first = [shard for shard in held if shard[1] == 0 or self.spec.zero]
         if reductions.validated:
             return [], below + [U(*shard) for shard in first]  # U has noted the norms before it freed the gradients
-        exchanged = [g for stage, _ in first for g in self.exchanged(stage, reductions)]
-        alone = [shard for shard in first if not self.exchanged(shard[0], reductions)]
-        return alone, below + list(dict.fromkeys(exchanged))
+        sums = [each for shard in first for each in self.sums(*shard, reductions)]
+        alone = [shard for shard in first if not self.sums(*shard, reductions)]
+        return alone, below + list(dict.fromkeys(sums))
 
     def awaited(self, worker: int, reductions: Reductions) -> list[Action]:
         """Return the actions whose results the updates of `worker` need."""
         own = self.own[worker]
         return [T(*own)] if reductions.norms and not reductions.validated else [D(*own)] if reductions.weight else []
 
-    def exchanged(self, stage: int, reductions: Reductions) -> list[Action]:
-        """Return the exchanges whose gradients `stage` sums, in that order; none if it shares no weights."""
-        stages = (reductions.sharing[stage] if reductions.sharing else ()) or (stage,)
-        num_routes = self.spec.num_routes
-        return [G(s, route) for s in stages for route in range(num_routes)] if len(stages) * num_routes > 1 else []
+    def pieces(self, stage: int, reductions: Reductions) -> list[Piece]:
+        """Return the pieces of a stage's parameters that others hold too; of tied stages they have equal numbers."""
+        if (stage, reductions) not in self._pieces:
+            self._pieces[stage, reductions] = self._found_pieces(stage, reductions)
+        return self._pieces[stage, reductions]
+
+    def _found_pieces(self, stage: int, reductions: Reductions) -> list[Piece]:
+        if not (self.spec.synchronous and reductions.updates):
+            return []
+        held = enumerate(reductions.tied)
+        found = [Piece(number, stages, (stages[0], route)) for number, (stages, route) in held if stage in stages]
+        routes, begin = self.spec.num_routes, len(reductions.tied)
+        if routes > 1:
+            count = routes * (reductions.buckets[stage] if reductions.buckets else 1)
+            found += [Piece(begin + n, (stage,), (stage, n % routes)) for n in range(count)]
+        return found
+
+    def sums(self, stage: int, route: int, reductions: Reductions) -> list[Action]:
+        """Return the sums of gradients that an update takes; none if nobody else holds its parameters."""
+        owners = ((piece.number, piece.owner) for piece in self.pieces(stage, reductions))
+        return [S(owner[0], number * self.spec.num_routes + owner[1]) for number, owner in owners
+                if not self.spec.zero or owner == (stage, route)]  # fmt: skip
+
+    def given(self, kind: Kind, stage: int, route: int, reductions: Reductions) -> list[Action]:
+        """Return what a replica gives: gradients to the owners of pieces (`G`), or updated parameters as one (`P`)."""
+        node, routes = (stage, route), self.spec.num_routes
+        return [kind(stage, piece.number * routes + route) for piece in self.pieces(stage, reductions)
+                if (piece.owner == node) is (kind is P)]  # fmt: skip
 
     def _forwards(self, stage: int, route: int) -> list[Action]:
         return [F(stage, m) for m in on_route(self.spec, range(self.spec.total_microbatches), route)]
@@ -149,9 +211,16 @@ class ReductionTree:
     def successors(self, action: Action, reductions: Reductions = NO_REDUCTIONS) -> list[Action]:
         """Return the actions that the payload of one that ends a step flows to."""
         stage, kind, route = action
-        if kind is G:
-            # Norms are of route 0, on whose worker the gradients are needed anyway.
-            return [U(g.stage, g.index) for g in self.exchanged(stage, reductions) if g != action]
+        if kind in (G, S, P):
+            number, node = divmod(route, self.spec.num_routes)[0], (stage, route % self.spec.num_routes)
+            (piece,) = (each for each in self.pieces(stage, reductions) if each.number == number)
+            if kind is G:
+                return [S(piece.owner[0], number * self.spec.num_routes + piece.owner[1])]
+            holders = piece.holders(self.spec.num_routes)
+            if kind is P:
+                return [A(*holder) for holder in holders if holder != node]
+            # Norms are of route 0, on whose worker the sums are needed anyway.
+            return [] if self.spec.zero else [U(*holder) for holder in holders]
         if kind in _COLLECTED:
             return [kind(*child) for child in self.children[stage, route]]
         for distributes, collected in _COLLECTED.items():

@@ -17,11 +17,14 @@ from .errors import ConfigError
 from .spec import Spec
 
 #: a class made twice would make equal specs differ
-_made: dict[tuple[type[Spec], int], type[Spec]] = {}
+_made: dict[tuple[type[Spec], int, int, float], type[Spec]] = {}
 
 
-def replicated(base: type[Spec], replicas: int) -> type[Spec]:
+def replicated(base: type[Spec], replicas: int, zero: int = 0, bucket: float = Spec.bucket) -> type[Spec]:
     """Return `base` on `replicas` times as many workers. The same class for the same arguments.
+
+    Args:
+        zero, bucket: as in `Spec`.
 
     Raises:
         ConfigError: the schedule has updates that steps overlap with; or, from the class that is returned, the workers
@@ -34,14 +37,18 @@ def replicated(base: type[Spec], replicas: int) -> type[Spec]:
             f"replicas {replicas}: schedule {base.__name__} lets steps overlap; only synchronous ones, such as 1f1b, "
             "have replicas"
         )
-    if (base, replicas) not in _made:
-        _made[base, replicas] = _make(base, replicas)
-    return _made[base, replicas]
+    key = base, replicas, zero, bucket
+    if key not in _made:
+        _made[key] = _make(*key)
+    return _made[key]
 
 
-def _make(base: type[Spec], replicas: int) -> type[Spec]:
+def _make(base: type[Spec], replicas: int, zero: int, bucket: float) -> type[Spec]:
+    said = f", zero {zero}" * (zero > 0) + f", bucket {bucket:g}" * (bucket != Spec.bucket)
     own: dict[str, Any] = {
         "replicas": replicas,
+        "zero": zero,
+        "bucket": bucket,
         "_replicas": cached_property(_specs_of(base, replicas)),
         "__post_init__": _refuse_indivisible,
         "num_stages": property(lambda self: self._replicas[0].num_stages),
@@ -51,7 +58,7 @@ def _make(base: type[Spec], replicas: int) -> type[Spec]:
         "route": _route,
         "__module__": base.__module__,
         "__doc__": base.__doc__,
-        "__qualname__": f"{base.__qualname__}[{replicas} replicas]",
+        "__qualname__": f"{base.__qualname__}[{replicas} replicas{said}]",
     }
     # What the schedule does not say stays unsaid: whether there is a slot, for example, is seen by the class.
     own |= {name: method for name, method in _SAID.items() if getattr(base, name) is not getattr(Spec, name)}

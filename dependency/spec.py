@@ -6,7 +6,7 @@ next or previous stage is the input of the action there that sends its own paylo
 
     F(s,m) <- F(s-1,m)              B(s,m) <- F(s,m), B(s+1,m)     R(s,m) <- F(s,m), and B(s,m) <- R(s,m)
     W(s,m) <- I(s,m)                I(s,m) <- F(s,m), I(s+1,m)     (B may take the place of any I)
-    U(s)   <- every B(s,.) or W(s,.), or the G(s,.) of all replicas, each of which needs its own B or W
+    U(s)   <- every B(s,.) or W(s,.), or the sums S(s,.) of all replicas' gradients, each of which needs its B or W
 
 If a schedule is not synchronous, steps follow each other without a flush, and a forward needs the update that makes the
 version of the weights that it is declared to use (`version`; see `versions.py`).
@@ -79,6 +79,10 @@ class Spec(_Frozen):
     #: sizes of the slices of a sequence, in parts of it. With several a microbatch of the step is as many indices, one
     #: for each of its slices; see `slicing.py`
     slice_sizes: ClassVar[tuple[int, ...]] = (1,)
+    #: of replicas: 1 if only the owner of a parameter keeps its optimizer state and updates it (ZeRO stage 1)
+    zero: ClassVar[int] = 0
+    #: of replicas: largest bucket of gradients in MiB
+    bucket: ClassVar[float] = 25.0
 
     def __post_init__(self) -> None:
         for name in ("num_workers", "num_microbatches", "num_steps"):

@@ -220,12 +220,12 @@ def refuse_untrainable(spec: Spec, training: Training) -> None:
             )
 
 
-def refuse_shared(spec: Spec, sharing: Sequence[Sequence[int]]) -> None:
+def refuse_shared(spec: Spec, shared: Mapping[str, Sequence[int]]) -> None:
     """Refuse weights of several stages in asynchronous schedules, where these update at different times."""
-    shared = next((stages for stages in sharing if len(stages) > 1), None)
     if shared and not spec.synchronous:
+        stages = next(iter(shared.values()))
         raise ConfigError(
-            f"schedule {type(spec).__name__}: stages {', '.join(map(str, shared))} share weights, but each updates its "
+            f"schedule {type(spec).__name__}: stages {', '.join(map(str, stages))} share weights, but each updates its "
             "own at another time; use a synchronous schedule, such as 1f1b, or do not tie the weights"
         )
 

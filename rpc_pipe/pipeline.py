@@ -71,6 +71,8 @@ class Pipeline(Inspected):
         num_workers: 1 by default; in a job the number of its processes. Without a job more are threads that take turns,
             for looking and debugging: a step takes the sum of all work. `rpc-pipe run` gives each a process.
         replicas: how many replicas of the pipeline share the workers and each batch; see docs/replicas.md.
+        zero: 1: each replica keeps the optimizer states of its part of the parameters alone (ZeRO stage 1).
+        bucket: the most gradients, in MiB, that replicas exchange at once.
         split: number of layers, or of calls of blocks, for each stage; even by default.
         blocks: names of the model's lists of blocks, or of single blocks; found automatically by default.
         example: a batch with which the model is cut at once; by default the first batch cuts it.
@@ -106,6 +108,8 @@ class Pipeline(Inspected):
         schedule_options: Mapping[str, Any] | None = None,
         num_workers: int | None = None,
         replicas: int = 1,
+        zero: int = 0,
+        bucket: float = 25.0,
         split: Sequence[int] | None = None,
         blocks: str | Sequence[str] | None = None,
         example: Tree | None = None,
@@ -117,7 +121,7 @@ class Pipeline(Inspected):
         **old: Any,
     ) -> None:
         self._forgot_optimizer = training is None and "optimizer" not in old
-        schedule_options = with_replicas(schedule_options, replicas)
+        schedule_options = with_replicas(schedule_options, replicas, zero, bucket)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, self._plan = (
             overrides.settle(apply_plan(plan, overrides.Settings(*said)))
@@ -154,7 +158,7 @@ class Pipeline(Inspected):
 
     def _make(self, maker: ShardMaker) -> None:
         """Make the shards of this process's workers, when the model has been cut."""
-        refuse_shared(self.spec, self.partition.sharing)
+        refuse_shared(self.spec, self.partition.shared)
         here = [actor.worker for actor in self._actors]
         for actor in self._actors:
             actor.shards.update(maker.hosted(self.spec, actor.worker, actor.backend.device, here))
@@ -163,7 +167,7 @@ class Pipeline(Inspected):
         self._keeper.about["pipeline"] = self._inputs.described = described
         self._inputs.weights = maker.weights
         self._keeper.adapters = self.partition.adapters
-        self._keeper.config, self._step_end.sharing = self.partition.config, self.partition.sharing
+        self._keeper.config, self._step_end.divided = self.partition.config, maker.divided
         warn_if_other_model(self._plan, self.partition.name, [actor.shards for actor in self._actors])
         maker.end([shard for actor in self._actors for shard in actor.shards.values()])
         self._maker = None

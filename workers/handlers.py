@@ -20,7 +20,6 @@ from ..dependency import (
     D,
     Entry,
     F,
-    G,
     I,
     Kind,
     N,
@@ -239,15 +238,6 @@ def _recompute(ctx: ActionContext) -> None:
     ctx.task.shard.recompute(ctx.step.number, ctx.microbatch)
 
 
-@carries_out(G)
-def _gradients(ctx: ActionContext) -> Payload:
-    return _gradients_of(ctx.task.shard, ctx.step.batch.spec)
-
-
-def _gradients_of(shard: Shard, spec: Spec) -> Payload:
-    return shard.updating.gradients(shared=spec.num_routes == 1)
-
-
 @carries_out(C)
 def _collect_loss(ctx: ActionContext) -> Payload:
     """Append this worker's losses and stop request to those from workers further from the root of the tree."""
@@ -285,7 +275,7 @@ def _collect_norms(ctx: ActionContext) -> Payload:
         norms, finite = norms | others, finite + flags
     if _is_first_node(ctx) and not ctx.step.batch.reductions.validated:
         for (_, route), shard in ctx.worker.shards.items():
-            if route == 0:
+            if route == 0 or ctx.step.batch.spec.zero:
                 update = ctx.step.first_update + route
                 with _as_stashing(shard).showing(update) if shard.has_versions else nullcontext():
                     _complete_gradients(ctx, shard, route)
@@ -365,18 +355,16 @@ def _update_version(ctx: ActionContext, shard: StashingShard) -> None:
 
 
 def _complete_gradients(ctx: ActionContext, shard: Shard, route: int) -> None:
-    """All-reduce gradients over the holders of each parameter, in order of stages and routes, and divide them by the
-    step's weight if the loss is a sum; once per step."""
+    """Take the sums over all who hold a parameter, and divide them by the step's weight if the loss is a sum; once per
+    step."""
     step, spec = ctx.step, ctx.step.batch.spec
     if shard in step.completed:
         return
     step.completed.add(shard)
-    exchanged = reduction_tree(spec).exchanged(shard.stage, step.batch.reductions) if spec.synchronous else []
-    if exchanged:
-        ready, own = ctx.worker.backend.ready, G(shard.stage, route)
-        # Not taken out: several who hold them may be on this worker.
-        parts = [_gradients_of(shard, spec) if g == own else ready(step.payloads[g]) for g in exchanged]
-        shard.updating.sum_gradients(parts, exchanged.index(own))
+    if shard.updating.pieces is not None and not spec.zero:
+        for each in reduction_tree(spec).sums(shard.stage, route, step.batch.reductions):
+            # Not taken out: several who hold them may be on this worker.
+            shard.updating.pieces.take(ctx.worker.backend.ready(step.payloads[each]))
     if step.result is not None and step.batch.reductions.weight and step.result.summed:
         shard.updating.divide(shard.updating.weight + step.result.divisor)
     if shard.updating.scale.enabled:

@@ -99,7 +99,7 @@ class Mailbox:
             if isinstance(what, Action):
                 name = _name(what) if carries else _name(what) + _DONE
                 self._actions[run, name] = what
-                (for_compute if what.kind.resource == "compute" else others).append(name)
+                (others if what.kind.resource == "control" else for_compute).append(name)
             else:
                 others.append(what)
         if for_compute:

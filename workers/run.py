@@ -179,9 +179,10 @@ class Stream:
         """Do what may be done; return whether that was something."""
         moved = False
         for step in self._steps.values():
-            if not (step.state.links or step.state.copies):
+            state = step.state
+            if not (state.controls or state.links or state.copies):
                 continue
-            while (entry := step.state.take("link")) is not None:
+            while (entry := state.take("control") or state.take("link")) is not None:
                 self._execute(step, entry)
                 moved = True
             while (entry := step.state.take("copy")) is not None:

@@ -42,7 +42,7 @@ class WorkerState:
         #: by resource, a heap of those whose needs are met, and the place of the next one in its queue
         self._ready: dict[Resource, list[int]] = {resource: [] for resource in RESOURCES}
         #: those of them that run beside compute
-        self.links, self.copies = self._ready["link"], self._ready["copy"]
+        self.controls, self.links, self.copies = (self._ready[each] for each in ("control", "link", "copy"))
         self._issued: dict[Resource, int] = dict.fromkeys(RESOURCES, 0)
         #: the states of later steps, with their actions that wait for actions of this one
         self._followers: list[tuple[WorkerState, dict[Action, list[int]]]] = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
-from ..dependency import Action, B, ConfigError, F, Order, Part, R, W
+from ..dependency import Action, B, ConfigError, F, G, Order, Part, R, S, W
 from .compute.module_state import ModuleState
 from .compute.shard import Shard
 from .compute.torch_internals import keep_donated_buffers
@@ -18,6 +18,8 @@ from .transport.payload import Payload
 def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
     """Return a task for every action of `part`, on a worker with these shards."""
     spec, found = part.spec, {}
+    if any(entry.action.kind in (G, S) for entry in part.entries):
+        from . import exchanging  # noqa: F401  registers handlers, which few runs need
     watched = {place: _Watched(handler_of(F)) for place in _disordered(part)}
     for entry in part.entries:
         stage, kind, index = entry.action

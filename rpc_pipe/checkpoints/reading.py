@@ -62,7 +62,7 @@ class Checkpoint:
                 for key, form in each["tensors"].items():
                     self._tensors[each["what"]].setdefault(key, (name, form))
             rest = list(self._tensors["optimizer"])
-            told = {int(stage): each for stage, each in manifest["stages"].items()}
+            told = dict(manifest["stages"])
             self.stages = Stages(told, rest)
             #: where each has weights of its own: how many
             self.num_routes = max((len(each.get("routes", ())) for each in told.values()), default=0)

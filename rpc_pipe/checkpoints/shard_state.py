@@ -49,13 +49,16 @@ def _checked(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return found
 
 
+def state_tensors(shard: Shard) -> dict[str, Tensor]:
+    """Return the tensors of the optimizer's state themselves."""
+    return {key: value for key, value, _ in _state(shard) if isinstance(value, Tensor)}
+
+
 def optimizer_tensors(shard: Shard) -> dict[str, Tensor]:
     """Return the tensors of the optimizer's state, the weights' average and gradients kept for later themselves."""
-    updating = shard.updating
-    found = {key: value for key, value, _ in _state(shard) if isinstance(value, Tensor)}
-    averages = {} if updating.average is None else updating.average.tensors
-    found |= {f"{_AVERAGE}{name}": tensor for name, tensor in averages.items()}
-    return found | held_tensors(shard) | _sums(shard)
+    averages = {} if shard.updating.average is None else shard.updating.average.tensors
+    found = {f"{_AVERAGE}{name}": tensor for name, tensor in averages.items()}
+    return state_tensors(shard) | found | held_tensors(shard) | _sums(shard)
 
 
 def held_tensors(shard: Shard, route: int = 0) -> dict[str, Tensor]:
@@ -119,11 +122,11 @@ class Stages:
     """What the stages of a checkpoint have described.
 
     Args:
-        stages: as `described`, by stage.
+        stages: as `described`, by stage or, where several own parts of it, by stage and route.
         tensors: names of all tensors of optimizers.
     """
 
-    def __init__(self, stages: Mapping[int, dict[str, Any]], tensors: list[str]) -> None:
+    def __init__(self, stages: Mapping[str, dict[str, Any]], tensors: list[str]) -> None:
         self._stages = stages
         self._groups = {
             name: (stage, index)
@@ -141,8 +144,10 @@ class Stages:
 
     def wanted(self, shard: Shard, route: int, num_routes: int = 1) -> list[str]:
         """Return the names of the tensors that the optimizer of `shard` needs, which is one of `num_routes`."""
-        on_this = [] if shard.optimizer is None else shard.named_parameters()
-        found = [key for name, _ in on_this for key in self._keys.get(name, []) if self._plain(name, key) is None]
+        owned = shard.updating.owned
+        on_this = shard.named_parameters() if shard.optimizer is not None or owned is not None else []
+        found = [key for name, _ in on_this for key in self._keys.get(name, [])
+                 if self._plain(name, key) is None and (owned is None or name in owned)]  # fmt: skip
         found += [key for key in _sums(shard) if key in self._beside]
         found += [_AVERAGE + name for name, _ in on_this if _AVERAGE + name in self._beside]
         own = {name for name, _ in on_this}
@@ -177,14 +182,16 @@ class Stages:
         if not self._groups:  # there is nothing more
             return lambda: None
         beside = {key: tensor for key, tensor in tensors.items() if key in self._beside}
+        owned = shard.updating.owned
         if optimizer is None:  # nothing is trained here; the loss may be computed here, though
-            return partial(self._apply_common, shard, beside)
+            return partial(self._apply_common if owned is None else self._apply_all_beside, shard, beside)
         names = {parameter: name for name, parameter in shard.named_parameters()}
         groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         options, origins = [], []
         for index, group in enumerate(optimizer.param_groups):
             found = self._origins(optimizer, [names[parameter] for parameter in group["params"]])
-            origin = found[0] if found else (next(iter(self._stages)), index)
+            has = (stage for stage, each in self._stages.items() if len(each["groups"]) > index)
+            origin = found[0] if found else (next(has, next(iter(self._stages))), index)
             origins.append(origin)
             options.append(self._options(origin) if found else {})
         state = {
@@ -193,11 +200,11 @@ class Stages:
                 for key in self._keys.get(name, [])
             }
             for parameter, name in names.items()
-            if name in self._groups
+            if name in self._groups and (owned is None or name in owned)
         }
         return partial(self._apply, shard, options, state, self._scheduler(shard, origins), beside)
 
-    def _origins(self, optimizer: Optimizer, names: list[str]) -> list[tuple[int, int]]:
+    def _origins(self, optimizer: Optimizer, names: list[str]) -> list[tuple[str, int]]:
         """Return of which groups these parameters, of one group here, were."""
         for name in names:
             if name not in self._groups:
@@ -215,7 +222,7 @@ class Stages:
                 )
         return found
 
-    def _options(self, origin: tuple[int, int]) -> dict[str, Any]:
+    def _options(self, origin: tuple[str, int]) -> dict[str, Any]:
         stage, index = origin
         return dict(self._stages[stage]["groups"][index]["options"])
 
@@ -230,7 +237,7 @@ class Stages:
             on_host = not (group.get("fused") or group.get("capturable"))
         return tensors[key] if on_host else tensors[key].to(parameter.device)
 
-    def _scheduler(self, shard: Shard, origins: list[tuple[int, int]]) -> Any:
+    def _scheduler(self, shard: Shard, origins: list[tuple[str, int]]) -> Any:
         """Return the state of this stage's scheduler, which may have groups of several stages; None: there is none."""
         if shard.lr_scheduler is None:
             return None
@@ -251,8 +258,7 @@ class Stages:
         beside: Mapping[str, Tensor],
     ) -> None:
         assert shard.optimizer is not None
-        self._apply_common(shard, beside)
-        self._apply_beside(shard.updating, beside)
+        self._apply_all_beside(shard, beside)
         for group, stored in zip(shard.optimizer.param_groups, options, strict=True):
             for key, each in stored.items():
                 value, own = decoded(each), group.get(key)
@@ -265,6 +271,10 @@ class Stages:
             shard.optimizer.state[parameter] = each_state
         if shard.lr_scheduler is not None:
             shard.lr_scheduler.load_state_dict(_as_in(shard.lr_scheduler.state_dict(), scheduler))
+
+    def _apply_all_beside(self, shard: Shard, tensors: Mapping[str, Tensor]) -> None:
+        self._apply_common(shard, tensors)
+        self._apply_beside(shard.updating, tensors)
 
     def _apply_beside(self, updating: Updating, tensors: Mapping[str, Tensor]) -> None:
         """Set the average of the weights, and the gradients of steps since the last update."""

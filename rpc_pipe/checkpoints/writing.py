@@ -24,7 +24,15 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from . import folder
 from .random_state import random_state
-from .shard_state import described, evaluated_tensors, held_tensors, model_tensors, of_route, optimizer_tensors
+from .shard_state import (
+    described,
+    evaluated_tensors,
+    held_tensors,
+    model_tensors,
+    of_route,
+    optimizer_tensors,
+    state_tensors,
+)
 from .tensor_file import checksum, write
 
 logger = logging.getLogger(__name__)
@@ -52,16 +60,19 @@ class Snapshot:
         self.worker, self.num_workers = actor.worker, num_workers
         first = [shard for (_, route), shard in actor.shards.items() if route == 0]
         model = {name: _copied(tensor) for shard in first for name, tensor in evaluated_tensors(shard).items()}
-        self._stages: dict[int, dict[str, Any]] = {}
+        self._stages: dict[str, dict[str, Any]] = {}
         rest = random_state() if actor.worker == 0 and not weights_alone else {}
         if not weights_alone:
-            self._stages = {shard.stage: described(shard) for shard in first}
-            for (_, number), shard in actor.shards.items():
+            self._stages = {str(shard.stage): described(shard) for shard in first}
+            for (stage, number), shard in actor.shards.items():
                 own = optimizer_tensors(shard) if number == 0 else held_tensors(shard, number)
+                if number and shard.updating.owned is not None:
+                    self._stages[f"{stage}/{number}"] = described(shard)
+                    own |= state_tensors(shard)
                 rest |= {name: _copied(tensor) for name, tensor in own.items()}
         for number, route in enumerate(own_routes(actor) if elastic else ()):
             for shard in route:
-                self._stages[shard.stage].setdefault("routes", []).append(described(shard))
+                self._stages[str(shard.stage)].setdefault("routes", []).append(described(shard))
                 own = model_tensors(shard) | optimizer_tensors(shard)
                 rest |= {of_route(number, name): _copied(tensor) for name, tensor in own.items()}
         self._files = {"model": model, "optimizer": rest}

@@ -136,7 +136,7 @@ def _style(layout: _Layout, spans: Sequence[Span]) -> str:
         return fills + f".rpc-pipe .grid{{stroke:{of['grid']}}}.rpc-pipe .seam rect{{stroke:{of['paper']}}}"
 
     shown = {span.action.kind for span in spans}
-    styled = [kind for kind in Kind.all() if kind.resource != "link" or kind in shown]
+    styled = [kind for kind in Kind.all() if kind.resource not in ("link", "control") or kind in shown]
     kinds = "".join(f".rpc-pipe .{kind}{{fill:{kind.colour}}}" for kind in styled)
     kinds += "".join(f".rpc-pipe .tick.{kind}{{stroke:{kind.colour}}}" for kind in styled)
     inks = "".join(f".rpc-pipe .seam .{kind}~text{{fill:{kind.ink}}}" for kind in styled if kind.ink != "#000000")

@@ -56,7 +56,9 @@ class Overrides:
         for name, value in self._typed.items():
             self._replaced(_option(name), _shown(value), name, getattr(said, name), value)
         if self._typed.get("schedule", said.schedule) != said.schedule:
-            kept = {name: value for name, value in options.items() if name == "replicas"}  # of any schedule
+            kept = {
+                name: value for name, value in options.items() if name in ("replicas", "zero", "bucket")
+            }  # of any schedule
             if options != kept:
                 gone = {name: value for name, value in options.items() if name not in kept}
                 self._say(f"--schedule {self._typed['schedule']} leaves out the script's {_pairs(gone)}")

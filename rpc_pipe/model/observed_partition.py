@@ -25,7 +25,6 @@ from .observe.trees import Path
 from .observed_model import ObservedModel, observe
 from .replay.observed_slice import ObservedSlice
 from .separate import mentioned, modules_in
-from .ties import groups
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +72,6 @@ class ObservedPartition:
         self._output_type: type = dict
         #: calls of blocks of each stage; empty until the model has been cut
         self.ranges: list[range] = []
-        self.sharing: tuple[tuple[int, ...], ...] = ()
         #: parameters that several stages hold -> those stages
         self.shared: dict[str, list[int]] = {}
         #: path of each call's block; "" for the model itself
@@ -108,7 +106,6 @@ class ObservedPartition:
         self.block_names = [block.path for block in observed.blocks]
         for stage, told in reversed(list(enumerate(observed.stages(self.ranges)))):
             self._stage_of |= dict.fromkeys(told.parameters, stage)
-        self.sharing = groups(self.shared, len(self.ranges))
 
     def _cut(
         self, inputs: tuple[Sequence[Any], Mapping[str, Any]], blocks: str | Sequence[str] | None

@@ -23,7 +23,7 @@ from .handed_beside import refuse_handed_on, shared_holders
 from .module_copies import ModuleCopies
 from .observe.given import refuse_lazy
 from .parameter_hooks import copy_attachments
-from .ties import Ties, groups
+from .ties import Ties
 
 if TYPE_CHECKING:
     from .adapters import Adapter
@@ -91,7 +91,6 @@ class LayerPartition:
         self._ties = Ties(list(model), self.ranges) if isinstance(model, (nn.Sequential, Sequence)) else Ties((), ())
         #: parameters that several stages hold -> those stages
         self.shared = self._ties.shared
-        self.sharing = groups(self.shared, num_stages)
         self.block_names = [str(layer) for layer in range(self.num_layers)]
         self._holders = shared_holders(list(model), self.ranges, loss_fn) if self._is_list else [[]] * num_stages  # type: ignore[arg-type]
 

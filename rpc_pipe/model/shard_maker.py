@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..dependency import ModelError, Spec
+from ..dependency import NO_REDUCTIONS, ModelError, Spec
 from ..workers.compute.batch_norm import defer
 from ..workers.compute.by_hand import numbers_of
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
+from ..workers.compute.slices import Slice
 from ..workers.compute.updating import Training
 from .observe.given import needs_observation
 from .partition import Layered, LayerPartition
 from .stale_weights import refuse_stale_weights
 
 if TYPE_CHECKING:
+    from ..workers.compute.pieces import Pieces
     from .observed_partition import ObservedPartition
 
 #: so many calls of a loss function are looked at
@@ -97,6 +99,9 @@ class ShardMaker:
         self._model = model
         self.seed = seed
         self._training = training
+        #: how parameters that several hold are divided, when the shards have been made
+        self.divided = NO_REDUCTIONS
+        self._buckets: dict[int, int] = {}
         #: digests of the initial weights, which must be equal in all replicas, for `Call.weights`
         self.weights = ""
 
@@ -113,7 +118,12 @@ class ShardMaker:
         first: dict[int, int] = {}
         for stage, route in chain.from_iterable(map(spec.hosted, here)):
             first[stage] = min(route, first.get(stage, route))
-        return {(s, r): self._make(spec, s, r, randomness, r - first[s]) for s, r in spec.hosted(worker)}
+        made = {(s, r): self._make(spec, s, r, randomness, r - first[s]) for s, r in spec.hosted(worker)}
+        if spec.synchronous and (spec.num_routes > 1 or self._model.shared):
+            from ..workers.compute.pieces import divided
+
+            self.divided = divided(spec, self._model.shared, self._buckets)
+        return made
 
     def end(self, shards: Sequence[Shard]) -> None:
         """Record the state of the user's modules and drop the model, when all shards of this process have been made."""
@@ -138,7 +148,18 @@ class ShardMaker:
             randomness,
             loss_fn=self._loss_fn(spec) if stage == spec.last_stage else None,
             training=self._training,
+            pieces=self._pieces(spec, stage, route, slice),
         )
+
+    def _pieces(self, spec: Spec, stage: int, route: int, slice: Slice) -> Pieces | None:
+        """Return who owns which parameters of a stage; None: nobody else holds any."""
+        if not spec.synchronous or (spec.num_routes == 1 and not slice.shared):
+            return None
+        from ..workers.compute.pieces import Pieces
+
+        pieces = Pieces(spec, stage, route, slice.named_parameters(), self._model.shared)
+        self._buckets[stage] = pieces.num_buckets
+        return pieces
 
     def _loss_fn(self, spec: Spec) -> LossFn | None:
         loss_fn = self._model.loss_fn

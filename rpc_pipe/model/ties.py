@@ -6,7 +6,7 @@ update, so the copies stay equal.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from torch import nn
 
@@ -82,10 +82,3 @@ class Ties:
                     parameters.add(id(parameter))
                     found.append(layer)
         return list(dict.fromkeys(found)), parameters
-
-
-def groups(shared: Mapping[str, Sequence[int]], num_stages: int) -> tuple[tuple[int, ...], ...]:
-    """Return, by stage, the stages that share parameters with it, itself included; empty if none are shared."""
-    holders = shared.values()
-    found = [{s for stages in holders if stage in stages for s in stages} for stage in range(num_stages)]
-    return tuple(tuple(sorted(group)) for group in found) if holders else ()

@@ -92,7 +92,7 @@ def corrected(request: PlanRequest, ran: MeasuredRun) -> tuple[Profile, list[tup
     measured = {rows: list(costs) for rows, costs in profile.measured.items()}
     off = []
     for stage, took in enumerate(ran.stages):
-        if spec.num_routes > 1:  # the measured U includes the sum of the replicas' gradients
+        if spec.num_routes > 1:  # the measured U includes a copy of the summed gradients
             took = {kind: ms for kind, ms in took.items() if kind is not U}
         slow = _slowness(spec, machines, stage)
         expected = {kind: slow * chain.time(kind, ends[stage], ends[stage + 1]) for kind in took if kind in _KINDS}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
-from ..dependency import Action, B, F, G, I, R, Spec, U, W, weight_copies
+from ..dependency import Action, B, F, G, I, P, R, S, Spec, U, W, weight_copies
 from .simulator import Simulation
 
 
@@ -93,7 +93,7 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             add(worker, span.end, size.after_inputs - size.activations)
         elif action.kind in (B, W):
             add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
-        amount = payload_bytes(action, size)
+        amount = payload_bytes(action, size, spec.num_routes)
         kept = 0 if action.kind is not F or spec.recomputes(action.stage) else min(amount, size.kept_outputs)
         for user in spec.successors(action):
             at = spec.worker(user)
@@ -108,7 +108,9 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             add(at, used.start if user.kind is F else used.end, -new)
     peaks, weights = [], weight_bytes(spec, sizes)
     for worker, change in enumerate(changes):
-        resident = sum(sizes[stage].shard - sizes[stage].weights for stage, _ in spec.hosted(worker)) + weights[worker]
+        hosted = [sizes[stage] for stage, _ in spec.hosted(worker)]
+        share = 1 / spec.num_routes if spec.zero else 1
+        resident = sum(size.gradients + size.optimizer * share for size in hosted) + weights[worker]
         peaks.append(resident + max([0, *accumulate(change[key] for key in sorted(change))]))
     return tuple(peaks)
 
@@ -142,12 +144,12 @@ def weight_bytes(spec: Spec, sizes: Sequence[Size]) -> list[float]:
     ]
 
 
-def payload_bytes(action: Action, size: Size) -> float:
-    """Return the bytes of an action's payload for other stages; `size` is that of its stage."""
+def payload_bytes(action: Action, size: Size, num_routes: int = 1) -> float:
+    """Return the bytes of an action's payload for other stages or routes; `size` is that of its stage."""
     if action.kind is F:
         return size.outputs
-    if action.kind is G:
-        return size.gradients
+    if action.kind in (G, S, P):
+        return size.gradients / num_routes
     return size.inputs if action.kind in (B, I) else 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..dependency import Action, G, Kind, Spec
+from ..dependency import Action, G, Kind, S, Spec
 from .bottleneck import Ends
 from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
@@ -32,9 +32,13 @@ class PricedSchedule:
         self._ids = [known.setdefault((a.stage, a.kind, worker), len(known)) for a, worker in pairs]
         #: of each distinct (stage, kind, worker): its stage and `copy_times`
         self._copy_times = [(stage, *copy_times(spec, chain, stage, kind, worker)) for stage, kind, worker in known]
-        others = spec.num_routes - 1
+        #: of the replicas' gradients each owner sums its part
+        summed = 1 - 1 / spec.num_routes
         self._distinct = [
-            (stage, kind, machines.slow(worker) * (others if kind is G else 1)) for stage, kind, worker in known
+            (stage, G, machines.slow(worker) * summed)
+            if kind is S
+            else (stage, kind, machines.slow(worker) * (kind is not G))
+            for stage, kind, worker in known
         ]
         self._links: dict[tuple[int, int], Link] | None = None
         if not machines.links_are_plain:
@@ -60,7 +64,7 @@ class PricedSchedule:
         sizes = self.sizes(ends)
 
         def payload(action: Action) -> float:
-            return payload_bytes(action, sizes[action.stage])
+            return payload_bytes(action, sizes[action.stage], self.spec.num_routes)
 
         return price_with_costs(self._relation, listed, links=links, payload=payload)
 

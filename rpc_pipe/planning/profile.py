@@ -24,7 +24,7 @@ TIMED = (F, B, I, W, R, U, G)
 
 @dataclass(frozen=True)
 class LayerCost:
-    """The costs of one block: for one microbatch; U for one step; G for one step and each other replica."""
+    """The costs of one block: for one microbatch; U for one step; G to add the gradients of another replica."""
 
     #: milliseconds by kind
     times: Mapping[Kind, float] = field(metadata=json_field("ms"))

@@ -63,21 +63,21 @@ class Simulation:
         return tuple([
             Span(worker[n], actions[n], start, end)
             for n, start, end in self._ran
-            if end > start or actions[n].kind.resource != "link"
+            if end > start or actions[n].kind.resource != "control"
         ])  # fmt: skip
 
     @cached_property
     def transfers(self) -> tuple[tuple[Action, int, int, float], ...]:
         """(action, source, target, arrival) of every transfer; empty if transfers take no time."""
         if self._transfers is not None:
-            return tuple(transfer for transfer in self._transfers if transfer[0].kind.resource != "link")
+            return tuple(transfer for transfer in self._transfers if transfer[0].kind.resource != "control")
         if not self._comm:
             return ()
         relation, ended = self._relation, sorted(self._ran, key=lambda ran: ran[2])
         return tuple(
             (relation.actions[n], relation.worker[n], target, end + self._comm)
             for n, _, end in ended
-            if relation.actions[n].kind.resource != "link"
+            if relation.actions[n].kind.resource != "control"
             for target, _ in relation.targets(n)
         )
 
@@ -264,7 +264,7 @@ class _LinkQueues:
         link = self._links.get((source, target))
         there = now + self._comm
         if link is not None:
-            size = self._payload(action) if carries and action.kind.resource != "link" else 0
+            size = self._payload(action) if carries and action.kind.resource != "control" else 0
             sent = max(now, self._free.get((source, target), 0)) + size / link.bandwidth
             self._free[source, target] = sent
             there = sent + link.latency

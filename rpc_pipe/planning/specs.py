@@ -99,7 +99,8 @@ def make_spec(
     """Make the spec of a schedule; parameters may be text, as typed after `--set`.
 
     Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`. Every
-    synchronous one takes `replicas`: how many replicas of the pipeline share the workers.
+    synchronous one takes `replicas`: how many replicas of the pipeline share the workers; and with them `zero` and
+    `bucket`, as `Spec` says.
 
     Args:
         slices: into how many slices each sequence is cut, such as `4`, or their sizes in parts, such as `8,6,5,4`.
@@ -122,8 +123,9 @@ def make_spec(
     sizes = read_slices(slices) if slices is not None else (1,)
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
     replicas = 1 if "replicas" in known else _read_replicas(parameters.pop("replicas", 1), num_microbatches, slices)
+    exchange = {} if "replicas" in known else _read_exchange(parameters, replicas)
     num_microbatches *= len(sizes)
-    cls = _transformed(cls, sizes, recomputed, replicas)
+    cls = _transformed(cls, sizes, recomputed, replicas, exchange)
     values = _read_parameters(cls, name, parameters)
     try:
         with schedule_errors():
@@ -148,7 +150,7 @@ def make_spec(
 
 
 def _transformed(
-    cls: type[Spec], sizes: tuple[int, ...], recomputed: frozenset[int] | None, replicas: int
+    cls: type[Spec], sizes: tuple[int, ...], recomputed: frozenset[int] | None, replicas: int, exchange: dict[str, Any]
 ) -> type[Spec]:
     """Return a schedule over slices of sequences, with recomputation, on replicas."""
     if len(sizes) > 1:
@@ -162,7 +164,7 @@ def _transformed(
     if replicas > 1:
         from ..dependency.replicating import replicated
 
-        cls = replicated(cls, replicas)
+        cls = replicated(cls, replicas, **exchange)
     return cls
 
 
@@ -200,9 +202,13 @@ def read_slices(said: str) -> tuple[int, ...]:
     return (1,) * sizes[0] if len(sizes) == 1 else tuple(sizes)
 
 
-def with_replicas(parameters: Mapping[str, Any] | None, replicas: int) -> Mapping[str, Any] | None:
-    """Return a schedule's parameters with `replicas`, unless there is one."""
-    return parameters if replicas == 1 else {**(parameters or {}), "replicas": replicas}
+def with_replicas(
+    parameters: Mapping[str, Any] | None, replicas: int, zero: int = 0, bucket: float = Spec.bucket
+) -> Mapping[str, Any] | None:
+    """Return a schedule's parameters with those of replicas that differ from what is usual."""
+    asked = {"replicas": (replicas, 1), "zero": (zero, 0), "bucket": (bucket, Spec.bucket)}
+    found = {name: value for name, (value, usual) in asked.items() if value != usual}
+    return {**(parameters or {}), **found} if found else parameters
 
 
 def _read_replicas(said: Any, num_microbatches: int, slices: str | None) -> int:
@@ -221,6 +227,26 @@ def _read_replicas(said: Any, num_microbatches: int, slices: str | None) -> int:
             f"{replicas} microbatches, or {num_microbatches} replicas"
         )
     return replicas
+
+
+def _read_exchange(parameters: dict[str, Any], replicas: int) -> dict[str, Any]:
+    """Take out of a schedule's parameters how replicas exchange gradients."""
+    found: dict[str, Any] = {}
+    for name, kind in (("zero", int), ("bucket", float)):
+        if name not in parameters:
+            continue
+        said = parameters.pop(name)
+        try:
+            found[name] = kind(said)
+        except (TypeError, ValueError, OverflowError):
+            found[name] = -1
+        if name == "zero" and (found[name] not in (0, 1) or str(said) not in ("0", "1")):
+            raise ConfigError(f"zero {said}: must be 0, or 1 to divide optimizer states among replicas; take 1")
+        if name == "bucket" and not 0 < found[name] < float("inf"):
+            raise ConfigError(f"bucket {said}: must be a size in MiB above 0; take {Spec.bucket:g}")
+        if replicas == 1 and found[name] != getattr(Spec, name):
+            raise ConfigError(f"{name} {said}: is of replicas, and there is one; take replicas 2, or leave it out")
+    return found
 
 
 def _read_stages(said: Any) -> frozenset[int] | None:

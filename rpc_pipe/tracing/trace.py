@@ -79,7 +79,7 @@ def spans_of(records: Sequence[StepRecord]) -> list[Span]:
         Span(record.worker, action, start_ns / 1e6, end_ns / 1e6)
         for record in records
         for action, start_ns, end_ns in record.actions
-        if action.kind.resource != "link"
+        if action.kind.resource != "control"
     ]
 
 
@@ -99,7 +99,7 @@ def transfers(steps: Iterable[Sequence[StepRecord]]) -> dict[tuple[int, int], li
         for record in records:
             for arrived in record.arrivals:
                 made = ends.get((arrived.peer, arrived.action))
-                if made is not None and arrived.action.kind.resource != "link":
+                if made is not None and arrived.action.kind.resource != "control":
                     ns = arrived.at_ns - max(made, record.start_ns)
                     found[arrived.peer, record.worker].append(Transfer(max(0, ns) / 1e6, arrived.num_bytes))
     return found

@@ -113,11 +113,11 @@ def _whole(made: UserModel, seed: int) -> nn.Module:
 
 
 def _optimizer_state(actor: WorkerActor) -> dict[str, Tensor]:
-    """Return the tensors of optimizers on the first route, by parameter and key."""
+    """Return the tensors of optimizers on the first route, or of owners, by parameter and key."""
     return {
         f"{name} {key}": value
         for (_, route), shard in actor.shards.items()
-        if route == 0 and shard.optimizer is not None
+        if (route == 0 or shard.updating.owned is not None) and shard.optimizer is not None
         for name, parameter in shard.named_parameters()
         for key, value in shard.optimizer.state.get(parameter, {}).items()
         if isinstance(value, Tensor)

@@ -242,7 +242,7 @@ def test_two_routes_over_the_same_workers():
     check_all(spec)
     assert spec.hosted(0) == [(0, 0), (3, 1)]
     actions = [str(e.action) for e in entries(spec, 0)]
-    assert sorted(actions) == sorted("0F0 0F2 0B0 0B2 3F1 3F3 3B1 3B3 0G0 3G1 0U0 3U1 0C0 0D0".split())
+    assert sorted(actions) == sorted("0F0 0F2 0B0 0B2 3F1 3F3 3B1 3B3 0G2 3G1 0S0 3S3 0U0 3U1 0C0 0D0".split())
 
 
 def test_a_v_with_split_backward_hands_over_without_a_message():

@@ -21,6 +21,7 @@ def test_every_synchronous_schedule_passes_the_checker(name, workers, replicas):
     if name == "dualpipe" and workers // replicas % 2:
         pytest.skip("dualpipe needs an even number of stages")
     check_all(make_spec(name, workers, 7, {"replicas": replicas}))
+    simulate(make_spec(name, workers, 7, {"replicas": replicas, "zero": 1}), lambda action: 1, order="fixed", steps=2)
 
 
 def test_the_replicas_of_a_stage_are_neighbours_and_a_pipeline_strides_over_them():
@@ -113,6 +114,22 @@ def test_each_replica_runs_as_the_schedule_does_alone():
 def test_what_cannot_be_is_refused_with_what_can(name, workers, microbatches, replicas, said):
     with pytest.raises(ConfigError) as refused:
         make_spec(name, workers, microbatches, {"replicas": replicas})
+    assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"replicas": 2, "zero": 2}, "zero 2: must be 0, or 1 to divide optimizer states among replicas; take 1"),
+        ({"zero": 1}, "zero 1: is of replicas, and there is one; take replicas 2, or leave it out"),
+        ({"replicas": 2, "bucket": 0}, "bucket 0: must be a size in MiB above 0; take 25"),
+        ({"bucket": "x"}, "bucket x: must be a size in MiB above 0; take 25"),
+        ({"bucket": 5}, "bucket 5: is of replicas, and there is one; take replicas 2, or leave it out"),
+    ],
+)
+def test_an_exchange_that_cannot_be_is_refused(options, said):
+    with pytest.raises(ConfigError) as refused:
+        make_spec("1f1b", 4, 8, options)
     assert said in str(refused.value)
 
 

@@ -67,7 +67,7 @@ def test_messages_are_payloads_between_workers():
     assert num_messages(run("1f1b", P, M)) == 2 * M * (P - 1)
     assert num_messages(run("interleaved", P, M)) == 2 * M * (2 * P - 1)
     assert num_messages(run("zb-v", P, M)) == 2 * M * (2 * P - 2), "at the turn there is none"
-    assert num_messages(run("chimera", P, M)) == 2 * M * (P - 1) + 2 * P, "and the replicas' gradients"
+    assert num_messages(run("chimera", P, M)) == 2 * M * (P - 1) + 4 * P, "and the replicas' gradients and sums"
 
 
 def test_costs_that_are_not_given_follow_from_the_others():

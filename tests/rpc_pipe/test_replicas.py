@@ -1,7 +1,9 @@
 """Training with replicas of the pipeline: the bits of one process, checkpoints for other numbers, and what is typed."""
 
 import json
+from collections import Counter
 from functools import partial
+from threading import Lock
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from processes import rpc_pipe
 from torch import nn
 
 from rpc_pipe.commands.main import main
-from rpc_pipe.dependency import ConfigError
+from rpc_pipe.dependency import ConfigError, G, P, S
 from rpc_pipe.launching import overrides
-from rpc_pipe.pipeline import Pipeline
+from rpc_pipe.pipeline import Pipeline, Training
+from rpc_pipe.workers.hooks import Listener
 
 MODEL = """
 import torch
@@ -37,24 +40,28 @@ def model(tmp_path):
 )
 def test_replicas_train_the_bits_of_one_process(model, schedule, workers, replicas, capsys):
     typed = ["--schedule", schedule, "--workers", workers, "--replicas", replicas, "--microbatches", 7]
-    assert main(["verify", model, *map(str, typed), "--transport", "local", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["identical"]
+    for zero in ([], ["--zero", 1, "--bucket", "0.0002", "--max-grad-norm", 0.1]):
+        assert main(["verify", model, *map(str, typed + zero), "--transport", "local", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["identical"]
 
 
-@pytest.mark.parametrize("transport", ["rpc", "zmq"])
-def test_processes_too(model, transport):
-    typed = "--schedule zb-h1 --workers 4 --replicas 2 --microbatches 7 --json --transport".split()
+@pytest.mark.parametrize(("transport", "zero"), [("rpc", "0"), ("zmq", "0"), ("zmq", "1")])
+def test_processes_too(model, transport, zero):
+    typed = f"--schedule zb-h1 --workers 4 --replicas 2 --zero {zero} --microbatches 7 --json --transport".split()
     ran = rpc_pipe("verify", model, *typed, transport)
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["identical"]
 
 
+def a_batch():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(14, 4, generator=generator), torch.randn(14, 4, generator=generator)
+
+
 def trained(folder, steps, **options):
     """Train, and return the weights, one loss and the clipped norm."""
     options = {"schedule": "1f1b", "num_workers": 4, "num_microbatches": 7, "seed": 3, **options}
-    generator = torch.Generator().manual_seed(0)
-    batch = torch.randn(14, 4, generator=generator), torch.randn(14, 4, generator=generator)
-    adam = partial(torch.optim.AdamW, lr=1e-2)
+    batch, adam = a_batch(), partial(torch.optim.AdamW, lr=1e-2)
     with Pipeline(LAYERS, nn.functional.mse_loss, optimizer=adam, max_grad_norm=0.1, **options) as pipe:
         if folder.exists():
             pipe.checkpoints.load(folder)
@@ -63,20 +70,85 @@ def trained(folder, steps, **options):
         return pipe.weights.state_dict(), loss, pipe.grad_norm
 
 
-def test_a_checkpoint_of_replicas_goes_on_with_the_same_bits(tmp_path):
+@pytest.mark.parametrize(("first", "then"), [(0, 0), (1, 1), (0, 1), (1, 0)])
+def test_a_checkpoint_of_replicas_goes_on_with_the_same_bits(tmp_path, first, then):
     whole, loss, norm = trained(tmp_path / "whole", 4, replicas=2)
-    trained(tmp_path / "parts", 2, replicas=2)
-    again, loss_again, norm_again = trained(tmp_path / "parts", 2, replicas=2)
+    trained(tmp_path / "parts", 2, replicas=2, zero=first)
+    again, loss_again, norm_again = trained(tmp_path / "parts", 2, replicas=2, zero=then)
     assert (loss, norm) == (loss_again, norm_again)
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-@pytest.mark.parametrize("other", [{"num_workers": 2}, {"replicas": 4}, {"num_workers": 2, "replicas": 2}])
-def test_a_checkpoint_of_replicas_goes_on_with_other_stages_and_replicas(tmp_path, other):
-    trained(tmp_path / "first", 2, replicas=2)
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize("other", [{"num_workers": 2}, {"replicas": 4}, {"replicas": 4, "zero": 1}])
+def test_a_checkpoint_of_replicas_goes_on_with_other_stages_and_replicas(tmp_path, other, zero):
+    trained(tmp_path / "first", 2, replicas=2, zero=zero)
     _, loss, _ = trained(tmp_path / "first", 2, **other)
     _, expected, _ = trained(tmp_path / "other", 4, num_workers=1)
     assert loss == pytest.approx(expected, rel=1e-5)
+
+
+# --- what is exchanged
+
+
+class Sent(Listener):
+    """Counts the bytes of gradients and parameters that each worker sends in a step."""
+
+    def __init__(self):
+        self.bytes, self.lock = Counter(), Lock()
+
+    def step_finished(self, record):
+        for arrived in record.arrivals:
+            if arrived.action.kind in (G, S, P):
+                with self.lock:
+                    self.bytes[arrived.peer] += arrived.num_bytes
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+@pytest.mark.parametrize(("workers", "replicas"), [(4, 2), (6, 3), (8, 4)])
+def test_a_worker_sends_no_more_than_in_a_ring(workers, replicas, zero):
+    """And with ZeRO it keeps its share of the optimizer states; parameters are owned whole."""
+    layers = [lambda: nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(12)])] * 2
+    sent, options = Sent(), {"num_workers": workers, "num_microbatches": 7, "replicas": replicas, "zero": zero}
+    with Pipeline(
+        layers, nn.functional.mse_loss, training=Training(torch.optim.Adam), bucket=100 / 2**20, **options
+    ) as pipe:
+        for actor in pipe.actors:
+            actor.listeners.add(sent)
+        pipe.step(a_batch())
+        gradients = 12 * 4 * 4 * 4
+        assert sent.bytes == dict.fromkeys(range(workers), 2 * (replicas - 1) * gradients / replicas)
+        for actor in pipe.actors:
+            ((_, shard),) = actor.shards.items()
+            kept = sum(state["exp_avg"].nbytes for state in shard.optimizer.state.values())
+            assert kept == gradients / (replicas if zero else 1)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"ema_decay": 0.9},
+        {"accumulate": 2, "lr_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=1)},
+        {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=1e38)},  # overflows at first
+        {"optimizer": partial(torch.optim.Adafactor, lr=1e-2), "max_grad_norm": None},
+        {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)},
+    ],
+)
+def test_owners_update_as_everybody_does(more):
+    def ends(zero):
+        found = Training(**{"optimizer": partial(torch.optim.AdamW, lr=1e-2), "max_grad_norm": 0.1, **more})
+        options = {"num_workers": 4, "num_microbatches": 7, "replicas": 2, "zero": zero}
+        with Pipeline(LAYERS, nn.functional.mse_loss, training=found, **options) as pipe:
+            losses = [pipe.step(a_batch()) for _ in range(4)]
+            state = pipe.weights.state_dict()
+            if found.ema_decay:
+                with pipe.weights.averaged():
+                    state |= {f"average of {name}": tensor for name, tensor in pipe.weights.state_dict().items()}
+            return losses, pipe.grad_norm, {name: tensor.clone() for name, tensor in state.items()}
+
+    (losses, norm, state), (of_owners, norm_of_owners, state_of_owners) = ends(0), ends(1)
+    assert (losses, norm) == (of_owners, norm_of_owners)
+    assert all(torch.equal(state[name], state_of_owners[name]) for name in state)
 
 
 def test_what_is_typed_wins_and_replicas_stay_when_the_schedule_is_another():

@@ -29,6 +29,7 @@ from .torch_internals import run_backward
 from .updating import Training, Updating
 
 if TYPE_CHECKING:
+    from .pieces import Pieces
     from .snapshot import BeforeUpdate
     from .split_backward import Saved, WeightBackward
 
@@ -48,6 +49,7 @@ class Shard:
         slice: the modules that it computes with.
         loss_fn: on the last stage: (output, target) -> mean over the microbatch, or (sum, weight).
         training: optimizer, learning-rate schedule, loss scale and moving average of the parameters.
+        pieces: who owns which parameters, if others hold some of them too.
     """
 
     #: whether it keeps several versions of its weights, as schedules that let steps overlap need them
@@ -61,6 +63,7 @@ class Shard:
         *,
         loss_fn: LossFn | None = None,
         training: Training = _UNTRAINED,
+        pieces: Pieces | None = None,
     ) -> None:
         self.stage = stage
         self.slice = slice
@@ -95,7 +98,7 @@ class Shard:
         #: forwards in training so far
         self._num_forwards = 0
         # Names are taken now: a forward may replace modules.
-        self.updating = Updating(slice, stage, training, randomness)
+        self.updating = Updating(slice, stage, training, randomness, pieces)
 
     @property
     def optimizer(self) -> Optimizer | None:

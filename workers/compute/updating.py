@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ...dependency import ConfigError
 from ...dependency.errors import first_sentence
-from ..transport.payload import Payload, pack, unpack
 from . import autocast
 from .foreign import Foreign
 from .loss_scale import LossScale
@@ -24,6 +23,7 @@ from .torch_internals import norms_of
 
 if TYPE_CHECKING:
     from .average import Average
+    from .pieces import Pieces
     from .snapshot import BeforeUpdate
 
 #: (name in the unsplit model, parameter) of a stage -> its optimizer; torch's take such pairs
@@ -70,18 +70,24 @@ class Updating:
     Args:
         slice: whose parameters are updated.
         stage: its position in the model.
+        pieces: who owns which parameters, if others hold some of them too.
     """
 
-    def __init__(self, slice: Slice, stage: int, training: Training, randomness: Randomness) -> None:
+    def __init__(
+        self, slice: Slice, stage: int, training: Training, randomness: Randomness, pieces: Pieces | None = None
+    ) -> None:
         if training.lr_scheduler is not None and training.optimizer is None:
             raise ConfigError("lr_scheduler: there is no optimizer for it; pass optimizer as well")
-        self.training = training
+        self.training, self.pieces = training, pieces
         named = slice.named_parameters()
         self.parameters = dict(named)
         self._randomness, self._first = randomness, slice.first
         self._shared, self._ranks, self._stage = slice.shared, slice.ranks(), stage
         trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self.optimizer = _made("optimizer", training.optimizer, trained) if training.optimizer and trained else None
+        #: names of parameters whose optimizer state is here; None: of all
+        self.owned = pieces.owned if pieces is not None and pieces.zero else None
+        own = [pair for pair in trained if self.owned is None or pair[0] in self.owned]
+        self.optimizer = _made("optimizer", training.optimizer, own) if training.optimizer and own else None
         if self.optimizer is not None and _needs_closure(self.optimizer):
             raise ConfigError(
                 f"optimizer {type(self.optimizer).__name__}: its step runs the model again, by a closure, which a "
@@ -111,8 +117,7 @@ class Updating:
         #: of steps since then: gradients by parameter, as they were after the last of them, and the loss's weight
         self.held: dict[str, Tensor] = {}
         self.weight = 0.0
-        #: parameters whose gradients are told by other holders, who have them first
-        self._told: list[nn.Parameter] = []
+        self._finite = True
         #: functions of the user, called with whole gradients before they are clipped and applied
         self.on_gradients: list[Callable[[Mapping[str, nn.Parameter]], object]] = []
         self._foreign = Foreign()
@@ -130,14 +135,6 @@ class Updating:
         grads = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
         return self.scale.unscale(grads, self._randomness.device)
 
-    def gradients(self, *, shared: bool = False) -> Payload:
-        """Return the accumulated gradients by parameter name (None: no gradient), for those who hold them too.
-
-        Args:
-            shared: only of parameters that other stages hold too.
-        """
-        return pack({n: p.grad for n, p in self.parameters.items() if not shared or n in self._shared})
-
     def gradient_norms(self) -> Mapping[int, Tensor]:
         """Return the norm of each gradient by the parameter's rank, as tensors on the device.
 
@@ -153,23 +150,6 @@ class Updating:
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Clip the gradients as `clip_grad_norm_` does; `norm`: of the gradients of the whole model."""
         torch.nn.utils.clip_grads_with_norm_(self.parameters.values(), max_norm, norm)
-
-    def sum_gradients(self, parts: Sequence[Payload], own: int) -> None:
-        """Replace gradients by the sums of all that the parts have for them, in the order given; `own`: which is this
-        shard's."""
-        found: dict[str, list[Tensor]] = {}
-        first: dict[str, int] = {}
-        for number, part in enumerate(parts):
-            for name, grad in unpack(part).items():
-                found.setdefault(name, []).extend([] if grad is None else [grad])
-                first.setdefault(name, number)
-        self._told = [parameter for name, parameter in self.parameters.items() if first.get(name, own) != own]
-        for name, parameter in self.parameters.items():
-            if name in found:
-                total: Tensor | None = None
-                for grad in found[name]:
-                    total = grad.clone() if total is None else _added(total, grad)  # others read the parts
-                parameter.grad = total
 
     def divide(self, divisor: float) -> None:
         """Divide the summed gradients by the step's weight."""
@@ -222,6 +202,7 @@ class Updating:
         """
         self._foreign.check()
         self.held, self.weight = {}, 0.0
+        self._finite = finite
         if self.scale.enabled:  # also where nothing is trained: there the loss may be computed
             self.scale.update(finite)
         if self.optimizer is None:
@@ -232,15 +213,20 @@ class Updating:
                 self.optimizer.step()
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step()
-            if self.average is not None:
+            if self.average is not None and self.owned is None:
                 self.average.update()
         self.count += 1
         self.optimizer.zero_grad(set_to_none=True)
-        for (
-            parameter
-        ) in self._told:  # of those that the optimizer has not, too: the sum would be added to the next ones
-            parameter.grad = None
+        # Of those that the optimizer has not, too: the sum would be added to the next ones.
+        for name in () if self.pieces is None else self.pieces.told:
+            self.parameters[name].grad = None
         autocast.forget_casts()  # of weights as they were, kept until the caller leaves `autocast`
+
+    def adopted(self) -> None:
+        """Average the weights, of which others have updated some."""
+        if self.average is not None and self._finite:
+            self.average.update()
+        autocast.forget_casts()  # of weights as they were
 
     def trained(self) -> list[bool]:
         """Return which parameters require a gradient now."""
@@ -267,20 +253,14 @@ class Updating:
         """
         for name, parameter in [pair for pair in self._frozen if pair[1].requires_grad]:
             groups = () if self.optimizer is None else self.optimizer.param_groups
-            if all(parameter is not held for group in groups for held in group["params"]):
+            own = self.owned is None or name in self.owned
+            if own and all(parameter is not held for group in groups for held in group["params"]):
                 raise ConfigError(
                     f"parameter {name} requires a gradient, but was frozen when the pipeline was made, so that no "
                     "optimizer has it: make the pipeline while it requires one, and freeze it by requires_grad_ then"
                 )
             if self.average is not None:
                 self.average.add(name, parameter)
-
-
-def _added(total: Tensor, grad: Tensor) -> Tensor:
-    """Return a sum, in the memory of `total` where that can be; of sparse and dense it is dense, as by autograd."""
-    if total.layout is not torch.strided and grad.layout is torch.strided:
-        return grad + total
-    return total.add_(grad)
 
 
 def _made(name: str, factory: Callable[[Any], Any], given: object) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...dependency import BatchError, Reductions, Spec, known_reductions
+from ...dependency import NO_REDUCTIONS, BatchError, Reductions, Spec, known_reductions
 from ...workers.compute.result import Result, clips
 from ...workers.compute.updating import Training
 
@@ -22,15 +22,15 @@ class StepEnd:
         max_grad_norm, post_validation = training.max_grad_norm, training.post_validation
         scaled = training.grad_scaler is not None and training.grad_scaler.is_enabled()
         self._spec, self._max_norm, self._accumulate = spec, max_grad_norm, training.accumulate
-        possible = spec.synchronous and max_grad_norm is not None and not scaled
+        possible = spec.synchronous and max_grad_norm is not None and not scaled and not spec.zero
         if post_validation and not possible:
             raise BatchError(
-                "post_validation: needs max_grad_norm, a synchronous schedule, and no grad_scaler: else updates wait "
-                "for no norm, or must not overflow; leave it out"
+                "post_validation: needs max_grad_norm, a synchronous schedule, and neither grad_scaler nor zero: else "
+                "updates wait for no norm, must not overflow, or are given to others at once; leave it out"
             )
         self._validates = possible and (spec.post_validation if post_validation is None else post_validation)
-        #: by stage, the stages that share parameters with it; known when the model has been cut
-        self.sharing: tuple[tuple[int, ...], ...] = ()
+        #: how parameters that several hold are divided into pieces; known when the model has been cut
+        self.divided = NO_REDUCTIONS
         # Only the first step shows whether the loss is a sum with a weight, for which updates wait; and clipping is
         # frequent at first.
         self._reductions = Reductions(weight=True, norms=max_grad_norm is not None or scaled)
@@ -46,10 +46,11 @@ class StepEnd:
             streamed: whether the next step may begin before this one has ended; if not, an early update saves nothing.
         """
         if not self.updates(step):
-            reductions = self._reductions._replace(norms=False, validated=False)
+            reductions = self._reductions._replace(norms=False, validated=False, updates=False)
         else:
             reductions = self._reductions._replace(validated=self._reductions.validated and streamed)
-        return known_reductions(self._spec, reductions._replace(sharing=self.sharing))
+        tied, buckets = self.divided.tied, self.divided.buckets
+        return known_reductions(self._spec, reductions._replace(tied=tied, buckets=buckets))
 
     def observe_result(self, result: Result) -> None:
         """Record the result of a step: after a clipped step the next is likely to be clipped too."""

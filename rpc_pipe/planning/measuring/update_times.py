@@ -89,7 +89,7 @@ class _TimedUpdate:
             self._times.append(milliseconds(self._optimizer.step, self._block.synchronize))
 
     def sum_replica(self) -> None:
-        """Sum gradients with those of another replica, as `Updating.sum_gradients` does."""
+        """Sum gradients with those of another replica, as `Pieces.sum` does."""
         pairs = [(copy.detach(), copy.grad) for _, copy in self._copies if copy.grad is not None]
         self._sum_times.append(
             milliseconds(lambda: [own.clone().add_(other) for own, other in pairs], self._block.synchronize)

@@ -1,0 +1,152 @@
+"""Who owns which parameters of a stage, whose gradients several hold: replicas of the stage, or stages that are tied.
+
+Whole parameters are owned, so that any optimizer can update a part of a stage alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ...dependency import NO_REDUCTIONS, Reductions, Spec
+from ..transport.payload import Payload, pack, unpack
+
+
+def tied_parts(shared: Mapping[str, Sequence[int]], num_routes: int) -> dict[tuple[tuple[int, ...], int], list[str]]:
+    """Return the names of parameters that several stages hold, by (these stages, route whose part they are).
+
+    The first of the stages owns them, which has its gradients last: so the others wait for them no longer than it does.
+    """
+    found: dict[tuple[tuple[int, ...], int], list[str]] = {}
+    counts: dict[tuple[int, ...], int] = {}
+    for name in sorted(shared):
+        stages = tuple(sorted(shared[name]))
+        number = counts[stages] = counts.get(stages, -1) + 1
+        found.setdefault((stages, number % num_routes), []).append(name)
+    return found
+
+
+class Pieces:
+    """The parameters of one replica of a stage in pieces, each of which has an owner; all holders divide alike.
+
+    Args:
+        named: the stage's parameters.
+        shared: of the whole model, parameter that several stages hold -> these stages.
+
+    Attributes:
+        owned: names of the parameters of which this replica is the owner.
+        told: names of those whose gradients the optimizer of another holder keeps.
+        num_buckets: into how many the part of each replica is divided.
+    """
+
+    def __init__(
+        self,
+        spec: Spec,
+        stage: int,
+        route: int,
+        named: Sequence[tuple[str, nn.Parameter]],
+        shared: Mapping[str, Sequence[int]],
+    ) -> None:
+        routes = spec.num_routes
+        parameters, tied = dict(named), tied_parts(shared, routes)
+        self.zero = bool(spec.zero)
+        self._parameters = parameters
+        owners: dict[str, tuple[int, int]] = {}
+        parts: list[list[str]] = [[] for _ in range(routes)]
+        sizes = [0] * routes
+        #: number of a piece -> names of its parameters
+        self._names: dict[int, list[str]] = {}
+        for number, ((stages, owner), names) in enumerate(tied.items()):
+            if stage in stages:
+                self._names[number] = names
+                owners |= dict.fromkeys(names, (stages[0], owner))
+                sizes[owner] += sum(map(self._size, names)) * (stage == stages[0])
+        own = [name for name in parameters if name not in owners] if routes > 1 else []
+        for name in sorted(own, key=self._size, reverse=True):
+            smallest = sizes.index(min(sizes))
+            sizes[smallest] += self._size(name)
+            parts[smallest].append(name)
+            owners[name] = stage, smallest
+        # Backward has the gradients of the last layers first.
+        split = [_buckets([n for n in reversed(own) if n in set(part)], self._size, spec.bucket) for part in parts]
+        self.num_buckets = max(1, *map(len, split))
+        for owner, buckets in enumerate(split) if routes > 1 else ():
+            for number in range(self.num_buckets):
+                names = buckets[number] if number < len(buckets) else []
+                self._names[len(tied) + number * routes + owner] = names
+        self.owned = {name for name in parameters if owners.get(name, (stage, route)) == (stage, route)}
+        first = {name: (min(shared.get(name, (stage,))), 0) for name in owners}
+        told = {name for name, holder in first.items() if holder != (stage, route)}
+        self.told = parameters.keys() - self.owned if self.zero else told
+
+    def _size(self, name: str) -> int:
+        parameter = self._parameters[name]
+        return parameter.nbytes * parameter.requires_grad
+
+    def give(self, number: int) -> Payload:
+        """Return this replica's gradients of a piece by name (None: no gradient); with ZeRO it has them no more."""
+        payload = pack({name: self._parameters[name].grad for name in self._names[number]})
+        for name in self._names[number] if self.zero else ():
+            self._parameters[name].grad = None
+        return payload
+
+    def sum(self, number: int, parts: Sequence[Payload], own: int) -> Payload | None:
+        """Add up the gradients of a piece: those of `parts`, with one's own at place `own`.
+
+        With ZeRO they are set; else returned, for all holders to `take`.
+        """
+        given = [unpack(part) for part in parts]
+        given.insert(own, {name: self._parameters[name].grad for name in self._names[number]})
+        sums: dict[str, Tensor | None] = dict.fromkeys(self._names[number])
+        for name in sums:
+            for grad in (each[name] for each in given if each[name] is not None):
+                total = sums[name]
+                sums[name] = grad.clone() if total is None else _added(total, grad)  # others read the parts
+        if not self.zero:
+            return pack(sums)
+        for name, total in sums.items():
+            self._parameters[name].grad = total
+        return None
+
+    def take(self, sums: Payload) -> None:
+        """Replace gradients by sums, which others read too."""
+        for name, total in unpack(sums).items():
+            self._parameters[name].grad = None if total is None else total.clone()
+
+    def updated(self, number: int) -> Payload:
+        """Return a copy of the parameters of a piece: they may be written when the step is over."""
+        return pack({name: self._parameters[name].detach().clone() for name in self._names[number]})
+
+    @torch.no_grad()
+    def adopt(self, updated: Payload) -> None:
+        """Set parameters to those that their owner has updated."""
+        for name, value in unpack(updated).items():
+            self._parameters[name].copy_(value)
+
+
+def divided(spec: Spec, shared: Mapping[str, Sequence[int]], buckets: Mapping[int, int]) -> Reductions:
+    """Return how parameters are divided, for the relation; `buckets`: of the stages that this process knows."""
+    counts = tuple(buckets.get(stage, 1) for stage in range(spec.num_stages))
+    return NO_REDUCTIONS._replace(tied=tuple(tied_parts(shared, spec.num_routes)), buckets=counts)
+
+
+def _buckets(names: Sequence[str], size: Callable[[str], int], mebibytes: float) -> list[list[str]]:
+    """Cut into buckets, in order; a parameter that is larger than a bucket is one of its own."""
+    found: list[list[str]] = []
+    filled = 0.0
+    for name in names:
+        if not found or filled + size(name) > mebibytes * 2**20:
+            found.append([])
+            filled = 0
+        found[-1].append(name)
+        filled += size(name)
+    return found
+
+
+def _added(total: Tensor, grad: Tensor) -> Tensor:
+    """Return a sum, in the memory of `total` where that can be; of sparse and dense it is dense, as by autograd."""
+    if total.layout is not torch.strided and grad.layout is torch.strided:
+        return grad + total
+    return total.add_(grad)
