@@ -53,6 +53,7 @@ def add(commands: Any) -> None:
         type=_counts,
         help="numbers of replicas of the pipeline to try, such as 1,2; they share workers (1)",
     )
+    parser.add_argument("--zero", type=whole(0, 1), help="1: divide optimizer states among the replicas (0)")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
     parser.add_argument(
         "--link", metavar="MS[/BANDWIDTH]", help="link between any two workers, in ms and bytes a second (measured)"
@@ -192,6 +193,8 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         if workers % number:
             nearest = max(n for n in range(1, number) if workers % n == 0)
             raise ConfigError(f"--replicas {number}: must divide the {workers} workers; take {nearest}")
+    if typed.get("zero") and max(replicas) == 1:
+        raise ConfigError("--zero 1: is of replicas, and there is one; add --replicas 1,2")
     least = workers // max(replicas)
     profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
     refuse_too_few(profile, least)
@@ -205,6 +208,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         recompute="no_recompute" not in typed,
         schedules=tuple(typed["schedule"]) if "schedule" in typed else None,
         replicas=tuple(replicas),
+        zero=typed.get("zero", 0),
         seconds=seconds,
     )
     return request, path

@@ -35,7 +35,7 @@ class Loader:
 
     Args:
         source: what is read, such as `tokens(...)`.
-        rows: rows of a batch, of all replicas together.
+        rows: rows of a batch, of all pipelines together.
         seed: seed of the order; every epoch has an order of its own.
         window: how many chunks are in memory at a time, from which samples are mixed; by default as many as fit. Of
             chunks that release used samples, nearly twice as many are mixed in the same memory.
@@ -44,8 +44,8 @@ class Loader:
         shuffle: if False, samples come in the order in which they are stored.
         readers: `users`: every worker reads what it uses. `first`: only the worker of the first stage reads, and others
             pull from it; then the source may be a function that makes it, which only that worker calls.
-        replica, replicas: if several pipelines train on the same data, the number of this one, and how many there are:
-            each gets its share of every batch.
+        pipeline, pipelines: if several train on the same data, the number of this one, and how many there are: each
+            gets its share of every batch.
         timeout_s: how many seconds a batch may take.
 
     Raises:
@@ -62,15 +62,15 @@ class Loader:
         memory: int | str = "1GB",
         epochs: int | None = None,
         shuffle: bool = True,
-        replica: int = 0,
-        replicas: int = 1,
+        pipeline: int = 0,
+        pipelines: int = 1,
         readers: Literal["users", "first"] = "users",
         timeout_s: float = 300.0,
     ) -> None:
-        refuse_below(1, rows=rows, replicas=replicas, epochs=1 if epochs is None else epochs)
-        if not 0 <= replica < replicas or rows < replicas:
+        refuse_below(1, rows=rows, pipelines=pipelines, epochs=1 if epochs is None else epochs)
+        if not 0 <= pipeline < pipelines or rows < pipelines:
             raise ConfigError(
-                f"replica {replica} of {replicas}: must be 0 to {replicas - 1}, each with a row of {rows}"
+                f"pipeline {pipeline} of {pipelines}: must be 0 to {pipelines - 1}, each with a row of {rows}"
             )
         if readers not in ("users", "first"):
             raise ConfigError(f"readers {readers!r}: must be users or first")
@@ -80,7 +80,7 @@ class Loader:
                 "after so many steps"
             )
         self.rows, self.seed, self.readers = rows, seed, readers
-        self._given, self._replica, self._replicas, self._epochs = source, replica, replicas, epochs
+        self._given, self._pipeline, self._pipelines, self._epochs = source, pipeline, pipelines, epochs
         self._memory, self._asked, self._shuffle, self.timeout_s = num_bytes(memory), window, shuffle, timeout_s
         self._position = 0
         #: whether a pipeline says which batches are done
@@ -106,7 +106,7 @@ class Loader:
                     f"source {self._given!r}: must be one of rpc_pipe.data's, such as tokens(folder, context=1024), or "
                     "dataset(...) around a map-style dataset; with readers='first', or what makes one"
                 )
-            ahead = max(2 * source.sample_bytes * self.rows // self._replicas, self._memory // _AHEAD)
+            ahead = max(2 * source.sample_bytes * self.rows // self._pipelines, self._memory // _AHEAD)
             room = chunk_memory(self._memory, ahead)
             order = self._ordered(source, room, self._asked, source.lets_go)
             self._opened = _Opened(source, order, ahead, room)
@@ -146,7 +146,7 @@ class Loader:
     @property
     def _shares(self) -> Shares:
         total = None if self._epochs is None else self._epochs * self.order.num_samples
-        return Shares(self.rows, self._replica, self._replicas, total)
+        return Shares(self.rows, self._pipeline, self._pipelines, total)
 
     # --- where it is
 
@@ -171,7 +171,7 @@ class Loader:
         return {"position": self._position, "identity": (self._told or "") if self._opened is None else self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another loader was. Rows, replicas and workers may differ.
+        """Go to where another loader was. Rows, pipelines and workers may differ.
 
         Raises:
             ConfigError: it had other data, or another order.

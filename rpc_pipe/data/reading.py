@@ -29,31 +29,31 @@ _NOTHING: Cause = "decode"
 
 
 class Share(NamedTuple):
-    """A batch of one replica."""
+    """A batch of one pipeline."""
 
     #: positions of its samples
     begin: int
     end: int
-    #: positions at which the batch of all replicas begins and ends
+    #: positions at which the batch of all pipelines begins and ends
     start: int
     after: int
 
 
 class Shares(NamedTuple):
-    """How positions are dealt to batches and replicas."""
+    """How positions are dealt to batches and pipelines."""
 
     rows: int
-    replica: int
-    replicas: int
+    pipeline: int
+    pipelines: int
     #: positions in all; None: without end
     total: int | None
 
     def at(self, start: int) -> Share | None:
         """Return the batch that begins at `start`, None behind the last."""
         rows = self.rows if self.total is None else min(self.rows, self.total - start)
-        if rows < self.replicas:  # none of the replicas may be without rows while others have some
+        if rows < self.pipelines:  # none of the pipelines may be without rows while others have some
             return None
-        begin, end = (start + rows * number // self.replicas for number in (self.replica, self.replica + 1))
+        begin, end = (start + rows * number // self.pipelines for number in (self.pipeline, self.pipeline + 1))
         return Share(begin, end, start, start + rows)
 
 

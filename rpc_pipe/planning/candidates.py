@@ -70,6 +70,7 @@ def candidates(
     most_stages: int,
     schedules: Sequence[str] | None = None,
     replicas: Sequence[int] = (1,),
+    zero: int = 0,
 ) -> Iterator[Candidate]:
     """Yield the candidates for this number of workers: without recomputation, with it on the first stages, and on all.
 
@@ -79,12 +80,13 @@ def candidates(
         most_stages: the most stages that the model can be cut into.
         schedules: names; None: all synchronous ones, as asynchronous ones train other parameters.
         replicas: how many replicas of the pipeline may share the workers.
+        zero: 1: where there are several, they divide optimizer states.
     """
     seen = set()
     for (name, own), number in product(VARIANTS, replicas):
         if schedules is not None and name not in schedules:
             continue
-        parameters = with_replicas(own, number) or {}
+        parameters = with_replicas(own, number, zero if number > 1 else 0) or {}
         for count in microbatches:
             plain = Candidate(name, parameters, count)
             try:

@@ -36,6 +36,8 @@ class PlanRequest:
     schedules: tuple[str, ...] | None = None
     #: into how many replicas of the pipeline the workers may be divided
     replicas: tuple[int, ...] = (1,)
+    #: 1: replicas divide optimizer states among them
+    zero: int = 0
     #: how long to search; then the plan is returned with the gap that is left
     seconds: float = float("inf")
 
@@ -105,6 +107,7 @@ class _Search:
             most_stages=most_stages,
             schedules=q.schedules,
             replicas=q.replicas,
+            zero=q.zero,
         )
         searches = []
         for candidate in listed:

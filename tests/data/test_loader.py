@@ -103,9 +103,9 @@ def test_a_sample_draws_the_same_for_everybody_who_reads_it():
     assert torch.equal(first.look()[1], masks[:4])
 
 
-def test_replicas_share_a_batch(shards):
+def test_pipelines_share_a_batch(shards):
     whole = read(loader(shards, epochs=1))
-    parts = [list(loader(shards, epochs=1, replica=r, replicas=2)) for r in range(2)]
+    parts = [list(loader(shards, epochs=1, pipeline=r, pipelines=2)) for r in range(2)]
     joined = [n for pair in zip(*parts, strict=True) for n in read(pair)]
     assert joined == whole[: len(joined)] and len(joined) == 80
 
@@ -147,7 +147,7 @@ def test_what_is_made_late_is_not_taken_for_another_batch(shards, monkeypatch):
     "options, message",
     [
         ({"rows": 0}, "rows 0: must be a whole number, at least 1"),
-        ({"replica": 2, "replicas": 2}, "replica 2 of 2"),
+        ({"pipeline": 2, "pipelines": 2}, "pipeline 2 of 2"),
         ({"memory": "2 XB"}, "memory '2 XB': must be"),
         (
             {"memory": 300},
