@@ -60,12 +60,18 @@ def _make(base: type[Spec], sizes: tuple[int, ...]) -> type[Spec]:
                 "one can be sliced, such as 1f1b"
             )
 
+    def unsliced(self: Spec) -> Spec:
+        return base(
+            num_workers=self.num_workers, num_microbatches=max(1, self.num_microbatches // k), **self.parameters()
+        )
+
     own: dict[str, Any] = {
         "__module__": base.__module__,
         "__doc__": base.__doc__,
         "__qualname__": f"{base.__qualname__}[slices {'+'.join(map(str, sizes))}]",
         "__post_init__": check_number,
         "slice_sizes": sizes,
+        "unsliced": unsliced,
         **_methods(base, k),
     }
     return type(base.__name__, (base,), own)

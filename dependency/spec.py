@@ -274,6 +274,10 @@ class Spec(_Frozen):
         """Tell whether `after` and `slot` are called for `action`; they are not for the end of a synchronous step."""
         return action.kind.per_microbatch or (action.kind is U and not self.synchronous)
 
+    def unsliced(self) -> Spec:
+        """Return the schedule over whole sequences, by which those that `slicing.sliced` makes evaluate."""
+        return self
+
     def parameters(self) -> dict[str, Any]:
         """Return the schedule's own parameters and their values."""
         own = (field.name for field in fields(self))

@@ -71,6 +71,7 @@ class Pipeline(Inspected):
         num_workers: 1 by default; in a job the number of its processes. Without a job more are threads that take turns,
             for looking and debugging: a step takes the sum of all work. `rpc-pipe run` gives each a process.
         replicas: how many replicas of the pipeline share the workers and each batch; see docs/replicas.md.
+        slices: into how many each sequence is cut, or their sizes, such as "8,6,5,4"; see docs/schedules.md.
         zero: 1: each replica keeps the optimizer states of its part of the parameters alone (ZeRO stage 1).
         bucket: the most gradients, in MiB, that replicas exchange at once.
         split: number of layers, or of calls of blocks, for each stage; even by default.
@@ -108,6 +109,7 @@ class Pipeline(Inspected):
         schedule_options: Mapping[str, Any] | None = None,
         num_workers: int | None = None,
         replicas: int = 1,
+        slices: int | str | None = None,
         zero: int = 0,
         bucket: float = 25.0,
         split: Sequence[int] | None = None,
@@ -121,7 +123,7 @@ class Pipeline(Inspected):
         **old: Any,
     ) -> None:
         self._forgot_optimizer = training is None and "optimizer" not in old
-        schedule_options = with_replicas(schedule_options, replicas, zero, bucket)
+        schedule_options = with_replicas(schedule_options, replicas, zero, bucket, slices)
         said = schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, plan
         schedule, schedule_options, num_microbatches, num_workers, split, order, device, seed, transport, self._plan = (
             overrides.settle(apply_plan(plan, overrides.Settings(*said)))
@@ -139,10 +141,10 @@ class Pipeline(Inspected):
         self.order: Order = order or self.spec.order
         self._step_end = StepEnd(self.spec, training)
         self._actors = make_actors(job, workers, device, training.max_grad_norm, stall_s)
-        self._batch_reader = BatchReader(self.spec, self._actors, whole=self.partition.pair is not None)
+        self._batch_reader = BatchReader(self.spec, self._actors, self.partition)
         self._threads = None if job else WorkerThreads(self._actors)
         self.worker, self._reports = workers[0], StepReports(self)
-        self._stopped, self._closed, self._num_cut = False, False, 0
+        self._stopped = self._closed = False
         elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
         self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
         self.checkpoints = Checkpoints(self._keeper)
@@ -248,7 +250,7 @@ class Pipeline(Inspected):
         Args:
             metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
         """
-        cut = self._cut(batch, microbatches, None if metric is None else self.partition.pair_for_metric)
+        cut = self._cut(batch, microbatches, None if metric is None else self.partition.pair_for_metric, whole=True)
         results, name = self._keeper.results, name_of(metric)
         if results.behind and name in results.metrics:
             return results.metrics[name]
@@ -267,7 +269,7 @@ class Pipeline(Inspected):
             to: the worker or workers that get the output; others get None. None: all workers.
         """
         self._keeper.results.warn_of_weights("predict", self.worker)
-        outputs, cut = Outputs(self.spec, to), self._cut(inputs, pair=self.partition.only_inputs)
+        outputs, cut = Outputs(self.spec, to), self._cut(inputs, pair=self.partition.only_inputs, whole=True)
 
         def predicted(actor: WorkerActor) -> list[Tree] | None:
             own = actor.run(self._inputs.make(actor, cut, train=False, what="predict")).outputs
@@ -358,13 +360,13 @@ class Pipeline(Inspected):
     # --- inside
 
     def _cut(
-        self, batch: Tree | None, microbatches: Sequence[Tree] | None = None, pair: Pair | None = None
+        self,
+        batch: Tree | None,
+        microbatches: Sequence[Tree] | None = None,
+        pair: Pair | None = None,
+        whole: bool = False,
     ) -> Microbatches:
-        self._num_cut += 1
-        how = self.spec.num_microbatches, self._num_cut, pair or self.partition.pair
-        found = self._batch_reader.cut(batch, microbatches, *how)
-        if microbatches is None:
-            self._batch_reader.say_if_fewer(found)
+        found = self._batch_reader.cut(batch, microbatches, pair or self.partition.pair, whole=whole)
         if self._maker is not None:
             with torch.inference_mode(False):  # what is made now is trained later
                 self.partition.observe(found.inputs[0], trained=pair is None)

@@ -15,6 +15,7 @@ from ..planning.footprint import Size
 from ..planning.specs import PipeOptions, make_spec, with_replicas
 from .options import (
     Parser,
+    add_attention,
     add_costs,
     add_json,
     add_order,
@@ -43,6 +44,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--microbatches", type=whole(1), help="microbatches of a step (8)")
     parser.add_argument("--replicas", type=whole(1), help="replicas of the pipeline, which share the workers (1)")
     add_slices(parser)
+    add_attention(parser)
     add_order(parser)
     add_json(parser)
     add_costs(parser, "of a worker's share of the model: stages of 1/v share cost 1/v")
@@ -116,7 +118,7 @@ def _also(typed: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
     spec = typed_spec(typed)
     check_all(spec)
     values = spec.parameters()
-    said = {key: text for key, text in schedule_options(typed).items() if key != "replicas"}
+    said = {key: text for key, text in schedule_options(typed).items() if key not in ("replicas", "slices")}
     return typed["schedule"], {key: values.get(key, text) for key, text in said.items()}
 
 

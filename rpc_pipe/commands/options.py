@@ -89,6 +89,10 @@ def add_slices(parser: Parser) -> None:
     parser.add_argument(
         "--slices", metavar="K", help="cut each sequence into K slices, or into sizes in parts, such as 8,6,5,4 (1)"
     )
+
+
+def add_attention(parser: Parser) -> None:
+    """Add how much dearer later slices are."""
     parser.add_argument(
         "--attention", type=fraction, metavar="SHARE",
         help="share of a whole sequence's time that is causal attention, dearer for later slices (0)",
@@ -110,6 +114,7 @@ def add_json(parser: Parser) -> None:
 def add_pipeline(parser: Parser) -> None:
     """Add the options that make a pipeline."""
     add_schedule(parser)
+    add_slices(parser)
     add_order(parser)
     add_json(parser)
     parser.add_argument("--split", type=_layers, help="layers of each stage, such as 3,2,2,3 (even)")
@@ -164,15 +169,13 @@ def typed_checkpoints(typed: Mapping[str, Any]) -> tuple[int | None, str, int | 
 def typed_spec(typed: Mapping[str, Any]) -> Spec:
     """Return the spec of the typed options."""
     settings = filled(PipeOptions, typed)
-    return make_spec(
-        settings.schedule, settings.workers, settings.microbatches, settings.schedule_options, typed.get("slices")
-    )
+    return make_spec(settings.schedule, settings.workers, settings.microbatches, settings.schedule_options)
 
 
 def schedule_options(typed: Mapping[str, Any]) -> dict[str, str]:
-    """Read a schedule's parameters from `--set`, `--window`, `--replicas`, `--zero` and `--bucket`."""
+    """Read a schedule's parameters from `--set`, `--window`, `--replicas`, `--slices`, `--zero` and `--bucket`."""
     options = parse_assignments("--set", typed.get("set", []))
-    for name in ("window", "replicas", "zero", "bucket"):
+    for name in ("window", "replicas", "slices", "zero", "bucket"):
         if name in typed:
             if name in options:
                 raise ConfigError(f"--{name} {typed[name]}: --set {name}={options[name]} says it too")

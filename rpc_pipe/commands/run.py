@@ -51,7 +51,7 @@ _GPT: dict[str, tuple[Callable[[str], Any], str]] = {
 }
 
 #: options whose default a script overrides
-_OF_SCRIPT = ("schedule", "replicas", "microbatches", "order", "split", "device", "seed", "threads", "nan")
+_OF_SCRIPT = ("schedule", "replicas", "slices", "microbatches", "order", "split", "device", "seed", "threads", "nan")
 
 
 def add(commands: Any) -> None:
@@ -313,7 +313,8 @@ def _run_script(typed: dict[str, Any], argv: list[str], job: Job | None) -> int:
     if job is None:
         _refuse_device(typed.get("device", "cpu"))
         workers = typed.get("workers", PipeOptions.workers)
-        known = options if "schedule" in typed else {"replicas": typed.get("replicas", 1)}  # others are the script's
+        of_most = {name: typed[name] for name in ("replicas", "slices") if name in typed}
+        known: Any = options if "schedule" in typed else of_most  # others are the script's
         microbatches = typed.get("microbatches", typed.get("replicas", 1))
         make_spec(typed.get("schedule", "1f1b"), workers, microbatches, known)
         return _start(argv, workers, reporter, typed)

@@ -31,6 +31,7 @@ from ..planning.waits import waits
 from .files import try_files, write
 from .options import (
     Parser,
+    add_attention,
     add_costs,
     add_json,
     add_order,
@@ -61,6 +62,7 @@ def add(commands: Any) -> None:
     parser: Parser = commands.add_parser("simulate", help="check, price and draw a schedule")
     add_schedule(parser)
     add_slices(parser)
+    add_attention(parser)
     add_order(parser)
     add_json(parser)
     add_costs(parser)

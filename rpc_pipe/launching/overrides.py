@@ -32,7 +32,7 @@ class Overrides:
     """The options typed, by name, for every pipeline that is made from now on.
 
     Args:
-        schedule_options: from `--set`, `--window` and `--replicas`.
+        schedule_options: from `--set`, `--window`, `--replicas` and `--slices`.
         tell: shows a line to the user; called once for each difference.
         made: is handed every pipeline.
     """
@@ -57,8 +57,8 @@ class Overrides:
             self._replaced(_option(name), _shown(value), name, getattr(said, name), value)
         if self._typed.get("schedule", said.schedule) != said.schedule:
             kept = {
-                name: value for name, value in options.items() if name in ("replicas", "zero", "bucket")
-            }  # of any schedule
+                name: value for name, value in options.items() if name in ("replicas", "slices", "zero", "bucket")
+            }  # of most schedules
             if options != kept:
                 gone = {name: value for name, value in options.items() if name not in kept}
                 self._say(f"--schedule {self._typed['schedule']} leaves out the script's {_pairs(gone)}")

@@ -59,7 +59,7 @@ class ObservedPartition:
         self._split = split
         self._blocks = blocks
         self._observed: ObservedModel | None = None
-        whole = self._whole()
+        whole = self.whole
         refuse_lazy(whole, "the model")
         self._call = CallForm(whole, loss_fn)
         self.pair, self.pair_for_metric = self._call.pair, self._call.pair_for_metric
@@ -134,9 +134,11 @@ class ObservedPartition:
 
     def modules(self) -> list[nn.Module]:
         """Return all modules of the model, until it is released."""
-        return list(self._whole().modules())
+        return list(self.whole.modules())
 
-    def _whole(self) -> nn.Module:
+    @property
+    def whole(self) -> nn.Module:
+        """The model, until it is released."""
         assert self._source is not None, "released"
         return self._source if isinstance(self._source, nn.Module) else self._source.model
 
@@ -156,6 +158,11 @@ class ObservedPartition:
         shared = {name: stages for name, stages in self.shared.items() if stage in stages}
         return ObservedSlice(made, self.ranges, shared, buffers)
 
+    @property
+    def loss_is_inside(self) -> bool:
+        """Whether the model computes its loss itself."""
+        return self._call.loss_is_inside
+
     def only_inputs(self, inputs: Tree) -> tuple[Tree, Tree]:
         """Return a batch without targets."""
         return self._call.inputs(inputs), None
@@ -168,7 +175,7 @@ class ObservedPartition:
     @property
     def name(self) -> str:
         """The name of the model, until it is released."""
-        return type(self._whole()).__name__
+        return type(self.whole).__name__
 
     def release(self) -> None:
         """Drop the reference to the model, so that parameters of other processes can be freed."""

@@ -64,7 +64,8 @@ class LayerPartition:
         loss_fn: the loss function, which the last stage computes.
     """
 
-    config = None
+    config = whole = None
+    loss_is_inside = False
     #: none: peft adapts whole models
     adapters: ClassVar[Mapping[str, Adapter]] = {}
     #: batches are pairs (inputs, targets) already

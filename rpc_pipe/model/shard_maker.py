@@ -137,11 +137,15 @@ class ShardMaker:
             defer(slice.own)
         if spec.num_routes > 1:
             self.weights += f"{stage}={digest(slice.state_dict().values()):x} "
-        kind = Shard
+        kind: Callable[..., Shard] = Shard
         if not spec.synchronous:
             from ..workers.compute.stash import StashingShard
 
             kind = StashingShard
+        elif len(spec.slice_sizes) > 1:
+            from ..workers.compute.sequence import SlicedShard
+
+            kind = partial(SlicedShard, count=len(spec.slice_sizes))
         return kind(
             stage,
             slice,

@@ -94,13 +94,13 @@ def make_spec(
     num_workers: int,
     num_microbatches: int,
     parameters: Mapping[str, Any] | None = None,
-    slices: str | None = None,
+    slices: int | str | None = None,
 ) -> Spec:
     """Make the spec of a schedule; parameters may be text, as typed after `--set`.
 
     Every schedule that does not recompute by itself takes `recompute`: `all`, `none`, or stages such as `0+1`. Every
     synchronous one takes `replicas`: how many replicas of the pipeline share the workers; and with them `zero` and
-    `bucket`, as `Spec` says.
+    `bucket`, as `Spec` says; most take `slices`, as below.
 
     Args:
         slices: into how many slices each sequence is cut, such as `4`, or their sizes in parts, such as `8,6,5,4`.
@@ -120,6 +120,7 @@ def make_spec(
     if not isinstance(parameters, Mapping | None):
         raise ConfigError(f"schedule_options {parameters!r}: must be a dict, such as {{'recompute': 'all'}}")
     parameters = dict(parameters or {})
+    slices = parameters.pop("slices", slices)
     sizes = read_slices(slices) if slices is not None else (1,)
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
     replicas = 1 if "replicas" in known else _read_replicas(parameters.pop("replicas", 1), num_microbatches, slices)
@@ -181,7 +182,7 @@ def _read_parameters(cls: type[Spec], name: str, parameters: Mapping[str, Any]) 
     return values
 
 
-def read_slices(said: str) -> tuple[int, ...]:
+def read_slices(said: int | str) -> tuple[int, ...]:
     """Read into what each sequence is cut: sizes of its slices, in parts of the sequence.
 
     >>> read_slices("4"), read_slices("8,6,5,4")
@@ -191,27 +192,31 @@ def read_slices(said: str) -> tuple[int, ...]:
         ConfigError: it is neither a number of slices nor sizes.
     """
     try:
-        sizes = [int(part) for part in said.split(",")]
+        sizes = [int(part) for part in str(said).split(",")]
     except ValueError:
         sizes = [0]
     if min(sizes) < 1 or max(sizes) > _MOST_SLICES or len(sizes) > _MOST_SLICES:
         raise ConfigError(
-            f"--slices {said}: must be a number of slices from 1 to {_MOST_SLICES}, such as 4, or the size of each in "
+            f"slices {said}: must be a number of slices from 1 to {_MOST_SLICES}, such as 4, or the size of each in "
             "parts of the sequence, such as 8,6,5,4"
         )
     return (1,) * sizes[0] if len(sizes) == 1 else tuple(sizes)
 
 
 def with_replicas(
-    parameters: Mapping[str, Any] | None, replicas: int, zero: int = 0, bucket: float = Spec.bucket
+    parameters: Mapping[str, Any] | None,
+    replicas: int,
+    zero: int = 0,
+    bucket: float = Spec.bucket,
+    slices: int | str | None = None,
 ) -> Mapping[str, Any] | None:
-    """Return a schedule's parameters with those of replicas that differ from what is usual."""
-    asked = {"replicas": (replicas, 1), "zero": (zero, 0), "bucket": (bucket, Spec.bucket)}
+    """Return a schedule's parameters with those of replicas and slices that differ from what is usual."""
+    asked = {"replicas": (replicas, 1), "zero": (zero, 0), "bucket": (bucket, Spec.bucket), "slices": (slices, None)}
     found = {name: value for name, (value, usual) in asked.items() if value != usual}
     return {**(parameters or {}), **found} if found else parameters
 
 
-def _read_replicas(said: Any, num_microbatches: int, slices: str | None) -> int:
+def _read_replicas(said: Any, num_microbatches: int, slices: int | str | None) -> int:
     """Read how many replicas of the pipeline there are, each of which needs a microbatch."""
     try:
         replicas = int(said)

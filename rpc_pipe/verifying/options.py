@@ -24,6 +24,12 @@ class VerifyOptions(PipeOptions):
     blocks: list[str] | None = None
 
     @property
+    def slices(self) -> str | None:
+        """Into what sequences are cut; None: into nothing."""
+        said = self.schedule_options.get("slices", "1")
+        return None if said == "1" else said
+
+    @property
     def batch_rows(self) -> int:
         """Rows of a batch: by default not a multiple of the microbatches, so that the last is ragged."""
         return 2 * self.microbatches + 1 if self.rows is None else self.rows

@@ -6,8 +6,9 @@ import random
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,10 @@ from ..workers.transport.payload import Tree
 from .built_in import built_in
 from .options import BUILT_IN, VerifyOptions
 from .reference import Reference, Replica, give
-from .verdict import Compared, tell
+from .verdict import Compared, summed_by_stages, tell
+
+if TYPE_CHECKING:
+    from .by_slices import BySlices
 
 _built_in_optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 # Linear in the gradients, so that rounding stays rounding; the momentum shows the gradients themselves.
@@ -32,6 +36,7 @@ _optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 def prove(options: VerifyOptions) -> None:
     """Runs in every worker (or once, over the in-process transport): train, compare, tell the verdict."""
     torch.set_num_threads(options.threads)
+    sliced = None if options.slices is None else _by_slices(options.slices)
     ours = options.model in BUILT_IN
     made, batches = _load(options)
     mine = [mapped(batch, torch.clone) for batch in batches]
@@ -54,8 +59,10 @@ def prove(options: VerifyOptions) -> None:
     )
     if initial is not None and state is not None and kept is not None and copies is not None:
         reference = _reference(options, pipe, optimizer, initial)
-        compared = Compared()
-        compared.numbers("loss", losses, list(reference.train(mine)))
+        with nullcontext() if sliced is None else sliced.watching():
+            expected_losses = list(reference.train(mine))
+        compared = Compared(0.0 if sliced is None else sliced.precision)
+        compared.numbers("loss", losses, expected_losses)
         compared.numbers("norm", norms, reference.norms)
         compared.tensors(state, reference.state_dict())
         compared.tensors({n: t for part in kept for n, t in part.items()}, reference.optimizer_state(), " of optimizer")
@@ -63,8 +70,8 @@ def prove(options: VerifyOptions) -> None:
             expected = reference.state_dict(route)
             compared.tensors(tensors, {name: expected[name] for name in tensors}, f" on route {route}")
         about = {**cut, "blocks": len(pipe.partition.block_names), "split": [len(r) for r in pipe.partition.ranges]}
-        shared = list(pipe.partition.shared)
-        tell(compared, options, rows_of(mine[0]), losses, exactly=ours, summed_otherwise=shared, more=about)
+        because = summed_by_stages(list(pipe.partition.shared)) if sliced is None else sliced.because
+        tell(compared, options, rows_of(mine[0]), losses, exactly=ours and sliced is None, because=because, more=about)
     pipe.barrier()
 
 
@@ -81,10 +88,14 @@ def _load(options: VerifyOptions) -> tuple[UserModel, list[Tree]]:
     """Return the model, made anew, and the batches of all steps."""
     if options.model not in BUILT_IN:
         made = seeded(options.model, options.seed)
+        if options.slices is not None:
+            from .by_slices import without_dropout
+
+            made = without_dropout(made)
         return made, [made.batch] * options.steps
     # The number of stages is needed for the size of the model, before there is a pipeline.
     spec = options.spec(num_layers=10**9) if options.split is None else options.spec(sum(options.split))
-    model = built_in(options.model, options.dropout, spec.num_stages)
+    model = built_in(options.model, options.dropout if options.slices is None else 0.0, spec.num_stages)
     generator = torch.Generator().manual_seed(options.seed)
     batches: list[Tree] = [model.batch(generator, options.batch_rows) for _ in range(options.steps)]
     return UserModel(list(model.layers), batches[0], model.loss_fn), batches
@@ -98,16 +109,29 @@ def _reference(options: VerifyOptions, pipe: Pipeline, optimizer: Any, initial: 
     randomness, replicas = Randomness(options.seed, pipe.actors[0].backend.device), []
     for _ in range(pipe.spec.num_routes):
         made = _load(options)[0]
-        module = _whole(made, options.seed)
+        module = _whole(made, options)
         give(module, initial)
         replicas.append(Replica(module, made.loss_fn or pipe.partition.loss_fn))  # type: ignore[arg-type]
-    return Reference(pipe.spec, replicas, pipe.partition, optimizer, randomness, max_grad_norm=options.max_grad_norm)
+    return Reference(
+        pipe.spec.unsliced(), replicas, pipe.partition, optimizer, randomness, max_grad_norm=options.max_grad_norm
+    )
 
 
-def _whole(made: UserModel, seed: int) -> nn.Module:
+def _by_slices(slices: str) -> BySlices:
+    from .by_slices import BySlices
+
+    return BySlices(slices)
+
+
+def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:
     """Return the model that one process can run."""
     if made.is_layers:
-        return nn.Sequential(*(module for _, module in LayerPartition(made.layers(), 1).build(0, Randomness(seed))))
+        layers = [layer for _, layer in LayerPartition(made.layers(), 1).build(0, Randomness(options.seed))]
+        if options.slices is not None:
+            from ..workers.compute.sequence import state_dropped
+
+            layers = list(map(state_dropped, layers))
+        return nn.Sequential(*layers)
     model: nn.Module = made.model if isinstance(made.model, nn.Module) else made.model()  # type: ignore
     return model
 

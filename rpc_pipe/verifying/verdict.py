@@ -19,9 +19,14 @@ _SMALL = 1e-2
 
 
 class Compared:
-    """Tensors by name, as found and as expected."""
+    """Tensors by name, as found and as expected.
 
-    def __init__(self) -> None:
+    Args:
+        precision: of floats in which something computes that are coarser than those of the tensors.
+    """
+
+    def __init__(self, precision: float = 0.0) -> None:
+        self._coarsest = precision
         #: (name, largest difference, largest expected number, group, dtype)
         self._errors: list[tuple[str, float, float, str, torch.dtype]] = []
         self.num_same = 0
@@ -72,7 +77,9 @@ class Compared:
     def rounding(self) -> bool:
         """Whether nothing differs by more than other orders of sums explain."""
         relative = self.relative()
-        return all(relative[name] <= _ROUNDINGS * _precision(dtype) for name, *_, dtype in self._errors)
+        return all(
+            relative[name] <= _ROUNDINGS * max(_precision(dtype), self._coarsest) for name, *_, dtype in self._errors
+        )
 
     @property
     def max_abs_error(self) -> float:
@@ -86,26 +93,19 @@ def tell(
     losses: Sequence[float],
     *,
     exactly: bool = False,
-    summed_otherwise: Sequence[str] = (),
+    because: str,
     more: Mapping[str, Any] = {},
 ) -> None:
     """Tell the user the verdict, and the exit code: 0 also for what differs by the order of sums alone.
 
     Args:
         exactly: whether such a difference is none that can be, as the order of sums is the same.
+        because: why it may not be the same.
     """
     relative = compared.relative()
     worst = max(relative, key=lambda name: relative[name])
     verdict = "identical" if compared.identical else "rounding" if compared.rounding and not exactly else "different"
-    because = ""
-    if verdict == "rounding":
-        named = ", ".join(summed_otherwise[:2]) + (
-            f" and {len(summed_otherwise) - 2} more" * (len(summed_otherwise) > 2)
-        )
-        held = f"several stages use {named}, whose gradients are summed stage by stage"
-        because = (
-            held if summed_otherwise else "a tensor that several stages use has its gradients summed stage by stage"
-        )
+    because = because if verdict == "rounding" else ""
     report: dict[str, Any] = {
         "identical": compared.identical,
         "verdict": verdict,
@@ -121,6 +121,7 @@ def tell(
         "schedule": options.schedule,
         "order": options.order,
         "transport": options.transport,
+        "slices": options.slices or "1",
         "model": options.model,
         "loss": losses[-1],
         **more,
@@ -139,6 +140,14 @@ def tell(
         f"({compared.num_same} of {compared.num_tensors} tensors bit for bit{largest})"
     )
     link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))
+
+
+def summed_by_stages(names: Sequence[str]) -> str:
+    """Return why gradients of parameters that several stages use may differ by rounding."""
+    named = ", ".join(names[:2]) + f" and {len(names) - 2} more" * (len(names) > 2)
+    if not names:
+        return "a tensor that several stages use has its gradients summed stage by stage"
+    return f"several stages use {named}, whose gradients are summed stage by stage"
 
 
 def _same(found: Tensor, expected: Tensor) -> bool:

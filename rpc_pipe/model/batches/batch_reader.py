@@ -16,7 +16,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...dependency import Spec
 from ...workers.compute.shard import Shard
@@ -46,19 +46,39 @@ class Peer(Protocol):
         """Return, on `takers`, the `value`s of `senders`. All workers must call it."""
 
 
+class Partition(Protocol):
+    """A model's partition, as far as it says what is read.
+
+    Attributes:
+        whole: the model, if it is cut by observation: its stages read fields of batches; None: a list of layers.
+        loss_is_inside: whether it computes its loss itself.
+    """
+
+    @property
+    def whole(self) -> nn.Module | None: ...
+
+    @property
+    def loss_is_inside(self) -> bool: ...
+
+
 class BatchReader:
     """Reads batches for the workers of a process.
 
     Args:
         peers: these workers.
-        whole: whether the model is cut by observation.
+        partition: of the model.
     """
 
-    def __init__(self, spec: Spec, peers: Sequence[Peer], *, whole: bool) -> None:
-        self._spec, self._peers = spec, peers
+    def __init__(self, spec: Spec, peers: Sequence[Peer], partition: Partition) -> None:
+        self._sequences = None
+        if len(spec.slice_sizes) > 1:
+            from .sequences import Sequences  # few jobs cut them
+
+            self._sequences = Sequences(spec, partition.whole, loss_is_inside=partition.loss_is_inside)
+        self._spec, self._peers = spec.unsliced(), peers
         self._has_all = len(peers) == spec.num_workers
         #: whether only the fields in use are read
-        self._by_fields = whole and not self._has_all
+        self._by_fields = partition.whole is not None and not self._has_all and self._sequences is None
         self._peer, self._me = peers[0], peers[0].worker
         self._reader, self._all = spec.place(0, 0), range(spec.num_workers)
         self._stages = {worker: {stage for stage, _ in spec.hosted(worker)} for worker in self._all}
@@ -72,8 +92,29 @@ class BatchReader:
         self._has_told = False
         #: whether it has been said that a batch has fewer rows than microbatches are wanted
         self._said_fewer = False
+        self._num_cut = 0
 
     def cut(
+        self,
+        batch: Tree | None,
+        microbatches: Sequence[Tree] | None,
+        pair: Pair | None,
+        *,
+        whole: bool = False,
+    ) -> Microbatches:
+        """Split a batch. A lazy one is read as far as this process uses it, or all do if only this one can read.
+
+        Args:
+            batch, microbatches, pair: as of `Microbatches.of`.
+            whole: leave sequences whole where they are cut in training.
+        """
+        self._num_cut += 1
+        found = self._split(batch, microbatches, self._spec.num_microbatches, self._num_cut, pair)
+        if microbatches is None:
+            self._say_if_fewer(found)
+        return found if whole or self._sequences is None else self._sequences.cut(found)
+
+    def _split(
         self,
         batch: Tree | None,
         microbatches: Sequence[Tree] | None,
@@ -81,10 +122,6 @@ class BatchReader:
         number: int,
         pair: Pair | None,
     ) -> Microbatches:
-        """Split a batch. A lazy one is read as far as this process uses it, or all do if only this one can read.
-
-        Arguments as of `Microbatches.of`.
-        """
         lazy = batch if isinstance(batch, LazyBatch) and microbatches is None else None
         if lazy is not None and self._by_fields:
             assert pair is not None
@@ -100,7 +137,7 @@ class BatchReader:
         targets = None if pair is not None else found.targets
         return replace(found, scatter=scatter_whole(self._spec, found.inputs, targets))
 
-    def say_if_fewer(self, found: Microbatches) -> None:
+    def _say_if_fewer(self, found: Microbatches) -> None:
         """Say once if a batch has been split into fewer microbatches than are wanted, as it has too few rows."""
         wanted, made = self._spec.num_microbatches, len(found.inputs)
         if made < wanted and not self._said_fewer:

@@ -31,8 +31,8 @@ class StepInputs:
         self._spec, self._order, self._workers = spec, order, workers
         self._step_end, self._due = step_end, due
         self.described = self.weights = ""
-        #: by number of microbatches
-        self._specs = {spec.num_microbatches: spec}
+        #: by number of microbatches, of those that are trained on and of whole sequences
+        self._specs = {(spec.num_microbatches, True): spec}
         self._parts: dict[tuple[Spec, int, bool, Reductions], Part] = {}
 
     def part(self, actor: WorkerActor, num_microbatches: int, reductions: Reductions, *, train: bool) -> Part:
@@ -41,12 +41,14 @@ class StepInputs:
         Raises:
             ScheduleError: the schedule cannot run this number of microbatches.
         """
-        if num_microbatches not in self._specs:
-            spec = replace(self._spec, num_microbatches=num_microbatches)
+        kind = num_microbatches, train
+        if kind not in self._specs:
+            spec = self._spec if train else self._spec.unsliced()
+            spec = replace(spec, num_microbatches=num_microbatches)
             for each in self._workers:
                 check(spec, each)
-            self._specs[num_microbatches] = spec
-        key = self._specs[num_microbatches], actor.worker, train, reductions
+            self._specs[kind] = spec
+        key = self._specs[kind], actor.worker, train, reductions
         if key not in self._parts:
             chained = actor.chained()
             program = entries(key[0], key[1], forward_only=not train, reductions=reductions, chained=chained)

@@ -1,0 +1,141 @@
+"""Microbatches cut along their sequences, dimension 1, into slices that are trained on one by one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dependency import ConfigError, Spec
+from ...workers.transport.payload import Tree, map_tensors, shapes_in, tensors_of
+from .microbatches import Microbatches
+from .slice_cache import SliceCache
+
+#: what losses of tokens leave out, in torch and Hugging Face alike
+_IGNORED = -100
+
+
+class Sequences:
+    """Cuts microbatches into slices.
+
+    Args:
+        spec: says the sizes of slices.
+        whole: the model, if its own forward is cut and not a list of layers.
+        loss_is_inside: whether it computes its loss itself.
+
+    Raises:
+        ConfigError: the model computes again in backward what it has put into its cache.
+    """
+
+    def __init__(self, spec: Spec, whole: nn.Module | None, *, loss_is_inside: bool) -> None:
+        self._sizes = spec.slice_sizes
+        parameters = {} if whole is None else inspect.signature(whole.forward).parameters
+        self._takes_cache = "past_key_values" in parameters
+        takes_more = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+        #: whether labels are shifted inside of the model, as Hugging Face's causal ones do
+        self._shifts = self._takes_cache and loss_is_inside and takes_more and "labels" in parameters
+        self._names = list(parameters)
+        for name, module in whole.named_modules() if self._takes_cache and whole is not None else ():
+            if getattr(module, "gradient_checkpointing", False):
+                raise ConfigError(
+                    f"slices: {name or type(module).__name__} has gradient checkpointing on, which leaves out the "
+                    "cache that slices need; turn it off, and let the schedule recompute (--set recompute=all)"
+                )
+
+    def cut(self, found: Microbatches) -> Microbatches:
+        """Return the slices of all microbatches, in order, as microbatches.
+
+        Raises:
+            ConfigError: there is no sequence to cut, or one that is too short.
+        """
+        if found.scatter is not None or (found.lazy is not None and found.lazy.scattered):
+            raise ConfigError("slices: batches that one worker reads for all cannot be cut; let readers be 'users'")
+        pairs = zip(found.inputs, found.targets, found.shares, strict=True)
+        cut = [self._slices(*each) for each in pairs]
+        inputs, targets, shares = [list(chain.from_iterable(side)) for side in zip(*cut, strict=True)]
+        return replace(found, inputs=inputs, targets=targets, shares=shares)
+
+    def _slices(self, inputs: Tree, target: Tree, share: float) -> tuple[list[Tree], list[Tree], list[float]]:
+        """Return inputs, targets and shares of the slices of a microbatch."""
+        length = _length([inputs, target])
+        count, parts = len(self._sizes), sum(self._sizes)
+        ends = [(at * length + parts // 2) // parts for at in accumulate(self._sizes)]
+        ranges = list(zip([0, *ends], ends, strict=False))
+        if any(begin == end for begin, end in ranges):
+            sizes = str(count) if len(set(self._sizes)) == 1 else ",".join(map(str, self._sizes))
+            raise ConfigError(
+                f"slices {sizes}: a sequence of {length} has too few for each; take at most {min(count, length)} equal "
+                "slices, or longer sequences"
+            )
+        if self._takes_cache:
+            whole = self._named(*inputs)
+            named = self._shifted(whole)
+            inputs = (), named
+            pieces = [self._piece(named, whole, *place, length) for place in ranges]
+        else:
+            pieces = [_cut(inputs, *place, length) for place in ranges]
+        targets = [_cut(target, *place, length) for place in ranges]
+        if self._shifts and "shift_labels" in inputs[1]:  # of which the model adds up losses
+            return pieces, targets, [share] * count
+        counted = [_num_counted(each) for each in targets]
+        weights = [each for each in counted if each is not None]
+        if len(weights) < count or not sum(weights):
+            weights = [end - begin for begin, end in ranges]
+        return pieces, targets, [share * weight / sum(weights) for weight in weights]
+
+    def _named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what a model with a cache is called with, by names."""
+        named = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        places = named.get("position_ids")
+        if isinstance(places, Tensor) and (places.diff(dim=-1) != 1).any():
+            raise ConfigError(
+                "slices: position_ids begin anew within a row, so that it has several sequences; leave one in each"
+            )
+        return named
+
+    def _shifted(self, named: dict[str, Any]) -> dict[str, Any]:
+        """Return the same with labels that are shifted already, across the borders of slices."""
+        if not self._shifts or not isinstance(labels := named.get("labels"), Tensor):
+            return named
+        shifted = nn.functional.pad(labels, (0, 1), value=_IGNORED)[..., 1:].contiguous()
+        counted = (shifted != _IGNORED).sum()
+        return {**named, "labels": shifted, "shift_labels": shifted, "num_items_in_batch": counted}
+
+    @staticmethod
+    def _piece(named: Mapping[str, Any], whole: Mapping[str, Any], begin: int, end: int, length: int) -> Tree:
+        # A mask is of all that is attended to, so also of the slices before.
+        first = {"attention_mask": 0}
+        piece = {name: _cut(tree, first.get(name, begin), end, length) for name, tree in named.items()}
+        return (), {**piece, "past_key_values": SliceCache(begin, end, length, whole)}
+
+
+def _length(tree: Tree) -> int:
+    """Return the length of the sequences of a microbatch: the size of dimension 1.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    sizes = {tensor.shape[1] for tensor in tensors_of(tree) if tensor.dim() > 1}
+    if len(sizes) == 1:
+        return sizes.pop()
+    raise ConfigError(
+        f"slices: needs tensors that agree in dimension 1, along which sequences are cut; found {shapes_in(tree)}"
+    )
+
+
+def _cut(tree: Tree, begin: int, end: int, length: int) -> Tree:
+    """Return a part of all tensors that have sequences; others count for all slices."""
+    return map_tensors(tree, lambda t: t[:, begin:end].contiguous() if t.dim() > 1 and t.shape[1] == length else t)
+
+
+def _num_counted(target: Tree) -> int | None:
+    """Return how many tokens of a slice a mean loss counts; None: unknown, so all do."""
+    tensors = list(tensors_of(target))
+    if len(tensors) != 1 or tensors[0].is_floating_point() or tensors[0].dim() < 2:
+        return None
+    return int(torch.count_nonzero(tensors[0] != _IGNORED))

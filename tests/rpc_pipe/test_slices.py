@@ -1,0 +1,266 @@
+"""Training on slices of sequences: losses and weights of whole sequences, and what is refused."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+from processes import rpc_pipe
+from torch import nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+from rpc_pipe.commands.main import main
+from rpc_pipe.dependency import ConfigError, WorkerFailure
+from rpc_pipe.pipeline import Pipeline, Training
+from rpc_pipe.workers.compute.sequence import state_dropped
+
+WIDTH, SGD = 8, partial(torch.optim.SGD, lr=0.5)
+GENERATOR = torch.Generator().manual_seed(0)
+IDS, TARGETS = (torch.randint(20, (7, 13), generator=GENERATOR) for _ in range(2))
+TARGETS[:2, -5:] = -100  # whole slices of a microbatch have no targets
+
+MODEL = """
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MistralConfig
+from transformers import MistralForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+SMALL = dict(vocab_size=31, hidden_size=16, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+             intermediate_size=32, max_position_embeddings=32)
+IDS = torch.randint(31, (9, 13), generator=torch.Generator().manual_seed(5))
+LABELS = IDS.clone()
+LABELS[:2, -9:] = -100
+BATCH = {"input_ids": IDS, "labels": LABELS}
+
+
+def gpt2():
+    return GPT2LMHeadModel(GPT2Config(vocab_size=31, n_embd=16, n_layer=4, n_head=2, n_positions=32)), BATCH
+
+
+def gpt2_in_float64():
+    # Its own loss would compute in float32.
+    return gpt2()[0].double(), (IDS, LABELS), lambda output, y: nn.functional.cross_entropy(output.logits.mT, y)
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SMALL)), {**BATCH, "attention_mask": (LABELS >= 0).long()}
+
+
+def llama_in_float64():
+    return LlamaForCausalLM(LlamaConfig(**SMALL)).double(), BATCH
+
+
+def qwen3():
+    return Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8)), BATCH
+
+
+def mistral():
+    return MistralForCausalLM(MistralConfig(**SMALL, sliding_window=5)), BATCH
+
+
+def mixtral():
+    return MixtralForCausalLM(MixtralConfig(**SMALL, num_local_experts=4)), BATCH
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.lstm, self.drop = nn.LayerNorm(8), nn.LSTM(8, 8, batch_first=True), nn.Dropout(0.1)
+
+    def forward(self, x):
+        return x + self.drop(self.lstm(self.norm(x))[0])
+
+
+def lstm():
+    layers = [nn.Embedding(31, 8), *(Block() for _ in range(4)), nn.Linear(8, 31)]
+    return nn.Sequential(*layers).double(), (IDS, LABELS), lambda x, y: nn.functional.cross_entropy(x.mT, y)
+"""
+
+
+@pytest.fixture
+def model(tmp_path):
+    (tmp_path / "model.py").write_text(MODEL)
+    return lambda name: f"{tmp_path / 'model.py'}:{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule", "most"),
+    [
+        ("gpt2", "1f1b", 1e-5), ("gpt2", "zb-v", 1e-5), ("gpt2_in_float64", "zb-h1", 1e-12), ("llama", "zb-h1", 1e-5),
+        ("llama_in_float64", "1f1b", 1e-6), ("qwen3", "interleaved", 1e-5), ("mistral", "1f1b", 1e-5),
+        ("mixtral", "1f1b", 1e-5), ("lstm", "zb-v", 1e-12), ("lstm", "interleaved", 1e-12),
+    ],
+)  # fmt: skip
+def test_models_train_as_on_whole_sequences(model, name, schedule, most, capsys):
+    typed = f"--schedule {schedule} --slices 4 --microbatches 4 --steps 3 --transport local --json".split()
+    assert main(["verify", model(name), *typed]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["verdict"] == "rounding" and "slices (4)" in told["because"]
+    assert told["max_rel_error"] < most
+
+
+@pytest.mark.parametrize(("name", "transport"), [("gpt2", "rpc"), ("lstm", "zmq")])
+def test_processes_too(model, name, transport):
+    typed = "--schedule zb-h1 --slices 5,4,3 --microbatches 3 --json --transport".split()
+    ran = rpc_pipe("verify", model(name), *typed, transport)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["max_rel_error"] < 1e-5
+
+
+class Attention(nn.Module):
+    """Causal attention by the protocol: (x, state) -> (y, state)."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x, state=None):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        if state is not None:
+            k, v = torch.cat([state[0], k], 1), torch.cat([state[1], v], 1)
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril(k.shape[1] - q.shape[1])
+        return x + scaled_dot_product_attention(q, k, v, attn_mask=mask), (k, v)
+
+
+def layers(kind=Attention):
+    torch.manual_seed(1)
+    body = kind if kind is Attention else partial(kind, WIDTH, WIDTH, batch_first=True)
+    built = [
+        nn.Embedding(20, WIDTH),
+        body(),
+        nn.ReLU(inplace=True),
+        body(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, 20),
+    ]
+    return [layer.double() for layer in built]
+
+
+def loss(output, target):
+    return cross_entropy(output.mT, target)
+
+
+def on_whole_sequences(kind, steps):
+    """Return the losses, and the weights by name, of plain training."""
+    module = nn.Sequential(*map(state_dropped, layers(kind)))
+    optimizer, losses = SGD(module.parameters()), []
+    for _ in range(steps):
+        pieces = [(x, y, len(x) / 7) for x, y in zip(IDS.split([3, 2, 2]), TARGETS.split([3, 2, 2]), strict=True)]
+        losses.append(0.0)
+        for x, y, share in pieces:
+            part = loss(module(x), y) * share
+            part.backward()
+            losses[-1] += part.item()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, dict(module.named_parameters())
+
+
+def pipeline(model=None, loss=loss, **options):
+    defaults = {"num_microbatches": 3, "num_workers": 2, "slices": 4}
+    return Pipeline(model or layers(), loss, training=Training(SGD), **(defaults | options))
+
+
+@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "v-half", "interleaved"])
+@pytest.mark.parametrize("kind", [Attention, nn.LSTM, nn.GRU])
+def test_states_of_layers_give_the_gradients_of_whole_sequences(kind, schedule, recompute):
+    losses, weights = on_whole_sequences(kind, 2)
+    with pipeline(layers(kind), schedule=schedule, schedule_options={"recompute": recompute}) as pipe:
+        found = [pipe.step((IDS, TARGETS)) for _ in range(2)]
+        state = pipe.weights.state_dict()
+        assert not any(shard._left for actor in pipe.actors for shard in actor.shards.values())
+    assert found == pytest.approx(losses, rel=1e-12)
+    for name, weight in weights.items():
+        torch.testing.assert_close(state[name], weight.detach(), rtol=1e-10, atol=1e-12)
+
+
+def test_evaluation_and_prediction_are_of_whole_sequences():
+    whole = nn.Sequential(*map(state_dropped, layers()))
+    with pipeline() as pipe:
+        assert torch.equal(pipe.predict(IDS), torch.cat([whole(x) for x in IDS.split([3, 2, 2])]).detach())
+        before = pipe.evaluate((IDS, TARGETS))
+        assert pipe.step((IDS, TARGETS)) == pytest.approx(before, rel=1e-12)
+        assert pipe.evaluate((IDS, TARGETS)) < before
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x.mT).mT
+
+
+class Both(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(WIDTH, WIDTH // 2, batch_first=True, bidirectional=True)
+
+    def forward(self, x):
+        return self.lstm(x)[0]
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attend(x, x, x, need_weights=False)[0]
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x):
+        return self.norm(x.mT).mT
+
+
+@pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        (Mixing, r"2.conv \(Conv1d\)"), (Both, r"2.lstm \(LSTM\)"), (Normed, r"2.norm \(BatchNorm1d\)"),
+        (Attending, r"2.attend \(MultiheadAttention\)"),
+    ],
+)  # fmt: skip
+def test_what_mixes_a_sequence_otherwise_is_refused_by_name(kind, named):
+    model = [nn.Embedding(20, WIDTH), nn.Tanh(), kind(), nn.Linear(WIDTH, 20)]
+    with pipeline(model) as pipe, pytest.raises(WorkerFailure, match=f"slices: layer {named}"):
+        pipe.step((IDS, TARGETS))
+
+
+def test_a_loss_that_shifts_inside_of_slices_is_refused():
+    def shifting(output, target):
+        return cross_entropy(output[:, :-1].mT, target[:, 1:])
+
+    with (
+        pipeline(loss=shifting) as pipe,
+        pytest.raises(WorkerFailure, match=r"the loss of a sequence is .* shift labels"),
+    ):
+        pipe.step((IDS, TARGETS.clamp(min=0)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slices": 14}, "slices 14: a sequence of 13 has too few for each; take at most 13 equal slices"),
+        ({"slices": "40,1"}, "slices 40,1: a sequence of 13 has too few for each; take at most 2 equal slices"),
+        ({"slices": "8,0"}, "slices 8,0: must be a number of slices from 1"),
+        ({"schedule": "chimera"}, "slices: schedule Chimera has 2 replicas of every stage; only"),
+        ({"schedule": "pipedream"}, "slices: schedule PipeDream lets steps overlap; 1f1b, zb-h1 and zb-v"),
+        ({"replicas": 2}, "replicas 2: slices 4 need one replica"),
+    ],
+)
+def test_what_cannot_be_cut(options, message):
+    with pytest.raises(ConfigError, match=message), pipeline(**options) as pipe:
+        pipe.step((IDS, TARGETS))
+
+
+def test_a_batch_without_sequences_is_refused():
+    with pytest.raises(ConfigError, match=r"slices: needs tensors that agree in dimension 1, .* found \(3,\), \(3,\)"):
+        with pipeline([nn.Embedding(20, 4), nn.Linear(4, 4)], cross_entropy) as pipe:
+            pipe.step((IDS[:, 0], TARGETS[:, 0]))

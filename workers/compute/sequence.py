@@ -1,0 +1,340 @@
+"""A stage that trains on slices of sequences: what earlier slices leave for later ones, and the gradients that return.
+
+Slice j of microbatch m has the index m*k + j. Its forward finds what slice j-1 has left: a state, or keys and values.
+That enters as a leaf would, cut off from the graph of slice j-1. Backward runs from the last slice to the first; a
+gradient that reaches what has entered is kept until the earlier slice's backward, and added there: that of the last
+slice first, the slice's own last.
+
+    forward   slice 0 ── leave ┄┄ enter ── slice 1 ── leave ┄┄ enter ── slice 2
+    backward  slice 0 ──────── ┄┄ ──────── slice 1 ──────── ┄┄ ──────── slice 2
+
+Both ends are nodes of the graph of their slice, so every kind of backward (in two parts, of what is recomputed) meets
+them without knowing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of, unpack
+from .shard import Shard
+from .sharing import Aliased
+from .slice_check import Noted, compare
+from .torch_internals import no_view, without_torch_function
+
+
+class Piece(NamedTuple):
+    """The slice that a forward computes: what the slices before have left, its number, and how many there are."""
+
+    left: Left
+    number: int
+    total: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no slice comes after it."""
+        return self.number == self.total - 1
+
+
+#: the slice that computes now; forwards of all threads take turns
+_now: Piece | None = None
+
+
+def current() -> Piece | None:
+    """Return the slice that computes now; None: whole sequences do."""
+    return _now
+
+
+class Left:
+    """What the slices of one microbatch leave on a stage."""
+
+    def __init__(self) -> None:
+        #: (who, number of the slice) -> its state
+        self._states: dict[tuple[Hashable, int], _State] = {}
+        self._histories: dict[Hashable, _History] = {}
+
+    def enter(self, who: Hashable, number: int, near: Tree) -> Tree:
+        """Return the state that slice `number` - 1 has left, for this one.
+
+        Args:
+            near: tensors that the state is used with: backward that reaches them must reach the state, too.
+        """
+        state, tensors = self._states[who, number - 1], list(tensors_of(near))
+        if any(type(tensor) is not Tensor for tensor in tensors):  # a forward on shapes
+            return map_tensors(state.tree, lambda t: tensors[0].new_zeros(t.shape, dtype=t.dtype))
+        owing = [tensor for tensor in tensors if tensor.requires_grad]
+        anchor = owing[0].flatten(0, 0).narrow(0, 0, 0) if owing else torch.zeros((), requires_grad=True)
+        entered: Any = _Enter.apply(anchor, state, *state.trained) if state.trained else ()  # type: ignore[no-untyped-call]
+        now = {id(tensor): new for tensor, new in zip(state.trained, entered, strict=True)}
+        return map_tensors(state.tree, lambda tensor: now.get(id(tensor), tensor))
+
+    def leave(self, who: Hashable, number: int, output: Tree, tree: Tree) -> Tree:
+        """Keep the state of slice `number` for the next; return the output, whose backward reaches the state."""
+        root = next((tensor for tensor in distinct_tensors(output) if tensor.requires_grad), None)
+        trained = [] if root is None else [tensor for tensor in distinct_tensors(tree) if tensor.requires_grad]
+        if (who, number) not in self._states:  # else it is computed again, and the next slice has taken it
+            cut = {id(tensor): tensor.detach() for tensor in distinct_tensors(tree)}
+            kept = map_tensors(tree, lambda tensor: cut[id(tensor)])
+            self._states[who, number] = _State(kept, [cut[id(tensor)] for tensor in trained])
+        if not trained:
+            return output
+        tied = _Leave.apply(root, self._states[who, number], *trained)  # type: ignore[no-untyped-call]
+        return map_tensors(output, lambda tensor: tied if tensor is root else tensor)
+
+    def join(self, who: Hashable, new: Tensor, begin: int, total: int) -> Tensor:
+        """Return what slices have given so far along the last dimension but one, `new` at the end.
+
+        It is stored once for all slices: a later one writes behind what earlier ones have saved for backward.
+
+        Args:
+            begin: where `new` begins; `total`: of so many at the end.
+        """
+        if who not in self._histories:
+            shape = *new.shape[:-2], total, new.shape[-1]
+            self._histories[who] = _History(torch.empty(shape, dtype=new.dtype, device=new.device))
+        joined: Tensor = _Join.apply(new, self._histories[who], begin)  # type: ignore[no-untyped-call]
+        return joined
+
+
+class _State:
+    """What a slice has left: a tree of tensors without graph, those that a gradient returns to, and these gradients."""
+
+    def __init__(self, tree: Tree, trained: list[Tensor]) -> None:
+        self.tree, self.trained = tree, trained
+        self.grads: Sequence[Tensor | None] = [None] * len(trained)
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, state: _State, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.state = state
+        return tuple([no_view(tensor) for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        ctx.state.grads = grads
+        return None, None, *[None] * len(grads)
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, root: Tensor, state: _State, *tensors: Tensor) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.state = state
+        return no_view(root)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> Any:
+        return grad, None, *ctx.state.grads
+
+
+class _History:
+    """Memory that slices fill one behind the other, and the gradients of what earlier ones have put there."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.grad: Tensor | None = None
+
+    def upto(self, end: int) -> Tensor:
+        """Return the first part, to autograd neither a view nor written when more is put behind it."""
+        part = self.memory.narrow(-2, 0, end)
+        return part.new_empty(0).set_(self.memory.untyped_storage(), 0, part.shape, part.stride())
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, new: Tensor, history: _History, begin: int) -> Any:
+        ctx.history, ctx.begin, ctx.length = history, begin, new.shape[-2]
+        joined = history.upto(begin + ctx.length)
+        joined.narrow(-2, begin, ctx.length).copy_(new)
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        history, begin = ctx.history, ctx.begin
+        if history.grad is not None:
+            grad = history.grad.narrow(-2, 0, begin + ctx.length) + grad
+        history.grad = grad
+        return grad.narrow(-2, begin, ctx.length), None, None
+
+
+class Carrier:
+    """Lets modules that have a state carry it from slice to slice: torch's recurrent ones, and the user's own.
+
+    A module of the user's has a parameter `state` of its forward, None at the first slice, and returns
+    (output, state). Whoever calls it without a state need not know of slices.
+
+    Args:
+        modules: of the stage.
+        layers: those that are called with the output of the one before, and hand on their output alone.
+        whole: the module whose forward calls all others; it may be called several times for a slice, on shapes first.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], layers: Sequence[nn.Module], whole: nn.Module | None) -> None:
+        self._places = {module: place for module in modules if (place := place_of_state(module)) is not None}
+        self._layers, self._whole = set(layers), whole if self._places else None
+        self._num_calls: dict[nn.Module, int] = {}
+
+    @contextmanager
+    def carrying(self, piece: Piece | None) -> Iterator[None]:
+        """Return a context in which the modules compute a slice, or whole sequences."""
+        global _now
+        before, _now = _now, piece
+        self._num_calls = {}
+        calls = {module: partial(self._call, module, module.forward, *place) for module, place in self._places.items()}
+        if self._whole is not None:
+            calls[self._whole] = partial(self._begin, calls.get(self._whole, self._whole.forward))
+        own = {module: vars(module).get("forward") for module in calls}
+        for module, call in calls.items():
+            vars(module)["forward"] = call
+        try:
+            yield
+        finally:
+            _now = before
+            for module, forward in own.items():
+                del vars(module)["forward"]
+                if forward is not None:
+                    vars(module)["forward"] = forward
+
+    def _begin(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._num_calls = {}
+        return forward(*args, **kwargs)
+
+    def _call(
+        self, module: nn.Module, forward: Callable[..., Any], name: str, place: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        piece, number = _now, self._num_calls.get(module, 0)
+        self._num_calls[module] = number + 1
+        if piece is not None and piece.number:
+            with without_torch_function():
+                kwargs[name] = piece.left.enter((module, number), piece.number, [args[:1], [*kwargs.values()][:1]])
+            args = args[:place] + args[place + 1 :]
+            if args[place:]:  # what follows a state that was passed by its place
+                args, kwargs = (*args[:place], kwargs.pop(name), *args[place:]), kwargs
+        output, state = forward(*args, **kwargs)
+        on_shapes = any(type(tensor) is not Tensor for tensor in tensors_of(output))
+        if piece is not None and not piece.is_last and not on_shapes:
+            with without_torch_function():
+                output = piece.left.leave((module, number), piece.number, output, state)
+        return output if module in self._layers else (output, state)
+
+
+def state_dropped(layer: nn.Module) -> nn.Module:
+    """Let a layer with a state return its output alone, as in a list of layers that is trained by slices; return it."""
+    if place_of_state(layer) is not None:
+        forward = layer.forward
+        layer.forward = lambda *args: forward(*args)[0]
+    return layer
+
+
+def place_of_state(module: nn.Module) -> tuple[str, int] | None:
+    """Return name and place of a forward's parameter for a state; None: it has none."""
+    if isinstance(module, nn.RNNBase):
+        return "hx", 1
+    names = list(inspect.signature(module.forward).parameters)
+    of_torch = type(module).__module__.startswith("torch.")
+    return ("state", names.index("state")) if "state" in names and not of_torch else None
+
+
+class SlicedShard(Shard):
+    """A shard whose forwards and backwards are of slices; evaluations are of whole sequences.
+
+    Args:
+        count: of slices of a sequence.
+    """
+
+    def __init__(self, *args: Any, count: int, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._count = count
+        layers = [layer for _, layer in getattr(self.slice, "layers", [])]
+        self._carrier = Carrier(self.slice.own, layers, None if layers else self.slice.modules[0])
+        #: microbatch -> what its slices have left
+        self._left: dict[int, Left] = {}
+        #: what slices of the first microbatch were given; None: it has been looked at
+        self._looked: list[Noted] | None = []
+
+    def forward(
+        self,
+        step: int,
+        microbatch: int,
+        inputs: Payload,
+        *,
+        fields: Tree = None,
+        target: Tree = None,
+        share: float | None = None,
+        **settings: Any,
+    ) -> Payload | None:
+        if self._looked is not None and torch.is_grad_enabled() and microbatch == len(self._looked):
+            tree = unpack(inputs)
+            given = map_tensors(
+                tree.tree if isinstance(tree, Aliased) else tree, lambda tensor: tensor.detach().clone()
+            )
+            self._looked.append(Noted(given, fields, target, share))
+        output = super().forward(step, microbatch, inputs, fields=fields, target=target, share=share, **settings)
+        if self._looked is not None and len(self._looked) == self._count:
+            self._compare(self._looked, step)
+            self._looked = None
+        return output
+
+    def _compare(self, noted: Sequence[Noted], step: int) -> None:
+        """Refuse layers that do not go with slices, by a look at the first microbatch."""
+        left, seed = Left(), partial(self._randomness.seed_forward, step, 0)
+
+        def run(number: int | None, inputs: Tree, fields: Tree) -> Tree:
+            if isinstance(inputs, tuple) and inputs and isinstance(inputs[-1], str):  # where it was made, once
+                inputs = inputs[:-1]
+            given = map_tensors(inputs, torch.clone)
+            with self._carrier.carrying(None if number is None else Piece(left, number, self._count)):
+                return self.slice.forward(given, fields, seed, None)
+
+        units = [(str(index), layer) for index, layer in getattr(self.slice, "layers", [])]
+        named = {
+            module: f"{unit}.{name}".strip(".")
+            for unit, each in units or [("", self.slice.modules[0])]
+            for name, module in each.named_modules()
+        }
+        with self._randomness.lock, self.recomputation.before_step().restored():
+            compare(noted, run, {module: named[module] for module in self.slice.own}, self.loss_fn)
+
+    def _compute(
+        self, step: int, microbatch: int, inputs: Tree, fields: Tree, target: Tree, share: float | None
+    ) -> Tree:
+        piece = None
+        if torch.is_grad_enabled():
+            m, number = divmod(microbatch, self._count)
+            piece = Piece(self._left.setdefault(m, Left()), number, self._count)
+        with self._carrier.carrying(piece):
+            return super()._compute(step, microbatch, inputs, fields, target, share)
+
+    def _weigh(self, microbatch: int, loss: Any, share: float) -> Tensor:
+        root = super()._weigh(microbatch, loss, share)
+        if share == 0 and not isinstance(loss, tuple):  # a mean over no tokens is no number
+            self.losses.parts[microbatch] = torch.zeros_like(root), share
+        return root
+
+    def backward(self, microbatch: int, grads: Payload | None) -> Payload:
+        found = super().backward(microbatch, grads)
+        self._end(microbatch)
+        return found
+
+    def backward_weights(self, microbatch: int) -> None:
+        super().backward_weights(microbatch)
+        self._end(microbatch)
+
+    def _end(self, microbatch: int) -> None:
+        """Drop what slices have left when the first one's backward is over."""
+        if microbatch % self._count == 0:
+            del self._left[microbatch // self._count]
+
+    def abandon(self) -> None:
+        super().abandon()
+        self._left.clear()
+        self._looked = self._looked and []

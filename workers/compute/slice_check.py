@@ -1,0 +1,181 @@
+"""A look, in the first step, at whether slices of a sequence give what the whole gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...dependency import ConfigError
+from ..transport.payload import Tree, distinct_tensors, map_tensors
+from .torch_internals import without_torch_function
+
+#: what normalises by the numbers of a batch
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+#: how far numbers may be apart that differ by rounding, relative to the largest: of float32, and in units of others
+_TOLERANCE, _UNITS = 1e-3, 16
+#: and losses, which are means
+_TOLERANCE_OF_LOSS = 1e-5
+
+
+class Noted(NamedTuple):
+    """What a slice's forward was given."""
+
+    inputs: Tree
+    fields: Tree
+    target: Tree
+    share: float | None
+
+
+#: runs a forward of slice `number`, or of the whole (None), on (inputs, fields)
+Run = Callable[[int | None, Tree, Tree], Tree]
+
+
+def compare(
+    noted: Sequence[Noted], run: Run, modules: dict[nn.Module, str], loss_fn: Callable[[Any, Any], Any] | None
+) -> None:
+    """Compare slices with the whole, without dropout.
+
+    Args:
+        modules: of the stage, with their names.
+        loss_fn: on the last stage.
+
+    Raises:
+        ConfigError: the numbers are others; the sentence names the module that makes them so.
+    """
+    for module, name in modules.items():
+        if isinstance(module, _BATCH_NORMS) and module.training:
+            raise _refused(module, name, "takes means over whole sequences")
+    inputs, fields = joined([each.inputs for each in noted]), _whole_fields([each.fields for each in noted])
+    with torch.no_grad(), _evaluating(list(modules)):
+        whole = run(None, inputs, fields)
+        parts = [run(number, each.inputs, each.fields) for number, each in enumerate(noted)]
+        expected, found = ([t for t in _sequences(each) if t.is_floating_point()] for each in ([whole], parts))
+        if not _same(expected, found):
+            raise _culprit(noted, run, modules, inputs, fields)
+        if loss_fn is not None:
+            losses = [(loss_fn(part, each.target), each.share or 0.0) for part, each in zip(parts, noted, strict=True)]
+            added_up = noted[0].fields is not None and "shift_labels" in noted[0].fields[1]
+            share = losses[0][1] if added_up else sum(share for _, share in losses)
+            mean = _mean([(loss_fn(whole, joined([each.target for each in noted])), share)], share)
+            by_slices = _mean(losses, share)
+    if loss_fn is not None and not _same([mean], [by_slices], _TOLERANCE_OF_LOSS):
+        raise ConfigError(
+            f"slices: the loss of a sequence is {float(mean):.6g}, and {float(by_slices):.6g} by its slices: shift "
+            "labels before the batch is given, and let a loss_fn that leaves out tokens return (sum, weight)"
+        )
+
+
+def joined(trees: Sequence[Tree]) -> Tree:
+    """Return trees of slices as one of the whole; tensors without sequences are those of the first."""
+    found = iter(_columns(trees))
+    return map_tensors(trees[0], lambda _: next(found))
+
+
+def _columns(trees: Sequence[Tree]) -> list[Tensor]:
+    columns = zip(*map(distinct_tensors, trees), strict=True)
+    return [torch.cat(list(each), 1) if each[0].dim() > 1 else each[0] for each in columns]
+
+
+def _whole_fields(fields: Sequence[Tree]) -> Tree:
+    """Return the fields of a whole model without what slices need."""
+    if fields[0] is None:
+        return None
+    kwargs = fields[0][1]
+    cache = kwargs.get("past_key_values")
+    return joined(fields) if cache is None else ((), cache.whole)
+
+
+def _mean(losses: Sequence[tuple[Any, float]], share: float) -> Tensor:
+    """Return the loss of all from (loss, share) of each; `share`: of all."""
+    if isinstance(losses[0][0], tuple):
+        return torch.as_tensor(sum(loss[0] for loss, _ in losses) / sum(loss[1] for loss, _ in losses))
+    return torch.as_tensor(sum(loss * own for loss, own in losses if own) / share)
+
+
+def _sequences(parts: Sequence[Tree]) -> list[Tensor]:
+    return [tensor for tensor in _columns(parts) if tensor.dim() > 1]
+
+
+def _same(expected: Sequence[Tensor], found: Sequence[Tensor], least: float = _TOLERANCE) -> bool:
+    if [tensor.shape for tensor in expected] != [tensor.shape for tensor in found]:
+        return False
+    for one, other in zip(expected, found, strict=True):
+        if not one.is_floating_point():
+            if torch.equal(one, other):
+                continue
+            return False
+        kind = one.device.type
+        dtypes = [one.dtype, *([torch.get_autocast_dtype(kind)] if torch.is_autocast_enabled(kind) else [])]
+        most = max(least, *(_UNITS * torch.finfo(dtype).eps for dtype in dtypes))
+        if one.numel() and not bool((one - other).abs().max() <= most * one.abs().max()):
+            return bool(one.isnan().any())  # which says nothing
+    return True
+
+
+def _culprit(
+    noted: Sequence[Noted], run: Run, modules: dict[nn.Module, str], inputs: Tree, fields: Tree
+) -> ConfigError:
+    """Return the error that names the first module that is given the same and gives something else."""
+    with _recorded(modules) as whole:
+        run(None, inputs, fields)
+    parts = []
+    for number, each in enumerate(noted):
+        with _recorded(modules) as part:
+            run(number, each.inputs, each.fields)
+        parts.append(part)
+    for (module, given, gave), *others in zip(whole, *parts, strict=False):
+        if len({module, *(other for other, _, _ in others)}) > 1:
+            break
+        try:
+            same = _same(given, [torch.cat(each, 1) for each in zip(*(taken for _, taken, _ in others), strict=True)])
+            other = [torch.cat(each, 1) for each in zip(*(made for _, _, made in others), strict=True)]
+        except (RuntimeError, ValueError):  # shapes that make no whole
+            same, other = True, []
+        if same and not _same(gave, other):
+            return _refused(module, modules[module], "mixes a sequence otherwise than from its beginning on")
+    module, name = next(iter(modules.items()))
+    return _refused(module, name, "or something behind it mixes a sequence otherwise than from its beginning on")
+
+
+def _refused(module: nn.Module, name: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"slices: layer {name or 'model'} ({type(module).__name__}) {why}, so that slices give other numbers than the "
+        "whole: let it take and return a state (docs/models.md), or leave out slices"
+    )
+
+
+@contextmanager
+def _evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Return a context in which nothing is dropped out."""
+    modes = [(module, module.training) for module in modules]
+    try:
+        for module in modules:
+            module.training = False
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+@contextmanager
+def _recorded(modules: dict[nn.Module, str]) -> Iterator[list[tuple[nn.Module, list[Tensor], list[Tensor]]]]:
+    """Return a context that records what modules are given and give, in the order in which they end."""
+    found: list[tuple[nn.Module, list[Tensor], list[Tensor]]] = []
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        gave = output[0] if isinstance(output, tuple) and output else output
+        if type(gave) is Tensor and all(type(each) is Tensor for each in given):
+            with without_torch_function():  # a model that is cut by observation would see it
+                found.append((module, _sequences([given[:1]]), _sequences([gave])))
+
+    handles = [module.register_forward_hook(note, with_kwargs=True) for module in modules]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
