@@ -41,39 +41,11 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "B",
-    "F",
-    "G",
-    "I",
-    "R",
-    "U",
-    "W",
-    "Action",
-    "BatchError",
-    "ConfigError",
-    "DataError",
-    "Disagreement",
-    "Kind",
-    "Link",
-    "Listener",
-    "ModelError",
-    "Order",
-    "PeerLost",
-    "PipeError",
-    "Pipeline",
-    "Plan",
-    "ScheduleError",
-    "Spec",
-    "Stalled",
-    "StepRecord",
-    "StepReport",
-    "StorageError",
-    "Training",
-    "WorkerFailure",
-    "carries_out",
-    "check",
+    "B", "F", "G", "I", "R", "U", "W", "Action", "BatchError", "ConfigError", "DataError", "Disagreement", "Kind",
+    "Link", "Listener", "ModelError", "Order", "PeerLost", "PipeError", "Pipeline", "Plan", "ScheduleError", "Spec",
+    "Stalled", "StepRecord", "StepReport", "StorageError", "Training", "WorkerFailure", "carries_out", "check",
     "simulate",
-]
+]  # fmt: skip
 
 
 #: where a name stands, if not in `dependency`

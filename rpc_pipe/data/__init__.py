@@ -41,19 +41,9 @@ _HOMES = {
     "tokens": "token_files",
 }
 __all__ = [
-    "Batch",
-    "Loader",
-    "Order",
-    "Source",
-    "Storage",
-    "dataset",
-    "images",
-    "open_source",
-    "pack",
-    "table",
-    "text",
+    "Batch", "Loader", "Order", "Source", "Storage", "dataset", "images", "open_source", "pack", "table", "text",
     "tokens",
-]
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
