@@ -1,12 +1,11 @@
-"""A folder of images, one folder a class, decoded by Pillow; a chunk is some files, read as they are stored."""
+"""A folder of images, one folder a class, decoded by Pillow when they are read."""
 
 from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,12 @@ import torch
 from torch import Tensor
 
 from ..dependency import ConfigError, DataError
-from .bijection import Numbers
-from .drawing import drawn, draws
+from .maps import Mapped
 from .shards import ShardFile, find_shards, fingerprint
-from .source import Busy, Chunk, Source, Wanted, need
+from .source import ALL, Busy, Source, Wanted, need
 from .storage import Storage
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
-#: files of a chunk have about so many bytes, and are at most so many; of few files there are about so many chunks, as
-#: those of a folder, which are of one class, should lie in several
-_CHUNK_BYTES, _CHUNK_FILES, _CHUNKS = 8 * 10**6, 1024, 512
 
 Transform = Callable[[Any], Tensor]
 
@@ -65,114 +60,44 @@ def _scaled(size: int) -> Transform:
     return scale
 
 
-class Images(Source):
-    """Files of images."""
-
-    lets_go = True
+class Images(Mapped):
+    """Files of images, decoded when they are read."""
 
     def __init__(
         self,
         name: str,
-        shards: Sequence[ShardFile],
+        files: Sequence[ShardFile],
         transform: Transform,
         size: int | None,
         threads: int,
         storage: Storage,
     ) -> None:
-        self.name, self._files, self._transform, self._storage = name, shards, transform, storage
-        self.shards = [shard.name for shard in shards]
-        folders = [Path(shard.name).parts[0] if "/" in shard.name else "" for shard in shards]
+        self._files, self._transform, self._storage = files, transform, storage
+        folders = [Path(file.name).parts[0] if "/" in file.name else "" for file in files]
         #: names of the classes by number
         self.classes = sorted(set(folders))
         numbers = {folder: number for number, folder in enumerate(self.classes)}
-        self._labels = np.array([numbers[folder] for folder in folders], np.int64)
-        stored = np.array([shard.num_bytes for shard in shards], np.int64)
-        self._starts = _grouped(stored)
-        self.sizes = np.diff(self._starts)
-        ends = np.concatenate(([0], np.cumsum(stored)))
-        self.num_bytes = np.diff(ends[self._starts])
-        self.stored_bytes = int(stored.sum())
-        self.sample_bytes = 12 * size * size if size else 12 * 224 * 224
-        digest = fingerprint(shards, size, self._starts.tolist())
-        self.identity = f"{len(shards)} images, {len(self.classes)} classes, digest {digest}"
-        self._given = size is None
-        self._pool = ThreadPoolExecutor(threads, "images")
+        self._labels = [numbers[folder] for folder in folders]
+        super().__init__(files)
+        self.name, self.shards = name, [file.name for file in files]
+        self.stored_bytes = sum(file.num_bytes for file in files)
+        self.identity = f"{len(files)} images, {len(self.classes)} classes, digest {fingerprint(files, size)}"
+        self.pool = ThreadPoolExecutor(threads, "images")
 
-    @cached_property
-    def draws(self) -> bool:
-        return self._given and draws(lambda: self.decode(0, self._stored(0, Busy())))
+    def make(self, number: int, wanted: Wanted = ALL) -> tuple[Any, Any]:
+        image = self._decode(self._files[number]) if wanted.inputs else None
+        return image, self._labels[number] if wanted.targets else None
 
-    def shard_of(self, chunk: int) -> str:
-        return self.shards[int(self._starts[chunk])]
-
-    def load(self, chunk: int, busy: Busy) -> Chunk:
-        first, last = int(self._starts[chunk]), int(self._starts[chunk + 1])
-        return ImageChunk(self, first, [self._stored(number, busy) for number in range(first, last)])
-
-    def _stored(self, number: int, busy: Busy) -> bytes:
-        """Return what is in a file."""
-        shard = self._files[number]
-        with busy.on("disk"):
-            try:
-                return self._storage.use(shard, busy, Path.read_bytes)
-            except OSError as error:
-                raise DataError(f"image {shard.name}: cannot be read: {error.strerror}") from error
-
-    def decode(self, number: int, stored: bytes) -> Tensor:
-        """Return the image of a file as a tensor."""
+    def _decode(self, file: ShardFile) -> Tensor:
         pillow = need("PIL.Image", "a folder of images")
+        stored = self._storage.use(file, Busy(), Path.read_bytes)
         try:
             with pillow.open(io.BytesIO(stored)) as image:
                 return self._transform(image)
         except Exception as error:  # decoders raise what they like, and so may a user's transform
             said = str(error).partition(" <_io.")[0]  # which object in memory tells nobody anything
-            raise DataError(f"image {self.shards[number]}: cannot be decoded: {said}") from error
+            raise DataError(f"image {file.name}: cannot be decoded: {said}") from error
 
-    def rows(
-        self, first: int, stored: Sequence[bytes], numbers: Numbers, wanted: Wanted, keyed: int | None
-    ) -> tuple[Any, Any]:
-        """Return images and labels."""
-        labels = torch.from_numpy(self._labels[first + numbers]) if wanted.targets else None
-        if not wanted.inputs:
-            return None, labels
-        if keyed is not None:
-            places = (first + numbers).tolist()
-            return torch.stack(drawn(lambda place: self.decode(place, stored[place - first]), places, keyed)), labels
-        pixels = self._pool.map(lambda n: self.decode(first + n, stored[n]), numbers.tolist())
-        return torch.stack(list(pixels)), labels
-
-    def close(self) -> None:
-        """Threads end by themselves; the source may be read again."""
-
-
-def _grouped(sizes: Numbers) -> Numbers:
-    """Return where chunks of about equal bytes begin, and the end of the last."""
-    starts, size, count = [0], 0, 0
-    most = min(_CHUNK_FILES, -(-len(sizes) // _CHUNKS))
-    for number, each in enumerate(sizes.tolist()):
-        if count and (size + each > _CHUNK_BYTES or count == most):
-            starts.append(number)
-            size = count = 0
-        size, count = size + each, count + 1
-    return np.array([*starts, len(sizes)], np.int64)
-
-
-class ImageChunk(Chunk):
-    """Files as they are stored."""
-
-    def __init__(self, source: Images, first: int, stored: list[bytes]) -> None:
-        self._source, self._first, self._stored = source, first, stored
-        self._shares: dict[int, Numbers] = {}
-
-    def deal(self, shares: Iterator[tuple[int, Numbers]]) -> None:
-        self._shares = dict(shares)
-        kept = {number for numbers in self._shares.values() for number in numbers.tolist()}
-        self._stored = [file if number in kept else b"" for number, file in enumerate(self._stored)]
-
-    def go_to(self, block: int) -> None:
-        for behind in [number for number in self._shares if number < block]:
-            for number in self._shares.pop(behind).tolist():
-                self._stored[number] = b""
-
-    def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Any, Any]:
-        return self._source.rows(self._first, self._stored, numbers, wanted, self.keyed)
+    @property
+    def uniform(self) -> bool:
+        return True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,16 @@ def dataset(
 class Mapped(Source):
     """A dataset that holds itself."""
 
+    #: make samples that draw nothing; None: the thread that reads does
+    pool: ThreadPoolExecutor | None = None
+
     def __init__(
-        self, samples: Any, inputs: Keys | None, targets: Keys | None, chunk: int | None, identity: str | None
+        self,
+        samples: Any,
+        inputs: Keys | None = None,
+        targets: Keys | None = None,
+        chunk: int | None = None,
+        identity: str | None = None,
     ) -> None:
         self.samples, self._keys = samples, (inputs, targets)
         self.name = type(samples).__name__
@@ -68,7 +77,7 @@ class Mapped(Source):
         each = chunk or -(-count // _CHUNKS)
         self.sizes = np.full(-(-count // each), each, np.int64)
         self.sizes[-1] = count - each * (len(self.sizes) - 1)
-        (first,) = drawn(self._sample, [0], 0)
+        (first,) = drawn(self.make, [0], 0)
         self.sample_bytes = sum(tensor.nbytes for tensor in tensors_of(default_collate([first]))) or 1
         # Without chunks of its own nothing is held here: the whole fits into any memory.
         self.num_bytes = self.sizes * self.sample_bytes if chunk else np.ones(len(self.sizes), np.int64)
@@ -94,17 +103,18 @@ class Mapped(Source):
         said = self._keys
         return _of(sample, said[0], wanted.inputs), _of(sample, said[1], wanted.targets)
 
-    def _sample(self, number: int) -> tuple[Any, Any]:
-        return self.pair(self.samples[number])
+    def make(self, number: int, wanted: Wanted = ALL) -> tuple[Any, Any]:
+        """Return a sample as (inputs, target), as far as wanted."""
+        return self.pair(self.samples[number], wanted)
 
     @cached_property
     def draws(self) -> bool:
-        return draws(lambda: self.samples[0])
+        return draws(lambda: self.make(0))
 
     @cached_property
     def uniform(self) -> bool:
         places = {0, len(self.samples) // 2, len(self.samples) - 1}
-        forms = [_form(sample) for sample in drawn(self._sample, sorted(places), 0)]
+        forms = [_form(sample) for sample in drawn(self.make, sorted(places), 0)]
         return all(form == forms[0] for form in forms)
 
     def load(self, chunk: int, busy: Busy) -> Chunk:
@@ -120,7 +130,11 @@ class MappedChunk(Chunk):
     def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
         source = self._source
         places = (self._first + numbers).tolist()
-        pairs = drawn(lambda place: source.pair(source.samples[place], wanted), places, self.keyed)
+        make = partial(source.make, wanted=wanted)
+        if source.pool is None or self.keyed is not None:
+            pairs = drawn(make, places, self.keyed)
+        else:
+            pairs = list(source.pool.map(make, places))
         inputs = default_collate([pair[0] for pair in pairs]) if wanted.inputs else None
         targets = default_collate([pair[1] for pair in pairs]) if wanted.targets else None
         return inputs, targets

@@ -13,8 +13,8 @@ from .source import Busy, Chunk, Source, Wanted
 
 #: the disk is measured for about so long
 _MEASURED_S = 1.0
-#: samples are tried for so long, so many at once
-_TRIED_S, _TOGETHER = 0.5, 16
+#: samples that are read at once
+_TOGETHER = 16
 #: positions whose samples' distance is looked at
 _LOOKED_AT = 1024
 
@@ -56,7 +56,6 @@ def survey(loader: Loader) -> Survey:
         dry.enter(0, block)
     dry.close()
     count = order.num_samples
-    _try(source, epoch.chunks)
     places = np.unique(np.linspace(0, max(0, count - 2), _LOOKED_AT, dtype=np.int64))
     apart = np.abs(order.at(np.minimum(places + 1, count - 1)) - order.at(places))
     return Survey(
@@ -74,33 +73,25 @@ def survey(loader: Loader) -> Survey:
 
 
 def _speed(source: Source, chunks: np.typing.NDArray[np.int64]) -> float:
-    """Load chunks for a while."""
-    begin, loaded = time.perf_counter(), 0
-    for chunk in chunks.tolist():
-        held = source.load(chunk, Busy())
-        held.read(np.arange(min(1, int(source.sizes[chunk]))), Wanted())
-        held.close()
-        loaded += int(source.num_bytes[chunk])
-        if time.perf_counter() - begin > _MEASURED_S:
-            break
-    return loaded / 1e6 / (time.perf_counter() - begin)
-
-
-def _try(source: Source, chunks: np.typing.NDArray[np.int64]) -> None:
-    """Read samples for a while, whole chunks if that is enough for them.
+    """Load chunks and read samples of them for a while; return how many MB are loaded a second.
 
     Raises:
-        DataError: one cannot be decoded.
+        DataError: a sample cannot be decoded.
     """
-    begin = time.perf_counter()
+    begin, took, loaded = time.perf_counter(), 0.0, 0
     for chunk in chunks.tolist():
+        since = time.perf_counter()
         held = source.load(chunk, Busy())
+        took += time.perf_counter() - since
+        loaded += int(source.num_bytes[chunk])
         for first in range(0, int(source.sizes[chunk]), _TOGETHER):
             held.read(np.arange(first, min(first + _TOGETHER, int(source.sizes[chunk]))), Wanted())
-            if time.perf_counter() - begin > _TRIED_S:
-                held.close()
-                return
+            if time.perf_counter() - begin > _MEASURED_S:
+                break
         held.close()
+        if time.perf_counter() - begin > _MEASURED_S:
+            break
+    return loaded / 1e6 / took
 
 
 class _Dry(Source):

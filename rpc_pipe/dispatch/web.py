@@ -13,10 +13,8 @@ import json
 import re
 import secrets
 import socket
-import time
 from collections.abc import Awaitable, Callable
 from importlib.resources import files
-from typing import NamedTuple
 
 from aiohttp import web
 
@@ -27,8 +25,6 @@ from .metrics import render
 from .summary import describe, draw_steps, finite
 from .view import View
 
-#: drawing may use at most this fraction (1 / n) of a core
-_REST = 5
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -43,13 +39,6 @@ def parse_address(option: str, text: str) -> tuple[str, int]:
     if not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ConfigError(f"{option} {text}: must be PORT or HOST:PORT, such as 8800 or 0.0.0.0:8800")
     return host, int(port)
-
-
-class _Drawn(NamedTuple):
-    version: str
-    pictures: dict[str, object]
-    #: earliest `time.monotonic` at which to draw again
-    until: float
 
 
 class Server:
@@ -68,7 +57,7 @@ class Server:
         self._token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
         self._cookie = ""
         self._runner: web.AppRunner | None = None
-        self._pictures: dict[int, _Drawn] = {}
+        self._pictures: dict[int, tuple[str, dict[str, object]]] = {}
 
     async def start(self) -> str:
         """Begin to serve; return the address to open.
@@ -167,19 +156,15 @@ class Server:
             "fresh": bool(view.losses) and view.losses[-1][0] < after,
         }
         version = f"{state['step']}/{steps}/{len(view.headers)}"
-        drawn = self._drawn(version, min(max(1, steps), 10))
-        if drawn.version != request.query.get("have"):
-            state |= {"version": drawn.version, "pictures": drawn.pictures}
+        if version != request.query.get("have"):
+            state |= {"version": version, "pictures": self._drawn(version, min(max(1, steps), 10))}
         return web.Response(text=json.dumps(state, separators=(",", ":")), content_type="application/json")
 
-    def _drawn(self, version: str, count: int) -> _Drawn:
-        """Return the pictures of `count` steps; earlier ones if drawing again would exceed the share of a core."""
-        before, now = self._pictures.get(count), time.monotonic()
-        if before is None or (before.version != version and now > before.until):
-            pictures = encode(draw_steps(self._view, count))
-            took = time.monotonic() - now
-            self._pictures[count] = before = _Drawn(version, pictures, now + _REST * took)
-        return before
+    def _drawn(self, version: str, count: int) -> dict[str, object]:
+        """Return the pictures of `count` steps, which are drawn once for all who look."""
+        if self._pictures.get(count, ("", {}))[0] != version:
+            self._pictures[count] = version, encode(draw_steps(self._view, count))
+        return self._pictures[count][1]
 
 
 def _is_address(host: str) -> bool:

@@ -72,8 +72,6 @@ class Attempt:
         #: that workers have made different calls; a death takes precedence
         self._disagreement: Cause | None = None
         self._consequences: dict[int, str] = {}
-        #: what a worker that cannot tell it here has told the others
-        self._heard: Cause | None = None
         #: the title of the failure if no cause turns up
         self._vague = ""
         self._failed_at = 0.0
@@ -184,8 +182,6 @@ class Attempt:
         if message["consequence"] or message.get("disagreement"):
             if not message["consequence"]:
                 self._disagreement = self._disagreement or Cause(f"worker {rank} failed", message["text"])
-            if "cause" in message:
-                self._heard = self._heard or Cause(*message["cause"])
             unmet = message.get("unmet", False)
             missing = self._who_is_missing(rank) if unmet else ""
             self._follow_up(rank, message["text"] + missing, "the workers could not meet" if unmet else "")
@@ -227,8 +223,6 @@ class Attempt:
             )
         if self._disagreement is not None:
             return self._disagreement
-        if self._heard is not None:
-            return self._heard
         return Cause(self._vague, "\n".join(self._consequences.values()), FAILED)
 
     def _follow_up(self, rank: int, text: str, vague: str = "") -> None:

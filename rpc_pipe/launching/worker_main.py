@@ -57,8 +57,6 @@ def _failed(error: BaseException) -> int:
             "disagreement": Disagreement,
         }
         told: dict[str, Any] = {name: isinstance(error, kind) for name, kind in kinds.items()}
-        if isinstance(error, PeerLost) and error.cause is not None:  # in case that worker cannot tell it
-            told["cause"] = f"worker {error.cause.worker} failed", str(error.cause)
         link.tell(kind="failure", text=str(error.args[0]), **told)
         return FAILED
     if not isinstance(error, Exception):  # an error of the user's script outside calls of the pipeline

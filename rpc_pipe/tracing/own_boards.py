@@ -119,7 +119,7 @@ def _script() -> str:
     name = Path(sys.argv[0]).name
     if name == "own_train.py":  # of `rpc-pipe run --model`
         return Path(sys.argv[1]).name
-    return "built-in GPT" if name == "__main__.py" else name or "python"
+    return "built-in GPT" if Path(sys.argv[0]).parts[-2:] == ("demo", "train.py") else name or "python"
 
 
 def _header(training: Watchable, worker: int) -> dict[str, Any]:

@@ -5,14 +5,12 @@ import runpy
 import signal
 from functools import partial
 from threading import Timer
-from types import SimpleNamespace
 
 import pytest
 
 from rpc_pipe.dependency import ConfigError
 from rpc_pipe.launching import attempt, launcher
 from rpc_pipe.launching.attempt import Attempt
-from rpc_pipe.launching.cause import Cause
 from rpc_pipe.launching.launcher import Launcher
 from rpc_pipe.launching.report import Reporter
 from rpc_pipe.launching.worker_main import as_worker
@@ -77,15 +75,6 @@ def test_who_ends_as_if_stopped_though_nobody_asked_is_the_cause():
     found._take(WorkerEvent("told", 0, LOST))
     found._take(WorkerEvent("ended", 1, 130))
     assert found._without_cause().text == "worker 1 ended with exit code 130 while starting up"
-
-
-def test_who_cannot_tell_its_error_is_named_by_those_who_have_heard_of_it():
-    """A layer closed the launcher's pipe and raised: no worker was named, or one was said to have called os.exec."""
-    found = of(2)
-    found.workers = [SimpleNamespace(replaced=True), SimpleNamespace(replaced=False)]
-    told = "worker 1 failed (running 1F3, step 2): ArithmeticError"
-    found._take(WorkerEvent("told", 0, {**LOST, "cause": ["worker 1 failed", told]}))
-    assert found._without_cause() == Cause("worker 1 failed", told)
 
 
 def test_who_cannot_tell_its_error_has_time_to_end(monkeypatch):

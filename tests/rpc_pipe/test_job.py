@@ -23,8 +23,6 @@ def test_alone_under_torchrun_and_under_our_launcher():
         ({"MASTER_PORT": None}, "MASTER_PORT: not set, but RANK, WORLD_SIZE, MASTER_ADDR is"),
         ({"RANK": "two"}, "RANK 'two': must be a whole number"),
         ({"RANK": "2"}, "RANK 2: must be 0 to WORLD_SIZE - 1 = 1"),
-        ({"WORLD_SIZE": "9" * 12}, "WORLD_SIZE '999999999999': must be a whole number from 0 to 65536"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT '65536': must be a whole number from 0 to 65535"),
         ({"MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR no.such.host.invalid"),
     ],
 )
