@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from numbers import Integral
 
 from .action import Action
 from .errors import ScheduleError
@@ -85,6 +86,8 @@ def _check_version(spec: Spec, stage: int, m: int, begins: int) -> None:
     """Check that the version is a number that repeats from step to step and is not later than its own update."""
     M, per_step = spec.num_microbatches, 1 if spec.update_every == "step" else spec.num_microbatches
     settled = spec.version(stage, m + STEADY * M)
+    if not isinstance(settled, Integral):
+        raise ScheduleError(f"version({stage}, {m + STEADY * M}) returned {settled!r}: it must be a whole number")
     before = m + STEADY * M if spec.update_every == "microbatch" else STEADY  # updates whose gradients come before
     if settled > before:
         raise ScheduleError(

@@ -24,6 +24,8 @@ def read_file(path: Path, said: str, encoding: str = "utf-8") -> str:
     Raises:
         ConfigError: it cannot be read, or is no text.
     """
+    if path.exists() and not path.is_file():  # to open a pipe that nobody writes would wait for ever
+        raise ConfigError(f"{said}: is not a regular file")
     try:
         return path.read_text(encoding)
     except OSError as error:

@@ -49,8 +49,10 @@ class Logs:
         """Append what a worker has printed."""
         with suppress(OSError, IndexError, ValueError):  # a full disk does not end training; it may be closed
             file = self._files[worker]
-            if file.tell() < _MOST_BYTES:
-                file.write(data)
+            if (left := _MOST_BYTES - file.tell()) > 0:
+                file.write(data[:left])
+                if len(data) >= left:
+                    file.write(b"\n[no more is kept]\n")
 
     def close(self, keep: bool) -> None:
         """Close the logs, and keep or remove them."""

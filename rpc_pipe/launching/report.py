@@ -36,20 +36,20 @@ class _Output:
         except UnicodeEncodeError as error:  # write at least the characters that its encoding has
             known = text.replace("─", "-").encode(error.encoding, "backslashreplace")
             return self.write(known.decode(error.encoding))
-        except (OSError, ValueError):  # closed, or full
+        except (OSError, ValueError, AttributeError):  # closed, full, or there is none
             self._give_up()
         return len(text)
 
     def flush(self) -> None:
         try:
             getattr(sys, self._name).flush()
-        except (OSError, ValueError):
+        except (OSError, ValueError, AttributeError):
             self._give_up()
 
     def _give_up(self) -> None:
         """Drop buffered output; the interpreter would try to write it at its end."""
         self.failed = True
-        with suppress(OSError, ValueError):
+        with suppress(OSError, ValueError, AttributeError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), getattr(sys, self._name).fileno())
 
     def __getattr__(self, name: str) -> Any:

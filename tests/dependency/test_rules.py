@@ -1,5 +1,6 @@
 """Rules that a check before them usually catches, and those of files and kinds: each says what is wrong."""
 
+import os
 import re
 
 import pytest
@@ -75,11 +76,7 @@ def test_what_cannot_recompute_says_so(schedule, says):
         make_spec(schedule, 2, 4, {"recompute": "all"})
 
 
-def test_files_that_are_too_large_are_not_read(tmp_path, monkeypatch):
-    large = tmp_path / "large.py"
-    large.write_text("raise SystemExit  # nobody runs this")
-    with pytest.raises(ConfigError, match=r"--plan large\.py: has 36 bytes; at most 9 are read"):
-        files.read_file(large, "--plan large.py", 9)
-    monkeypatch.setattr(files, "_MOST_CODE_BYTES", 9)
-    with pytest.raises(ConfigError, match=r"large.py:make: .*/large.py has 36 bytes; at most 9 of code are read"):
-        files.load_module(large, "large", "large.py:make")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"--plan pipe: is not a regular file"):
+        files.read_file(tmp_path / "pipe", "--plan pipe")

@@ -168,6 +168,7 @@ def test_fences_stand_where_the_version_says_that_nothing_can_be_read(writer, mo
     def fence(at=0):
         versions.append(struct.unpack_from("<q", writer._map, at)[0])
 
+    monkeypatch.setattr(boards, "X86", False)
     monkeypatch.setattr(boards, "keep_order", lambda: fence(8192))
     writer.action_started(1, F(0, 1))
     writer.show(Live(State.RUNNING, 1))
