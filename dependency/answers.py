@@ -19,7 +19,7 @@ _ASKED = (
 
 
 def named(error: BaseException) -> BaseException:
-    """Return an error that tells where in the user's code another one came from; that one itself if it is ours."""
+    """Return an error that tells where in the user's code another one came from."""
     ours, traceback = __name__.partition(".")[0], error.__traceback__
     while traceback is not None:
         frame = traceback.tb_frame
@@ -29,7 +29,7 @@ def named(error: BaseException) -> BaseException:
             where = f"line {traceback.tb_lineno} of {code.co_filename}"
             return ScheduleError(f"{code.co_name} raised {type(error).__name__}: {error} ({where})")
         traceback = traceback.tb_next
-    return error
+    return ScheduleError(f"a method of the schedule returned what cannot be worked with: {error} (docs/schedules.md)")
 
 
 def check_answers(spec: Spec) -> None:

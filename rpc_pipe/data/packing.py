@@ -110,6 +110,8 @@ def _begun(folder: Path, new: Packed) -> Packed:
         folder.mkdir(parents=True, exist_ok=True)
         others = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
         found = new if note is None else Packed(**json.loads(note.read_text()))
+        if not isinstance(found.shards, list):
+            raise TypeError("shards are no list")
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}") from error
     except (TypeError, ValueError) as error:

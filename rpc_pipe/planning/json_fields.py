@@ -12,6 +12,8 @@ from ..dependency import Kind
 _hints: Any = cache(get_type_hints)
 #: counts and indices are below this
 _MOST = 2**31
+#: times and sizes are, so that sums and products of them are finite
+_MOST_FLOAT = 1e100
 
 
 def json_field(name: str, unit: float = 1) -> dict[str, Any]:
@@ -68,8 +70,8 @@ def from_json_value(kind: Any, value: Any, name: str = "", unit: float = 1) -> A
         return tuple(parts) if origin is tuple else parts
     if kind is int and not _is_whole(value):
         raise ValueError(f"{name} must be a whole number of at least 0")
-    if kind is float and not isinstance(value, (int, float)):
-        raise ValueError(f"{name} {value!r} must be a number")
+    if kind is float and not (isinstance(value, (int, float)) and 0 <= value < _MOST_FLOAT):
+        raise ValueError(f"{name} {value!r} must be a number, at least 0 and finite")
     return value if kind is Any else kind(value) if unit == 1 else unit * kind(value)
 
 
