@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..dependency import ConfigError, refuse_below
-from ..workers.compute.average import swap
 from .keeper import Keeper
 
 if TYPE_CHECKING:
@@ -166,6 +165,8 @@ class Weights:
         if len(found) < len(averages):
             raise ConfigError("averaged: there is no average of the weights; pass ema_decay=, such as 0.999")
         self._keeper.refuse_averaged("averaged")
+        from ..workers.compute.average import swap  # few runs have one
+
         swap(found)
         self._keeper.averaged = True
         try:
