@@ -130,7 +130,6 @@ def far(self, a):
         (PipeDream, {"version": lambda self, s, m: m + 1}, "version(0, 0) is made by the update that takes the"),
         (PipeDream2BW, {"version": lambda self, s, m: m // 4}, "the slot must grow along every edge"),
         (PipeDream, {"version": lambda self, s, m: 3 if m > 7 else 0}, "a version must repeat from step to step"),
-        (PipeDream, {"version": lambda self, s, m: m / 2}, "it must be a whole number"),
         (PipeDream2BW, {"slot": lambda self, a: a.index * 8 + a.stage}, "share slot"),
         (PipeDream2BW, {"activation_limit": lambda self, w: 4}, "bounded by windows"),
         (PipeDream, {"num_routes": 2}, "with an update after every microbatch there is one route"),

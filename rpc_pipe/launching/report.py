@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -53,7 +54,7 @@ class _Output:
             os.dup2(os.open(os.devnull, os.O_WRONLY), getattr(sys, self._name).fileno())
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(sys, self._name), name)
+        return getattr(getattr(sys, self._name) or io.StringIO(), name)
 
 
 class Reporter:

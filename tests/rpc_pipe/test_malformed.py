@@ -84,10 +84,6 @@ def folder(tmp_path_factory):
         ("simulate --workers " + "9" * 5000, "(5001 characters) must be a whole number"),
         ("simulate --schedule \x1b[31m", "'\\x1b[31m'"),
         ("profile models.py:make", "model: layer 0 is a NoneType: it must be a module, or make one when called"),
-        (
-            "run --workers 9",
-            "use at most 6 stages, so fewer workers (num_workers=, or --workers if typed)",
-        ),
         ("run --checkpoint-folder= --checkpoint-every 1", "--checkpoint-folder: must name a folder"),
         ("run exits.py --workers 99999", "at most 1024 processes are started on one machine"),
         ("run --save /dev/full", "is not a regular file"),
