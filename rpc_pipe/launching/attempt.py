@@ -9,9 +9,11 @@ The first cause of a failure wins; what other workers report after it are conseq
 
 from __future__ import annotations
 
+import queue
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -24,7 +26,7 @@ from .cause import LAST_LINES, Cause, killed, memory_kills, of_death, of_stall
 from .job import FAILED, INTERRUPTED, WRONG_INPUT
 from .logs import Logs
 from .report import Reporter
-from .worker_process import Events, WorkerEvent, WorkerProcess
+from .worker_process import MOST_UNREAD, Events, WorkerEvent, WorkerProcess
 
 #: seconds to wait for a cause after a consequence was reported
 _GRACE_S = 3.0
@@ -59,7 +61,7 @@ class Attempt:
         self._reporter, self._boards, self._rpc = reporter, boards, rpc
         self._num_processes = num_processes
         self._view = View()
-        self._events = Events()
+        self._events: Events = queue.Queue(MOST_UNREAD)
         #: workers that have begun to meet the others, that have met them, and that have completed their work
         self._joining: set[int] = set()
         self._joined: set[int] = set()
@@ -105,10 +107,10 @@ class Attempt:
             tick: called several times a second.
         """
         while len(self._ended) < self._num_processes:
-            event = self._events.next(timeout_s=0.2)
-            tick()
-            if event is not None:
+            with suppress(queue.Empty):
+                event = self._events.get(timeout=0.2)
                 self._take(event)
+            tick()
             if time.monotonic() > self._looked_at + _LOOK_EVERY_S:
                 self._look()
             if self._cause is not None:

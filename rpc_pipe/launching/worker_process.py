@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from . import launcher_link as link
 from .logs import Logs
 
-#: most printed lines that wait to be shown; workers that print more wait
-_MOST_UNREAD = 256
+#: most events that wait to be handled; workers that print more wait
+MOST_UNREAD = 256
 #: longer lines, as of progress bars, are shown in parts
 _LONGEST_LINE = 8192
 #: seconds to read a worker's pipes after its end, as a child process may keep them open
@@ -31,28 +31,8 @@ class WorkerEvent(NamedTuple):
     detail: Any
 
 
-class Events:
-    """A queue of the workers' events."""
-
-    def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[WorkerEvent] = queue.SimpleQueue()
-        self._room = threading.Semaphore(_MOST_UNREAD)
-
-    def put(self, event: WorkerEvent) -> None:
-        """Add an event; printed lines wait while the queue is full."""
-        if event.what == "printed":
-            self._room.acquire()
-        self._queue.put(event)
-
-    def next(self, timeout_s: float) -> WorkerEvent | None:
-        """Return the next event; None: none came in time."""
-        try:
-            event = self._queue.get(timeout=timeout_s)
-        except queue.Empty:
-            return None
-        if event.what == "printed":
-            self._room.release()
-        return event
+#: the events of all workers, in the order in which they came
+Events = queue.Queue[WorkerEvent]
 
 
 class WorkerProcess:

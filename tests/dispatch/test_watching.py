@@ -83,7 +83,7 @@ def until_step(folder, step):
 
 
 def test_watchers_that_are_killed_or_stopped_change_nothing():
-    arguments = [*TRAIN, "--json", "--steps", 120]
+    arguments = [*TRAIN, "--json", "--steps", 60]
     with start("run", *arguments) as alone:
         expected = json.loads(alone.communicate(timeout=120)[0])
     with training(*arguments) as (run, _):

@@ -1,6 +1,7 @@
 """What the launcher reads of a worker's process, without a pipeline in it."""
 
 import os
+import queue
 import sys
 import time
 from contextlib import contextmanager
@@ -10,18 +11,18 @@ import psutil
 import pytest
 
 from rpc_pipe.launching import launcher_link as link
-from rpc_pipe.launching.worker_process import _LONGEST_LINE, _MOST_UNREAD, Events, WorkerProcess
+from rpc_pipe.launching.worker_process import _LONGEST_LINE, MOST_UNREAD, WorkerProcess
 
 
 @contextmanager
 def process(code="", command=None):
-    events = Events()
+    events = queue.Queue(MOST_UNREAD)
     worker = WorkerProcess(0, command or [sys.executable, "-c", code], dict(os.environ), events)
     try:
         yield worker, events
     finally:
         worker.kill()
-        while events.next(30).what != "ended":
+        while events.get(timeout=30).what != "ended":
             pass
 
 
@@ -29,7 +30,7 @@ def until_the_end(events):
     """Return (what, detail) of every event up to the end of the process, and leave the end there."""
     found = []
     while not found or found[-1][0] != "ended":
-        event = events.next(30)
+        event = events.get(timeout=30)
         assert event is not None, found
         found.append((event.what, event.detail))
     events.put(event)
@@ -40,20 +41,20 @@ def test_who_cannot_be_started_leaves_no_descriptor():
     """Where there were few, the launcher had none to remove its folder with."""
     before = os.listdir("/proc/self/fd")
     with pytest.raises(FileNotFoundError):
-        WorkerProcess(0, ["/none"], dict(os.environ), Events())
+        WorkerProcess(0, ["/none"], dict(os.environ), queue.Queue(MOST_UNREAD))
     assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 def test_who_prints_faster_than_is_read_waits():
     """The launcher kept every line, without a bound."""
     with process("while True: print('again', flush=True)") as (_, events):
-        for _ in range(3 * _MOST_UNREAD):
-            assert events.next(30).detail == "again"
+        for _ in range(3 * MOST_UNREAD):
+            assert events.get(timeout=30).detail == "again"
         full = -1
-        while events._queue.qsize() != full:
-            full = events._queue.qsize()
+        while events.qsize() != full:
+            full = events.qsize()
             time.sleep(0.2)
-        assert full == _MOST_UNREAD
+        assert full == MOST_UNREAD
 
 
 def test_lines_come_whole_and_in_order_before_the_end():
@@ -84,7 +85,7 @@ def test_when_the_launcher_is_gone_so_is_what_its_workers_have_started():
     code = "import os, time\nfrom rpc_pipe.launching import launcher_link as link\n"
     code += "if child := os.fork(): link.hold_leash(); print(child, flush=True)\ntime.sleep(60)"
     with process(code) as (worker, events):
-        child = psutil.Process(int(events.next(30).detail))
+        child = psutil.Process(int(events.get(timeout=30).detail))
         worker._leash.close()  # as the system does when the launcher ends
         assert psutil.wait_procs([child], timeout=10)[1] == []
         assert until_the_end(events) == [("ended", -9)]
