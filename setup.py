@@ -30,7 +30,7 @@ setup(
     # installing a package without its rooms.
     packages=[
         "rpc_pipe",
-        *("rpc_pipe." + room for room in ("dependency", "schedules")),
+        *("rpc_pipe." + room for room in ("dependency", "schedules", "system")),
         *("rpc_pipe." + room for room in ("workers", "workers.compute", "workers.transport")),
         *("rpc_pipe.model" + room for room in ("", ".observe", ".assign", ".replay", ".batches")),
         *("rpc_pipe." + room for room in ("planning", "drawing", "tracing", "launching", "checkpoints", "commands")),

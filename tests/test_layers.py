@@ -15,23 +15,25 @@ ROOT = Path(__file__).parent.parent
 MAY_IMPORT = {
     "dependency": "",
     "schedules": "dependency",
+    # what a user's files, the end of a process and the collection of garbage ask for
+    "system": "dependency",
     "workers/transport": "dependency",
     "workers/compute": "workers/transport dependency",
     "workers": "workers/compute workers/transport dependency",
     # a model that is no list of layers: one run on shapes is observed, its events are assigned to stages, and each
     # stage replays its part; batches are split into microbatches
-    "model/observe": "workers/compute dependency",
+    "model/observe": "system workers/compute dependency",
     "model/assign": "model/observe dependency",
     "model/replay": "model/assign model/observe workers/compute workers/transport dependency",
     "model/batches": "model/replay model/observe workers workers/compute workers/transport dependency",
-    "model": "model/replay model/assign model/observe workers/compute workers/transport dependency",
-    "planning": "model schedules dependency",
+    "model": "system model/replay model/assign model/observe workers/compute workers/transport dependency",
+    "planning": "system model schedules dependency",
     "drawing": "planning dependency",
-    "tracing": "drawing planning model workers workers/transport schedules dependency",
+    "tracing": "system drawing planning model workers workers/transport schedules dependency",
     # the watching node; nobody knows it but the launcher, which shows what it sees, and the command line
-    "dispatch": "tracing drawing planning workers dependency",
-    "launching": "dispatch tracing workers/transport dependency",
-    "checkpoints": "model workers workers/compute workers/transport dependency",
+    "dispatch": "system tracing drawing planning workers dependency",
+    "launching": "system dispatch tracing workers/transport dependency",
+    "checkpoints": "system model workers workers/compute workers/transport dependency",
     "pipeline": "checkpoints launching model model/batches planning workers workers/compute workers/transport "
     "dependency",
     # batches of data larger than memory; training does not need it, who makes batches may
@@ -42,7 +44,7 @@ MAY_IMPORT = {
     "demo": "data pipeline launching dependency",
     "verifying": "demo pipeline launching planning model model/batches model/observe workers workers/compute "
     "workers/transport dependency",
-    "commands": "verifying demo data pipeline checkpoints launching dispatch tracing drawing planning "
+    "commands": "system verifying demo data pipeline checkpoints launching dispatch tracing drawing planning "
     "planning/measuring schedules dependency",
     "rpc_pipe": "commands pipeline planning workers schedules dependency",
 }

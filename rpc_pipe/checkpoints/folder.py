@@ -21,7 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..dependency import StorageError, files
+from ..dependency import StorageError
+from ..system import files
 
 MANIFEST = "manifest.json"
 INDEX = "model.safetensors.index.json"

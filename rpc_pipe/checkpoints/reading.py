@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..dependency import ConfigError, Damaged
-from ..dependency.files import DAMAGED
+from ..system.files import DAMAGED
 from . import folder
 from .json_values import decoded
 from .shard_state import Stages, of_route

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..dependency import ConfigError, Damaged, PipeError
-from ..dependency.files import DAMAGED
+from ..system.files import DAMAGED
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from ..workers.compute.stash import StashingShard

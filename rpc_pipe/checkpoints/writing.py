@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from ..dependency import ConfigError, Stalled, StorageError
-from ..dependency.at_exit import at_exit
+from ..system.at_exit import at_exit
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
 from . import folder

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..dependency.files import DAMAGED, read_json
 from ..launching import launcher_link as link
 from ..planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms, read_measured_run
 from ..planning.plan import Plan, read_plan
 from ..planning.profile import as_json
 from ..planning.search import PlanRequest, search
+from ..system.files import DAMAGED, read_json
 from ..tracing.lost_time import LostTime
 from ..tracing.trace import Trace
 from .files import write

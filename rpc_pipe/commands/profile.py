@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, Progress, TextColumn
 
 from ..dependency import ConfigError
-from ..dependency.files import read_json
 from ..drawing.plans import profile_table
 from ..launching import launcher_link as link
 from ..launching.job import Job, current_job
@@ -24,6 +23,7 @@ from ..launching.launcher import How, launch
 from ..launching.report import Reporter
 from ..launching.worker_main import as_worker
 from ..planning.profile import Profile, as_json, from_json
+from ..system.files import read_json
 from ..tracing import run_folders
 from .files import try_files, write
 from .options import Parser, add_json, device, whole

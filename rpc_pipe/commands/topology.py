@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..dependency.files import DAMAGED, read_json
 from ..planning.json_fields import from_json_value
 from ..planning.profile import Machines
 from ..planning.simulator import Link
+from ..system.files import DAMAGED, read_json
 from .options import parse_bytes, parse_number, parse_worker
 
 #: measured link between processes of one machine, through shared memory

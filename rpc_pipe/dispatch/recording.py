@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from ..dependency import Action, ConfigError, Kind
-from ..dependency.files import DAMAGED, read_file
+from ..system.files import DAMAGED, read_file
 from ..tracing.board import Live, State
 from ..tracing.boards import RunUpdate
 from ..tracing.run_ending import Ending

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlparse
 
 from ..dependency import ConfigError, NotMet
-from ..dependency.at_exit import at_exit
+from ..system.at_exit import at_exit
 from ..tracing import run_folders
 from ..workers.transport.forks import keep_from_forks, letting_go
 from . import LOOPBACK

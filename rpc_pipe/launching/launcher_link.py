@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from weakref import ref
 
 from ..dependency import ConfigError
-from ..dependency.at_exit import at_exit
+from ..system.at_exit import at_exit
 from ..tracing import run_folders
 from ..tracing.own_boards import (
     collect,

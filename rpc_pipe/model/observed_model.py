@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..dependency import ModelError
-from ..dependency.garbage import uncollected
+from ..system.garbage import uncollected
 from .assign.assignment import Assignment, Owners
 from .assign.unused_fields import unused_fields
 from .deferred import DeferredModel

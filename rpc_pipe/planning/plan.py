@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..dependency import ConfigError
-from ..dependency.files import DAMAGED, read_json
+from ..system.files import DAMAGED, read_json
 from .json_fields import from_json_value, json_field, to_json_value
 
 

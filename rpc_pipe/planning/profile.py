@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from ..dependency import B, ConfigError, F, G, I, Kind, R, U, W
-from ..dependency.files import DAMAGED
+from ..system.files import DAMAGED
 from .footprint import Size
 from .json_fields import from_json_value, json_field, to_json_value
 from .simulator import Link

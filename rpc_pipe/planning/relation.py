@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..dependency import NO_REDUCTIONS, RESOURCES, Action, Part, PipeError, Reductions, ScheduleError, Spec, entries
-from ..dependency.garbage import uncollected
+from ..system.garbage import uncollected
 
 
 class Relation:

@@ -18,7 +18,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ..dependency import RESOURCES, Action, Kind, Order, Spec, U
-from ..dependency.garbage import uncollected
+from ..system.garbage import uncollected
 from .relation import Relation
 from .span import Span
 

@@ -75,7 +75,7 @@ def _load_class(schedule: str, path: Path, name: str) -> type[Spec]:
 
 
 def _load(schedule: str, path: Path) -> ModuleType:
-    from ..dependency.files import load_module
+    from ..system.files import load_module
 
     return load_module(path, f"rpc_pipe_schedule_{path.stem}", f"schedule {schedule!r}")
 

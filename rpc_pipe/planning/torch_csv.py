@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 
 from ..dependency import Action, B, ConfigError, F, I, Kind, R, Spec, local_order
-from ..dependency.files import read_file
+from ..system.files import read_file
 from .listed_schedule import ListedSchedule, Program
 
 _SOURCE = "torch.distributed.pipelining, _PipelineScheduleRuntime._load_csv"

@@ -1,6 +1,5 @@
 """Rules that a check before them usually catches, and those of files and kinds: each says what is wrong."""
 
-import os
 import re
 
 import pytest
@@ -8,7 +7,7 @@ from test_check import Listed
 from test_versions import broken as stream
 from test_versions import far
 
-from rpc_pipe.dependency import ConfigError, F, Kind, Part, ScheduleError, Spec, entries, files
+from rpc_pipe.dependency import ConfigError, F, Kind, Part, ScheduleError, Spec, entries
 from rpc_pipe.dependency.memory import Memory
 from rpc_pipe.dependency.unroll import unroll
 from rpc_pipe.planning.specs import make_spec
@@ -74,9 +73,3 @@ def test_a_row_that_cannot_be_is_refused_where_it_is_made(row, says):
 def test_what_cannot_recompute_says_so(schedule, says):
     with pytest.raises(ConfigError, match=says):
         make_spec(schedule, 2, 4, {"recompute": "all"})
-
-
-def test_a_pipe_is_not_waited_for(tmp_path):
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match=r"--plan pipe: is not a regular file"):
-        files.read_file(tmp_path / "pipe", "--plan pipe")

@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...dependency import ConfigError, ModelError
 from ...dependency.errors import first_sentence
-from ...dependency.garbage import uncollected
+from ...system.garbage import uncollected
 from ...workers.compute.randomness import Randomness, preserved, python_state, python_too
 from ...workers.compute.torch_internals import has_saved_tensor_hooks
 from .carried_state import find_carried_state

@@ -5,7 +5,7 @@ import sys
 
 SCRIPT = """
 import atexit, os, sys
-from rpc_pipe.dependency.at_exit import at_exit
+from rpc_pipe.system.at_exit import at_exit
 at_exit(print, "own", 1)
 atexit.unregister(at_exit(print, "taken back"))
 if os.fork() == 0:

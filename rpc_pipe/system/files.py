@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from .errors import ConfigError
+from ..dependency import ConfigError
 
 #: errors of data of another form than expected
 DAMAGED = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
