@@ -77,6 +77,7 @@ def folder(tmp_path_factory):
         ("simulate --schedule specs.py:Stages --set number=²", "takes int"),
         ("simulate --schedule interleaved --set chunks=0", "has 0 stages"),
         ("simulate --svg pipe", "is not a regular file"),
+        ("plan --batch 8 --profile pipe", "is not a regular file"),
         ("simulate --schedule specs.py:Bare", "Bare must not define __init__; a parameter is an attribute with a type"),
         ("simulate --svg loop.svg", "cannot be written: Too many levels of symbolic links"),
         ("simulate --svg " + "n/" * 3000 + "n", "cannot be written: File name too long"),
