@@ -8,6 +8,7 @@ from threading import Lock
 import pytest
 import torch
 from processes import rpc_pipe
+from replayed import Late
 from torch import nn
 
 from rpc_pipe.commands.main import main
@@ -149,6 +150,28 @@ def test_owners_update_as_everybody_does(more):
     (losses, norm, state), (of_owners, norm_of_owners, state_of_owners) = ends(0), ends(1)
     assert (losses, norm) == (of_owners, norm_of_owners)
     assert all(torch.equal(state[name], state_of_owners[name]) for name in state)
+
+
+def ends_late(seed, **options):
+    """Train a stream in which every action begins late, by chance; return losses and weights."""
+    batches = [(x, x) for x in torch.randn(4, 7, 4, generator=torch.Generator().manual_seed(1))]
+    found = Training(partial(torch.optim.AdamW, lr=1e-2), max_grad_norm=0.5, ema_decay=0.9)
+    options = {"num_workers": 4, "num_microbatches": 7, "replicas": 2, "bucket": 50 / 2**20, **options}
+    with Pipeline(LAYERS, nn.functional.mse_loss, training=found, **options) as pipe:
+        if seed:
+            pipe.listen(lambda worker: Late(seed, worker, 0.002))
+        losses = list(pipe.train(batches))
+        weights = pipe.weights.state_dict()
+        with pipe.weights.averaged():
+            return [*losses, *(t.tolist() for t in (*weights.values(), *pipe.weights.state_dict().values()))]
+
+
+@pytest.mark.parametrize("order", ["ready", "fixed"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "chimera"])
+def test_random_delays_change_nothing(schedule, order):
+    expected = ends_late(0, schedule=schedule)
+    for seed in range(1, 5):
+        assert ends_late(seed, schedule=schedule, order=order, zero=seed % 2) == expected
 
 
 def test_what_is_typed_wins_and_replicas_stay_when_the_schedule_is_another():

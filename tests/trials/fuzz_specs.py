@@ -15,6 +15,7 @@ from random_specs import random_spec, random_stream
 
 from rpc_pipe.dependency import Action, Order, PipeError, ScheduleError, Spec, check, check_all, entries
 from rpc_pipe.dependency.memory import Memory
+from rpc_pipe.dependency.replicating import replicated
 from rpc_pipe.planning.simulator import simulate
 
 _TESTS = Path(__file__).parents[1]
@@ -44,6 +45,9 @@ def tried(number: int) -> Tried:
     if number % 2:  # one that claims enough, so that the bound of memory does not refuse it
         spec = replace(spec, claims=(3 * spec.num_microbatches,) * spec.num_workers)
     about = f"random_spec({number}): {spec}, {vars(spec.draw)}"
+    if number % 8 in (1, 3):  # of all its replicas together
+        spec = _replicated(spec, random.Random(number))
+        about = f"{spec} of {about}"
     try:
         return Tried(*_tried(spec, random.Random(number)), about)
     except Exception:
@@ -78,6 +82,13 @@ def _tried(spec: Spec, draw: random.Random) -> tuple[str, str]:
         if ran != said or list(simulated.peak_activations) != peaks:
             return "DIFFERENT", f"{order}: {sorted(set(ran) ^ set(said))[:6]} {simulated.peak_activations} {peaks}"
     return "identical", ""
+
+
+def _replicated(base: Spec, draw: random.Random) -> Spec:
+    replicas, zero = draw.choice([2, 3]), draw.choice([0, 1])
+    cls, count = replicated(type(base), replicas, zero), max(replicas, base.num_microbatches)
+    parameters = {**base.parameters(), "claims": (3 * count,) * base.num_workers}
+    return cls(num_workers=replicas * base.num_workers, num_microbatches=count, **parameters)
 
 
 def _stream(number: int) -> Tried:

@@ -224,7 +224,7 @@ class Updating:
 
     def adopted(self) -> None:
         """Average the weights, of which others have updated some."""
-        if self.average is not None and self._finite:
+        if self.average is not None and self.average.tensors and self._finite:
             self.average.update()
         autocast.forget_casts()  # of weights as they were
 
