@@ -4,6 +4,9 @@ import numpy as np
 import pytest
 from processes import rpc_pipe
 
+from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.workers.transport.scatter import run_by
+
 SCRIPT = """
 import sys
 from functools import partial
@@ -53,8 +56,9 @@ def run(tmp_path_factory):
         rng.integers(50, size=61, dtype=np.uint16).tofile(folder / f"{i}.u16")
     (folder / "train.py").write_text(SCRIPT)
 
-    def run(how):
-        return rpc_pipe("run", folder / "train.py", "--workers", 3, "--", how, folder, OMP_NUM_THREADS="1")
+    def run(how, workers=3, replicas=1):
+        options = "--workers", workers, "--replicas", replicas
+        return rpc_pipe("run", folder / "train.py", *options, "--", how, folder, OMP_NUM_THREADS="1")
 
     return run
 
@@ -68,6 +72,19 @@ def test_processes_read_what_they_use_or_pull_it_from_the_first(run):
     for worker, by_users, by_first in ((0, True, True), (1, False, False), (2, True, False)):
         assert f"worker {worker} loaded {by_users}" in users.stdout
         assert f"worker {worker} loaded {by_first}" in first.stdout
+
+
+def test_replicas_pull_what_they_run_from_the_first():
+    spec = make_spec("1f1b", 4, 8, {"replicas": 2})
+    assert run_by(spec, 1, [*"abcd"]) == [None, "b", None, "d"]
+    assert run_by(make_spec("1f1b", 4, 8), 1, [*"abcd"]) == [*"abcd"]
+
+
+def test_replicas_train_alike_on_what_they_read_and_pull(run):
+    users, first = run("users", 6, 2), run("first", 6, 2)
+    assert users.returncode == first.returncode == 0, users.stdout + first.stdout
+    figure = users.stdout.split("| ")[1].split(",")[0]
+    assert users.stdout.count(figure) == first.stdout.count(figure) == 6, users.stdout + first.stdout
 
 
 def test_loaders_that_differ_are_told_by_what_they_read(run):

@@ -45,11 +45,10 @@ def tried(number: int) -> Tried:
     if number % 2:  # one that claims enough, so that the bound of memory does not refuse it
         spec = replace(spec, claims=(3 * spec.num_microbatches,) * spec.num_workers)
     about = f"random_spec({number}): {spec}, {vars(spec.draw)}"
-    if number % 8 in (1, 3):  # of all its replicas together
-        spec = _replicated(spec, random.Random(number))
-        about = f"{spec} of {about}"
+    # Some are tried as all their replicas together.
+    tries = _replicated(spec, random.Random(number)) if number % 8 in (1, 3) else spec
     try:
-        return Tried(*_tried(spec, random.Random(number)), about)
+        return Tried(*_tried(tries, random.Random(number)), f"{tries} of {about}")
     except Exception:
         return Tried("TRACEBACK", traceback.format_exc(), about)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ...dependency import Spec
@@ -17,13 +18,27 @@ class Scatter(NamedTuple):
     lists: dict[str, list[Any]]
 
 
-def scatter_whole(spec: Spec, inputs: list[Any], targets: list[Any] | None) -> Scatter:
-    """Return who has what of a batch that only the worker of the first stage can read: its users all of it."""
+def scatter_whole(spec: Spec, inputs: list[Any], targets: list[Any] | None, *, reads: bool) -> Scatter:
+    """Return who has what of a batch that only the worker of the first stage can read.
+
+    Args:
+        reads: whether that is this worker; at the others the lists are filled.
+    """
     reader = spec.place(0, 0)
-    held = {worker: {stage for stage, _ in spec.hosted(worker)} for worker in range(spec.num_workers)}
-    uses = {"inputs": (0, inputs)} | ({} if targets is None else {"targets": (spec.last_stage, targets)})
-    return Scatter(
-        reader,
-        {what: [w for w in held if w != reader and stage in held[w]] for what, (stage, _) in uses.items()},
-        {what: parts for what, (_, parts) in uses.items()},
-    )
+    scatter = Scatter(reader, {}, {})
+    for worker in (each for each in range(spec.num_workers) if each != reader):
+        held = {stage for stage, _ in spec.hosted(worker)}
+        for what, stage, parts in (("inputs", 0, inputs), ("targets", spec.last_stage, targets)):
+            if parts is not None and stage in held:
+                scatter.takers[f"{what} for worker {worker}"] = [worker]
+                scatter.lists[f"{what} for worker {worker}"] = run_by(spec, worker, parts) if reads else parts
+    return scatter
+
+
+def run_by(spec: Spec, worker: int, parts: list[Any]) -> list[Any]:
+    """Return trees by microbatch, with None in place of those that only other replicas run."""
+    if not spec.synchronous or spec.num_routes == 1:
+        return parts
+    spec = replace(spec, num_microbatches=len(parts))
+    routes = {route for _, route in spec.hosted(worker)}
+    return [part if spec.route(number) in routes else None for number, part in enumerate(parts)]

@@ -22,7 +22,7 @@ from ...dependency import Spec
 from ...workers.compute.shard import Shard
 from ...workers.compute.slices import PartialFields
 from ...workers.transport.payload import Tree, map_tensors, split_rows, tensors_of
-from ...workers.transport.scatter import Scatter, scatter_whole
+from ...workers.transport.scatter import Scatter, run_by, scatter_whole
 from ..observe.trees import Path, at, leaves, replaced
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ class BatchReader:
         if lazy is None or not lazy.scattered or self._has_all:
             return found
         targets = None if pair is not None else found.targets
-        return replace(found, scatter=scatter_whole(self._spec, found.inputs, targets))
+        return replace(found, scatter=scatter_whole(self._spec, found.inputs, targets, reads=used[0]))
 
     def _say_if_fewer(self, found: Microbatches) -> None:
         """Say once if a batch has been split into fewer microbatches than are wanted, as it has too few rows."""
@@ -255,11 +255,12 @@ class BatchReader:
             if known - less:
                 name = f"fields for worker {worker}"
                 scatter.takers[name] = [worker]
-                scatter.lists[name] = [_without(piece, less) for piece in found.inputs] if reads else own
+                read = [_without(piece, less) for piece in found.inputs] if reads else []
+                scatter.lists[name] = run_by(self._spec, worker, read) if reads else own
             if self._last in self._stages[worker] and list(tensors_of(form[1])):
                 name = f"targets for worker {worker}"
                 scatter.takers[name] = [worker]
-                scatter.lists[name] = found.targets
+                scatter.lists[name] = run_by(self._spec, worker, found.targets) if reads else found.targets
         return scatter
 
 

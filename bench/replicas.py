@@ -1,0 +1,131 @@
+"""How much of the replicas' exchange is hidden: 2 stages x 2 replicas on emulated devices and a slow uplink.
+
+python bench/replicas.py    devices of 20 and 40 ms, gradients that take 40 ms on the link: step times as measured and
+                            as simulated, and the share of the exchange that a step does not become longer by
+
+Each worker has an uplink that sends one payload of gradients or parameters after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+if __name__ == "__main__":  # a worker process finds this package where the command was given
+    sys.path.insert(0, os.getcwd())
+
+from bench import devices
+from rpc_pipe import Pipeline, Training
+from rpc_pipe.dependency import Action, B, F, G, P, S
+from rpc_pipe.planning.simulator import Link, simulate
+from rpc_pipe.planning.specs import make_spec
+from rpc_pipe.workers.mailbox import Mailbox
+
+_STAGES, _REPLICAS, _PARTS, _MICROBATCHES, _STEPS = 2, 2, 4, 8, 12
+_FORWARD_MS, _BACKWARD_MS, _LINK_MS = 20, 40, 40
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    if parsed.out:
+        _train(Path(parsed.out))
+        return
+    for zero in (0, 1):
+        steps = {link_ms: (_measured(zero, link_ms), _simulated(zero, link_ms)) for link_ms in (0, _LINK_MS)}
+        for link_ms, (measured, simulated) in steps.items():
+            print(f"zero {zero}, link {link_ms} ms: step {measured:.1f} ms, simulated {simulated:.1f}, "
+                  f"{measured / simulated - 1:+.1%}")  # fmt: skip
+        exposed = steps[_LINK_MS][0] - steps[0][0]
+        whole = _STAGES * _LINK_MS
+        back = _LINK_MS / 2  # to the first stage, after its update
+        print(f"zero {zero}: {exposed:.1f} of {whole} ms exposed, {1 - exposed / whole:.0%} hidden; without what comes "
+              f"back to the first stage {1 - (exposed - back) / (whole - back):.0%}", flush=True)  # fmt: skip
+
+
+def _measured(zero: int, link_ms: float) -> float:
+    """Return the median time of a step, in ms."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "times"
+        command = [sys.executable, "-m", "rpc_pipe", "run", __file__, "--workers", str(_STAGES * _REPLICAS)]
+        command += ["--replicas", str(_REPLICAS), "--zero", str(zero), "--bucket", str(4 * devices.WIDTH / 2**20)]
+        command += ["--transport", "zmq", "--", "--out", str(out)]
+        subprocess.run(command, check=True, env={**os.environ, "LINK_MS": str(link_ms)}, stdout=subprocess.DEVNULL)
+        times: list[float] = json.loads(out.read_text())
+        return median(times)
+
+
+def _simulated(zero: int, link_ms: float) -> float:
+    options: dict[str, Any] = {"replicas": _REPLICAS, "zero": zero}
+    spec = make_spec("1f1b", _STAGES * _REPLICAS, _MICROBATCHES, options)
+    links = {(a, a ^ 1): Link(0, 1.0) for a in range(spec.num_workers)}
+
+    def payload(action: Action) -> float:  # bytes are such that one takes 1 ms
+        return link_ms / 2 if action.kind in (G, P, S) else 0
+
+    def cost(action: Action) -> float:
+        return {F: _FORWARD_MS, B: _BACKWARD_MS}.get(action.kind, 0)
+
+    return simulate(spec, cost, steps=_STEPS, links=links, payload=payload).step_time
+
+
+def _train(out: Path) -> None:
+    """One worker's process; the first writes the times of steps."""
+    devices.calibrate()
+    torch.set_num_threads(1)
+    link_ms = float(os.environ["LINK_MS"])
+    if link_ms:
+        _slow_uplink(link_ms / 1e3 / (4 * devices.WIDTH * _PARTS))
+
+    def stage() -> nn.Module:  # the first of its layers takes all the time
+        whole = [devices.Device(*(devices.Times(ms / 1e3, 1) for ms in (_FORWARD_MS, _BACKWARD_MS)))]
+        return nn.Sequential(*whole, *[devices.Device(*[devices.Times(0, 1)] * 2) for _ in range(_PARTS - 1)])
+
+    training = Training(lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-3))
+    pipe = Pipeline([stage] * _STAGES, nn.functional.mse_loss, training=training, num_microbatches=_MICROBATCHES)
+    x = torch.randn(_MICROBATCHES, devices.WIDTH, generator=torch.Generator().manual_seed(0))
+    ends = [time.perf_counter() for _ in pipe.train((x, x) for _ in range(_STEPS))]
+    if pipe.worker == 0:
+        out.write_text(json.dumps([1e3 * (b - a) for a, b in pairwise(ends[2:])]))
+
+
+def _slow_uplink(seconds_a_byte: float) -> None:
+    """Let what replicas exchange wait for one another on the way out."""
+    publish, queue = Mailbox.publish, SimpleQueue[Any]()
+
+    def send() -> None:
+        free = 0.0
+        while True:
+            mailbox, key, payload, others, begin = queue.get()
+            free = max(free, begin) + payload.num_bytes * len(others) * seconds_a_byte
+            time.sleep(max(0.0, free - time.perf_counter()))
+            mailbox.outbox.offer(key, payload, others)
+
+    def published(mailbox: Mailbox, run: int, what: str, payload: Any, others: Any) -> None:
+        if Action.parse(what).kind in (G, S, P):
+            mailbox.outbox.promise((run, what), others)
+            queue.put((mailbox, (run, what), payload, others, time.perf_counter()))
+        else:
+            publish(mailbox, run, what, payload, others)
+
+    Mailbox.publish = published  # type: ignore[assignment, method-assign]
+    threading.Thread(target=send, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main()
