@@ -5,8 +5,11 @@ A sample is `context` inputs and the `context` targets that are one further on, 
 
 from __future__ import annotations
 
+import mmap
 import os
+import resource
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -27,6 +30,8 @@ _RAW = {".u8": "uint8", ".u16": "uint16", ".u32": "uint32"}
 _DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 #: of a file that is larger, so many bytes are a chunk
 CHUNK_BYTES = 64 * 10**6
+#: chunks from so many bytes on are mapped, which takes an open file each
+_MAPPED_BYTES = 16 * 10**6
 
 
 class TokenSpan(NamedTuple):
@@ -137,6 +142,8 @@ class Tokens(Source):
         digest = fingerprint(shards, context, [(s.dtype.str, s.offset, s.num_tokens) for s in spans])
         self.identity = f"{len(shards)} shards, {int(self.sizes.sum())} samples of {context} tokens, digest {digest}"
         self._verified: set[str] = set()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         kinds = {span.dtype for span in spans}
         #: what tokens of all spans fit into
         self._dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
@@ -182,22 +189,38 @@ class TokenRows(Filling):
 
 
 class TokenChunk(Chunk):
-    """Tokens in memory."""
+    """Tokens in memory: large chunks are mapped, so that a batch waits for the rows alone that it has."""
 
     def __init__(self, path: Path, span: TokenSpan, context: int) -> None:
+        self._path, self._name, self._mapped_ns = path, span.shard.name, 0
         try:
-            tokens = np.fromfile(path, span.dtype, span.num_tokens, offset=span.offset)
+            with path.open("rb") as file:
+                end = span.offset + span.num_bytes
+                if path.stat().st_size < end:
+                    raise DataError(f"shard {self._name}: {path} has become truncated; restore it")
+                if span.num_bytes < _MAPPED_BYTES:
+                    tokens = np.fromfile(file, span.dtype, span.num_tokens, offset=span.offset)
+                else:
+                    self._mapped_ns = path.stat().st_mtime_ns
+                    mapped = mmap.mmap(file.fileno(), end, prot=mmap.PROT_READ)
+                    os.posix_fadvise(file.fileno(), span.offset, span.num_bytes, os.POSIX_FADV_WILLNEED)
+                    tokens = np.frombuffer(mapped, span.dtype, span.num_tokens, span.offset)
         except OSError as error:
-            raise DataError(f"shard {span.shard.name}: {path} cannot be read: {error.strerror}") from error
-        if len(tokens) < span.num_tokens:
-            raise DataError(f"shard {span.shard.name}: {path} has become truncated; restore it")
+            raise DataError(f"shard {self._name}: {path} cannot be read: {error.strerror}") from error
         rows = (span.num_tokens - 1) // context
         self._rows = np.lib.stride_tricks.as_strided(
             tokens, (rows, context + 1), (context * span.dtype.itemsize, span.dtype.itemsize), writeable=False
         )
 
     def rows(self, numbers: Numbers) -> NDArray[Any]:
-        """Return the tokens of these samples, each with the one behind it, as they are stored."""
+        """Return the tokens of these samples, each with the one behind it, as they are stored.
+
+        Raises:
+            DataError: the shard has been written to since it was mapped; to read what it has lost kills the process.
+        """
+        with suppress(FileNotFoundError):  # who has mapped it keeps it
+            if self._mapped_ns and self._path.stat().st_mtime_ns != self._mapped_ns:
+                raise DataError(f"shard {self._name}: {self._path} was written to while it is in use")
         found: NDArray[Any] = self._rows[numbers]
         return found
 
