@@ -13,7 +13,8 @@ from carriers import loopback_carriers
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from unkind import MODELS, batches_for, differences, mse, pipeline, repeated
-from unkind_layers import EMA, WIDTH, Bounded, JustMoved, Linear, OwnHooks, Product
+from unkind_layers import EMA, WIDTH, Bounded, Hooks, JustMoved, Linear, OwnHooks, Product
+from unkind_layers import Checkpointed as OfACheckpoint
 
 from rpc_pipe import own_workers as module
 from rpc_pipe.dependency import ConfigError, WorkerFailure
@@ -347,6 +348,14 @@ def test_a_checkpoint_computes_again_by_what_its_own_forward_has_left(schedule, 
             pipe.step((torch.randn(8, WIDTH), torch.randn(8, WIDTH)))
     else:
         assert differences(pipe, counted, batches_for("moving average", 4), 1) == []
+
+
+def test_what_hooks_of_gradients_count_beside_a_checkpoint_stays():
+    """Where a stage is recomputed, they counted in a copy of its buffers that was dropped behind backward."""
+    counting = repeated(Hooks, OfACheckpoint)
+    torch.manual_seed(0)
+    pipe = pipeline(counting, "gpipe-recompute", num_workers=2, num_microbatches=1, seed=1)
+    assert differences(pipe, counting, batches_for("hooks", 1), 1) == []
 
 
 class FromAQueue(Linear):

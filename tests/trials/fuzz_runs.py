@@ -30,7 +30,8 @@ _SENTENCES = re.compile(
     "run once more gave other numbers|cannot be recomputed|cannot travel between|"
     "one of the variables needed for gradient computation has been modified by an inplace operation|"
     "a checkpoint computes again|always give the same|the gradient of parameter .* is sparse|"
-    "use_reentrant=True, torch.utils.checkpoint is incompatible|errors.(Config|Schedule)Error: |saved tensor hooks|"
+    "use_reentrant=True, torch.utils.checkpoint is incompatible|errors.(Config|Schedule|Model|Batch)Error: |"
+    "saved tensor hooks|"
     "by .data in its forward, and did not in its first"
 )
 #: what torch says in one process too

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from .inner_state import InnerState, Place, places_in
+from .inner_state import OF_TORCH, InnerState, Place, places_in
 
 
 class Attributes:
@@ -18,6 +18,7 @@ class Attributes:
         called: modules whose hooks count; by default the same. A forward may register some, such as those that capture
             outputs.
         places: attributes that are looked into; by default all that can be.
+        own: leave out what is torch's: buffers, weights, hooks, modes.
     """
 
     def __init__(
@@ -25,9 +26,12 @@ class Attributes:
         modules: Iterable[nn.Module],
         called: Iterable[nn.Module] | None = None,
         places: Sequence[Place] | None = None,
+        *,
+        own: bool = False,
     ) -> None:
+        self._leaves_out = OF_TORCH if own else frozenset()
         #: by module, its attributes
-        self.held = [(module, dict(vars(module))) for module in modules]
+        self.held = [(module, self._of(module)) for module in modules]
         of_modules = [module for module, _ in self.held]
         self._called = of_modules if called is None else called
         self._hooks = [
@@ -41,7 +45,11 @@ class Attributes:
 
     def now(self) -> Attributes:
         """Return what the same modules have now."""
-        return Attributes([module for module, _ in self.held], self._called, self._places)
+        modules = [module for module, _ in self.held]
+        return Attributes(modules, self._called, self._places, own=bool(self._leaves_out))
+
+    def _of(self, module: nn.Module) -> dict[str, Any]:
+        return {name: value for name, value in vars(module).items() if name not in self._leaves_out}
 
     def changed(self, is_same: Callable[[Any, Any], bool] = operator.is_) -> set[nn.Module]:
         """Return the modules that have something else now, beside hooks; `is_same(now, then)` judges an exchange."""
@@ -51,7 +59,7 @@ class Attributes:
         """Return where the modules have something else now, by module and attribute; no name: inside of one."""
         found = {(module, "") for module in self._inner.changed()}
         for module, held in self.held:
-            now = vars(module)
+            now = self._of(module)
             both = now.keys() & held.keys()
             exchanged = {name for name in both if not is_same(now[name], held[name])}
             found |= {(module, name) for name in exchanged | (now.keys() ^ held.keys())}
@@ -70,7 +78,7 @@ class Attributes:
 
 
 def set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    """Give a module these attributes, and no others."""
-    for name in vars(module).keys() - attributes.keys():
+    """Give a module these attributes, and no others but torch's."""
+    for name in vars(module).keys() - attributes.keys() - OF_TORCH:
         del vars(module)[name]
     vars(module).update(attributes)

@@ -142,7 +142,7 @@ class StageState:
             self._reruns = _may_run_again(roots)
         attributes = None
         if self._reruns and (self._looks or self._places or self._attributes is not None):
-            attributes = Attributes(self._slice.own)
+            attributes = Attributes(self._slice.own, (), own=True)
             if self._attributes is not None:
                 self._places |= self._attributes.changed_places(equal)
             self._attributes = attributes if self._looks else None
