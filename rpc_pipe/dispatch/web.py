@@ -7,9 +7,11 @@ also need the token that is printed at the start.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import ipaddress
 import json
+import logging
 import re
 import secrets
 import socket
@@ -17,6 +19,7 @@ from collections.abc import Awaitable, Callable
 from importlib.resources import files
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from ..dependency import ConfigError
 from ..drawing.page import encode, with_parts
@@ -25,7 +28,15 @@ from .metrics import render
 from .summary import describe, draw_steps, finite
 from .view import View
 
+#: for one more the eldest is closed, so who connects and stays keeps nobody out; as many again may come at once
+_MOST_CONNECTIONS = 64
+_IDLE_S = 60.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+_logger = logging.getLogger(__name__)
+# What a stranger sends that is no HTTP is answered by 400; the traceback, with all of it, is nothing for a terminal.
+_logger.addFilter(lambda record: not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError)))
 
 
 def parse_address(option: str, text: str) -> tuple[str, int]:
@@ -57,6 +68,7 @@ class Server:
         self._token = "" if _is_loopback(host) else secrets.token_urlsafe(24)
         self._cookie = ""
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
         self._pictures: dict[int, tuple[str, dict[str, object]]] = {}
 
     async def start(self) -> str:
@@ -70,16 +82,20 @@ class Server:
         if self._page:
             app.router.add_get("/", self._index)
             app.router.add_get("/state", self._state)
-        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app, access_log=None, handle_signals=False, shutdown_timeout=1.0, logger=_logger,
+            keepalive_timeout=_IDLE_S, lingering_time=0, auto_decompress=False,
+        )  # fmt: skip
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._host, self._port)
         try:
-            await site.start()
+            self._listener = await asyncio.get_running_loop().create_server(
+                self._admit, self._host, self._port, backlog=_MOST_CONNECTIONS
+            )
         except OSError as error:
             raise ConfigError(
                 f"{self._option} {self._host}:{self._port}: {error.strerror or error}; port 0 takes any that is free"
             ) from error
-        self._port = self._runner.addresses[0][1]
+        self._port = self._listener.sockets[0].getsockname()[1]
         self._cookie = f"rpc-pipe-token-{self._port}"  # cookies do not know ports
         shown = f"[{self._host}]" if ":" in self._host else self._host
         token = f"?token={self._token}" if self._token else ""
@@ -87,10 +103,20 @@ class Server:
 
     async def stop(self) -> None:
         """Stop serving at once, even with open connections."""
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     # --- access
+
+    def _admit(self) -> asyncio.Protocol:
+        """Return what talks to one more connection."""
+        assert self._runner is not None and self._runner.server is not None
+        for eldest in self._runner.server.connections[: 1 - _MOST_CONNECTIONS]:
+            if eldest.transport is not None:
+                eldest.transport.abort()
+        return self._runner.server()
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:

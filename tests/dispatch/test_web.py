@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -10,6 +11,7 @@ from importlib.resources import files
 import pytest
 from browser import BROWSER, needs_browser, shown
 from synthetic import news_of, records_of, view_of
+from trials.hostile_pages import REFUSED, STAYING, Attack
 
 web = pytest.importorskip("rpc_pipe.dispatch.web")
 
@@ -112,6 +114,43 @@ def test_beyond_this_machine_a_token_is_asked_for():
         ]
 
     assert served(view_of(), use, host="0.0.0.0") == [401, 401, 200, 200, 200, True]
+
+
+def test_what_strangers_send_is_refused_in_silence(caplog):
+    """For each request that was no HTTP a traceback with all its bytes was printed on the terminal."""
+
+    def use(at):
+        attack = Attack(int(at.split(":")[-1].strip("/")), 6 * len(REFUSED + STAYING))
+        attack.run()
+        answered = ask(at)[0]
+        attack.leave()
+        return answered, attack.wrong, attack.answers
+
+    answered, wrong, answers = served(view_of(), use)
+    assert answered == 200 and not wrong and not caplog.records
+    assert {status for _, status in answers} == {0, 400, 403, 404, 405}
+
+
+def test_who_connects_and_stays_keeps_nobody_out():
+    """Nothing bounded the connections: when their descriptors were used up, nobody was answered for an hour."""
+
+    def use(at):
+        port = int(at.split(":")[-1].strip("/"))
+        stay = [socket.create_connection(("127.0.0.1", port)) for _ in range(100)]
+        statuses = {ask(at)[0] for _ in range(3)}
+        closed = 0
+        for stranger in stay:
+            stranger.setblocking(False)
+            try:
+                closed += stranger.recv(1) == b""
+            except ConnectionResetError:
+                closed += 1
+            except BlockingIOError:
+                pass
+            stranger.close()
+        return statuses, closed >= 100 - web._MOST_CONNECTIONS
+
+    assert served(view_of(), use) == ({200}, True)
 
 
 def test_a_run_that_has_ended_is_told_once_and_its_page_stays(monkeypatch, capsys):
