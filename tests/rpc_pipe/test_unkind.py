@@ -350,6 +350,25 @@ def test_a_checkpoint_computes_again_by_what_its_own_forward_has_left(schedule, 
         assert differences(pipe, counted, batches_for("moving average", 4), 1) == []
 
 
+class GoesOn(Linear):
+    """Goes on where the last forward ended, and saves something for backward behind that."""
+
+    state = None
+
+    def forward(self, x):
+        y = self.linear(x) + (0 if self.state is None else self.state)
+        self.state = y.detach().mean(0)
+        return y.tanh().sin()
+
+
+def test_what_a_checkpoint_computes_again_stays_where_nothing_comes_between():
+    """With one microbatch it is computed again before the next forward, as in one process; the state was put back."""
+    model = repeated(partial(Checkpointed, GoesOn))
+    torch.manual_seed(0)
+    pipe = pipeline(model, "1f1b", num_workers=2, num_microbatches=1, seed=1)
+    assert differences(pipe, model, batches_for("moving average", 1) * 2, 1) == []
+
+
 def test_what_hooks_of_gradients_count_beside_a_checkpoint_stays():
     """Where a stage is recomputed, they counted in a copy of its buffers that was dropped behind backward."""
     counting = repeated(Hooks, OfACheckpoint)

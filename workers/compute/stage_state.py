@@ -8,7 +8,7 @@ memory, and backward gets it back, also for layers that it runs again (`torch.ut
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -168,14 +168,14 @@ class StageState:
             state.put()
             looks = bool(self._reruns) and self._rewrites is None
             before = [value.data.clone() for value in state.values] if looks else []
-            called: list[nn.Module] = []
-            handle = register_module_forward_pre_hook(lambda module, _: called.append(module)) if looks else None
+            called: set[nn.Module] = set()
+            handle = register_module_forward_pre_hook(lambda module, _: called.add(module)) if looks else None
             try:
                 yield
             finally:
                 if handle is not None:
                     handle.remove()
-                    self._look_at_rewrites(state, before, bool(called))
+                    self._look_at_rewrites(state, before, called)
                 if not self._rewrites:
                     now.put()
         if self._rewrites and self._num_under_way():
@@ -196,14 +196,14 @@ class StageState:
         ]
         return State(values, None if state.attributes is None else state.attributes.now())
 
-    def _look_at_rewrites(self, state: State, before: Sequence[Tensor], called: bool) -> None:
+    def _look_at_rewrites(self, state: State, before: Sequence[Tensor], called: Collection[nn.Module]) -> None:
         now = self._now(state)
         pairs = zip(now.values, state.values, before, strict=True) if called else ()
         changed = [new.module for new, old, data in pairs if new.tensor is not old.tensor or not new.data.equal(data)]
         if state.attributes is not None and called:
-            changed += [module for module, _ in self._places & state.attributes.changed_places(equal)]
+            changed += [module for module, _ in state.attributes.changed_places(equal) if module in called]
         self._backwards -= 1
-        self._ran_again |= called
+        self._ran_again |= bool(called)
         if not self._backwards:
             self._reruns = self._ran_again
         if changed or not self._backwards:
