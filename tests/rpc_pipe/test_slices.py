@@ -264,3 +264,35 @@ def test_a_batch_without_sequences_is_refused():
     with pytest.raises(ConfigError, match=r"slices: needs tensors that agree in dimension 1, .* found \(3,\), \(3,\)"):
         with pipeline([nn.Embedding(20, 4), nn.Linear(4, 4)], cross_entropy) as pipe:
             pipe.step((IDS[:, 0], TARGETS[:, 0]))
+
+
+def summed(output, target):
+    return cross_entropy(output.mT, target, reduction="sum"), (target != -100).sum()
+
+
+@pytest.mark.parametrize("options", [{"schedule": "zb-v", "check": "always"}, {"slices": 13}, {"order": "fixed"}])
+def test_sums_and_what_a_pipeline_is_told_besides(options):
+    whole = nn.Sequential(*map(state_dropped, layers()))
+    expected = cross_entropy(whole(IDS).mT, TARGETS).item()
+    with pipeline(loss=summed, **options) as pipe:
+        assert next(pipe.train([(IDS, TARGETS)] * 2)) == pytest.approx(expected, rel=1e-12)
+
+
+class Failing(nn.Module):
+    num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        if self.num_calls == 9:
+            raise RuntimeError("once")
+        return x
+
+
+def test_a_step_that_fails_is_undone():
+    losses, _ = on_whole_sequences(Attention, 2)
+    model = layers()
+    model.insert(3, Failing())
+    with pipeline(model) as pipe:
+        with pytest.raises(WorkerFailure, match="once"):
+            pipe.step((IDS, TARGETS))
+        assert [pipe.step((IDS, TARGETS)) for _ in range(2)] == pytest.approx(losses, rel=1e-12)
