@@ -41,6 +41,7 @@ SYNCHRONOUS = [name for name, cls in SCHEDULES.items() if cls.synchronous]
 CASES = [
     *((name, schedule) for name in ("in place", "weights handed on") for schedule in SYNCHRONOUS),
     *((name, schedule) for name in MODELS for schedule in ("zb-v", "chimera")),
+    *((name, "1f1b with owners") for name in MODELS),
 ]
 
 
@@ -49,9 +50,12 @@ def test_nothing_is_read_before_it_is_there_nor_written_before_it_has_left(backe
     draw, model = random.Random(name + schedule), MODELS[name]
     microbatches, max_grad_norm = draw.choice([3, 4]), draw.choice([None, 1e9])
     torch.manual_seed(0)
+    schedule, owners, _ = schedule.partition(" with owners")
+    replicas = {"replicas": 2, "zero": draw.choice([0, 1])} if owners else {}
     pipe = Pipeline(
         list(model.layers), model.loss_fn, optimizer=model.optimizer, schedule=schedule, num_workers=4,
         num_microbatches=microbatches, seed=1, stall_s=30, max_grad_norm=None if name == "sparse" else max_grad_norm,
+        **replicas,
     )  # fmt: skip
     assert differences(pipe, model, batches_for(name, microbatches), 1) == []
     assert all(backend._cuda.num_copies for backend in backends)
@@ -256,6 +260,7 @@ USES = {
     "summed": ("zb-v", {"loss_fn": _summed, "max_grad_norm": 1e-3}),
     "scaled": ("1f1b", {"grad_scaler": torch.amp.GradScaler("cpu", init_scale=2.0**8), "max_grad_norm": 1e-3}),
     "averaged": ("gpipe-recompute", {"ema_decay": 0.9, "deferred_batch_norm": True, "accumulate": 2}),
+    "owned": ("zb-h1", {"ema_decay": 0.9, "max_grad_norm": 1e-3, "replicas": 2, "zero": 1}),
     "asynchronous": ("pipedream", {"max_grad_norm": 1e-3}),
 }
 
