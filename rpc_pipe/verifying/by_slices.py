@@ -58,11 +58,8 @@ class _Floats(OperatorMode):
 
 def without_dropout(made: UserModel) -> UserModel:
     """Return a model in which nothing is dropped out."""
-    if isinstance(made.model, nn.Module):
-        return replace(made, model=_without(made.model))
-    if isinstance(made.model, Sequence):
-        return replace(made, model=[_without(each) for each in made.model])
-    return replace(made, model=_without(made.model))
+    model = made.model
+    return replace(made, model=[*map(_without, model)] if isinstance(model, Sequence) else _without(model))
 
 
 def _without(model: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..transport.payload import Payload, Place, Tree, pack, tensors_of, unpack
+from ..transport.payload import Payload, Place, Tree, as_leaf, pack, tensors_of, unpack
 from ..transport.strides import extent, is_dense
 from .sharing import Aliased, address, refuse_writes, with_aliases
 from .torch_internals import no_view
@@ -62,12 +62,9 @@ class StageInputs(NamedTuple):
         Raises:
             RuntimeError: a written input shared memory with another one in the previous stage.
         """
-        for _, given, version in self.given:
-            if version >= 0 and given._version != version:
-                break
-        else:
-            return False
         found = [n for n, (_, given, version) in enumerate(self.given) if version >= 0 and given._version != version]
+        if not found:
+            return False
         for number in found:
             tensor, given, _ = self.given[number]
             if given.requires_grad and given.data_ptr() == tensor.data_ptr():
@@ -129,13 +126,12 @@ def stage_inputs(payload: Payload, *, copied: bool = False) -> StageInputs:
 
     def take(tensor: Tensor, owes_grad: bool) -> Tensor:
         own = strided_copy(tensor) if copied else tensor
-        free = leaf = own if copied and not owes_grad else own.detach().requires_grad_(owes_grad)
+        free = leaf = own if copied and not owes_grad else as_leaf(own, owes_grad)
         if owes_grad:
             owing.append(leaf)
             # Not a leaf, so that autograd allows writes as to a layer's output; on the same memory if it is large.
             # A clone would lose the strides of expanded or sliced tensors, and kernels would sum in another order.
-            small = leaf.layout is not torch.strided or leaf.nbytes <= _SMALL_BYTES
-            alike = small and (leaf.layout is not torch.strided or leaf.is_contiguous() or is_dense(leaf))
+            alike = leaf.layout is not torch.strided or (leaf.nbytes <= _SMALL_BYTES and is_dense(leaf))
             free = leaf.clone() if alike else _other(leaf)
             if len(given) in views and not free.is_nested:  # a view to autograd, as it was in the previous stage
                 free = torch.ops.aten.alias.default(free)

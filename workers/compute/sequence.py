@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from ..transport.payload import Payload, Tree, distinct_tensors, map_tensors, tensors_of, unpack
 from .shard import Shard
-from .sharing import Aliased
+from .sharing import without_aliases
 from .slice_check import Noted, compare
 from .torch_internals import no_view, without_torch_function
 
@@ -261,24 +261,11 @@ class SlicedShard(Shard):
         #: what slices of the first microbatch were given; None: it has been looked at
         self._looked: list[Noted] | None = []
 
-    def forward(
-        self,
-        step: int,
-        microbatch: int,
-        inputs: Payload,
-        *,
-        fields: Tree = None,
-        target: Tree = None,
-        share: float | None = None,
-        **settings: Any,
-    ) -> Payload | None:
+    def forward(self, step: int, microbatch: int, inputs: Payload, **settings: Any) -> Payload | None:
         if self._looked is not None and torch.is_grad_enabled() and microbatch == len(self._looked):
-            tree = unpack(inputs)
-            given = map_tensors(
-                tree.tree if isinstance(tree, Aliased) else tree, lambda tensor: tensor.detach().clone()
-            )
-            self._looked.append(Noted(given, fields, target, share))
-        output = super().forward(step, microbatch, inputs, fields=fields, target=target, share=share, **settings)
+            given = map_tensors(without_aliases(unpack(inputs)), lambda tensor: tensor.detach().clone())
+            self._looked.append(Noted(given, *map(settings.get, ("fields", "target", "share"))))
+        output = super().forward(step, microbatch, inputs, **settings)
         if self._looked is not None and len(self._looked) == self._count:
             self._compare(self._looked, step)
             self._looked = None

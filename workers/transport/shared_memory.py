@@ -298,7 +298,7 @@ class _Writer:
         """
         run, name = key[0], key[1].encode()
         form, tensors = (b"", []) if answer is None else describe(key[1], answer)
-        rooms = [-(-tensor.nbytes // LINE) * LINE for tensor in tensors]
+        rooms = [_aligned(tensor.nbytes) for tensor in tensors]
         contents, addresses = sum(rooms), b""
         if contents > LENT_FROM and self.ring.counters[READS_MEMORY]:
             addresses, contents = struct.pack(f"<{len(tensors)}Q", *[tensor.data_ptr() for tensor in tensors]), 0
