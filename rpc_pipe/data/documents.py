@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..dependency import ConfigError, DataError
 from .shards import ShardFile
-from .source import Busy, need
+from .source import need
 from .storage import Storage
 
 ENDINGS = (".jsonl", ".txt", ".md", ".py", ".json", ".parquet")
@@ -38,7 +38,7 @@ def documents(files: Sequence[ShardFile], storage: Storage, field: str, file: in
     """
     for number in range(file, len(files)):
         shard = files[number]
-        path = storage.local(shard, Busy())
+        path = storage.local(shard)
         start = at if number == file else 0
         try:
             if shard.name.lower().endswith(".jsonl"):

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from ..dependency import ConfigError, DataError
 from .maps import Mapped
 from .shards import ShardFile, find_shards, fingerprint
-from .source import ALL, Busy, Source, Wanted, need
+from .source import ALL, Source, Wanted, need
 from .storage import Storage
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
@@ -49,55 +50,41 @@ def images(
         raise ConfigError(f"images {source}: pass size=, pixels of a side, or else transform=, PIL image to tensor")
     storage = storage or Storage()
     shards, _ = find_shards(source, ENDINGS, storage.options)
-    return Images(os.fspath(source), shards, transform or _scaled(size or 0), size, threads, storage)
+    found = Images(shards, transform or partial(_scaled, size=size or 0), storage)
+    found.name, found.pool = os.fspath(source), ThreadPoolExecutor(threads, "images")
+    found.identity = f"{len(shards)} images, {len(found.classes)} classes, digest {fingerprint(shards, size)}"
+    return found
 
 
-def _scaled(size: int) -> Transform:
-    def scale(image: Any) -> Tensor:
-        pixels = np.asarray(image.convert("RGB").resize((size, size)), np.float32) / 255
-        return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
-
-    return scale
+def _scaled(image: Any, size: int) -> Tensor:
+    pixels = np.asarray(image.convert("RGB").resize((size, size)), np.float32) / 255
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
 
 
 class Images(Mapped):
     """Files of images, decoded when they are read."""
 
-    def __init__(
-        self,
-        name: str,
-        files: Sequence[ShardFile],
-        transform: Transform,
-        size: int | None,
-        threads: int,
-        storage: Storage,
-    ) -> None:
-        self._files, self._transform, self._storage = files, transform, storage
+    uniform = True
+
+    def __init__(self, files: Sequence[ShardFile], transform: Transform, storage: Storage) -> None:
+        self._transform, self._storage = transform, storage
         folders = [Path(file.name).parts[0] if "/" in file.name else "" for file in files]
         #: names of the classes by number
         self.classes = sorted(set(folders))
-        numbers = {folder: number for number, folder in enumerate(self.classes)}
-        self._labels = [numbers[folder] for folder in folders]
+        self._labels = np.searchsorted(self.classes, folders).tolist()
         super().__init__(files)
-        self.name, self.shards = name, [file.name for file in files]
+        self.busy, self.shards = storage.busy, [file.name for file in files]
         self.stored_bytes = sum(file.num_bytes for file in files)
-        self.identity = f"{len(files)} images, {len(self.classes)} classes, digest {fingerprint(files, size)}"
-        self.pool = ThreadPoolExecutor(threads, "images")
 
     def make(self, number: int, wanted: Wanted = ALL) -> tuple[Any, Any]:
-        image = self._decode(self._files[number]) if wanted.inputs else None
+        image = self._decoded(self.samples[number]) if wanted.inputs else None
         return image, self._labels[number] if wanted.targets else None
 
-    def _decode(self, file: ShardFile) -> Tensor:
-        pillow = need("PIL.Image", "a folder of images")
-        stored = self._storage.use(file, Busy(), Path.read_bytes)
+    def _decoded(self, file: ShardFile) -> Tensor:
+        stored = self._storage.use(file, Path.read_bytes)
         try:
-            with pillow.open(io.BytesIO(stored)) as image:
+            with need("PIL.Image", "a folder of images").open(io.BytesIO(stored)) as image:
                 return self._transform(image)
         except Exception as error:  # decoders raise what they like, and so may a user's transform
             said = str(error).partition(" <_io.")[0]  # which object in memory tells nobody anything
             raise DataError(f"image {file.name}: cannot be decoded: {said}") from error
-
-    @property
-    def uniform(self) -> bool:
-        return True

@@ -59,7 +59,8 @@ def dataset(
 class Mapped(Source):
     """A dataset that holds itself."""
 
-    #: make samples that draw nothing; None: the thread that reads does
+    lets_go = True
+    #: makes samples that draw nothing; None: the thread that reads does
     pool: ThreadPoolExecutor | None = None
 
     def __init__(
@@ -70,42 +71,37 @@ class Mapped(Source):
         chunk: int | None = None,
         identity: str | None = None,
     ) -> None:
-        self.samples, self._keys = samples, (inputs, targets)
+        self.samples, self._keys, self.busy = samples, (inputs, targets), Busy()
         self.name = type(samples).__name__
         self.shards = [self.name]
         count = len(samples)
-        each = chunk or -(-count // _CHUNKS)
-        self.sizes = np.full(-(-count // each), each, np.int64)
-        self.sizes[-1] = count - each * (len(self.sizes) - 1)
+        self.each = chunk or -(-count // _CHUNKS)
+        self.sizes = np.full(-(-count // self.each), self.each, np.int64)
+        self.sizes[-1] = count - self.each * (len(self.sizes) - 1)
         (first,) = drawn(self.make, [0], 0)
         self.sample_bytes = sum(tensor.nbytes for tensor in tensors_of(default_collate([first]))) or 1
         # Without chunks of its own nothing is held here: the whole fits into any memory.
         self.num_bytes = self.sizes * self.sample_bytes if chunk else np.ones(len(self.sizes), np.int64)
-        self.lets_go = True
-        self.each = each
         self.stored_bytes = count * self.sample_bytes
         self.identity = f"{count} samples of {identity or self.name}"
 
-    def pair(self, sample: Any, wanted: Wanted = ALL) -> tuple[Any, Any]:
-        """Return a sample as (inputs, target), as far as wanted."""
-        if not isinstance(sample, dict):
-            if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-                raise ConfigError(
-                    f"dataset {self.name}: a sample is a {type(sample).__name__}; must be (inputs, target)"
-                )
-            return _part(sample[0], wanted.inputs), _part(sample[1], wanted.targets)
-        keys = [[key] if isinstance(key, str) else list(key or ()) for key in self._keys]
-        if not all(keys) or any(key not in sample for key in (*keys[0], *keys[1])):
-            raise ConfigError(
-                f"dataset {self.name}: its samples have {', '.join(map(repr, sample))}; "
-                "name two of them with inputs= and targets="
-            )
-        said = self._keys
-        return _of(sample, said[0], wanted.inputs), _of(sample, said[1], wanted.targets)
-
     def make(self, number: int, wanted: Wanted = ALL) -> tuple[Any, Any]:
         """Return a sample as (inputs, target), as far as wanted."""
-        return self.pair(self.samples[number], wanted)
+        sample = self.samples[number]
+        if isinstance(sample, dict):
+            keys = [[said] if isinstance(said, str) else list(said or ()) for said in self._keys]
+            if not all(keys) or any(key not in sample for key in (*keys[0], *keys[1])):
+                raise ConfigError(
+                    f"dataset {self.name}: its samples have {', '.join(map(repr, sample))}; "
+                    "name two of them with inputs= and targets="
+                )
+            parts = [(sample, said) for said in self._keys]
+        elif isinstance(sample, (tuple, list)) and len(sample) == 2:
+            parts = [(part, None) for part in sample]
+        else:
+            raise ConfigError(f"dataset {self.name}: a sample is a {type(sample).__name__}; must be (inputs, target)")
+        inputs, target = (_wanted(*part, some) for part, some in zip(parts, wanted, strict=True))
+        return inputs, target
 
     @cached_property
     def draws(self) -> bool:
@@ -117,7 +113,7 @@ class Mapped(Source):
         forms = [_form(sample) for sample in drawn(self.make, sorted(places), 0)]
         return all(form == forms[0] for form in forms)
 
-    def load(self, chunk: int, busy: Busy) -> Chunk:
+    def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
         return MappedChunk(self, chunk * self.each)
 
 
@@ -127,29 +123,25 @@ class MappedChunk(Chunk):
     def __init__(self, source: Mapped, first: int) -> None:
         self._source, self._first = source, first
 
-    def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
-        source = self._source
-        places = (self._first + numbers).tolist()
-        make = partial(source.make, wanted=wanted)
-        if source.pool is None or self.keyed is not None:
+    def rows(self, numbers: Numbers, wanted: Wanted) -> Tree:
+        make, places = partial(self._source.make, wanted=wanted), (self._first + numbers).tolist()
+        if self._source.pool is None or self.keyed is not None:
             pairs = drawn(make, places, self.keyed)
         else:
-            pairs = list(source.pool.map(make, places))
-        inputs = default_collate([pair[0] for pair in pairs]) if wanted.inputs else None
-        targets = default_collate([pair[1] for pair in pairs]) if wanted.targets else None
-        return inputs, targets
+            pairs = list(self._source.pool.map(make, places))
+        return tuple(
+            default_collate(list(part)) if some else None
+            for part, some in zip(zip(*pairs, strict=True), wanted, strict=True)
+        )
 
 
-def _of(sample: dict[str, Any], said: Keys | None, some: FieldSelection) -> Any:
-    """Return what is wanted of the inputs or the targets of a sample that is a dict."""
+def _wanted(tree: Any, said: Keys | None, some: FieldSelection) -> Any:
+    """Return what is wanted of a sample: of its fields those that are said, if any are."""
+    if not some:
+        return None
     if isinstance(said, str):
-        return sample[said] if some else None
-    return {key: sample[key] for key in among(said or (), some)}
-
-
-def _part(tree: Any, some: FieldSelection) -> Any:
-    """Return what is wanted of the inputs or the targets of a sample."""
-    return {key: tree[key] for key in among(tree, some)} if isinstance(some, frozenset) else tree
+        return tree[said]
+    return tree if said is None and some is True else {key: tree[key] for key in among(said or tree, some)}
 
 
 def _form(pair: Any) -> list[tuple[Any, ...]]:

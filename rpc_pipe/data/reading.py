@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from ..dependency import Stalled
-from ..workers.transport.payload import Tree, tensors_of
+from ..dependency import ConfigError, Stalled
+from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .bijection import Numbers
-from .joining import Joined
 from .order import Order, Segment
 from .residency import Residency
-from .source import ALL, Busy, Cause, Source, Wanted
+from .source import ALL, Cause, Source, Wanted
 
 #: so many samples are located together, which takes hardly longer than for one batch
 _LOCATED = 4096
 
-
-#: what a batch was waited for that was ready
-_NOTHING: Cause = "decode"
+#: a chunk, the numbers of its samples, and their places in the batch
+Piece = tuple[int, Numbers, Numbers]
 
 
 class Share(NamedTuple):
@@ -57,38 +56,32 @@ class Shares(NamedTuple):
         return Share(begin, end, start, start + rows)
 
 
-class _Located:
-    """The samples of one batch after the other: where each is found.
+def _located(order: Order, shares: Shares, start: int) -> Iterator[list[tuple[Segment, list[Piece]]]]:
+    """Yield for one batch after the other, block by block, where its samples are found."""
+    share = shares.at(start)
+    while share is not None:
+        batches: list[Numbers] = []
+        while share is not None and sum(map(len, batches)) < _LOCATED:
+            batches.append(np.arange(share.begin, share.end))
+            share = shares.at(share.after)
+        segments = list(order.locate(np.concatenate(batches)))
+        blocks = np.repeat(np.arange(len(segments)), [len(each.numbers) for each in segments])
+        chunks, numbers = (np.concatenate(part) for part in zip(*[each[2:] for each in segments], strict=True))
+        begin = 0
+        for batch in batches:
+            end = begin + len(batch)
+            pieces = _by_chunk(blocks[begin:end], chunks[begin:end], numbers[begin:end])
+            yield [(segments[block], each) for block, each in pieces]
+            begin = end
 
-    Args:
-        start: where the first batch begins.
-    """
 
-    def __init__(self, order: Order, shares: Shares, start: int) -> None:
-        self._segments = self._all(order, shares, start)
-        #: of a segment, what is behind
-        self._segment: Segment | None = None
-        self._behind = 0
-
-    def take(self, count: int) -> Iterator[Segment]:
-        """Yield where the next `count` samples are found."""
-        while count:
-            if self._segment is None or self._behind == len(self._segment.numbers):
-                self._segment, self._behind = next(self._segments), 0
-            begin, segment = self._behind, self._segment
-            end = self._behind = min(begin + count, len(segment.numbers))
-            count -= end - begin
-            yield segment._replace(chunks=segment.chunks[begin:end], numbers=segment.numbers[begin:end])
-
-    @staticmethod
-    def _all(order: Order, shares: Shares, start: int) -> Iterator[Segment]:
-        share = shares.at(start)
-        while share is not None:
-            positions: list[np.typing.NDArray[np.int64]] = []
-            while share is not None and sum(map(len, positions)) < _LOCATED:
-                positions.append(np.arange(share.begin, share.end))
-                share = shares.at(share.after)
-            yield from order.locate(np.concatenate(positions))
+def _by_chunk(blocks: Numbers, chunks: Numbers, numbers: Numbers) -> Iterator[tuple[int, list[Piece]]]:
+    """Yield the blocks of a batch, each with its samples by chunk."""
+    for block in np.unique(blocks).tolist():
+        inside = np.flatnonzero(blocks == block)
+        by_chunk = inside[np.argsort(chunks[inside], kind="stable")]
+        borders = np.flatnonzero(np.diff(chunks[by_chunk])) + 1
+        yield block, [(int(chunks[each[0]]), numbers[each], each) for each in np.split(by_chunk, borders)]
 
 
 class Reader:
@@ -103,21 +96,13 @@ class Reader:
     def __init__(
         self, source: Source, order: Order, shares: Shares, room: int, ahead_bytes: int, timeout_s: float
     ) -> None:
-        self.busy = Busy()
-        self._source, self._order, self._shares = source, order, shares
-        self._ahead_bytes, self._timeout_s = ahead_bytes, timeout_s
+        self._source, self._order, self._shares, self._timeout_s = source, order, shares, timeout_s
+        self._num_ahead = max(1, ahead_bytes // (source.sample_bytes * shares.rows // shares.pipelines + 1))
         epochs = None if shares.total is None else -(-shares.total // order.num_samples)
-        self.residency = Residency(source, order, room, self.busy, timeout_s, epochs)
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._wanted = Wanted(False, False)
-        #: batches that are ready, the next one first, each with its bytes; and the bytes of all
-        self._ready: deque[tuple[Tree | BaseException, int]] = deque()
-        self._ready_bytes = 0
-        #: where the next batch that is taken begins, and whether the thread has been told to end
-        self._next = -1
-        self._stop = False
-        self._located = _Located(order, shares, 0)
+        self.residency = Residency(source, order, room, timeout_s, epochs)
+        self._batches: Iterator[tuple[Tree, Tree]] = iter(())
+        #: what of the batches is wanted, and where the next that is taken begins
+        self._wanted, self._next = Wanted(False, False), -1
 
     def take(self, start: int, wanted: Wanted) -> tuple[tuple[Tree, Tree], int, Cause]:
         """Return the batch that begins at `start`, how many ns it was waited for, and what for mostly.
@@ -126,119 +111,136 @@ class Reader:
             DataError: a shard cannot be read.
             Stalled: it takes too long.
         """
-        if start != self._next or not wanted == self._wanted:
+        if start != self._next or wanted != self._wanted:
             self._restart(start, wanted)
-        share = self._shares.at(start)
+        share, busy = self._shares.at(start), self._source.busy
         assert share is not None, "there is no such batch"
-        if self._source.draws:
-            return self._make(share)
-        waited_ns, cause = 0, _NOTHING
-        with self._changed:
-            if not self._ready:
-                waited_ns, cause = self._wait()
-            made, size = self._ready.popleft()
-            self._ready_bytes -= size
-            self._changed.notify_all()
-        if isinstance(made, BaseException):
-            self._end()
-            raise made
-        self._next = share.after
-        return made, waited_ns, cause
-
-    def _make(self, share: Share) -> tuple[tuple[Tree, Tree], int, Cause]:
-        """Make a batch here and now, as it draws random numbers; return it, how many ns that took, and what for."""
-        begun, before = time.perf_counter_ns(), self.busy.spent()
+        is_ready = isinstance(self._batches, _Ahead) and self._batches.is_ready
+        begun, before = time.perf_counter_ns(), busy.spent()
         self._next = -1  # unless it can be made
-        made = self._batch(self._located, share.end - share.begin)
+        try:
+            made = next(self._batches)
+        except queue.Empty as error:
+            most_s, cause = 2 * self._timeout_s, busy.worst(before)
+            raise Stalled(f"data {self._source.name}: no batch for {most_s:g} s, busy with {cause}") from error
         self._next = share.after
-        return made, time.perf_counter_ns() - begun, self.busy.worst(before)
-
-    def _wait(self) -> tuple[int, Cause]:
-        """Wait for a batch; return how many ns, and what for mostly."""
-        begun, before = time.perf_counter_ns(), self.busy.spent()
-        most_s = 2 * self._timeout_s  # a shard that does not come is told by its name before
-        if not self._changed.wait_for(lambda: self._ready, most_s):
-            raise Stalled(f"data {self._source.name}: no batch for {most_s:g} s, busy with {self.busy.worst(before)}")
-        return time.perf_counter_ns() - begun, self.busy.worst(before)
+        return made, 0 if is_ready else time.perf_counter_ns() - begun, busy.worst(before)
 
     def _restart(self, start: int, wanted: Wanted) -> None:
-        thread = self._thread
-        self._end()
-        if thread is not None and thread.is_alive():  # what it makes would be taken for a batch of the next one
+        if not self._end():  # what the thread does yet would load chunks for batches that nobody asks for
             raise Stalled(
                 f"data {self._source.name}: has waited with a batch that nobody takes for {self._timeout_s:g} s; raise "
                 "timeout_s"
             )
-        self._wanted, self._stop = wanted, False
         if self._source.loads_fields and not wanted.is_in(self.residency.wanted):
             self.residency.drop()  # chunks that were loaded without fields that are wanted
-        self.residency.wanted = wanted
-        self._located = _Located(self._order, self._shares, start)
-        if not self._source.draws:
-            self._thread = threading.Thread(target=self._work, args=(start,), name="batches", daemon=True)
-            self._thread.start()
+        self._wanted = self.residency.wanted = wanted
+        batches = map(self._made, _located(self._order, self._shares, start))
+        # A shard that does not come is told by its name before.
+        self._batches = batches if self._source.draws else _Ahead(batches, self._num_ahead, 2 * self._timeout_s)
 
-    def _end(self) -> None:
-        if self._thread is not None:
-            with self._changed:
-                self._stop = True
-                self._changed.notify_all()
-            if self._thread is not threading.current_thread():  # which may be the one that collects a loader
-                self._thread.join(self._timeout_s)
-            self._thread = None
-        self._ready.clear()
-        self._ready_bytes, self._next = 0, -1
+    def _end(self) -> bool:
+        """End what makes batches; tell whether it has ended."""
+        batches, self._batches, self._next = self._batches, iter(()), -1
+        return not isinstance(batches, _Ahead) or batches.end(self._timeout_s)
 
-    def _work(self, start: int) -> None:
-        located, share = self._located, self._shares.at(start)
-        while share is not None:
-            try:
-                made: Tree | BaseException = self._batch(located, share.end - share.begin)
-                size = sum(tensor.nbytes for tensor in tensors_of(made))
-            except BaseException as error:
-                made, size = error, 0
-            with self._changed:
-                self._ready.append((made, size))
-                self._ready_bytes += size
-                self._changed.notify_all()
-                if isinstance(made, BaseException):
-                    return
-                self._changed.wait_for(lambda: self._stop or not self._is_full())
-                if self._stop:
-                    return
-            share = self._shares.at(share.after)
-
-    def _is_full(self) -> bool:
-        return bool(self._ready) and self._ready_bytes >= self._ahead_bytes
-
-    def _batch(self, located: _Located, rows: int) -> tuple[Tree, Tree]:
-        """Put the next rows together, block by block, as chunks come and go."""
-        filling = self._source.filling(rows, self._wanted) or Joined(self._wanted)
-        for segment, chunk, numbers, places in _by_chunk(located.take(rows)):
-            self.residency.enter(segment.epoch, segment.block, segment.chunks)
-            held = self.residency.chunk(chunk)
-            with self.busy.on("decode"):
-                filling.put(held, numbers, places)
-        with self.busy.on("decode"):
-            return filling.made()
+    def _made(self, located: list[tuple[Segment, list[Piece]]]) -> tuple[Tree, Tree]:
+        """Put the rows of a batch together, block by block, as chunks come and go."""
+        joined = _Joined()
+        for segment, pieces in located:
+            self.residency.enter(segment.epoch, segment.block, np.array([chunk for chunk, *_ in pieces]))
+            for chunk, numbers, places in pieces:
+                held = self.residency.chunk(chunk)
+                with self._source.busy.on("decode"):
+                    joined.put(held.rows(numbers, self._wanted), places)
+        with self._source.busy.on("decode"):
+            return self._source.batch(joined.rows(), self._wanted)
 
     def close(self) -> None:
         """End the thread and let go of all chunks."""
         self._end()
         self.residency.close()
-        self._source.close()
 
 
-def _by_chunk(segments: Iterable[Segment]) -> Iterator[tuple[Segment, int, Numbers, Numbers]]:
-    """Yield the samples of a batch chunk by chunk: where they are, their chunk and numbers, and places in the batch."""
-    at = 0
-    for segment in segments:
-        by_chunk = np.argsort(segment.chunks, kind="stable")
-        chunks, numbers = segment.chunks[by_chunk], segment.numbers[by_chunk]
-        borders = np.flatnonzero(np.diff(chunks)) + 1
-        for begin, end in pairwise([0, *borders.tolist(), len(chunks)]):
-            yield segment, int(chunks[begin]), numbers[begin:end], by_chunk[begin:end] + at
-        at += len(chunks)
+class _Ahead(threading.Thread):
+    """Takes batches from an iterator, in a thread that ends with the process, before they are asked for.
+
+    Args:
+        most: how many.
+        timeout_s: how long one may take.
+    """
+
+    def __init__(self, batches: Iterator[tuple[Tree, Tree]], most: int, timeout_s: float) -> None:
+        super().__init__(name="batches", daemon=True)
+        self._batches, self._timeout_s = batches, timeout_s
+        self._ready: queue.SimpleQueue[tuple[Tree, Tree] | BaseException] = queue.SimpleQueue()
+        self._room, self._ends = threading.Semaphore(most), False
+        self.start()
+
+    def run(self) -> None:
+        """Take them."""
+        try:
+            while self._room.acquire() and not self._ends:
+                self._ready.put(next(self._batches))
+        except BaseException as error:
+            self._ready.put(error)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next one needs not be waited for."""
+        return not self._ready.empty()
+
+    def __iter__(self) -> Iterator[tuple[Tree, Tree]]:
+        return self
+
+    def __next__(self) -> tuple[Tree, Tree]:
+        made = self._ready.get(timeout=self._timeout_s)
+        self._room.release()
+        if isinstance(made, BaseException):
+            raise made
+        return made
+
+    def end(self, timeout_s: float) -> bool:
+        """Take no more; tell whether the thread has ended, which may be the one that asks and collects a loader."""
+        self._ends = True
+        self._room.release()
+        if self is not threading.current_thread():
+            self.join(timeout_s)
+        return not self.is_alive()
+
+
+class _Joined:
+    """Rows that several chunks have, put to their places in a batch."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tree] = []
+        self._places: list[Numbers] = []
+
+    def put(self, rows: Tree, places: Numbers) -> None:
+        self._parts.append(rows)
+        self._places.append(places)
+
+    def rows(self) -> Tree:
+        """Return the batch, of which all places have been filled.
+
+        Raises:
+            ConfigError: rows of different chunks have different forms.
+        """
+        order = torch.from_numpy(np.argsort(np.concatenate(self._places)))
+        columns = zip(*map(tensors_of, self._parts), strict=True)
+        joined = {id(column[0]): _joined(column).index_select(0, order) for column in columns}
+        return map_tensors(self._parts[0], lambda tensor: joined[id(tensor)])
+
+
+def _joined(pieces: tuple[Tensor, ...]) -> Tensor:
+    first = pieces[0]
+    for piece in pieces:
+        if piece.shape[1:] != first.shape[1:] or piece.dtype != first.dtype:
+            raise ConfigError(
+                f"data: samples differ in form: {first.dtype} {list(first.shape[1:])} and "
+                f"{piece.dtype} {list(piece.shape[1:])}; rows of a batch must be alike"
+            )
+    return torch.cat(pieces)
 
 
 def look(source: Source, order: Order, shares: Shares, start: int, timeout_s: float) -> tuple[Tree, Tree]:
@@ -248,19 +250,16 @@ def look(source: Source, order: Order, shares: Shares, start: int, timeout_s: fl
         DataError: a shard cannot be read.
         Stalled: it takes too long.
     """
-    share, busy, draws = shares.at(start), Busy(), source.draws
-    assert share is not None, "there is no such batch"
-    rows = share.end - share.begin
+    located, draws = next(_located(order, shares, start)), source.draws
 
     def made() -> tuple[Tree, Tree]:
-        filling = source.filling(rows, ALL) or Joined(ALL)
-        for segment, chunk, numbers, places in _by_chunk(_Located(order, shares, start).take(rows)):
-            held = source.load(chunk, busy)
-            if draws:
-                held.keyed = order.epoch(segment.epoch).drawn
-            filling.put(held, numbers, places)
-            held.close()
-        return filling.made()
+        joined = _Joined()
+        for segment, pieces in located:
+            for chunk, numbers, places in pieces:
+                held = source.load(chunk)
+                held.keyed = order.epoch(segment.epoch).drawn if draws else None
+                joined.put(held.rows(numbers, ALL), places)
+        return source.batch(joined.rows(), ALL)
 
     pool = ThreadPoolExecutor(1, "first batch")
     try:

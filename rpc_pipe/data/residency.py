@@ -15,7 +15,7 @@ from ..dependency import ConfigError, Stalled
 from .bijection import Numbers
 from .order import Epoch, Order
 from .sizes import told
-from .source import ALL, Busy, Chunk, Source, Wanted
+from .source import ALL, Chunk, Source, Wanted
 
 #: chunks that are loaded at once
 _LOADERS = 2
@@ -61,10 +61,8 @@ class Residency:
         timeout_s: how long loading a chunk may take.
     """
 
-    def __init__(
-        self, source: Source, order: Order, room: int, busy: Busy, timeout_s: float, epochs: int | None = None
-    ) -> None:
-        self._source, self._order, self._room, self._busy, self._timeout_s = source, order, room, busy, timeout_s
+    def __init__(self, source: Source, order: Order, room: int, timeout_s: float, epochs: int | None = None) -> None:
+        self._source, self._order, self._room, self._timeout_s = source, order, room, timeout_s
         self._epochs = epochs
         #: what will be read of chunks that are loaded from here on
         self.wanted: Wanted = ALL
@@ -175,12 +173,12 @@ class Residency:
             epoch, block = self._order.epoch(number), self._at[1] if number == self._at[0] else 0
             loaded = self._pool.submit(self._dealt, chunk_number, epoch, block, self.wanted)
         else:
-            loaded = self._pool.submit(self._source.load_fields, chunk_number, self._busy, self.wanted)
+            loaded = self._pool.submit(self._source.load, chunk_number, self.wanted)
         self._held[chunk] = loaded
 
     def _dealt(self, chunk: int, epoch: Epoch, block: int, wanted: Wanted) -> Chunk:
-        loaded = self._source.load_fields(chunk, self._busy, wanted)
-        with self._busy.on("decode"):
+        loaded = self._source.load(chunk, wanted)
+        with self._source.busy.on("decode"):
             loaded.deal(epoch.shares(chunk, block))
         return loaded
 
@@ -212,23 +210,16 @@ class Residency:
         return here if comes else self._order.num_chunks + int(self._places[epoch + 1][chunk])
 
     def _drop(self, chunk: int) -> None:
-        future = self._held.pop(chunk)
+        self._held.pop(chunk).cancel()
         self._bytes -= self._sizes.pop(chunk)
-        future.add_done_callback(_close)
 
     def drop(self) -> None:
         """Let go of all chunks."""
         self._at = None
         for chunk in list(self._held):
-            self._held[chunk].cancel()
             self._drop(chunk)
 
     def close(self) -> None:
         """Drop everything, and end the threads."""
         self.drop()
         self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def _close(loaded: Future[Chunk]) -> None:
-    if not loaded.cancelled() and loaded.exception() is None:
-        loaded.result().close()

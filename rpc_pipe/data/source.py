@@ -1,4 +1,4 @@
-"""What a loader reads: samples in chunks, each of which is loaded as a whole."""
+"""What a loader reads: chunks of rows, each of which is fetched as a whole; a sample is a row of a chunk."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..dependency import ConfigError
+from ..model.batches.lazy_batch import FieldSelection
+from ..workers.transport.payload import Tree
 from .bijection import Numbers
-
-if TYPE_CHECKING:
-    from ..model.batches.lazy_batch import FieldSelection
-    from ..workers.transport.payload import Tree
 
 #: what may keep a batch from being there
 Cause = Literal["disk", "network", "decode"]
@@ -42,14 +40,53 @@ def among(fields: Iterable[str], some: FieldSelection) -> list[str]:
     return [field for field in fields if some is True or (some and field in some)]
 
 
+class Busy:
+    """Counts what the loader's threads spend their time on. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock, self._thread = threading.Lock(), threading.local()
+        self._spent: dict[Cause, float] = {"disk": 0.0, "network": 0.0, "decode": 0.0}
+        #: how many threads are busy with it now, each of which has been charged less by when it began
+        self._threads: dict[Cause, int] = dict.fromkeys(self._spent, 0)
+
+    @contextmanager
+    def on(self, cause: Cause) -> Iterator[None]:
+        """Charge the body to `cause`; what is charged inside it counts for the inner one alone."""
+        outer: Cause | None = getattr(self._thread, "cause", None)
+        self._turn(outer, cause)
+        try:
+            yield
+        finally:
+            self._turn(cause, outer)
+
+    def _turn(self, ends: Cause | None, begins: Cause | None) -> None:
+        now, self._thread.cause = time.perf_counter(), begins
+        with self._lock:
+            for cause, sign in ((ends, 1), (begins, -1)):
+                if cause is not None:
+                    self._spent[cause] += sign * now
+                    self._threads[cause] -= sign
+
+    def spent(self) -> dict[Cause, float]:
+        """Return the seconds of each cause so far, those of what is going on included."""
+        with self._lock:
+            now = time.perf_counter()
+            return {cause: spent + self._threads[cause] * now for cause, spent in self._spent.items()}
+
+    def worst(self, before: dict[Cause, float]) -> Cause:
+        """Return what took most since `spent` returned `before`."""
+        after = self.spent()
+        return max(after, key=lambda cause: after[cause] - before[cause])
+
+
 class Chunk:
     """Samples that are in memory together."""
 
     #: what random numbers of its samples are keyed by, with the sample; None: they draw none
     keyed: int | None = None
 
-    def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tree, Tree]:
-        """Return (inputs, targets) of these samples of the chunk, a row each; None for what is not wanted."""
+    def rows(self, numbers: Numbers, wanted: Wanted) -> Tree:
+        """Return what is wanted of these samples of the chunk: tensors with a row for each, for `Source.batch`."""
         raise NotImplementedError
 
     def deal(self, shares: Iterator[tuple[int, Numbers]]) -> None:
@@ -60,21 +97,6 @@ class Chunk:
 
     def go_to(self, block: int) -> None:
         """Let go of the samples of blocks before `block`."""
-
-    def close(self) -> None:
-        """Let go of the memory."""
-
-
-class Filling:
-    """A batch that is made of rows of several chunks."""
-
-    def put(self, chunk: Chunk, numbers: Numbers, places: Numbers) -> None:
-        """Put these samples of a chunk to their places in the batch."""
-        raise NotImplementedError
-
-    def made(self) -> tuple[Tree, Tree]:
-        """Return the batch, of which all places have been filled: (inputs, targets), None for what is not wanted."""
-        raise NotImplementedError
 
 
 class Source:
@@ -94,7 +116,9 @@ class Source:
     sample_bytes: int
     #: equal, almost surely, where the samples and their numbers are equal; in words, as errors show it
     identity: str
-    #: whether `load_fields` leaves out what is not wanted
+    #: what reading it takes time for
+    busy: Busy
+    #: whether `load` leaves out what is not wanted
     loads_fields = False
     #: whether chunks let go of samples that are behind, so that more of them fit into memory
     lets_go = False
@@ -109,70 +133,22 @@ class Source:
         """Whether all samples have the same form, so that who has seen one knows it of those that it does not read."""
         return True
 
-    def load(self, chunk: int, busy: Busy) -> Chunk:
-        """Bring a chunk into memory. Called in the loader's threads, several at once.
+    def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
+        """Bring what is wanted of a chunk into memory, or more where that is cheaper. Several threads may ask.
 
         Raises:
             DataError: a shard is missing, truncated or unreadable.
         """
         raise NotImplementedError
 
-    def load_fields(self, chunk: int, busy: Busy, wanted: Wanted) -> Chunk:
-        """Bring what is wanted of a chunk into memory, and more where that is cheaper. As `load`."""
-        return self.load(chunk, busy)
-
-    def filling(self, rows: int, wanted: Wanted) -> Filling | None:
-        """Begin a batch of so many rows, where that is faster than to join what chunks read; None: it is not."""
+    def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
+        """Return rows of chunks, put together, as (inputs, targets); None for what is not wanted."""
+        inputs, targets = rows
+        return inputs, targets
 
     def shard_of(self, chunk: int) -> str:
         """Return what errors call the place that a chunk comes from."""
         return self.name
-
-    def close(self) -> None:
-        """Let go of what is open."""
-
-
-class Busy:
-    """Counts what the loader's threads spend their time on. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._spent: dict[Cause, float] = {"disk": 0.0, "network": 0.0, "decode": 0.0}
-        self._now: dict[int, tuple[Cause, float]] = {}
-
-    @contextmanager
-    def on(self, cause: Cause) -> Iterator[None]:
-        """Charge the body to `cause`; what is charged inside it counts for the inner one alone."""
-        thread, begin = threading.get_ident(), time.perf_counter()
-        with self._lock:
-            outer = self._now.get(thread)
-            if outer is not None:
-                self._spent[outer[0]] += begin - outer[1]
-            self._now[thread] = cause, begin
-        try:
-            yield
-        finally:
-            end = time.perf_counter()
-            with self._lock:
-                self._spent[cause] += end - self._now[thread][1]
-                if outer is None:
-                    del self._now[thread]
-                else:
-                    self._now[thread] = outer[0], end
-
-    def spent(self) -> dict[Cause, float]:
-        """Return the seconds of each cause so far, those of what is going on included."""
-        now = time.perf_counter()
-        with self._lock:
-            found = dict(self._spent)
-            for cause, since in self._now.values():
-                found[cause] += now - since
-        return found
-
-    def worst(self, before: dict[Cause, float]) -> Cause:
-        """Return what took most since `spent` returned `before`."""
-        after = self.spent()
-        return max(after, key=lambda cause: after[cause] - before[cause])
 
 
 def need(module: str, what: str) -> Any:

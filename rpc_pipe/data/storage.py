@@ -47,17 +47,19 @@ class Storage:
         self.folder = Path(cache) if cache is not None else usual
         self._limit = cache_bytes
         self.options = options or {}
+        #: what sources that read from here spend their time on
+        self.busy = Busy()
         #: how many shards were copied here
         self.fetched = 0
 
-    def local(self, shard: ShardFile, busy: Busy) -> Path:
+    def local(self, shard: ShardFile) -> Path:
         """Return a complete file with the shard.
 
         Raises:
             DataError: it is missing, has changed, or cannot be fetched.
         """
         if shard.remote:
-            return self._fetched(shard, busy)
+            return self._fetched(shard)
         path = Path(shard.place)
         try:
             stat = path.stat()
@@ -67,7 +69,7 @@ class Storage:
             raise DataError(f"shard {shard.name}: {path} was written to after it was listed; begin with the new data")
         return path
 
-    def use(self, shard: ShardFile, busy: Busy, read: Callable[[Path], T]) -> T:
+    def use(self, shard: ShardFile, read: Callable[[Path], T]) -> T:
         """Return what `read` makes of a complete file with the shard.
 
         Another process that makes room in the cache may remove the file before it is open; then it is fetched again.
@@ -76,12 +78,16 @@ class Storage:
             DataError: as `local`, or as `read`.
         """
         for _ in range(_ATTEMPTS):
-            path = self.local(shard, busy)
+            path = self.local(shard)
             try:
-                return read(path)
-            except Exception:
-                if not shard.remote or path.exists():
-                    raise
+                with self.busy.on("disk"):
+                    return read(path)
+            except Exception as error:
+                if shard.remote and not path.exists():
+                    continue
+                if isinstance(error, OSError):
+                    raise DataError(f"shard {shard.name}: {path} cannot be read: {error.strerror or error}") from error
+                raise
         raise DataError(f"shard {shard.name}: others take it out of the cache {self.folder} as soon as it is there")
 
     @contextmanager
@@ -96,7 +102,7 @@ class Storage:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
 
-    def _fetched(self, shard: ShardFile, busy: Busy) -> Path:
+    def _fetched(self, shard: ShardFile) -> Path:
         told = f"{shard.place}\0{shard.num_bytes}\0{shard.checksum}"
         path = self.folder / f"{hashlib.sha256(told.encode()).hexdigest()[:16]}-{shard.name.rsplit('/', 1)[-1]}"
         # Where the cache is limited, processes fetch one after the other.
@@ -105,7 +111,7 @@ class Storage:
                 if path.exists() and path.stat().st_size == shard.num_bytes:
                     os.utime(path)
                 else:
-                    with busy.on("network"):
+                    with self.busy.on("network"):
                         self._make_room(shard)
                         self._fetch(shard, path)
             except OSError as error:
@@ -165,7 +171,7 @@ class Storage:
         told = f"shard {shard.name}: {shard.place} cannot be read"
         if not shard.remote:
             try:
-                with self.local(shard, Busy()).open("rb") as file:
+                with self.local(shard).open("rb") as file:
                     return read(file)
             except OSError as error:
                 raise DataError(f"{told}: {error.strerror or error}") from error

@@ -9,7 +9,7 @@ import numpy as np
 
 from .loader import Loader
 from .residency import Residency
-from .source import Busy, Chunk, Source, Wanted
+from .source import ALL, Busy, Chunk, Source, Wanted
 
 #: the disk is measured for about so long
 _MEASURED_S = 1.0
@@ -50,7 +50,7 @@ class Survey:
 def survey(loader: Loader) -> Survey:
     """Return the figures of what a loader would read."""
     source, order = loader.source, loader.order
-    dry = Residency(_Dry(source), order, loader.room, Busy(), loader.timeout_s, epochs=1)
+    dry = Residency(_Dry(source), order, loader.room, loader.timeout_s, epochs=1)
     epoch = order.epoch(0)
     for block in range(epoch.num_blocks):
         dry.enter(0, block)
@@ -81,14 +81,13 @@ def _speed(source: Source, chunks: np.typing.NDArray[np.int64]) -> float:
     begin, took, loaded = time.perf_counter(), 0.0, 0
     for chunk in chunks.tolist():
         since = time.perf_counter()
-        held = source.load(chunk, Busy())
+        held = source.load(chunk)
         took += time.perf_counter() - since
         loaded += int(source.num_bytes[chunk])
         for first in range(0, int(source.sizes[chunk]), _TOGETHER):
-            held.read(np.arange(first, min(first + _TOGETHER, int(source.sizes[chunk]))), Wanted())
+            held.rows(np.arange(first, min(first + _TOGETHER, int(source.sizes[chunk]))), ALL)
             if time.perf_counter() - begin > _MEASURED_S:
                 break
-        held.close()
         if time.perf_counter() - begin > _MEASURED_S:
             break
     return loaded / 1e6 / took
@@ -98,7 +97,7 @@ class _Dry(Source):
     """Chunks that take room, but are not read."""
 
     def __init__(self, source: Source) -> None:
-        self.name, self.sizes, self.num_bytes = source.name, source.sizes, source.num_bytes
+        self.busy, self.sizes, self.num_bytes = Busy(), source.sizes, source.num_bytes
 
-    def load(self, chunk: int, busy: Busy) -> Chunk:
+    def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
         return Chunk()

@@ -5,7 +5,6 @@ A sample is `context` inputs and the `context` targets that are one further on, 
 
 from __future__ import annotations
 
-import mmap
 import os
 import resource
 from collections.abc import Sequence
@@ -16,13 +15,12 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 import torch
 from numpy.lib import format as npy
-from numpy.typing import NDArray
-from torch import Tensor
 
 from ..dependency import ConfigError, DataError, refuse_below
+from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .shards import Roots, ShardFile, find_shards, fingerprint, roots_of
-from .source import Busy, Chunk, Filling, Source, Wanted
+from .source import ALL, Chunk, Source, Wanted
 from .storage import Storage, checksum
 
 ENDINGS = (".npy", ".bin", ".u8", ".u16", ".u32")
@@ -83,11 +81,9 @@ def cut(span: TokenSpan, context: int, chunk_bytes: int) -> list[TokenSpan]:
     samples = (span.num_tokens - 1) // context
     each = max(1, chunk_bytes // (context * span.dtype.itemsize))
     return [
-        TokenSpan(
-            span.shard,
-            span.dtype,
-            span.offset + first * context * span.dtype.itemsize,
-            min(each, samples - first) * context + 1,
+        span._replace(
+            offset=span.offset + first * context * span.dtype.itemsize,
+            num_tokens=min(each, samples - first) * context + 1,
         )
         for first in range(0, samples, each)
     ]
@@ -131,8 +127,8 @@ class Tokens(Source):
     """Spans of tokens."""
 
     def __init__(self, name: str, spans: Sequence[TokenSpan], context: int, storage: Storage) -> None:
-        self.name, self.context = name, context
-        self._spans, self._storage = spans, storage
+        self.name, self.busy = name, storage.busy
+        self._spans, self._context, self._storage = spans, context, storage
         shards = list({span.shard.name: span.shard for span in spans}.values())
         self.shards = [shard.name for shard in shards]
         self.sizes = np.array([(span.num_tokens - 1) // context for span in spans], np.int64)
@@ -144,76 +140,56 @@ class Tokens(Source):
         self._verified: set[str] = set()
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        kinds = {span.dtype for span in spans}
-        #: what tokens of all spans fit into
-        self._dtype = kinds.pop() if len(kinds) == 1 else np.dtype(np.int64)
-
-    def filling(self, rows: int, wanted: Wanted) -> Filling:
-        return TokenRows(np.empty((rows, self.context + 1), self._dtype), wanted)
+        kinds = {span.dtype.newbyteorder("=") for span in spans}
+        #: what tokens of all spans fit into, and torch computes with
+        self._dtype = kinds.pop() if len(kinds) == 1 and np.dtype(np.uint64) not in kinds else np.dtype(np.int64)
 
     def shard_of(self, chunk: int) -> str:
         return self._spans[chunk].shard.name
 
-    def load(self, chunk: int, busy: Busy) -> Chunk:
+    def load(self, chunk: int, wanted: Wanted = ALL) -> Chunk:
         span = self._spans[chunk]
 
-        def opened(path: Path) -> Chunk:
-            with busy.on("disk"):
-                if span.shard.checksum is not None and span.shard.name not in self._verified:
-                    if (found := checksum(path)) != span.shard.checksum:
-                        raise DataError(
-                            f"shard {span.shard.name}: its checksum is {found:08x}, the index says "
-                            f"{span.shard.checksum:08x}: the file is damaged; restore it, or pack it again"
-                        )
-                    self._verified.add(span.shard.name)
-                return TokenChunk(path, span, self.context)
+        def read(path: Path) -> Chunk:
+            if span.shard.checksum is not None and span.shard.name not in self._verified:
+                if (found := checksum(path)) != span.shard.checksum:
+                    raise DataError(
+                        f"shard {span.shard.name}: its checksum is {found:08x}, the index says "
+                        f"{span.shard.checksum:08x}: the file is damaged; restore it, or pack it again"
+                    )
+                self._verified.add(span.shard.name)
+            return TokenChunk(path, span, self._context, self._dtype)
 
-        return self._storage.use(span.shard, busy, opened)
+        return self._storage.use(span.shard, read)
 
-
-class TokenRows(Filling):
-    """A batch of tokens: copied as they are stored, and made into wider numbers at once."""
-
-    def __init__(self, rows: NDArray[Any], wanted: Wanted) -> None:
-        self._rows, self._wanted = rows, wanted
-
-    def put(self, chunk: Chunk, numbers: Numbers, places: Numbers) -> None:
-        assert isinstance(chunk, TokenChunk)
-        self._rows[places] = chunk.rows(numbers)
-
-    def made(self) -> tuple[Tensor | None, Tensor | None]:
-        return (
-            torch.from_numpy(self._rows[:, :-1].astype(np.int64)) if self._wanted.inputs else None,
-            torch.from_numpy(self._rows[:, 1:].astype(np.int64)) if self._wanted.targets else None,
+    def batch(self, rows: Tree, wanted: Wanted) -> tuple[Tree, Tree]:
+        """Return the tokens of a batch, which are made into wider numbers at once."""
+        inputs, targets = (
+            part.to(torch.int64, copy=True) if some else None
+            for part, some in zip((rows[:, :-1], rows[:, 1:]), wanted, strict=True)
         )
+        return inputs, targets
 
 
 class TokenChunk(Chunk):
-    """Tokens in memory: large chunks are mapped, so that a batch waits for the rows alone that it has."""
+    """Tokens as they are stored; large chunks are mapped, so that a batch waits for the rows alone that it has."""
 
-    def __init__(self, path: Path, span: TokenSpan, context: int) -> None:
-        self._path, self._name, self._mapped_ns = path, span.shard.name, 0
-        try:
+    def __init__(self, path: Path, span: TokenSpan, context: int, dtype: np.dtype[Any]) -> None:
+        self._path, self._name, self._dtype, self._mapped_ns = path, span.shard.name, dtype, 0
+        if path.stat().st_size < span.offset + span.num_bytes:
+            raise DataError(f"shard {self._name}: {path} has become truncated; restore it")
+        if span.num_bytes < _MAPPED_BYTES:
+            tokens = np.fromfile(path, span.dtype, span.num_tokens, offset=span.offset)
+        else:
+            self._mapped_ns = path.stat().st_mtime_ns
             with path.open("rb") as file:
-                end = span.offset + span.num_bytes
-                if path.stat().st_size < end:
-                    raise DataError(f"shard {self._name}: {path} has become truncated; restore it")
-                if span.num_bytes < _MAPPED_BYTES:
-                    tokens = np.fromfile(file, span.dtype, span.num_tokens, offset=span.offset)
-                else:
-                    self._mapped_ns = path.stat().st_mtime_ns
-                    mapped = mmap.mmap(file.fileno(), end, prot=mmap.PROT_READ)
-                    os.posix_fadvise(file.fileno(), span.offset, span.num_bytes, os.POSIX_FADV_WILLNEED)
-                    tokens = np.frombuffer(mapped, span.dtype, span.num_tokens, span.offset)
-        except OSError as error:
-            raise DataError(f"shard {self._name}: {path} cannot be read: {error.strerror}") from error
-        rows = (span.num_tokens - 1) // context
-        self._rows = np.lib.stride_tricks.as_strided(
-            tokens, (rows, context + 1), (context * span.dtype.itemsize, span.dtype.itemsize), writeable=False
-        )
+                os.posix_fadvise(file.fileno(), span.offset, span.num_bytes, os.POSIX_FADV_WILLNEED)
+                tokens = np.memmap(file, span.dtype, "r", span.offset, (span.num_tokens,))
+        #: of each sample its tokens and the one behind it
+        self._rows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), context + 1)[::context]
 
-    def rows(self, numbers: Numbers) -> NDArray[Any]:
-        """Return the tokens of these samples, each with the one behind it, as they are stored.
+    def rows(self, numbers: Numbers, wanted: Wanted) -> Tree:
+        """Return the tokens of these samples.
 
         Raises:
             DataError: the shard has been written to since it was mapped; to read what it has lost kills the process.
@@ -221,8 +197,4 @@ class TokenChunk(Chunk):
         with suppress(FileNotFoundError):  # who has mapped it keeps it
             if self._mapped_ns and self._path.stat().st_mtime_ns != self._mapped_ns:
                 raise DataError(f"shard {self._name}: {self._path} was written to while it is in use")
-        found: NDArray[Any] = self._rows[numbers]
-        return found
-
-    def read(self, numbers: Numbers, wanted: Wanted) -> tuple[Tensor | None, Tensor | None]:
-        return TokenRows(self.rows(numbers), wanted).made()
+        return torch.from_numpy(self._rows[numbers].astype(self._dtype, copy=False))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rpc_pipe.data import Loader, Order, dataset, images, open_source, table, tables, text, tokens
-from rpc_pipe.data.source import ALL, Busy
+from rpc_pipe.data.source import ALL
 from rpc_pipe.data.storage import Storage
 from rpc_pipe.dependency import ConfigError, DataError
 
@@ -75,9 +75,10 @@ def test_several_columns_are_a_dict(rows):
 
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 def test_only_the_columns_that_are_wanted_are_read(rows, monkeypatch, ending):
-    asked, read = set(), tables._rows
+    asked, reads = set(), {"parquet": tables._ParquetFile, "arrow": tables._ArrowFile}[ending]
+    read = reads.read
     monkeypatch.setattr(
-        tables, "_rows", lambda path, group, columns: asked.add(tuple(columns)) or read(path, group, columns)
+        reads, "read", lambda file, group, columns: asked.add(tuple(columns)) or read(file, group, columns)
     )
     source = table(str(rows / f"*.{ending}"), ["x", "y"], "y")
     batches = iter(Loader(source, rows=30))
@@ -109,11 +110,11 @@ def test_of_a_compressed_file_one_batch_is_in_memory_at_a_time(tmp_path):
     pa.set_memory_pool(pool)
     try:
         source = table(tmp_path / "a.feather", "x", "y")
-        held = source.load(50, Busy())
+        held = source.load(50)
     finally:
         pa.set_memory_pool(usual)
     assert len(source.sizes) == 100 and pool.max_memory() < 4 * 16_000
-    assert held.read(np.arange(3), ALL)[0].tolist() == [row % 7 for row in range(50_000, 50_003)]
+    assert held.rows(np.arange(3), ALL)["x"].tolist() == [row % 7 for row in range(50_000, 50_003)]
 
 
 def test_tables_that_cannot_be_read(rows):

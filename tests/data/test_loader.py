@@ -123,16 +123,16 @@ def test_unshuffled_samples_come_as_they_are_stored(shards):
 
 def test_what_is_made_late_is_not_taken_for_another_batch(shards, monkeypatch):
     """Whoever went elsewhere while a batch was being made was given that one for the one that he asked for."""
-    release, begun, made = threading.Event(), threading.Event(), Reader._batch
+    release, begun, made = threading.Event(), threading.Event(), Reader._made
 
-    def late(reader, located, rows):
-        found = made(reader, located, rows)
+    def late(reader, located):
+        found = made(reader, located)
         if found[0][0, 0] == 6 * CONTEXT:  # the second batch
             begun.set()
             release.wait(20)
         return found
 
-    monkeypatch.setattr(Reader, "_batch", late)
+    monkeypatch.setattr(Reader, "_made", late)
     slow = Loader(tokens(shards, CONTEXT), rows=6, shuffle=False, timeout_s=0.2)
     assert read([next(iter(slow))])[0] == 0 and begun.wait(20)
     slow.seek(0)
@@ -252,7 +252,7 @@ def test_readers_that_are_closed_are_let_go_of(shards):
 def test_a_shard_that_does_not_come_is_named(shards, monkeypatch):
     slow, release = tokens(shards, CONTEXT), threading.Event()
     load = slow.load
-    monkeypatch.setattr(slow, "load", lambda chunk, busy: (release.wait(20), load(chunk, busy))[1])
+    monkeypatch.setattr(slow, "load", lambda *asked: (release.wait(20), load(*asked))[1])
     with pytest.raises(Stalled, match=r"shard \d\.npy: has not been loaded for 1 s"):
         next(iter(Loader(slow, rows=6, timeout_s=1)))[0]
     release.set()

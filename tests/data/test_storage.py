@@ -11,7 +11,6 @@ import pytest
 
 from rpc_pipe.data import Loader, elsewhere, pack, tokens
 from rpc_pipe.data.shards import find_shards
-from rpc_pipe.data.source import Busy
 from rpc_pipe.data.storage import Storage
 from rpc_pipe.dependency import ConfigError, DataError
 
@@ -104,7 +103,7 @@ def test_who_fetches_beside_others_keeps_the_limit(served, tmp_path, monkeypatch
 
     monkeypatch.setattr(Storage, "_fetch", fetched)
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda pair: pair[0].local(pair[1], Busy()), zip(storages, shards, strict=False)))
+        list(pool.map(lambda pair: pair[0].local(pair[1]), zip(storages, shards, strict=False)))
     assert sum(each.fetched for each in storages) == 4
 
 
