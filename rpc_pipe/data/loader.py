@@ -12,7 +12,8 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, NamedTuple
+from functools import cached_property
+from typing import Any, Literal
 
 from ..dependency import ConfigError, refuse_below
 from ..model.batches.lazy_batch import FieldSelection, LazyBatch
@@ -88,60 +89,51 @@ class Loader:
         #: the identity that was loaded before the source is open
         self._told: str | None = None
         self._reader: Reader | None = None
-        self._opened: _Opened | None = None
+        self._order: Order | None = None
         #: what batches look like, of tensors without numbers, and whether rows of all do; None: not known
         self.form: tuple[tuple[Tree, Tree] | None, bool | None] = None, None
         if readers == "users":
-            _ = self._open
+            _ = self.order
+
+    @cached_property
+    def source(self) -> Source:
+        """What is read; with readers="first" it is opened by who reads."""
+        given = self._given
+        source = given() if self.readers == "first" and not isinstance(given, Source) and callable(given) else given
+        if not isinstance(source, Source):
+            raise ConfigError(
+                f"source {given!r}: must be one of rpc_pipe.data's, such as tokens(folder, context=1024), or "
+                "dataset(...) around a map-style dataset; with readers='first', or what makes one"
+            )
+        return source
 
     @property
-    def _open(self) -> _Opened:
-        """The source and its order; with readers="first" it is opened by who reads."""
-        if self._opened is None:
-            source = self._given if isinstance(self._given, Source) else None
-            if source is None and callable(self._given) and self.readers == "first":
-                source = self._given()
-            if not isinstance(source, Source):
-                raise ConfigError(
-                    f"source {self._given!r}: must be one of rpc_pipe.data's, such as tokens(folder, context=1024), or "
-                    "dataset(...) around a map-style dataset; with readers='first', or what makes one"
-                )
-            ahead = max(2 * source.sample_bytes * self.rows // self._pipelines, self._memory // _AHEAD)
-            room = chunk_memory(self._memory, ahead)
-            order = self._ordered(source, room, self._asked, source.lets_go)
-            self._opened = _Opened(source, order, ahead, room)
+    def order(self) -> Order:
+        """Which sample stands where."""
+        if self._order is None:
+            self._order = self._ordered(self._asked, self.source.lets_go)
             if self._told is not None:
                 self._follow_told(self._told)
-        return self._opened
+        return self._order
 
-    def _ordered(self, source: Source, room: int, window: int | None, lets_go: bool) -> Order:
-        widest = widest_window(source.num_bytes, room, self._memory)
+    def _ordered(self, window: int | None, lets_go: bool) -> Order:
+        widest = widest_window(self.source.num_bytes, self.room, self._memory)
         if window is not None and not 1 <= window <= max(widest, 1):
             raise ConfigError(
                 f"window {window}: must be 1 to {widest} chunks, which is what {told(self._memory)} hold; "
                 "raise memory for more"
             )
-        return Order(source.sizes, self.seed, window or widest, self._shuffle, lets_go)
-
-    @property
-    def source(self) -> Source:
-        """What is read."""
-        return self._open.source
-
-    @property
-    def order(self) -> Order:
-        """Which sample stands where."""
-        return self._open.order
+        return Order(self.source.sizes, self.seed, window or widest, self._shuffle, lets_go)
 
     @property
     def room(self) -> int:
         """Bytes that chunks may take."""
-        return self._open.room
+        return chunk_memory(self._memory, self.ahead_bytes)
 
     @property
     def ahead_bytes(self) -> int:
         """Bytes that batches made ahead may take."""
-        return self._open.ahead_bytes
+        return max(2 * self.source.sample_bytes * self.rows // self._pipelines, self._memory // _AHEAD)
 
     @property
     def _shares(self) -> Shares:
@@ -168,7 +160,7 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the loader is: `position`, and the `identity` that it counts in."""
-        return {"position": self._position, "identity": (self._told or "") if self._opened is None else self.identity}
+        return {"position": self._position, "identity": (self._told or "") if self._order is None else self.identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to where another loader was. Rows, pipelines and workers may differ.
@@ -177,7 +169,7 @@ class Loader:
             ConfigError: it had other data, or another order.
         """
         told, position = str(state["identity"]), state["position"]
-        if self._opened is None and self.readers == "first":
+        if self._order is None:
             self._told = told  # compared where the data are
         else:
             self._follow_told(told)
@@ -187,10 +179,8 @@ class Loader:
         found = _WINDOW.search(told)
         if told != self.identity and found is not None and self._asked in (None, int(found[1])):
             if _WINDOW.sub("", told) == _WINDOW.sub("", self.identity):  # the limit of memory may be another
-                opened = self._open
                 self.close()
-                order = self._ordered(opened.source, opened.room, int(found[1]), found[2] is not None)
-                self._opened = opened._replace(order=order)
+                self._order = self._ordered(int(found[1]), found[2] is not None)
         if told != self.identity:
             raise ConfigError(
                 f"data {self.source.name}: were {told} when the position was noted, and are {self.identity}: "
@@ -257,15 +247,6 @@ class Loader:
         if self._reader is not None:
             self._end_reader()  # once, or every reader would be held as long as this
             self._reader = None
-
-
-class _Opened(NamedTuple):
-    """A source, and how it is read."""
-
-    source: Source
-    order: Order
-    ahead_bytes: int
-    room: int
 
 
 class Batch(LazyBatch):
