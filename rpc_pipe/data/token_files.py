@@ -176,15 +176,15 @@ class TokenChunk(Chunk):
 
     def __init__(self, path: Path, span: TokenSpan, context: int, dtype: np.dtype[Any]) -> None:
         self._path, self._name, self._dtype, self._mapped_ns = path, span.shard.name, dtype, 0
-        if path.stat().st_size < span.offset + span.num_bytes:
-            raise DataError(f"shard {self._name}: {path} has become truncated; restore it")
-        if span.num_bytes < _MAPPED_BYTES:
+        if span.num_bytes < _MAPPED_BYTES or path.stat().st_size < span.offset + span.num_bytes:
             tokens = np.fromfile(path, span.dtype, span.num_tokens, offset=span.offset)
         else:
             self._mapped_ns = path.stat().st_mtime_ns
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), span.offset, span.num_bytes, os.POSIX_FADV_WILLNEED)
                 tokens = np.memmap(file, span.dtype, "r", span.offset, (span.num_tokens,))
+        if len(tokens) < span.num_tokens:
+            raise DataError(f"shard {self._name}: {path} has become truncated; restore it")
         #: of each sample its tokens and the one behind it
         self._rows = np.lib.stride_tricks.sliding_window_view(np.asarray(tokens), context + 1)[::context]
 
