@@ -29,7 +29,7 @@ from bench import devices
 from rpc_pipe.dependency import NO_REDUCTIONS, Action, Reductions
 from rpc_pipe.pipeline import Pipeline
 from rpc_pipe.planning.relation import Relation
-from rpc_pipe.planning.simulator import price
+from rpc_pipe.planning.simulator import simulate
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 
@@ -61,7 +61,7 @@ def _simulated() -> None:
             continue
         spec = make_spec(name, 8, 16)
         found = {
-            way: price(Relation(spec, 6, asked), cost, comm=0.4, order="fixed").step_time
+            way: simulate(Relation(spec, 6, asked), cost, comm=0.4, order="fixed").step_time
             for way, asked in _WAYS.items()
         }
         print(

@@ -23,7 +23,7 @@ from rpc_pipe.planning.footprint import Size, payload_bytes, peak_bytes
 from rpc_pipe.planning.profile import LayerCost, Machines, Profile
 from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.search import PlanRequest, search
-from rpc_pipe.planning.simulator import Link, price
+from rpc_pipe.planning.simulator import Link, simulate
 
 
 def instance(seed: int) -> PlanRequest:
@@ -119,7 +119,7 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
         def payload(action: Action, sizes: list[Size] = sizes) -> float:
             return payload_bytes(action, sizes[action.stage], spec.num_routes)
 
-        run = price(relation, cost, links=links, payload=payload)
+        run = simulate(relation, cost, links=links, payload=payload)
         limits = [machines.limit(worker) for worker in workers]
         held = peak_bytes(run, sizes) if any(limit is not None for limit in limits) else ()
         if all(limit is None or used <= limit for used, limit in zip(held, limits, strict=False)):

@@ -13,7 +13,7 @@ from functools import partial
 
 from rpc_pipe.dependency import B, F, I, Order, W
 from rpc_pipe.planning.relation import Relation
-from rpc_pipe.planning.simulator import price, uniform
+from rpc_pipe.planning.simulator import simulate, uniform
 from rpc_pipe.schedules import SCHEDULES
 
 _COST = uniform({F: 1, B: 2, I: 1, W: 1})
@@ -34,7 +34,7 @@ def main() -> None:
         relation = Relation(spec)
         taken = [_fastest(parsed.repeat, partial(Relation, spec))]
         for order, comm in timings:
-            taken.append(_fastest(parsed.repeat, partial(price, relation, _COST, order=order, comm=comm)))
+            taken.append(_fastest(parsed.repeat, partial(simulate, relation, _COST, order=order, comm=comm)))
         rates = [f"{len(relation.actions) / seconds:,.0f}" for seconds in taken]
         print(f"{name:<14}{rates[0]:>10}" + "".join(f"{rate:>18}" for rate in rates[1:]))
 

@@ -15,7 +15,7 @@ from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
 from .profile import TIMED, Chain, Machines
 from .relation import Relation
-from .simulator import Link, Simulation, price_with_costs
+from .simulator import Link, Simulation, simulate
 
 
 class PricedSchedule:
@@ -60,13 +60,13 @@ class PricedSchedule:
         listed = [costs[i] for i in self._ids]
         links = self._links
         if links is None:
-            return price_with_costs(self._relation, listed, comm=self.machines.link.latency)
+            return simulate(self._relation, listed, comm=self.machines.link.latency)
         sizes = self.sizes(ends)
 
         def payload(action: Action) -> float:
             return payload_bytes(action, sizes[action.stage], self.spec.num_routes)
 
-        return price_with_costs(self._relation, listed, links=links, payload=payload)
+        return simulate(self._relation, listed, links=links, payload=payload)
 
     def step_time(self, simulation: Simulation, ends: Ends) -> float:
         """Return the time of a step among others, in milliseconds."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cached_property
 
 from ..dependency import NO_REDUCTIONS, RESOURCES, Action, Part, PipeError, Reductions, ScheduleError, Spec, entries
 from ..system.garbage import uncollected
@@ -101,37 +100,6 @@ class Relation:
             for need in (*entry.own, *(pulled.action for pulled in entry.pulled)):
                 if not any(need in other.number for other in parts):
                     raise ScheduleError(f"{entry.action} needs {need}, which no worker runs")
-
-    @cached_property
-    def topological_order(self) -> list[int]:
-        """All numbers in topological order of needs and of each lane's order.
-
-        Raises:
-            PipeError: there is none: in this order the workers deadlock.
-        """
-        lanes: list[list[int]] = [[] for _ in range(self.num_lanes)]
-        for number, lane in enumerate(self.lane):
-            lanes[lane].append(number)
-        missing = self.num_needs.copy()
-        head = [0] * self.num_lanes
-        sequence: list[int] = []
-        todo = list(range(self.num_lanes))
-        while todo:
-            lane = todo.pop()
-            numbers, at = lanes[lane], head[lane]
-            while at < len(numbers) and not missing[numbers[at]]:
-                number = numbers[at]
-                at += 1
-                sequence.append(number)
-                for users in (self.own[number], self.others[number]):
-                    for user in users:
-                        missing[user] -= 1
-                        if not missing[user] and self.lane[user] != lane:
-                            todo.append(self.lane[user])
-            head[lane] = at
-        if len(sequence) < len(self.actions):
-            self.raise_deadlock(set(sequence))
-        return sequence
 
     def raise_deadlock(self, done: set[int]) -> None:
         """Raise the error that nothing but `done` can run."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
-from operator import itemgetter
 from typing import NamedTuple
 
 from ..dependency import RESOURCES, Action, Kind, Order, Spec, U
@@ -150,8 +149,8 @@ def uniform(costs: Mapping[Kind, float]) -> Cost:
 
 
 def simulate(
-    spec: Spec,
-    cost: Cost,
+    what: Spec | Relation,
+    cost: Cost | Sequence[float],
     *,
     comm: float = 0,
     order: Order | None = None,
@@ -159,26 +158,10 @@ def simulate(
     links: Mapping[tuple[int, int], Link] | None = None,
     payload: Callable[[Action], float] | None = None,
 ) -> Simulation:
-    """Simulate `steps` steps of `spec`; other arguments as of `price`.
-
-    Raises:
-        PipeError: the run cannot finish; `dependency.check_all` says why.
-    """
-    return price(Relation(spec, steps), cost, comm=comm, order=order, links=links, payload=payload)
-
-
-def price(
-    relation: Relation,
-    cost: Cost,
-    *,
-    comm: float = 0,
-    order: Order | None = None,
-    links: Mapping[tuple[int, int], Link] | None = None,
-    payload: Callable[[Action], float] | None = None,
-) -> Simulation:
-    """Simulate a compiled relation.
+    """Simulate `steps` steps of a spec, or a relation that was compiled before.
 
     Args:
+        cost: of an action; or the costs by number of action, for one relation and many costs.
         comm: transfer time between any two workers.
         order: `ready` or `fixed`; the schedule's own preference by default.
         links: links that differ from that, by (source, target).
@@ -187,32 +170,16 @@ def price(
     Raises:
         PipeError: the run cannot finish; `dependency.check_all` says why.
     """
-    with uncollected():
-        costs = [cost(action) for action in relation.actions]
-    return price_with_costs(relation, costs, comm=comm, order=order, links=links, payload=payload)
-
-
-def price_with_costs(
-    relation: Relation,
-    costs: list[float],
-    *,
-    comm: float = 0,
-    order: Order | None = None,
-    links: Mapping[tuple[int, int], Link] | None = None,
-    payload: Callable[[Action], float] | None = None,
-) -> Simulation:
-    """Do the same as `price` with the costs in a list, by number of action: faster for one relation and many costs."""
+    relation = Relation(what, steps) if isinstance(what, Spec) else what
     order = order or relation.spec.order
     link_queues = _LinkQueues(comm, links, payload) if links else None
     with uncollected():
-        if order == "fixed" and link_queues is None:
-            ran = _in_fixed_order(relation, costs, comm)
-        else:
-            ran = _as_ready(relation, costs, order == "fixed", comm, link_queues)
+        costs = [cost(action) for action in relation.actions] if callable(cost) else cost
+        ran = _run(relation, costs, order == "fixed", comm, link_queues)
     busy: list[float] = [0] * relation.spec.num_workers
     compute = RESOURCES.index("compute")
-    for (number, _, _), lane in zip(ran, [relation.lane[number] for number, _, _ in ran], strict=True):
-        if lane % len(RESOURCES) == compute:
+    for number, _, _ in ran:
+        if relation.lane[number] % len(RESOURCES) == compute:
             busy[relation.worker[number]] += costs[number]
     makespan = max([end for _, start, end in ran if end > start], default=0)
     carried = None if link_queues is None else link_queues.transfers
@@ -272,34 +239,7 @@ class _LinkQueues:
         return there
 
 
-def _in_fixed_order(relation: Relation, costs: list[float], comm: float) -> _Ran:
-    """Simulate a fixed order: an action starts when its lane is free and the last of its needs is met."""
-    earliest: list[float] = [0] * len(costs)
-    free: list[float] = [0] * relation.num_lanes
-    lanes, own, others = relation.lane, relation.own, relation.others
-    ran: _Ran = []
-    for number in relation.topological_order:
-        lane = lanes[number]
-        start = earliest[number]
-        if free[lane] > start:
-            start = free[lane]
-        end = free[lane] = start + costs[number]
-        ran.append((number, start, end))
-        for user in own[number]:
-            if earliest[user] < end:
-                earliest[user] = end
-        if others[number]:
-            there = end + comm
-            for user in others[number]:
-                if earliest[user] < there:
-                    earliest[user] = there
-    ran.sort(key=itemgetter(1))
-    return ran
-
-
-def _as_ready(
-    relation: Relation, costs: list[float], fixed: bool, comm: float, link_queues: _LinkQueues | None
-) -> _Ran:
+def _run(relation: Relation, costs: Sequence[float], fixed: bool, comm: float, link_queues: _LinkQueues | None) -> _Ran:
     """Simulate event by event. A planner spends most of its time here."""
     missing, lanes, own, others = relation.num_needs.copy(), relation.lane, relation.own, relation.others
     ready: list[list[int]] = [[] for _ in range(relation.num_lanes)]  # heaps of numbers whose needs are met

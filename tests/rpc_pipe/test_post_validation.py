@@ -11,7 +11,7 @@ from torch import nn
 from rpc_pipe import Pipeline
 from rpc_pipe.dependency import ConfigError, Reductions, T, U, V, WorkerFailure, entries
 from rpc_pipe.planning.relation import Relation
-from rpc_pipe.planning.simulator import price
+from rpc_pipe.planning.simulator import simulate
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 
@@ -222,7 +222,7 @@ def test_early_updates_cost_no_time_from_step_to_step(schedule):
 
     def step_time(reductions):
         relation = Relation(spec, 6, reductions)
-        return price(relation, lambda action: costs.get(action.kind.letter, 0.0), comm=0.4).step_time
+        return simulate(relation, lambda action: costs.get(action.kind.letter, 0.0), comm=0.4).step_time
 
     assert step_time(_EARLY) <= step_time(Reductions(norms=True)) + 1e-6
     assert step_time(_EARLY) == pytest.approx(step_time(Reductions()), rel=0.02)
