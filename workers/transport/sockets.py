@@ -24,7 +24,7 @@ from torch import Tensor
 from zmq.utils.monitor import parse_monitor_message
 
 from ...dependency import ConfigError
-from .congestion import Accepted, choose
+from .congestion import choose
 from .form import Dense
 from .keys import Keys
 from .message import copy_memory
@@ -99,7 +99,6 @@ class Sockets:
         self.probes: Counter[int] = Counter()
         #: connections that were accepted, and of those the ones that proved who they were
         self._came = self._known = 0
-        self._accepted: Accepted | None = None
         self._closed = False
 
     def bind_in(self, folder: Path) -> None:
@@ -134,7 +133,6 @@ class Sockets:
         except OSError as error:
             listener.close()
             raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}") from error
-        self._accepted = Accepted(congestion)
         self.bound = f"tcp://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
         self._speaks.setsockopt(zmq.USE_FD, listener.detach())
         self._speaks.bind(self.bound)
@@ -201,15 +199,8 @@ class Sockets:
                     yield Change(peer, kind == zmq.EVENT_HANDSHAKE_SUCCEEDED)
             elif kind == zmq.EVENT_ACCEPTED:
                 self._came += 1
-                if self._accepted is not None:
-                    self._accepted.add(event["value"])
             elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._known += 1
-
-    def mind_losses(self) -> None:
-        """See whether packets get lost; for the thread that watches."""
-        if self._accepted is not None:
-            self._accepted.mind_losses(int(self.bound.rpartition(":")[2]))
 
     @property
     def refused(self) -> int:

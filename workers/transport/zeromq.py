@@ -323,8 +323,6 @@ class ZmqCarrier(RemoteCarrier):
             self._broken_since.setdefault(peer, time.monotonic())
 
     def _look_after(self) -> None:
-        for by in self._all:
-            by.mind_losses()
         now = time.monotonic()
         for peer, since in list(self._broken_since.items()):
             if now < since + _LAST_S:
