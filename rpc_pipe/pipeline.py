@@ -24,7 +24,6 @@ from .arguments import (
     shown_plainly,
     with_old_names,
 )
-from .checkpoints.keeper import Keeper
 from .checkpoints.nouns import Checkpoints, Weights
 from .checkpoints.resumption import name_of
 from .dependency import ConfigError, Entry, Order, PipeError, check, most_open
@@ -146,10 +145,9 @@ class Pipeline(Inspected):
         self.worker, self._reports = workers[0], StepReports(self)
         self._stopped = self._closed = False
         elastic, num_routes = self.spec.elasticity > 0, self.spec.num_routes
-        self._keeper = Keeper(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
-        self.checkpoints = Checkpoints(self._keeper)
-        self.weights = Weights(self._keeper, lambda: self._actors, self.partition, self.gather)
-        self._inputs = StepInputs(self.spec, self.order, workers, self._step_end, self._keeper.due)
+        self.checkpoints = Checkpoints(self._each, self.num_workers, {"seed": seed}, stall_s, elastic, num_routes)
+        self.weights = Weights(self._each, self.checkpoints, self.partition, self.gather)
+        self._inputs = StepInputs(self.spec, self.order, workers, self._step_end, self.checkpoints.due)
         self._devices = {actor.backend.device for actor in self._actors}
         #: None when the shards are made
         self._maker: ShardMaker | None = ShardMaker(self.partition, seed, training)
@@ -166,10 +164,9 @@ class Pipeline(Inspected):
             actor.shards.update(maker.hosted(self.spec, actor.worker, actor.backend.device, here))
         # What must be equal on all workers, and is compared: the pipeline, and the replicas' initial weights.
         described = describe(self.spec, self.partition.ranges, maker.seed)
-        self._keeper.about["pipeline"] = self._inputs.described = described
+        self.checkpoints.about["pipeline"] = self._inputs.described = described
         self._inputs.weights = maker.weights
-        self._keeper.adapters = self.partition.adapters
-        self._keeper.config, self._step_end.divided = self.partition.config, maker.divided
+        self.checkpoints.config, self._step_end.divided = self.partition.config, maker.divided
         warn_if_other_model(self._plan, self.partition.name, [actor.shards for actor in self._actors])
         maker.end([shard for actor in self._actors for shard in actor.shards.values()])
         self._maker = None
@@ -196,10 +193,10 @@ class Pipeline(Inspected):
         if self._stopped:
             raise KeyboardInterrupt("the step before was the last, as `pipe.stopped` says: end the loop on it")
         self._forgot_optimizer = begin_training("step", self._forgot_optimizer and self.worker == 0)
-        self._keeper.refuse_averaged("step")
+        self.checkpoints.refuse_averaged("step")
         cut = self._cut(batch, microbatches)
-        if self._keeper.results.behind:
-            return self._keeper.skip_step(label_of(batch))
+        if self.checkpoints.results.behind:
+            return self.checkpoints.skip_step(label_of(batch))
         return self._record(self._run(cut, train=True), label_of(batch))
 
     @shown_plainly
@@ -220,8 +217,8 @@ class Pipeline(Inspected):
                 return
             self._cut(first)
             batches = chain([first], batches)
-        while self._keeper.results.behind and (skipped := next(batches, batches)) is not batches:
-            yield self._keeper.skip_step(label_of(skipped))
+        while self.checkpoints.results.behind and (skipped := next(batches, batches)) is not batches:
+            yield self.checkpoints.skip_step(label_of(skipped))
         ahead = Prefetcher(batches, self._cut, most_open(self.spec) - 1)
         made = partial(self._inputs.make, train=True, streamed=True)
         streams = {actor: actor.stream(map(partial(made, actor), ahead)) for actor in self._actors}
@@ -251,7 +248,7 @@ class Pipeline(Inspected):
             metric: like a loss_fn, (output, targets or batch) -> mean, or (sum, weight). No output leaves its worker.
         """
         cut = self._cut(batch, microbatches, None if metric is None else self.partition.pair_for_metric, whole=True)
-        results, name = self._keeper.results, name_of(metric)
+        results, name = self.checkpoints.results, name_of(metric)
         if results.behind and name in results.metrics:
             return results.metrics[name]
         results.warn_of_weights("evaluate", self.worker)
@@ -268,7 +265,7 @@ class Pipeline(Inspected):
         Args:
             to: the worker or workers that get the output; others get None. None: all workers.
         """
-        self._keeper.results.warn_of_weights("predict", self.worker)
+        self.checkpoints.results.warn_of_weights("predict", self.worker)
         outputs, cut = Outputs(self.spec, to), self._cut(inputs, pair=self.partition.only_inputs, whole=True)
 
         def predicted(actor: WorkerActor) -> list[Tree] | None:
@@ -290,7 +287,7 @@ class Pipeline(Inspected):
     def close(self) -> None:
         """End the threads and release the model. A process of a job stays connected until it ends."""
         if not self._closed:
-            self._keeper.settle()
+            self.checkpoints.settle()
         if self._threads is not None:
             self._threads.close()
         for actor in self._actors:
@@ -313,17 +310,17 @@ class Pipeline(Inspected):
     @property
     def steps_done(self) -> int:
         """How many training steps the weights have had; in a script that is resumed, how many it has called."""
-        return self._keeper.results.steps_done(self._actors[0].step)
+        return self.checkpoints.results.steps_done(self._actors[0].step)
 
     @property
     def grad_norm(self) -> float | None:
         """Norm of the last step's gradients before clipping; None without `max_grad_norm` or without an update."""
-        return self._keeper.results.norm
+        return self.checkpoints.results.norm
 
     @property
     def last_batch(self) -> str:
         """What the batch of the last training step is called, also of a run before; nothing, if it has no name."""
-        return self._keeper.results.batch
+        return self.checkpoints.results.batch
 
     @property
     def learning_rate(self) -> float | None:
@@ -384,8 +381,8 @@ class Pipeline(Inspected):
         assert result.loss is not None
         self._stopped |= result.stop
         self._step_end.observe_result(result)
-        self._keeper.note_step(result.loss, batch, result.norm)
-        self._keeper.after(self.steps_done, result.stop)
+        self.checkpoints.note_step(result.loss, batch, result.norm)
+        self.checkpoints.after(self.steps_done, result.stop)
         self._reports.tell(result.loss)
         return result.loss
 

@@ -70,7 +70,7 @@ def begin(folder: Path, step: int) -> Path:
         for left in folder.glob(f"{_HIDDEN}*"):
             shutil.rmtree(left, ignore_errors=True)
         place = Path(tempfile.mkdtemp(prefix=f"{_HIDDEN}{step:08}.", dir=folder))
-        place.chmod(0o777 & ~_umask())
+        place.chmod(0o777 & ~umask())
     except OSError as error:
         raise StorageError(f"checkpoint folder {folder}: cannot be written: {error.strerror}") from error
     return place
@@ -83,7 +83,8 @@ def empty(place: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _umask() -> int:
+def umask() -> int:
+    """Return which rights new files do not have."""
     mask = os.umask(0)
     os.umask(mask)
     return mask

@@ -1,9 +1,10 @@
-"""`pipe.checkpoints` and `pipe.weights`. All workers make these calls alike."""
+"""`pipe.checkpoints` and `pipe.weights`. All workers make these calls alike, and all succeed or none does."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,22 +12,58 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..dependency import ConfigError, refuse_below
-from .keeper import Keeper
+from .resumption import Resumption
+from .together import agreed, failure, raise_first
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # what a run without checkpoints does not load
     from ..workers.actor import WorkerActor
     from .pretrained import Loaded
-    from .restoring import Restored
+    from .restoring import Prepared, Restored
+    from .writing import Snapshot, Writing
+
+logger = logging.getLogger(__name__)
+
+#: calls a function for every worker of this process, at the same time
+Each = Callable[[Callable[["WorkerActor"], Any]], list[Any]]
 
 
 class Checkpoints:
-    """A pipeline's checkpoints: all that its training needs to go on. All workers must see their folder."""
+    """A pipeline's checkpoints: all that its training needs to go on. All workers must see their folder.
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    Args:
+        deadline_s: how long a worker's files may take.
+        elastic: whether routes have weights of their own, which are pulled to a reference.
+
+    Attributes:
+        about: what of the pipeline a reader of a checkpoint may want to know.
+        config: of the model, if it has one that can write itself.
+        results: the last results of the run, and which calls are skipped.
+    """
+
+    def __init__(
+        self, each: Each, num_workers: int, about: Mapping[str, Any], deadline_s: float, elastic: bool, num_routes: int
+    ) -> None:
+        self._each, self.num_workers, self.about, self.deadline_s = each, num_workers, dict(about), deadline_s
+        self._elastic, self._num_routes = elastic, num_routes
+        self.config: Any = None
+        self.results = Resumption()
+        self._writing: Writing | None = None
+        #: after how many steps a checkpoint is written, where, and how many are kept
+        self._every: tuple[int, Path, int | None] | None = None
+        #: of a script that starts from the top: the checkpoint that it goes on from, and whether it wrote that itself
+        self._resumed: tuple[Path, bool] | None = None
+        #: whether weights and their averages are exchanged now
+        self.averaged = False
+        #: the folder that was claimed, and by whom
+        self._claimed: tuple[Path, set[str]] | None = None
+        #: whether the last checkpoint of `every` could not be written, which is told once
+        self._goes_without = False
 
     def save(self, folder: str | Path, *, keep: int | None = None, extra: Any = None, wait: bool = True) -> Path | None:
         """Write `folder/step-NNNNNNNN`, each worker its own part; return its path on worker 0.
+
+        Where calls are skipped it has been written already. If it is the one that the script goes on from, all is put
+        as it was once more: what the script changes by hand just before is in it, and must not count twice.
 
         Args:
             keep: keep only so many of the newest checkpoints in `folder`.
@@ -38,19 +75,44 @@ class Checkpoints:
             StorageError: it cannot be written; checkpoints from before are as they were.
         """
         refuse_below(1, keep=1 if keep is None else keep)
-        return self._keeper.save(_path(folder), keep, extra, wait)
+        where = path_of(folder)
+        self.refuse_averaged("checkpoints.save")
+        if self.results.behind:
+            from .folder import name
 
-    def load(self, folder: str | Path) -> Restored:
+            return where / name(self.results.steps_done(0))
+        resumed, self._resumed = self._resumed, None
+        if resumed is not None and resumed[1]:
+            return self._put(resumed[0]).checkpoint.path
+        return self._save(where, keep, extra, wait, asked=True)
+
+    def load(self, folder: str | Path, *, anew: bool = False) -> Restored:
         """Continue from a checkpoint, or from the newest complete one in `folder`.
 
         It may have been written by another number of workers, with another cut and schedule. The process's own random
         generators are restored, too.
 
+        Args:
+            anew: whether the script makes all its calls again, and so draws all its random numbers again.
+
         Raises:
             Damaged: it is; nothing has changed.
             ConfigError: it is of another model or optimizer; nothing has changed.
         """
-        return self._keeper.load(_path(folder))
+        from .random_state import set_random_state
+        from .restoring import Restored, understood
+
+        where = path_of(folder)
+        self.refuse_averaged("checkpoints.load")
+        self.settle()
+        checkpoint, self.results, random = self._put(where)
+        if anew:
+            self.results.skip(checkpoint.step)
+            self._resumed = checkpoint.path, bool(checkpoint.about.get("asked"))
+        else:
+            with understood(checkpoint.path):
+                set_random_state(random)
+        return Restored(checkpoint.path, checkpoint.step, checkpoint.extra)
 
     def resume(self, folder: str | Path) -> Restored:
         """Like `load`, for a script that makes all its calls again, from the first one on.
@@ -58,7 +120,7 @@ class Checkpoints:
         Batches of the steps that the checkpoint covers are read and skipped. Until they have all come, `step` and
         `train` return the last loss before the checkpoint and `evaluate` the last result of the same metric.
         """
-        return self._keeper.load(_path(folder), anew=True)
+        return self.load(folder, anew=True)
 
     def claim(self, folder: str | Path) -> list[Path]:
         """Take a folder for this job's checkpoints alone; return those that the job itself has written, newest first.
@@ -68,7 +130,19 @@ class Checkpoints:
         Raises:
             ConfigError: another job writes there, or it cannot be written.
         """
-        return self._keeper.claim(_path(folder))
+        from . import ownership
+
+        where = path_of(folder)
+
+        def claimed(actor: WorkerActor) -> list[Path]:
+            starters = set(actor.exchange("starters", ownership.starter()))
+            names = agreed(
+                actor, "own checkpoints", lambda: " ".join(path.name for path in ownership.claim(where, starters)), of=0
+            )
+            self._claimed = where.absolute(), starters
+            return [where / name for name in names.split()]
+
+        return self._each(claimed)[0]  # type: ignore[no-any-return]
 
     def every(self, steps: int, folder: str | Path, *, keep: int | None = None) -> None:
         """Write a checkpoint after every so many steps from here on, beside training.
@@ -77,26 +151,130 @@ class Checkpoints:
             ConfigError: a number that is not at least 1.
         """
         refuse_below(1, steps=steps, keep=1 if keep is None else keep)
-        self._keeper.every = steps, _path(folder).absolute(), keep  # a script may go to another one
+        self._every = steps, path_of(folder).absolute(), keep  # a script may go to another one
+
+    # --- what the pipeline calls
+
+    def due(self, step: int) -> bool:
+        """Tell whether a checkpoint is written after so many steps."""
+        return self._every is not None and step % self._every[0] == 0
+
+    def after(self, step: int, stop: bool) -> None:
+        """Write a checkpoint if one is due after so many steps, or the run will stop."""
+        if self._every is not None and (stop or self.due(step)):
+            self._save(*self._every[1:], extra=None, wait=stop, asked=False)
+
+    def skip_step(self, batch: str) -> float:
+        """Skip a training step that the checkpoint covers, as `Resumption.skip_step`.
+
+        With the last one the script is where the checkpoint was made. What it has changed by hand until then, such as
+        a learning rate, is in the checkpoint already: it must not count twice.
+        """
+        loss = self.results.skip_step(batch)
+        if not self.results.behind and self._resumed is not None:
+            self._put(self._resumed[0])
+        return loss
+
+    def note_step(self, loss: float, batch: str, norm: float | None) -> None:
+        """Remember the result of a training step; what was written before it is not written again."""
+        self._resumed = None
+        self.results.note_step(loss, batch, norm)
+
+    def refuse_averaged(self, what: str) -> None:
+        """Refuse to train, or to keep what training goes on from, where the weights are their average."""
+        if self.averaged:
+            raise ConfigError(
+                f"{what}: the weights are their average here, to evaluate or save them by `save`: call it outside of "
+                "`averaged`"
+            )
+
+    def settle(self) -> Path | None:
+        """Wait until what is being written is complete; return its path where worker 0 is.
+
+        Raises:
+            ConfigError: on every worker, if it failed on one, and a script has asked for it or storage does not answer.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        failed = failure(writing.finished())
+        needed = writing.asked or writing.is_alive()
+        told = self._each(lambda actor: actor.exchange("checkpoint written", [failed, needed]))[0]
+        if any(text for (text, *_), _ in told):
+            writing.discard()
+        try:
+            raise_first([failure for failure, _ in told])
+        except ConfigError as error:
+            if any(needed for _, needed in told):
+                raise
+            self._go_without(error)
+            return None
+        self._goes_without = False
+        return writing.path
+
+    # --- inside
+
+    def _save(self, where: Path, keep: int | None, extra: Any, wait: bool, asked: bool) -> Path | None:
+        from .json_values import encoded
+        from .writing import Snapshot, Writing
+
+        self.settle()
+        about = {**self.about, "extra": encoded(extra, "extra"), "asked": asked, **self.results.about}
+        try:
+            begun = self._each(lambda actor: agreed(actor, "checkpoint", lambda: self._begin(where, actor.step), of=0))
+        except ConfigError as error:  # on every worker alike
+            if asked:
+                raise
+            self._go_without(error)
+            return None
+        place = Path(begun[0])
+
+        def copied(actor: WorkerActor) -> Snapshot:
+            if not place.is_dir():
+                raise ConfigError(f"checkpoint folder {where}: worker {actor.worker} sees another; it must be shared")
+            return Snapshot(actor, self.num_workers, elastic=self._elastic)
+
+        about["step"] = self._each(lambda actor: actor.step)[0]
+        self._writing = Writing(self._each(copied), place, about, self.config, keep, self.deadline_s)
+        return self.settle() if wait else None
+
+    def _begin(self, where: Path, step: int) -> str:
+        from . import folder, ownership
+
+        if self._claimed is not None and self._claimed[0] == where and not where.exists():
+            logger.warning("checkpoint folder %s: has been removed with all that was in it; it is made again", where)
+            ownership.claim(*self._claimed)
+        ownership.hold(where)
+        return str(folder.begin(where, step))
+
+    def _go_without(self, error: ConfigError) -> None:
+        """Tell, once, that checkpoints of `every` cannot be written: training does not depend on them."""
+        if not self._goes_without and 0 in self._each(lambda actor: actor.worker):
+            logger.warning("%s; training goes on without it", error)
+        self._goes_without = True
+
+    def _put(self, where: Path) -> Prepared:
+        from .restoring import put_all
+
+        return self._each(lambda actor: put_all(actor, where, self._elastic, self._num_routes))[0]  # type: ignore[no-any-return]
 
 
 class Weights:
     """A pipeline's weights, by the names of the unsplit model.
 
     Args:
-        actors: the workers of this process.
         partition: of the model; sorts the names.
         gather: (name, value) -> values of all workers on worker 0, as `Pipeline.gather`.
     """
 
     def __init__(
         self,
-        keeper: Keeper,
-        actors: Callable[[], list[WorkerActor]],
+        each: Each,
+        checkpoints: Checkpoints,
         partition: Any,
         gather: Callable[[str, Callable[[WorkerActor], Any]], Any],
     ) -> None:
-        self._keeper, self._actors, self._partition, self._gather = keeper, actors, partition, gather
+        self._each, self._checkpoints, self._partition, self._gather = each, checkpoints, partition, gather
 
     def state_dict(self) -> dict[str, Tensor] | None:
         """Return the whole model's tensors on worker 0, on the CPU; None elsewhere.
@@ -118,11 +296,11 @@ class Weights:
         """
         from .whole import save_whole
 
-        if self._keeper.results.behind:
+        if self._checkpoints.results.behind:
             return
         state = self.state_dict()
         if state is not None:
-            save_whole(state, _path(path))
+            save_whole(state, path_of(path))
 
     def load_pretrained(self, folder: str | Path, *, strict: bool = True) -> Loaded:
         """Read weights from a folder of safetensors as `save_pretrained` of Hugging Face writes it, or a checkpoint.
@@ -139,7 +317,10 @@ class Weights:
         Raises:
             ConfigError: it does not fit, or is damaged; nothing has changed.
         """
-        return self._keeper.load_pretrained(_path(folder), strict)
+        from .pretrained import load
+
+        where = path_of(folder)
+        return self._each(lambda actor: load(actor, where, strict))[0]  # type: ignore[no-any-return]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write the weights as Hugging Face's `from_pretrained` reads them, and the model's config if it has one.
@@ -150,8 +331,18 @@ class Weights:
         Raises:
             ConfigError: it cannot be written, or has a file that would be read in its place.
         """
-        if not self._keeper.results.behind:
-            self._keeper.save_pretrained(_path(folder))
+        if self._checkpoints.results.behind:
+            return
+        from .adapters import save_adapters
+        from .pretrained import save
+
+        where = path_of(folder)
+        self._checkpoints.settle()
+        if adapters := self._partition.adapters:
+            self._each(lambda actor: save_adapters(actor, where, adapters))
+        else:
+            how = self._checkpoints.num_workers, self._checkpoints.config, self._checkpoints.deadline_s
+            self._each(lambda actor: save(actor, where, *how))
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -160,23 +351,28 @@ class Weights:
         Raises:
             ConfigError: there is none.
         """
-        averages = [shard.updating.average for actor in self._actors() for shard in actor.shards.values()]
-        found = [average for average in averages if average is not None]
-        if len(found) < len(averages):
+        averages = self._each(lambda actor: [shard.updating.average for shard in actor.shards.values()])
+        found = [average for own in averages for average in own if average is not None]
+        if len(found) < sum(map(len, averages)):
             raise ConfigError("averaged: there is no average of the weights; pass ema_decay=, such as 0.999")
-        self._keeper.refuse_averaged("averaged")
+        self._checkpoints.refuse_averaged("averaged")
         from ..workers.compute.average import swap  # few runs have one
 
         swap(found)
-        self._keeper.averaged = True
+        self._checkpoints.averaged = True
         try:
             yield
         finally:
             swap(found)
-            self._keeper.averaged = False
+            self._checkpoints.averaged = False
 
 
-def _path(given: str | Path) -> Path:
+def path_of(given: str | Path) -> Path:
+    """Return what a user gave as a path.
+
+    Raises:
+        ConfigError: it cannot be one.
+    """
     if not isinstance(given, (str, os.PathLike)) or not str(given) or "\0" in str(given):
         raise ConfigError(f"{given!r}: must be the path of a file or folder")
     return Path(given)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..dependency import ConfigError, StorageError
 from ..workers.actor import WorkerActor
-from .tensor_file import write_to
+from .tensor_file import write
 
 #: where torch keeps the versions of modules beside a state
 _VERSIONS = "_metadata"
@@ -56,11 +56,11 @@ def save_whole(state: Mapping[str, Tensor], path: str | Path) -> None:
     path = Path(path).absolute()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with temporary.open("wb") as file:
-            versions = {"versions": json.dumps(getattr(state, _VERSIONS))} if hasattr(state, _VERSIONS) else {}
-            write_to(file, {name: tensor.contiguous() for name, tensor in state.items()}, versions)
+        versions = {"versions": json.dumps(getattr(state, _VERSIONS))} if hasattr(state, _VERSIONS) else {}
+        write(temporary, {name: tensor.contiguous() for name, tensor in state.items()}, versions)
         temporary.replace(path)
-    except (OSError, KeyError) as error:
+    except OSError as error:
         temporary.unlink(missing_ok=True)
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise StorageError(f"{path}: cannot be written: {said}; what was there is as it was") from error
+        raise StorageError(
+            f"{path}: cannot be written: {error.strerror or error}; what was there is as it was"
+        ) from error

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dependency import ConfigError, Stalled, StorageError
+from ..dependency import Stalled, StorageError
 from ..system.at_exit import at_exit
 from ..workers.actor import WorkerActor
 from ..workers.compute.shard import Shard
@@ -42,7 +42,7 @@ FORMAT = 1
 _LEAST_BYTES_A_SECOND = 10e6
 #: what the manifest may take beyond it
 _MANIFEST_S = 10.0
-#: how a file ends that stands for a list that cannot be written
+#: how a folder ends that stands for a list that cannot be written
 _FAILED = ".failed"
 
 
@@ -95,17 +95,14 @@ class Snapshot:
                     name = f"{what}-{self.worker + 1:05}-of-{self.num_workers:05}.safetensors"
                     files[name] = {
                         "what": what,
-                        "bytes": 0,
+                        "bytes": write(place / name, tensors),
                         "tensors": {key: _form(tensor) for key, tensor in tensors.items()},
                         "sums": {key: checksum(tensor) for key, tensor in tensors.items()},
                     }
-                    files[name]["bytes"] = _write(place / name, tensors)
-            _list(place, self.worker, {"files": files, "stages": self._stages})
-        except ConfigError as error:
-            for name in files:  # which makes room for the list on a full disk
-                (place / name).unlink(missing_ok=True)
-            _give_up(place, self.worker, str(error))
-            raise
+            folder.write_json(place / _part(self.worker), {"files": files, "stages": self._stages})
+        except OSError as error:
+            _give_up(place, self.worker)
+            raise _unwritten(place, error) from error
         finally:
             self._files = {}
 
@@ -125,34 +122,15 @@ def _form(tensor: Tensor) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), *tensor.shape]
 
 
-def _write(path: Path, tensors: dict[str, Tensor]) -> int:
-    """Write a file of tensors and return its size."""
-    try:
-        return write(path, tensors)
-    except (OSError, KeyError) as error:
-        raise _unwritten(path, error) from error
-
-
-def _unwritten(path: Path, error: Exception) -> StorageError:
-    said = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+def _unwritten(path: Path, error: OSError) -> StorageError:
+    said = error.strerror or error
     return StorageError(f"checkpoint {path}: cannot be written: {said}; the checkpoints before it are as they were")
 
 
-def _list(place: Path, worker: int, content: Any) -> None:
-    path = place / _part(worker)
-    try:
-        folder.write_json(path, content)
-    except OSError as error:
-        raise _unwritten(path, error) from error
-
-
-def _give_up(place: Path, worker: int, why: str) -> None:
+def _give_up(place: Path, worker: int) -> None:
     """Tell worker 0, who waits for this worker's list, that there will be none."""
-    failed = (place / _part(worker)).with_suffix(_FAILED)
     with suppress(OSError):  # a folder needs no descriptor, and an empty one no room
-        failed.mkdir()
-    with suppress(ConfigError):
-        _list(place, worker, {"failed": why})
+        (place / _part(worker)).with_suffix(_FAILED).mkdir()
 
 
 def _part(worker: int) -> str:
@@ -214,9 +192,6 @@ def _together(place: Path, num_workers: int, deadline_s: float) -> tuple[dict[st
     """Return the files and the stages of all workers' lists."""
     end = time.monotonic() + deadline_s
     parts = [folder.read_json(_awaited(place / _part(worker), end, deadline_s)) for worker in range(num_workers)]
-    for part in parts:
-        if "failed" in part:
-            raise StorageError(part["failed"])
     files = {name: each for part in parts for name, each in part["files"].items()}
     for name, each in files.items():
         path = place / name

@@ -244,11 +244,11 @@ def test_training_goes_on_without_checkpoints_while_a_disk_is_full(tmp_path, cap
     pipe = pipeline(2)
     pipe.checkpoints.every(1, tmp_path)
     pipe.step(BATCHES[0])
-    pipe._keeper.settle()
+    pipe.checkpoints.settle()
     with full_disk():
         for batch in BATCHES[1:4]:
             pipe.step(batch)
-        pipe._keeper.settle()
+        pipe.checkpoints.settle()
     assert [path.name for path in folders.named(tmp_path)] == ["step-00000001"]
     (said,) = [record.getMessage() for record in caplog.records]
     assert "cannot be written: File too large" in said and said.endswith("training goes on without it")
@@ -264,10 +264,10 @@ def test_a_folder_of_checkpoints_that_is_removed_in_a_run_is_told_and_made_again
     pipe.checkpoints.claim(folder)
     pipe.checkpoints.every(1, folder)
     pipe.step(BATCHES[0])
-    pipe._keeper.settle()
+    pipe.checkpoints.settle()
     shutil.rmtree(folder)
     pipe.step(BATCHES[1])
-    pipe._keeper.settle()
+    pipe.checkpoints.settle()
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.endswith("has been removed with all that was in it; it is made again")
     assert [path.name for path in pipe.checkpoints.claim(folder)] == ["step-00000002"]
@@ -298,12 +298,12 @@ def test_storage_that_does_not_answer_is_told_in_time(tmp_path, monkeypatch):
     monkeypatch.setattr(writing.Snapshot, "write", lambda self, place: (answer.wait(), write(self, place)))
     pipe = pipeline(2)
     pipe.step(BATCHES[0])
-    pipe._keeper._deadline_s = 0.3
+    pipe.checkpoints.deadline_s = 0.3
     with pytest.raises(ConfigError, match=r"checkpoint .*worker 0, 1 are not written after 0\.303 s; the storage"):
         pipe.checkpoints.save(tmp_path)
     assert not pipe.checkpoints.save(tmp_path, wait=False)
     answer.set()  # it is slow only
-    pipe._keeper._deadline_s = 60
+    pipe.checkpoints.deadline_s = 60
     pipe.close()
     assert [path.name for path in folders.complete(tmp_path)] == ["step-00000001"]
 

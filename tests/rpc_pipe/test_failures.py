@@ -391,7 +391,7 @@ def test_a_worker_without_descriptors_says_that_it_writes_no_checkpoint(tmp_path
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
     try:
-        writing._give_up(tmp_path, 1, "why")
+        writing._give_up(tmp_path, 1)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     with pytest.raises(Stalled, match=r"part-00002\.json does not come; its worker failed"):

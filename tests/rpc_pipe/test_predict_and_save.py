@@ -147,7 +147,7 @@ def test_a_checkpoint_that_is_written_holds_no_copy_of_the_weights(tmp_path, mon
     gc.disable()
     try:
         pipe.checkpoints.save(tmp_path, wait=wait)
-        thread = None if wait else weakref.ref(pipe._keeper._writing)
+        thread = None if wait else weakref.ref(pipe.checkpoints._writing)
         if thread is not None:
             thread().join()
         assert kept and not any(copy() is not None for copy in kept)
