@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,17 +62,12 @@ class Checkpoint:
             for name, each in manifest["files"].items():
                 for key, form in each["tensors"].items():
                     self._tensors[each["what"]].setdefault(key, (name, form))
-            rest = list(self._tensors["optimizer"])
             told = dict(manifest["stages"])
-            self.stages = Stages(told, rest)
-            #: where each has weights of its own: how many
-            self.num_routes = max((len(each.get("routes", ())) for each in told.values()), default=0)
+            self.stages = self._described(told)
+            #: of each route that has weights of its own
             self.routes = [
-                Stages(
-                    {stage: each["routes"][number] for stage, each in told.items()},
-                    [name.removeprefix(of_route(number, "")) for name in rest if name.startswith(of_route(number, ""))],
-                )
-                for number in range(self.num_routes)
+                self._described({stage: each["routes"][number] for stage, each in told.items()}, of_route(number, ""))
+                for number in range(max((len(each.get("routes", ())) for each in told.values()), default=0))
             ]
         except DAMAGED as error:
             raise Damaged(f"{found / folder.MANIFEST}: is damaged: {type(error).__name__} {error}") from error
@@ -106,20 +102,16 @@ class Checkpoint:
                     f"checkpoint {self.path / file}: tensor {name} is {dtype} of shape {tuple(shape)}, and "
                     f"{expected} of shape {tuple(tensor.shape)} in this model"
                 )
-        found = self.tensors("model", own)
-        for name, tensor in found.items():
-            if tensor.shape != own[name].shape:
-                raise Damaged(f"checkpoint {self.path}: is damaged: tensor {name} has shape {tuple(tensor.shape)}")
-        return found
+        return self.tensors("model", own)
 
-    def rest(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors of optimizers, or others that were saved with them."""
-        return self.tensors("optimizer", names)
+    def _described(self, told: dict[str, Any], prefix: str = "") -> Stages:
+        names = [name.removeprefix(prefix) for name in self._tensors["optimizer"] if name.startswith(prefix)]
+        return Stages(told, names, partial(self.rest, prefix=prefix))
 
-    def of_route(self, number: int, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return tensors that a route had of its own."""
-        found = self.rest([of_route(number, name) for name in names])
-        return {name.removeprefix(of_route(number, "")): tensor for name, tensor in found.items()}
+    def rest(self, names: Iterable[str], prefix: str = "") -> dict[str, Tensor]:
+        """Return tensors of optimizers, or others that were saved with them, whose names begin with `prefix`."""
+        found = self.tensors("optimizer", [prefix + name for name in names])
+        return {name.removeprefix(prefix): tensor for name, tensor in found.items()}
 
     def tensors(self, what: str, names: Iterable[str]) -> dict[str, Tensor]:
         """Read these of the `model`'s or the `optimizer`s' tensors."""

@@ -5,7 +5,7 @@ Tensors of an optimizer's state are named as in torch's flattened state: `state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from ..dependency import ConfigError
 from ..workers.compute.shard import Shard
-from ..workers.compute.updating import Updating
 from .json_values import decoded, encoded
 
 #: options of a group that say how torch computes, not what
@@ -124,35 +123,50 @@ class Stages:
     Args:
         stages: as `described`, by stage or, where several own parts of it, by stage and route.
         tensors: names of all tensors of optimizers.
+        read: gives such tensors by name.
     """
 
-    def __init__(self, stages: Mapping[str, dict[str, Any]], tensors: list[str]) -> None:
-        self._stages = stages
+    def __init__(
+        self,
+        stages: Mapping[str, dict[str, Any]],
+        tensors: list[str],
+        read: Callable[[Iterable[str]], dict[str, Tensor]],
+    ) -> None:
+        self._stages, self.read = stages, read
+        #: of each parameter that was trained, its stage and the number of its group there
         self._groups = {
-            name: (stage, index)
+            name: (stage, number)
             for stage, each in stages.items()
-            for index, group in enumerate(each["groups"])
+            for number, group in enumerate(each["groups"])
             for name in group["parameters"]
         }
-        self._keys: dict[str, list[str]] = {}
-        plain = [key for each in stages.values() for key in each.get("plain", {})]
+        self._plain = {key: value for each in stages.values() for key, value in each.get("plain", {}).items()}
+        self._on_host = {key for each in stages.values() for key in each.get("on_host", ())}
+        #: what all stages that were trained have described alike
+        self._told = next((each for each in stages.values() if each["groups"]), {})
+        #: how often the weights had been updated
+        self.updates = max(int(each["updates"]) for each in stages.values())
         self._beside = {key for key in tensors if not key.startswith("state.")}
         #: of which parameter each gradient kept for later is, or is a part
         self._held = {key: key.partition(".")[2] for key in tensors if key.startswith((_HELD, _PART))}
-        for key in (*set(tensors) - self._beside, *plain):
-            self._keys.setdefault(key.removeprefix("state.").rpartition(".")[0], []).append(key)
+        #: of each parameter, what its optimizer remembers
+        self._state: dict[str, list[str]] = {}
+        for key in (*set(tensors) - self._beside, *self._plain):
+            self._state.setdefault(key.removeprefix("state.").rpartition(".")[0], []).append(key)
 
-    def wanted(self, shard: Shard, route: int, num_routes: int = 1) -> list[str]:
-        """Return the names of the tensors that the optimizer of `shard` needs, which is one of `num_routes`."""
+    def _wanted(self, shard: Shard, route: int, num_routes: int) -> list[str]:
+        """Return the names of the tensors that `shard` needs, which is of one of `num_routes`."""
         owned = shard.updating.owned
-        on_this = shard.named_parameters() if shard.optimizer is not None or owned is not None else []
-        found = [key for name, _ in on_this for key in self._keys.get(name, [])
-                 if self._plain(name, key) is None and (owned is None or name in owned)]  # fmt: skip
-        found += [key for key in _sums(shard) if key in self._beside]
-        found += [_AVERAGE + name for name, _ in on_this if _AVERAGE + name in self._beside]
-        own = {name for name, _ in on_this}
-        held = [key for key, name in self._held.items() if name in own]
-        return found + [key for key in held if self._takes(key, shard, num_routes) == (shard.stage, route)]
+        is_trained = shard.optimizer is not None or owned is not None
+        on_this = [name for name, _ in shard.named_parameters() if is_trained]
+        state = [key for name in on_this if owned is None or name in owned for key in self._state.get(name, [])]
+        beside = [*_sums(shard), *(_AVERAGE + name for name in on_this)]
+        held = [key for key, name in self._held.items() if name in on_this]
+        return [
+            *(key for key in state if key not in self._plain),
+            *(key for key in beside if key in self._beside),
+            *(key for key in held if self._takes(key, shard, num_routes) == (shard.stage, route)),
+        ]
 
     def _takes(self, key: str, shard: Shard, num_routes: int) -> tuple[int, int]:
         """Return the stage and route that take up a gradient kept for later: its own, so that sums have the same order
@@ -164,45 +178,52 @@ class Stages:
                 return stage, route
         return min(stages), 0
 
-    def _plain(self, name: str, key: str) -> dict[str, Any] | None:
-        stage, _ = self._groups.get(name, (None, 0))
-        plain: dict[str, Any] = {} if stage is None else self._stages[stage].get("plain", {})
-        return {"value": plain[key]} if key in plain else None
-
-    def prepare(self, shard: Shard, tensors: Mapping[str, Tensor]) -> Callable[[], None]:
-        """See that the optimizer of `shard` can go on from here; return what makes it.
-
-        Args:
-            tensors: those `wanted`.
+    def prepare(self, shard: Shard, route: int, num_routes: int = 1) -> Callable[[], None]:
+        """See that training of `shard`, which is of one of `num_routes`, can go on from here; return what makes it.
 
         Raises:
-            ConfigError: it is another optimizer, or groups other parameters together.
+            ConfigError: it has another optimizer, or groups other parameters together.
         """
-        optimizer = shard.optimizer
         if not self._groups:  # there is nothing more
             return lambda: None
-        beside = {key: tensor for key, tensor in tensors.items() if key in self._beside}
-        owned = shard.updating.owned
+        tensors = self.read(self._wanted(shard, route, num_routes))
+        beside = partial(self._apply_beside, shard, {key: each for key, each in tensors.items() if key in self._beside})
+        optimizer, owned = shard.optimizer, shard.updating.owned
         if optimizer is None:  # nothing is trained here; the loss may be computed here, though
-            return partial(self._apply_common if owned is None else self._apply_all_beside, shard, beside)
+            return beside
         names = {parameter: name for name, parameter in shard.named_parameters()}
-        groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
-        options, origins = [], []
-        for index, group in enumerate(optimizer.param_groups):
+        groups, origins = [], []
+        for number, group in enumerate(optimizer.param_groups):
             found = self._origins(optimizer, [names[parameter] for parameter in group["params"]])
-            has = (stage for stage, each in self._stages.items() if len(each["groups"]) > index)
-            origin = found[0] if found else (next(has, next(iter(self._stages))), index)
-            origins.append(origin)
-            options.append(self._options(origin) if found else {})
+            has = (stage for stage, each in self._stages.items() if len(each["groups"]) > number)
+            origins.append(found[0] if found else (next(has, next(iter(self._stages))), number))
+            groups.append((group, self._options(found[0]) if found else {}))
+        in_group = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
         state = {
             parameter: {
-                key.rpartition(".")[2]: self._value(name, key, tensors, parameter, groups.get(parameter, {}))
-                for key in self._keys.get(name, [])
+                key.rpartition(".")[2]: self._value(key, tensors, parameter, in_group.get(parameter, {}))
+                for key in self._state.get(name, [])
             }
             for parameter, name in names.items()
             if name in self._groups and (owned is None or name in owned)
         }
-        return partial(self._apply, shard, options, state, self._scheduler(shard, origins), beside)
+        scheduler = self._scheduler(shard, origins)
+
+        def apply() -> None:
+            beside()
+            for group, options in groups:
+                for key, value in options.items():
+                    if isinstance(own := group.get(key), Tensor):  # the user, or a compiled step, holds on to it
+                        own.fill_(float(value))
+                    else:
+                        group[key] = value
+            optimizer.state.clear()
+            for parameter, each in state.items():
+                optimizer.state[parameter] = each
+            if shard.lr_scheduler is not None:
+                shard.lr_scheduler.load_state_dict(_as_in(shard.lr_scheduler.state_dict(), scheduler))
+
+        return apply
 
     def _origins(self, optimizer: Optimizer, names: list[str]) -> list[tuple[str, int]]:
         """Return of which groups these parameters, of one group here, were."""
@@ -223,16 +244,13 @@ class Stages:
         return found
 
     def _options(self, origin: tuple[str, int]) -> dict[str, Any]:
-        stage, index = origin
-        return dict(self._stages[stage]["groups"][index]["options"])
+        stage, number = origin
+        return {key: decoded(each) for key, each in self._stages[stage]["groups"][number]["options"].items()}
 
-    def _value(
-        self, name: str, key: str, tensors: Mapping[str, Tensor], parameter: nn.Parameter, group: Mapping[str, Any]
-    ) -> Any:
-        plain = self._plain(name, key)
-        if plain is not None:
-            return decoded(plain["value"])
-        on_host = key in self._stages[self._groups[name][0]].get("on_host", ())
+    def _value(self, key: str, tensors: Mapping[str, Tensor], parameter: nn.Parameter, group: Mapping[str, Any]) -> Any:
+        if key in self._plain:
+            return decoded(self._plain[key])
+        on_host = key in self._on_host
         if key.endswith(".step"):  # where torch wants it, whatever device the checkpoint was written on
             on_host = not (group.get("fused") or group.get("capturable"))
         return tensors[key] if on_host else tensors[key].to(parameter.device)
@@ -241,75 +259,37 @@ class Stages:
         """Return the state of this stage's scheduler, which may have groups of several stages; None: there is none."""
         if shard.lr_scheduler is None:
             return None
-        states = []
-        for stage, index in origins:
-            state = self._stages[stage].get("scheduler")
-            if state is None:
-                raise ConfigError("lr_scheduler: the checkpoint was written without one; leave it out")
-            states.append((decoded(state), index, len(self._stages[stage]["groups"])))
-        return _by_group(states)
+        if any(self._stages[stage].get("scheduler") is None for stage, _ in origins):
+            raise ConfigError("lr_scheduler: the checkpoint was written without one; leave it out")
+        return _by_group(
+            [
+                (decoded(self._stages[stage]["scheduler"]), number, len(self._stages[stage]["groups"]))
+                for stage, number in origins
+            ]
+        )
 
-    def _apply(
-        self,
-        shard: Shard,
-        options: list[dict[str, Any]],
-        state: dict[nn.Parameter, dict[str, Any]],
-        scheduler: Any,
-        beside: Mapping[str, Tensor],
-    ) -> None:
-        assert shard.optimizer is not None
-        self._apply_all_beside(shard, beside)
-        for group, stored in zip(shard.optimizer.param_groups, options, strict=True):
-            for key, each in stored.items():
-                value, own = decoded(each), group.get(key)
-                if isinstance(own, Tensor):  # the user, or a compiled step, holds on to it
-                    own.fill_(float(value))
-                else:
-                    group[key] = value
-        shard.optimizer.state.clear()
-        for parameter, each_state in state.items():
-            shard.optimizer.state[parameter] = each_state
-        if shard.lr_scheduler is not None:
-            shard.lr_scheduler.load_state_dict(_as_in(shard.lr_scheduler.state_dict(), scheduler))
-
-    def _apply_all_beside(self, shard: Shard, tensors: Mapping[str, Tensor]) -> None:
-        self._apply_common(shard, tensors)
-        self._apply_beside(shard.updating, tensors)
-
-    def _apply_beside(self, updating: Updating, tensors: Mapping[str, Tensor]) -> None:
-        """Set the average of the weights, and the gradients of steps since the last update."""
-        told = self._told()
-        if updating.average is not None:
-            updating.average.num_updates = int(told.get("averaged") or 0)
-            for name, average in updating.average.tensors.items():
-                if _AVERAGE + name in tensors:
-                    average.copy_(tensors[_AVERAGE + name])
-        device = {name: parameter.device for name, parameter in updating.parameters.items()}
-        updating.held = {}
-        for key in (key for key in self._held if key in tensors):
-            name, part = self._held[key], tensors[key].to(device[self._held[key]])
-            updating.held[name] = updating.held[name] + part if name in updating.held else part
-        updating.weight = float(told.get("weight", 0.0))
-        updating.restore()
-
-    def _apply_common(self, shard: Shard, tensors: Mapping[str, Tensor]) -> None:
-        """Set the scale of the loss, and what batch normalisations have summed up: also where nothing is trained."""
+    def _apply_beside(self, shard: Shard, tensors: Mapping[str, Tensor]) -> None:
+        """Set what is not the optimizer's: the average of the weights, sums of batch normalisations, gradients of steps
+        since the last update, and the scale of the loss."""
         for name, sums in _sums(shard).items():
             if name in tensors:
                 sums.copy_(tensors[name])
         shard.statistics.hold()
-        updating, scale = shard.updating, self._told().get("scale")
+        updating, scale = shard.updating, self._told.get("scale")
         if updating.scale.enabled and scale is not None:
             updating.scale.scale, updating.scale.streak = float(scale[0]), int(scale[1])
-
-    def _told(self) -> dict[str, Any]:
-        """Return what a stage has described that was trained: all have it alike."""
-        return next((each for each in self._stages.values() if each["groups"]), {})
-
-    @property
-    def updates(self) -> int:
-        """How often the weights had been updated."""
-        return max(int(each["updates"]) for each in self._stages.values())
+        if updating.average is not None:
+            updating.average.num_updates = int(self._told.get("averaged") or 0)
+            for name, average in updating.average.tensors.items():
+                if _AVERAGE + name in tensors:
+                    average.copy_(tensors[_AVERAGE + name])
+        updating.held = {}
+        for key in (key for key in self._held if key in tensors):
+            name = self._held[key]
+            part = tensors[key].to(updating.parameters[name].device)
+            updating.held[name] = updating.held[name] + part if name in updating.held else part
+        updating.weight = float(self._told.get("weight", 0.0))
+        updating.restore()
 
 
 def _as_in(own: Any, stored: Any) -> Any:

@@ -26,8 +26,8 @@ def test_the_count_of_steps_is_where_torch_wants_it_on_whatever_device_it_was_wr
     tensors = {name: torch.ones(()) for name in names}
     parameter = torch.nn.Parameter(torch.empty((), device="meta"))
     for written in ([], ["state.w.step"]):
-        groups = [{"parameters": ["w"], "options": {}}]
-        stages = Stages({0: {"groups": groups, "on_host": written}}, names)
+        told = {"groups": [{"parameters": ["w"], "options": {}}], "on_host": written, "updates": 1}
+        stages = Stages({"0": told}, names, tensors)
         for fused, where in ((None, ["cpu", "meta"]), (True, ["meta", "meta"])):
-            found = [stages._value("w", name, tensors, parameter, {"fused": fused}) for name in names]
+            found = [stages._value(name, tensors, parameter, {"fused": fused}) for name in names]
             assert [value.device.type for value in found] == where
