@@ -78,6 +78,7 @@ def brute_force(request: PlanRequest) -> float | None:
         most_stages=num_blocks,
         schedules=request.schedules,
         replicas=request.replicas,
+        slices=[request.slicing.balanced(count) for count in request.slices],
     ):
         for took in _all_cuts(request, candidate, num_blocks):
             if best is None or took < best:
@@ -89,13 +90,15 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
     machines = request.machines
     blocks = request.profile.at(request.batch / candidate.num_microbatches)
     spec = candidate.spec(machines.num_workers)
-    relation = Relation(spec)
+    relation, slicing = Relation(spec), request.slicing
+    time_share = slicing.time_share(spec)
     workers = range(machines.num_workers)
     copying = request.profile.per_mib / 2**20
     links = {(a, b): _without(machines.between(a, b), copying) for a in workers for b in workers if a != b}
     for inner in combinations(range(1, num_blocks), spec.num_stages - 1):
         stages = [blocks[a:b] for a, b in pairwise((0, *inner, num_blocks))]
         sizes = [_sum([block.size for block in stage]) for stage in stages]
+        sizes = [replace(size, state=slicing.state * size.activations) for size in sizes]
         # The first stage owes nobody a gradient: of a backward in two parts it does all in W.
         sizes[0] = replace(sizes[0], after_inputs=sizes[0].activations + sizes[0].outputs)
 
@@ -106,7 +109,8 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
             once = sum(block.times.get(kind, 0) for block in stages[action.stage])
             once *= action.stage > 0 or action.kind is not I
             summed = {G: 0, S: 1 - 1 / spec.num_routes}.get(action.kind, 1)
-            return once * machines.slow(spec.worker(action)) * summed + copying * moved(action)
+            share = time_share(action._replace(kind=kind) if kind is B else action)
+            return once * share * machines.slow(spec.worker(action)) * summed + copying * moved(action)
 
         def moved(action: Action, sizes: list[Size] = sizes) -> float:
             if action.kind not in (F, B, I):
@@ -114,10 +118,11 @@ def _all_cuts(request: PlanRequest, candidate: Candidate, num_blocks: int) -> It
             size, route = sizes[action.stage], spec.route(action.index)
             sides = [(action.stage - 1, size.inputs), (action.stage + 1, size.outputs)]
             here = spec.worker(action)
-            return sum(n for s, n in sides if 0 <= s < spec.num_stages and spec.place(s, route) != here)
+            sent = sum(n for s, n in sides if 0 <= s < spec.num_stages and spec.place(s, route) != here)
+            return sent * spec.share(action)
 
         def payload(action: Action, sizes: list[Size] = sizes) -> float:
-            return payload_bytes(action, sizes[action.stage], spec.num_routes)
+            return payload_bytes(action, sizes[action.stage], spec.num_routes) * spec.share(action)
 
         run = simulate(relation, cost, links=links, payload=payload)
         limits = [machines.limit(worker) for worker in workers]

@@ -39,7 +39,7 @@ MAY_IMPORT = {
     # batches of data larger than memory; training does not need it, who makes batches may
     "data": "model/batches workers/compute workers/transport dependency",
     # times of this model on this machine, for the planner
-    "planning/measuring": "pipeline launching tracing planning model workers workers/compute "
+    "planning/measuring": "pipeline launching tracing planning model model/batches workers workers/compute "
     "workers/transport dependency",
     "demo": "data pipeline launching dependency",
     "verifying": "demo pipeline launching planning model model/batches model/observe workers workers/compute "

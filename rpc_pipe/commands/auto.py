@@ -31,7 +31,7 @@ _RAN = "ran-"
 WORTHWHILE = 0.02
 #: options that a kept plan must share
 _ASKED = (
-    "workers", "memory", "batch", "microbatches", "replicas", "zero", "topology", "link", "schedule",
+    "workers", "memory", "batch", "microbatches", "replicas", "slices", "zero", "topology", "link", "schedule",
     "no_recompute", "seconds",
 )  # fmt: skip
 
@@ -89,6 +89,8 @@ class Auto:
         try:
             ran = read_measured_run(read_json(self.note_path, str(self.note_path)))
         except DAMAGED:
+            return None
+        if "slices" in plan.parameters:  # whose times are not those of microbatches
             return None
         return ran if ran.plan.cut == plan.cut and len(ran.stages) == len(plan.cut) else None
 

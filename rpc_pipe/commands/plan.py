@@ -22,7 +22,7 @@ from ..planning.search import PlanRequest, PlanResult, default_microbatches, sea
 from .auto import Auto
 from .files import try_files, write
 from .options import Parser, add_json, whole
-from .profile import add_measuring, find_profile, progress
+from .profile import add_measuring, find_profile, progress, with_slices
 from .topology import HERE, machines_of, parse_link, parse_memory, read_topology
 
 #: default of --seconds, and its upper bound
@@ -53,6 +53,11 @@ def add(commands: Any) -> None:
         type=_counts,
         help="numbers of replicas of the pipeline to try, such as 1,2; they share workers (1)",
     )
+    parser.add_argument(
+        "--slices", type=_slices,
+        help="numbers of slices of a sequence to try, such as 1,4,8, or auto for 1,2,4,8; they are measured, and cut "
+        "so that all take equally long (1)",
+    )  # fmt: skip
     parser.add_argument("--zero", type=whole(0, 1), help="1: divide optimizer states among the replicas (0)")
     parser.add_argument("--topology", metavar="FILE", help="JSON: memory and speed of each worker, links between them")
     parser.add_argument(
@@ -81,6 +86,10 @@ def add(commands: Any) -> None:
 def _counts(text: str) -> list[int]:
     read = whole(1)
     return sorted({read(part) for part in text.split(",")})
+
+
+def _slices(text: str) -> list[int]:
+    return [1, 2, 4, 8] if text == "auto" else _counts(text)
 
 
 def _plan(typed: dict[str, Any], argv: list[str]) -> int:
@@ -195,8 +204,9 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
             raise ConfigError(f"--replicas {number}: must divide the {workers} workers; take {nearest}")
     if typed.get("zero") and max(replicas) == 1:
         raise ConfigError("--zero 1: is of replicas, and there is one; add --replicas 1,2")
-    least = workers // max(replicas)
+    least, slices = workers // max(replicas), typed.get("slices", [1])
     profile, path = find_profile(typed, wanted, reporter, at_least=least, together=_together(typed, workers))
+    profile = with_slices(typed, profile, path, max(slices))
     refuse_too_few(profile, least)
     if profile.workers not in (0, workers):
         reporter.console.print(_measured_by_others(profile, machines, path, typed), markup=False)
@@ -209,6 +219,7 @@ def _request(typed: dict[str, Any], seconds: float, reporter: Reporter) -> tuple
         schedules=tuple(typed["schedule"]) if "schedule" in typed else None,
         replicas=tuple(replicas),
         zero=typed.get("zero", 0),
+        slices=tuple(slices),
         seconds=seconds,
     )
     return request, path

@@ -164,6 +164,32 @@ def find_profile(
     return profile, path
 
 
+def with_slices(typed: Mapping[str, Any], profile: Profile, path: Path, most: int) -> Profile:
+    """Return the profile with what slices of sequences cost, which is measured in this process, once.
+
+    Args:
+        most: the largest number of slices.
+
+    Raises:
+        ConfigError: there is no model to measure, or its sequences are shorter.
+    """
+    if most > 1 and not profile.slicing and "estimate" not in typed:
+        if "model" not in typed:
+            raise ConfigError(f"--slices {most}: {path} has no times of slices; name the model as well, FILE.py:make")
+        from ..planning.measuring.profiling import load_user_model
+        from ..planning.measuring.slice_times import measure_slices
+
+        rows = min(profile.measured)
+        activations = sum(cost.size.activations for cost in profile.at(rows))
+        found = measure_slices(load_user_model(typed["model"]), rows, activations, typed.get("device", "cpu"))
+        profile = replace(profile, slicing=(found,))
+        _keep(profile, path)
+    length = min((each.length for each in profile.slicing), default=most)
+    if 1 < length < most:
+        raise ConfigError(f"--slices {most}: sequences have {length} places; take at most {length}")
+    return profile
+
+
 def _fits(user_model: UserModel, copies: int) -> bool:
     """Return whether this machine has memory for `copies` copies of a model with gradients, as far as is known."""
     from torch import nn

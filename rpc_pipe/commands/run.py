@@ -254,9 +254,11 @@ def follow_plan(typed: dict[str, Any]) -> dict[str, Any]:
     path = typed["plan"]
     plan = read_plan(path)
     let_note(path)
+    options = {key: value for key, value in plan.schedule_options.items() if value is not None}
     said: dict[str, Any] = {
         "schedule": path if plan.program else plan.schedule,
-        "set": [f"{key}={value}" for key, value in plan.schedule_options.items() if value is not None],
+        **({"slices": str(options.pop("slices"))} if "slices" in options else {}),  # which may have commas
+        "set": [f"{key}={value}" for key, value in options.items()],
         "microbatches": plan.num_microbatches,
         "split": list(plan.cut),
     }

@@ -24,7 +24,7 @@ from ..drawing.timeline import draw
 from ..launching.report import Reporter
 from ..planning.compare import describe_staleness
 from ..planning.simulator import Cost, Link, Simulation, simulate
-from ..planning.slice_costs import time_share
+from ..planning.slice_costs import SliceCosts
 from ..planning.span import Span
 from ..planning.specs import MAX_FORWARDS
 from ..planning.waits import waits
@@ -147,7 +147,7 @@ def _tell_unit(spec: Spec, typed: Mapping[str, Any]) -> list[str]:
 def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
     """Return the cost of an action from --cost, --stage-cost and --slow."""
     by_kind = parse_costs(typed.get("cost", ""))
-    share = time_share(spec, typed_attention(typed))
+    share = SliceCosts(attention=typed_attention(typed)).time_share(spec)
     if "stage_cost" not in typed and "slow" not in typed:
         return lambda action: by_kind.get(action.kind, 0) * share(action)
     by_stage: list[float] = [1] * spec.num_stages

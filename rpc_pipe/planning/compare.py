@@ -27,7 +27,7 @@ from .footprint import Size, num_messages, peak_bytes, weight_bytes
 from .plan import schedule_label
 from .profile import SUMMED, TIMED, Chain, LayerCost
 from .simulator import simulate
-from .slice_costs import time_share
+from .slice_costs import SliceCosts
 from .specs import make_spec, with_replicas
 
 #: number of steps that are simulated in sequence for the time of a step among others
@@ -174,7 +174,7 @@ def _row(
         check_all(spec)
     except PipeError as error:
         return Row(name, parameters, refused=str(error))
-    share = time_share(spec, attention)
+    share = SliceCosts(attention=attention).time_share(spec)
 
     def cost(action: Action) -> float:
         return stages[action.stage].get(action.kind, 0) * share(action)

@@ -44,8 +44,10 @@ class CutSearch:
     """The search for the best cut with one schedule. Every simulated cut is remembered."""
 
     def __init__(self, spec: Spec, chain: Chain, machines: Machines) -> None:
-        self.spec, self.chain, self.machines = spec, chain, machines
-        self.bounds = Bounds(spec, chain, machines)
+        self.spec, self.machines, self._whole = spec, machines, chain
+        #: its times are those of the cheapest slice, where sequences are sliced
+        self.chain = chain.of_slices(spec)
+        self.bounds = Bounds(spec, self.chain, machines)
         self.least = self.bounds.everywhere()
         self._priced: PricedSchedule | None = None
         self._known: dict[Ends, tuple[float, tuple[float, ...] | None]] = {}
@@ -54,7 +56,7 @@ class CutSearch:
     def priced(self) -> PricedSchedule:
         """The schedule with its compiled relation, which is built on first use."""
         if self._priced is None:
-            self._priced = PricedSchedule(self.spec, self.chain, self.machines)
+            self._priced = PricedSchedule(self.spec, self._whole, self.machines)
         return self._priced
 
     def price(self, ends: Ends, *, faster_than: float = float("inf"), cap: float | None = None) -> CutFound | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import accumulate
 
 from ..dependency import Action, B, F, G, I, P, R, S, Spec, U, W, weight_copies
 from .simulator import Simulation
+from .span import Span
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class Size:
     kept_outputs: float = 0
     #: gradients of parameters that several blocks of a stage share, once for each use but the first
     tied: float = 0
+    #: the part of activations that a slice of a sequence leaves for later ones, such as keys and values
+    state: float = 0
 
     @property
     def shard(self) -> float:
@@ -74,13 +77,14 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     changes: list[dict[tuple[float, int], float]] = [defaultdict(float) for _ in range(spec.num_workers)]
     span_of = {span.action: span for span in simulation.spans}
     arrival = {(action, target): when for action, _, target, when in simulation.transfers}
+    slices = len(spec.slice_sizes)
 
     def add(worker: int, time: float, amount: float) -> None:
         changes[worker][time, 0 if amount < 0 else 1] += amount  # at equal times memory is freed before it is allocated
 
     for span in simulation.spans:
         worker, action = span.worker, span.action
-        size = _of_share(sizes[action.stage], spec.share(action))
+        size = of_share(sizes[action.stage], spec.share(action))
         if action.kind.per_microbatch:
             working = _working(spec, action, size)
             add(worker, span.start, working)
@@ -93,6 +97,8 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
             add(worker, span.end, size.after_inputs - size.activations)
         elif action.kind in (B, W):
             add(worker, span.end, -(size.activations if action.kind is B else size.after_inputs))
+        if slices > 1 and action.kind.per_microbatch:
+            _add_state(add, span, sizes[action.stage].state, slices)
         amount = payload_bytes(action, size, spec.num_routes)
         kept = 0 if action.kind is not F or spec.recomputes(action.stage) else min(amount, size.kept_outputs)
         for user in spec.successors(action):
@@ -115,12 +121,27 @@ def peak_bytes(simulation: Simulation, sizes: Sequence[Size]) -> tuple[float, ..
     return tuple(peaks)
 
 
-def _of_share(size: Size, share: float) -> Size:
+def of_share(size: Size, share: float) -> Size:
     """Return the bytes of a slice with this share of a microbatch's sequence; weights are the same for all slices."""
     if share == 1:
         return size
     counted = ("activations", "after_inputs", "inputs", "outputs", "kept_inputs", "kept_outputs", "working")
-    return replace(size, **{name: getattr(size, name) * share for name in counted})
+    part = replace(size, **{name: getattr(size, name) * share for name in counted})
+    return replace(part, activations=part.activations - size.state * share)
+
+
+def _add_state(add: Callable[[int, float, float], None], span: Span, state: float, slices: int) -> None:
+    """Add what the slices of a sequence leave on a stage, which the first makes room for, and its gradients.
+
+    These come with the last slice's backward, which is the first to run. All goes with the first slice's.
+    """
+    number, kind = span.action.index % slices, span.action.kind
+    if number == 0 and kind is F:
+        add(span.worker, span.start, state)
+    if number == slices - 1 and kind in (B, I):
+        add(span.worker, span.start, state)
+    if number == 0 and kind in (B, W):
+        add(span.worker, span.end, -2 * state)
 
 
 def _working(spec: Spec, action: Action, size: Size) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from ..dependency import Action, G, Kind, S, Spec
+from ..dependency import Action, G, Kind, S, Spec, W
 from .bottleneck import Ends
 from .footprint import Size, num_messages, payload_bytes, peak_bytes
 from .plan import Plan
@@ -26,19 +26,33 @@ class PricedSchedule:
         self.chain = chain
         self.machines = machines
         self._relation = Relation(spec)
-        # Actions of one (stage, kind, worker) cost the same, so costs are computed once for each of these.
-        known: dict[tuple[int, Kind, int], int] = {}
-        pairs = zip(self._relation.actions, self._relation.worker, strict=True)
-        self._ids = [known.setdefault((a.stage, a.kind, worker), len(known)) for a, worker in pairs]
-        #: of each distinct (stage, kind, worker): its stage and `copy_times`
-        self._copy_times = [(stage, *copy_times(spec, chain, stage, kind, worker)) for stage, kind, worker in known]
+        # Actions of one (stage, kind, worker, slice) cost the same, so costs are computed once for each of these.
+        known: dict[tuple[int, Kind, int, int], int] = {}
+        sizes, pairs = spec.slice_sizes, zip(self._relation.actions, self._relation.worker, strict=True)
+        self._ids = [
+            known.setdefault((a.stage, a.kind, worker, a.index % len(sizes) * a.kind.per_microbatch), len(known))
+            for a, worker in pairs
+        ]
+        parts = [size / sum(sizes) for size in sizes]
+        #: of each of these: its stage, its part of the payload, and `copy_times`
+        self._copy_times = [
+            (stage, parts[number], *copy_times(spec, chain, stage, kind, worker))
+            for stage, kind, worker, number in known
+        ]
+        # The first stage computes its whole backward in W.
+        attending, other = chain.slicing.shares(sizes), chain.slicing.shares(sizes, attends=False)
+        #: of each of these: which part of a microbatch's time its slice takes
+        self._shares = [
+            (other if kind is W and stage else attending)[number] if kind.per_microbatch and len(sizes) > 1 else 1.0
+            for stage, kind, _, number in known
+        ]
         #: of the replicas' gradients each owner sums its part
         summed = 1 - 1 / spec.num_routes
         self._distinct = [
             (stage, G, machines.slow(worker) * summed)
             if kind is S
             else (stage, kind, machines.slow(worker) * (kind is not G))
-            for stage, kind, worker in known
+            for stage, kind, worker, _ in known
         ]
         self._links: dict[tuple[int, int], Link] | None = None
         if not machines.links_are_plain:
@@ -51,12 +65,12 @@ class PricedSchedule:
         """Simulate a step of the model with this cut."""
         chain = self.chain
         costs = [
-            chain.time(kind, ends[stage], ends[stage + 1]) * slow if kind in TIMED else 0
-            for stage, kind, slow in self._distinct
+            chain.time(kind, ends[stage], ends[stage + 1], share) * slow if kind in TIMED else 0
+            for (stage, kind, slow), share in zip(self._distinct, self._shares, strict=True)
         ]
         if chain.per_byte:
-            for at, (stage, before, behind) in enumerate(self._copy_times):
-                costs[at] += before * chain.inputs(ends[stage]) + behind * chain.outputs(ends[stage + 1])
+            for at, (stage, part, before, behind) in enumerate(self._copy_times):
+                costs[at] += part * (before * chain.inputs(ends[stage]) + behind * chain.outputs(ends[stage + 1]))
         listed = [costs[i] for i in self._ids]
         links = self._links
         if links is None:
@@ -64,7 +78,7 @@ class PricedSchedule:
         sizes = self.sizes(ends)
 
         def payload(action: Action) -> float:
-            return payload_bytes(action, sizes[action.stage], self.spec.num_routes)
+            return payload_bytes(action, sizes[action.stage], self.spec.num_routes) * self.spec.share(action)
 
         return simulate(self._relation, listed, links=links, payload=payload)
 
@@ -86,7 +100,7 @@ class PricedSchedule:
             schedule,
             parameters,
             self.chain.counts(ends),
-            self.spec.num_microbatches,
+            self.spec.num_microbatches // len(self.spec.slice_sizes),
             recompute,
             self.step_time(simulation, ends),
             max(memory),

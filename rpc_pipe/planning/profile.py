@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-from ..dependency import B, ConfigError, F, G, I, Kind, R, U, W
+from ..dependency import B, ConfigError, F, G, I, Kind, R, Spec, U, W
 from ..system.files import DAMAGED
-from .footprint import Size
+from .footprint import Size, of_share
 from .json_fields import from_json_value, json_field, to_json_value
 from .simulator import Link
+from .slice_costs import SliceCosts
 
 #: a link that takes no time
 _NO_WAY = Link()
+#: slices whose costs grow with their length alone
+_PLAIN = SliceCosts()
 #: largest time, size or count that is accepted, so that sums and products stay finite
 _MOST = 1e100
 #: kinds whose times a profile has
@@ -72,6 +75,8 @@ class Profile:
     per_step: float = field(default=0, metadata=json_field("per_step_ms"))
     #: compute time that a worker loses to each MiB that it sends or receives; 0 for a GPU
     per_mib: float = field(default=0, metadata=json_field("per_mib_ms"))
+    #: what slices of sequences cost, one value; empty: not measured
+    slicing: tuple[SliceCosts, ...] = ()
 
     @property
     def num_blocks(self) -> int:
@@ -160,6 +165,7 @@ class Chain:
         per_step: time of a step besides its actions.
         per_mib: compute time lost to each MiB that is sent or received.
         model: the name of the model.
+        slicing: what slices of its sequences cost.
     """
 
     def __init__(
@@ -170,7 +176,9 @@ class Chain:
         per_step: float = 0,
         per_mib: float = 0,
         model: str = "",
+        slicing: SliceCosts = _PLAIN,
     ) -> None:
+        self._blocks, self.slicing = blocks, slicing
         inside = {i for tie in ties if tie.together for i in range(tie.first + 1, tie.last + 1)}
         #: the model's numbers of blocks at which stages may begin, and the end
         self._places = [i for i in range(len(blocks) + 1) if i not in inside]
@@ -199,13 +207,30 @@ class Chain:
         sums: list[float] = [0, *accumulate(values)]
         return [sums[i] for i in self._places]
 
-    def time(self, kind: Kind, start: int, stop: int) -> float:
-        """Return the time of an action on a stage of blocks `start` to `stop` - 1.
+    def of_slices(self, spec: Spec) -> Chain:
+        """Return a chain that costs no more than any slice of a sequence, for bounds; this one without slices."""
+        sizes = spec.slice_sizes
+        if len(sizes) == 1:
+            return self
+        share = min(sizes) / sum(sizes)
+        times = {kind: min(self.slicing.shares(sizes, attends=kind is not W)) for kind in (F, B, I, W, R)}
+        blocks = [
+            replace(
+                block,
+                times={kind: took * times.get(kind, 1) for kind, took in block.times.items()},
+                size=of_share(block.size, share),
+            )
+            for block in self._blocks
+        ]
+        return Chain(blocks, self.per_stage, self.ties, self.per_step, self.per_byte * 2**20, self.model)
+
+    def time(self, kind: Kind, start: int, stop: int, share: float = 1) -> float:
+        """Return the time of an action on a stage of blocks `start` to `stop` - 1, for a share of their own time.
 
         The stage that begins with block 0 is the first; of a split backward it does everything in W.
         """
         times = (self._times if start else self._first_times)[kind]
-        return times[stop] - times[start] + self.per_stage[kind]
+        return (times[stop] - times[start]) * share + self.per_stage[kind]
 
     def blocks_time(self, kind: Kind, start: int, stop: int) -> float:
         """Return the time of the blocks alone, in a stage that is not the first."""
@@ -237,7 +262,8 @@ class Chain:
             "kept_outputs": self._kept_outputs[stop - 1],
         }
         working, tied = max(self._working[start:stop], default=0), sum(tie.gradients for tie in ties)
-        return Size(**summed, **ends, working=working, tied=tied)
+        state = self.slicing.state * summed["activations"]
+        return Size(**summed, **ends, working=working, tied=tied, state=state)
 
     def resident(self, start: int, stop: int) -> float:
         """Return the bytes of a stage's weights, gradients and optimizer state."""

@@ -94,7 +94,7 @@ def _bases(request: PlanRequest, result: PlanResult) -> list[tuple[Plan, Spec]]:
     found: dict[tuple[object, ...], tuple[Plan, Spec]] = {}
     for plan in result.plans:
         spec = Candidate(plan.schedule, plan.parameters, plan.num_microbatches).spec(request.machines.num_workers)
-        if plan.recompute or type(spec).recompute or "replicas" in plan.parameters:
+        if plan.recompute or type(spec).recompute or {"replicas", "slices"} & plan.parameters.keys():
             continue
         found.setdefault((*placement_of(spec), plan.num_microbatches), (plan, spec))
     return list(found.values())[:_BASES]

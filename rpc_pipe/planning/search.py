@@ -14,6 +14,7 @@ from .candidates import Candidate, candidates
 from .cut_search import CutFound, CutSearch
 from .plan import Plan, schedule_label
 from .profile import Chain, Machines, Profile
+from .slice_costs import SliceCosts
 
 #: called with (share of the search that is done, 0 to 1; the best time so far, in milliseconds)
 Progress = Callable[[float, float], None]
@@ -38,6 +39,8 @@ class PlanRequest:
     replicas: tuple[int, ...] = (1,)
     #: 1: replicas divide optimizer states among them
     zero: int = 0
+    #: into how many slices sequences may be cut; each number but 1 needs a profile that has measured slices
+    slices: tuple[int, ...] = (1,)
     #: how long to search; then the plan is returned with the gap that is left
     seconds: float = float("inf")
 
@@ -45,7 +48,14 @@ class PlanRequest:
         """Return the blocks with their costs for a microbatch of `batch / num_microbatches` rows."""
         profile = self.profile
         blocks = profile.at(self.batch / num_microbatches)
-        return Chain(blocks, profile.per_stage, profile.ties, profile.per_step, profile.per_mib, profile.model)
+        return Chain(
+            blocks, profile.per_stage, profile.ties, profile.per_step, profile.per_mib, profile.model, self.slicing
+        )
+
+    @property
+    def slicing(self) -> SliceCosts:
+        """What slices of sequences cost."""
+        return next(iter(self.profile.slicing), SliceCosts())
 
 
 @dataclass
@@ -108,6 +118,7 @@ class _Search:
             schedules=q.schedules,
             replicas=q.replicas,
             zero=q.zero,
+            slices=[q.slicing.balanced(count) for count in q.slices],
         )
         searches = []
         for candidate in listed:
@@ -132,7 +143,9 @@ class _Search:
             return result
         best, bound = self._best(None, self._until, 0, 0.7 if self._with_front else 1)
         result.searched_bound = bound
-        result.lower_bound = min([bound, *(schedule_free_bound(chain, self._request.machines, count)
+        q = self._request
+        first = min(min(q.slicing.shares(q.slicing.balanced(count))) for count in q.slices)
+        result.lower_bound = min([bound, *(schedule_free_bound(chain, q.machines, count, first)
                                            for count, chain in self._chains.items())])  # fmt: skip
         if best is None:
             self._find_nearest(result)
@@ -245,10 +258,13 @@ def _plan(candidate: Candidate, search: CutSearch, found: CutFound) -> Plan:
     return search.priced.plan(candidate.schedule, dict(candidate.parameters), found.ends, candidate.recompute)
 
 
-def schedule_free_bound(chain: Chain, machines: Machines, num_microbatches: int) -> float:
+def schedule_free_bound(chain: Chain, machines: Machines, num_microbatches: int, share: float = 1) -> float:
     """Return a lower bound, in milliseconds, of a step with any schedule, cut and order.
 
     The workers must do all work, updates included, and the actions of one microbatch follow each other.
+
+    Args:
+        share: of a microbatch's time, what the shortest slice of its sequence takes, which runs through all stages.
     """
     slows = [machines.slow(w) for w in range(machines.num_workers)]
     fastest, blocks = min(slows), chain.num_blocks
@@ -257,4 +273,4 @@ def schedule_free_bound(chain: Chain, machines: Machines, num_microbatches: int)
     back = chain.least_input_backward(0, blocks)
     whole = once + chain.least_backward(0, blocks)
     work = num_microbatches * whole + chain.blocks_time(U, 0, blocks)
-    return max((once + back) * fastest, work / sum(1 / slow for slow in slows)) + chain.per_step
+    return max((once + back) * share * fastest, work / sum(1 / slow for slow in slows)) + chain.per_step

@@ -1,30 +1,72 @@
-"""The time of slices of a sequence: causal attention costs more at the end. Loads without torch."""
+"""The time and memory of slices of sequences: causal attention costs more at the end. Loads without torch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import sqrt
 
 from ..dependency import Action, Spec, W
 
+#: into at least so many parts of a sequence the sizes of uneven slices are rounded
+_PARTS = 128
 
-def time_share(spec: Spec, attention: float = 0) -> Callable[[Action], float]:
-    """Return which part of a whole sequence's time an action takes; 1 if sequences are not sliced.
 
-    A token attends to all tokens before it, so a slice from x to y of a sequence takes y² - x² of attention's time and
-    y - x of everything else's.
+@dataclass(frozen=True)
+class SliceCosts:
+    """Which part of a microbatch's costs does not simply grow with the length of a slice. Shares from 0 to 1."""
 
-    Args:
-        attention: attention's share of the time of a whole sequence, 0 to 1. `W` has none: attention has no weights.
-    """
-    if not attention or len(spec.slice_sizes) == 1:
-        return spec.share
-    borders = [at / sum(spec.slice_sizes) for at in accumulate(spec.slice_sizes, initial=0)]
-    costs = [(y - x) * (1 - attention + attention * (x + y)) for x, y in pairwise(borders)]
+    #: of a whole sequence's time: what each slice takes, however short it is
+    fixed: float = 0
+    #: of a whole sequence's time: causal attention
+    attention: float = 0
+    #: of a microbatch's activations: what a slice leaves for later ones, such as keys and values
+    state: float = 0
+    #: of the sequences that were measured
+    length: int = 0
 
-    def share(action: Action) -> float:
-        if not action.kind.per_microbatch or action.kind is W:
-            return spec.share(action)
-        return costs[action.index % len(costs)]
+    def shares(self, sizes: Sequence[int], *, attends: bool = True) -> list[float]:
+        """Return the time of each slice as a share of a whole sequence's.
 
-    return share
+        A token attends to all tokens before it, so a slice from x to y of a sequence takes y² - x² of attention's time
+        and y - x of everything else's.
+
+        Args:
+            sizes: of the slices, in parts of the sequence.
+            attends: whether the action computes attention; `W` does not, as attention has no weights.
+        """
+        attention = self.attention if attends else 0
+        borders = [at / sum(sizes) for at in accumulate(sizes, initial=0)]
+        linear = 1 - self.fixed - attention
+        return [self.fixed + (y - x) * (linear + attention * (x + y)) for x, y in pairwise(borders)]
+
+    def time_share(self, spec: Spec) -> Callable[[Action], float]:
+        """Return which part of a whole sequence's time an action takes; 1 if sequences are not sliced."""
+        sizes = spec.slice_sizes
+        if len(sizes) == 1 or not (self.fixed or self.attention):
+            return spec.share
+        attending, other = self.shares(sizes), self.shares(sizes, attends=False)
+
+        def share(action: Action) -> float:
+            if not action.kind.per_microbatch:
+                return 1
+            return (other if action.kind is W else attending)[action.index % len(sizes)]
+
+        return share
+
+    def balanced(self, count: int) -> tuple[int, ...]:
+        """Return the sizes of `count` slices that take equally long, in parts of a sequence.
+
+        >>> SliceCosts(attention=0.4).balanced(4)
+        (43, 33, 28, 24)
+        """
+        linear, attention = 1 - self.fixed - self.attention, self.attention
+        if not attention:
+            return (1,) * count
+        # The border behind a share of the work, from linear * x + attention * x² = share * (linear + attention)
+        works = (n / count * (linear + attention) for n in range(count + 1))
+        borders = [(sqrt(linear**2 + 4 * attention * work) - linear) / (2 * attention) for work in works]
+        parts = max(_PARTS, 32 * count)
+        sizes = tuple(b - a for a, b in pairwise(round(parts * at) for at in borders))
+        return (1,) * count if len(set(sizes)) == 1 else sizes

@@ -191,6 +191,11 @@ def read_slices(said: int | str) -> tuple[int, ...]:
     Raises:
         ConfigError: it is neither a number of slices nor sizes.
     """
+    if said == "auto":
+        raise ConfigError(
+            "slices auto: slices are measured by a plan: rpc-pipe plan FILE.py:make --slices auto --output plan.json, "
+            "and then plan='plan.json', or --plan plan.json"
+        )
     try:
         sizes = [int(part) for part in str(said).split(",")]
     except ValueError:

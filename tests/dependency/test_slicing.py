@@ -16,7 +16,7 @@ from rpc_pipe.drawing.timeline import draw
 from rpc_pipe.planning.compare import ModelCosts, compare
 from rpc_pipe.planning.footprint import Size
 from rpc_pipe.planning.simulator import simulate, uniform
-from rpc_pipe.planning.slice_costs import time_share
+from rpc_pipe.planning.slice_costs import SliceCosts
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES
 
@@ -186,7 +186,7 @@ def test_attention_makes_equal_slices_worse_than_none(capsys):
 
 def test_slices_of_a_sequence_take_its_time_together():
     spec = make_spec("zb-h1", 2, 3, {}, "3,2,1")
-    share = time_share(spec, 0.5)
+    share = SliceCosts(attention=0.5).time_share(spec)
     assert [share(F(0, j)) for j in range(3)] == pytest.approx(
         [0.375, 0.5 * (1 / 3 + 16 / 36), 0.5 * (1 / 6 + 11 / 36)]
     )

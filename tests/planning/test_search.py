@@ -19,6 +19,7 @@ from rpc_pipe.planning.pricing import PricedSchedule
 from rpc_pipe.planning.profile import Chain, LayerCost, Machines, Profile, Tie, as_json, from_json
 from rpc_pipe.planning.search import PlanRequest, schedule_free_bound, search
 from rpc_pipe.planning.simulator import Link
+from rpc_pipe.planning.slice_costs import SliceCosts
 
 
 def edited(request):
@@ -52,6 +53,16 @@ def test_the_plan_is_the_best_of_all_numbers_of_replicas(seed):
     request = replace(instance(seed), replicas=(1, 2, 3, 4), schedules=("1f1b", "zb-h1", "interleaved"))
     result, best = search(request), brute_force(request)
     assert (result.plans[0].predicted_ms if result.plans else None) == best and result.gap == 0
+
+
+@pytest.mark.parametrize("seed", range(3000, 3010))
+def test_the_plan_is_the_best_of_all_numbers_of_slices(seed):
+    request = replace(instance(seed), slices=(1, 2, 3), schedules=("1f1b", "zb-h1", "interleaved"))
+    costs = SliceCosts(*[(0.0, 0.0, 0.0), (0.0, 0.4, 0.1), (0.1, 0.2, 0.0)][seed % 3])
+    request = replace(request, profile=replace(request.profile, slicing=(costs,)))
+    result, best = search(request), brute_force(request)
+    assert result.gap == 0 and result.lower_bound <= (best or float("inf")) * (1 + 1e-9)
+    assert (result.plans[0].predicted_ms if result.plans else None) == pytest.approx(best)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -75,6 +75,13 @@ class Left:
         now = {id(tensor): new for tensor, new in zip(state.trained, entered, strict=True)}
         return map_tensors(state.tree, lambda tensor: now.get(id(tensor), tensor))
 
+    @property
+    def num_bytes(self) -> int:
+        """What is stored for later slices."""
+        states = (tensor for state in self._states.values() for tensor in tensors_of(state.tree))
+        stored = (t.untyped_storage() for t in (*states, *(each.memory for each in self._histories.values())))
+        return sum({storage.data_ptr(): storage.nbytes() for storage in stored}.values())
+
     def leave(self, who: Hashable, number: int, output: Tree, tree: Tree) -> Tree:
         """Keep the state of slice `number` for the next; return the output, whose backward reaches the state."""
         root = next((tensor for tensor in distinct_tensors(output) if tensor.requires_grad), None)
@@ -231,7 +238,12 @@ def state_dropped(layer: nn.Module) -> nn.Module:
     """Let a layer with a state return its output alone, as in a list of layers that is trained by slices; return it."""
     if place_of_state(layer) is not None:
         forward = layer.forward
-        layer.forward = lambda *args: forward(*args)[0]
+
+        def first(*args: Any) -> Any:
+            found = forward(*args)
+            return found[0] if isinstance(found, tuple) else found
+
+        layer.forward = first
     return layer
 
 
@@ -260,6 +272,11 @@ class SlicedShard(Shard):
         self._left: dict[int, Left] = {}
         #: what slices of the first microbatch were given; None: it has been looked at
         self._looked: list[Noted] | None = []
+
+    @property
+    def num_bytes_left(self) -> int:
+        """Bytes of what the slices of all microbatches have left here."""
+        return sum(left.num_bytes for left in self._left.values())
 
     def forward(self, step: int, microbatch: int, inputs: Payload, **settings: Any) -> Payload | None:
         if self._looked is not None and torch.is_grad_enabled() and microbatch == len(self._looked):

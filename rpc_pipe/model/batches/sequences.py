@@ -64,7 +64,7 @@ class Sequences:
 
     def _slices(self, inputs: Tree, target: Tree, share: float) -> tuple[list[Tree], list[Tree], list[float]]:
         """Return inputs, targets and shares of the slices of a microbatch."""
-        length = _length([inputs, target])
+        length = length_of([inputs, target])
         count, parts = len(self._sizes), sum(self._sizes)
         ends = [(at * length + parts // 2) // parts for at in accumulate(self._sizes)]
         ranges = list(zip([0, *ends], ends, strict=False))
@@ -136,7 +136,7 @@ def _masks(config: Any) -> Callable[[int, int], Tensor] | None:
     return mask
 
 
-def _length(tree: Tree) -> int:
+def length_of(tree: Tree) -> int:
     """Return the length of the sequences of a microbatch: the size of dimension 1.
 
     Raises:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ...dependency import B, ConfigError, F, G, I, Kind, PipeError, R, U, W
 from ...model.user_model import UserModel, load_user_model, resize_batch, rows_of
 from ...workers.compute.allocator import keep_freed_memory
+from ...workers.compute.sequence import state_dropped
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, map_tensors, tensors_of
 from ..profile import LayerCost, Profile, Tie
@@ -210,7 +211,8 @@ def _synchronize(device: str) -> Synchronize:
 def _measure_layers(task: _Task, barrier: Barrier) -> _Measured:
     user_model, device = task.user_model, task.device
     inputs, target = user_model.pair(task.batch)
-    layers = [(layer if isinstance(layer, nn.Module) else layer()).to(device) for layer in user_model.layers()]
+    made = (layer if isinstance(layer, nn.Module) else layer() for layer in user_model.layers())
+    layers = [state_dropped(layer.to(device)) for layer in made]
     costs = measure_layers(
         layers, _to(inputs, device), target=_to(target, device), loss_fn=user_model.loss_fn, optimizer=task.optimizer,
         repeats=task.repeats, synchronize=_synchronize(device), barrier=barrier,
