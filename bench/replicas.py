@@ -1,7 +1,9 @@
 """How much of the replicas' exchange is hidden: 2 stages x 2 replicas on emulated devices and a slow uplink.
 
-python bench/replicas.py    devices of 20 and 40 ms, gradients that take 40 ms on the link: step times as measured and
-                            as simulated, and the share of the exchange that a step does not become longer by
+python bench/replicas.py                 devices of 20 and 40 ms, gradients that take 40 ms on the link: step times as
+                                         measured and as simulated, and the share of the exchange that a step does not
+                                         become longer by
+python bench/replicas.py --replicas 4    the same with more replicas, which share the uplink of each worker
 
 Each worker has an uplink that sends one payload of gradients or parameters after the other.
 """
@@ -31,57 +33,65 @@ if __name__ == "__main__":  # a worker process finds this package where the comm
 from bench import devices
 from rpc_pipe import Pipeline, Training
 from rpc_pipe.dependency import Action, B, F, G, P, S
-from rpc_pipe.planning.simulator import Link, simulate
+from rpc_pipe.planning.simulator import simulate
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.mailbox import Mailbox
 
-_STAGES, _REPLICAS, _PARTS, _MICROBATCHES, _STEPS = 2, 2, 4, 8, 12
+_STAGES, _PARTS, _MICROBATCHES, _STEPS = 2, 4, 8, 12
 _FORWARD_MS, _BACKWARD_MS, _LINK_MS = 20, 40, 40
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--out", help=argparse.SUPPRESS)
     parsed = parser.parse_args()
+    replicas: int = parsed.replicas
     if parsed.out:
         _train(Path(parsed.out))
         return
     for zero in (0, 1):
-        steps = {link_ms: (_measured(zero, link_ms), _simulated(zero, link_ms)) for link_ms in (0, _LINK_MS)}
+        steps = {
+            link_ms: (_measured(zero, link_ms, replicas), _simulated(zero, link_ms, replicas))
+            for link_ms in (0, _LINK_MS)
+        }
         for link_ms, (measured, simulated) in steps.items():
             print(f"zero {zero}, link {link_ms} ms: step {measured:.1f} ms, simulated {simulated:.1f}, "
                   f"{measured / simulated - 1:+.1%}")  # fmt: skip
         exposed = steps[_LINK_MS][0] - steps[0][0]
-        whole = _STAGES * _LINK_MS
-        back = _LINK_MS / 2  # to the first stage, after its update
-        print(f"zero {zero}: {exposed:.1f} of {whole} ms exposed, {1 - exposed / whole:.0%} hidden; without what comes "
-              f"back to the first stage {1 - (exposed - back) / (whole - back):.0%}", flush=True)  # fmt: skip
+        whole = _STAGES * _LINK_MS * 2 * (replicas - 1) / replicas
+        back = _LINK_MS * (replicas - 1) / replicas  # to the first stage, after its update
+        hidden, but_back = 1 - exposed / whole, 1 - (exposed - back) / (whole - back)
+        print(
+            f"zero {zero}: {exposed:.1f} of {whole:.1f} ms exposed, {hidden:.0%} hidden; without what comes back to "
+            f"the first stage {but_back:.0%}",
+            flush=True,
+        )
 
 
-def _measured(zero: int, link_ms: float) -> float:
+def _measured(zero: int, link_ms: float, replicas: int) -> float:
     """Return the median time of a step, in ms."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "times"
-        command = [sys.executable, "-m", "rpc_pipe", "run", __file__, "--workers", str(_STAGES * _REPLICAS)]
-        command += ["--replicas", str(_REPLICAS), "--zero", str(zero), "--bucket", str(4 * devices.WIDTH / 2**20)]
+        command = [sys.executable, "-m", "rpc_pipe", "run", __file__, "--workers", str(_STAGES * replicas)]
+        command += ["--replicas", str(replicas), "--zero", str(zero), "--bucket", str(4 * devices.WIDTH / 2**20)]
         command += ["--transport", "zmq", "--", "--out", str(out)]
         subprocess.run(command, check=True, env={**os.environ, "LINK_MS": str(link_ms)}, stdout=subprocess.DEVNULL)
         times: list[float] = json.loads(out.read_text())
         return median(times)
 
 
-def _simulated(zero: int, link_ms: float) -> float:
-    options: dict[str, Any] = {"replicas": _REPLICAS, "zero": zero}
-    spec = make_spec("1f1b", _STAGES * _REPLICAS, _MICROBATCHES, options)
-    links = {(a, a ^ 1): Link(0, 1.0) for a in range(spec.num_workers)}
+def _simulated(zero: int, link_ms: float, replicas: int) -> float:
+    spec = make_spec("1f1b", _STAGES * replicas, _MICROBATCHES, {"replicas": replicas, "zero": zero})
+    uplinks = dict.fromkeys(range(spec.num_workers), 1.0)
 
     def payload(action: Action) -> float:  # bytes are such that one takes 1 ms
-        return link_ms / 2 if action.kind in (G, P, S) else 0
+        return link_ms / replicas if action.kind in (G, P, S) else 0
 
     def cost(action: Action) -> float:
         return {F: _FORWARD_MS, B: _BACKWARD_MS}.get(action.kind, 0)
 
-    return simulate(spec, cost, steps=_STEPS, links=links, payload=payload).step_time
+    return simulate(spec, cost, steps=_STEPS, uplinks=uplinks, payload=payload).step_time
 
 
 def _train(out: Path) -> None:

@@ -72,7 +72,10 @@ def add(commands: Any) -> None:
         "--link", action="append", metavar="FROM-TO=TIME[/BANDWIDTH]",
         help="travel time of one link, and its bytes a unit of time, such as 0-1=2.5/1MB",
     )  # fmt: skip
-    parser.add_argument("--payload", metavar="BYTES", help="size of a payload, for the bandwidth of --link (0)")
+    parser.add_argument("--uplink", metavar="BYTES", help="what a worker sends to all others, bytes a unit of time")
+    parser.add_argument(
+        "--payload", metavar="BYTES", help="size of a payload, for --uplink and bandwidths of --link (0)"
+    )
     parser.add_argument("--steps", type=whole(1), help="number of consecutive steps (1)")
     parser.add_argument("--svg", metavar="FILE", help="write the timeline as a picture")
     parser.add_argument("--html", metavar="FILE", help="write the timeline as a page to zoom and hover in")
@@ -86,7 +89,7 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
     if spec.num_stages * spec.num_microbatches * steps > MAX_FORWARDS:
         raise ConfigError(f"--steps {steps}: makes more than {MAX_FORWARDS} forwards, the most that can be simulated")
     cost, comm = _cost(spec, typed), parse_number("--comm", typed.get("comm", "0"))
-    links, size = _links(typed, spec.num_workers)
+    links, uplinks, size = _links(typed, spec.num_workers)
     try_files(typed, ("svg", "html", "chrome"))
     check_all(spec)
     reporter = Reporter("json" in typed)
@@ -99,6 +102,7 @@ def _simulate(typed: dict[str, Any], argv: list[str]) -> int:
             steps=steps,
             links=links,
             payload=lambda action: size * spec.share(action),
+            uplinks=uplinks,
         )
     except ScheduleError:
         raise
@@ -165,15 +169,21 @@ def _cost(spec: Spec, typed: Mapping[str, Any]) -> Cost:
     return cost
 
 
-def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, int], Link], float]:
-    """Return the links that differ, and the bytes of a payload."""
+def _links(typed: Mapping[str, Any], num_workers: int) -> tuple[dict[tuple[int, int], Link], dict[int, float], float]:
+    """Return the links that differ, the workers' uplinks, and the bytes of a payload."""
     links = parse_links("--link", typed.get("link", []), num_workers)
-    narrow = any(link.bandwidth < float("inf") for link in links.values())
+    width = parse_bytes("--uplink", typed["uplink"]) if "uplink" in typed else float("inf")
+    if width == 0:
+        raise ConfigError(f"--uplink {typed['uplink']}: must be above 0")
+    uplinks = dict.fromkeys(range(num_workers), width) if "uplink" in typed else {}
+    narrow = uplinks or any(link.bandwidth < float("inf") for link in links.values())
     if "payload" in typed and not narrow:
-        raise ConfigError(f"--payload {typed['payload']}: needs a bandwidth: --link FROM-TO=TIME/BANDWIDTH")
+        raise ConfigError(
+            f"--payload {typed['payload']}: needs a bandwidth: --link FROM-TO=TIME/BANDWIDTH or --uplink BYTES"
+        )
     if narrow and "payload" not in typed:
-        raise ConfigError("--link: a bandwidth needs the size of what is sent: --payload BYTES")
-    return links, parse_bytes("--payload", typed.get("payload", "0"))
+        raise ConfigError("--link, --uplink: a bandwidth needs the size of what is sent: --payload BYTES")
+    return links, uplinks, parse_bytes("--payload", typed.get("payload", "0"))
 
 
 def _refuse_idle(links: Mapping[tuple[int, int], Link], result: Simulation) -> None:

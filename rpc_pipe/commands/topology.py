@@ -1,10 +1,11 @@
 """The file format of `plan --topology`: memory and speed of each worker, and the links between them.
 
-    {"workers": [{"memory": "8GB", "speed": 1.0}, {"memory": "4GB", "speed": 0.5}],
+    {"workers": [{"memory": "8GB", "speed": 1.0}, {"memory": "4GB", "speed": 0.5, "uplink": "2GB"}],
      "link": {"latency_ms": 0.2, "bandwidth": "1GB"},
      "links": {"0-1": {"latency_ms": 5, "bandwidth": "100MB"}}}
 
-Bandwidths are bytes a second. A link is told once for both ways, or `1-0` beside `0-1`.
+Bandwidths are bytes a second; an uplink's is what a worker sends to all others together. A link is told once for both
+ways, or `1-0` beside `0-1`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ HERE = Link(0.3, 1e6)
 class _Worker:
     memory: str = ""
     speed: float = 1.0
+    uplink: str = ""
 
 
 @dataclass(frozen=True)
@@ -114,11 +116,17 @@ def machines_of(where: str, told: Any) -> Machines:
         tuple(limits) if any(limit is not None for limit in limits) else (),
         _link(where, found.link),
         links,
+        {at: _width(where, "uplink", worker.uplink) for at, worker in enumerate(found.workers) if worker.uplink},
     )
 
 
 def _link(where: str, way: _Way) -> Link:
-    bandwidth = parse_bytes(f"{where}: bandwidth", way.bandwidth) / 1e3 if way.bandwidth else float("inf")
-    if bandwidth <= 0:
-        raise ConfigError(f"{where}: bandwidth {way.bandwidth}: must be above 0")
-    return Link(way.latency_ms, bandwidth)
+    return Link(way.latency_ms, _width(where, "bandwidth", way.bandwidth) if way.bandwidth else float("inf"))
+
+
+def _width(where: str, name: str, said: str) -> float:
+    """Read bytes a second; return bytes a millisecond."""
+    width = parse_bytes(f"{where}: {name}", said) / 1e3
+    if width <= 0:
+        raise ConfigError(f"{where}: {name} {said}: must be above 0")
+    return width

@@ -56,8 +56,9 @@ def _relaxed(request: PlanRequest, result: PlanResult) -> Iterator[tuple[str, Pl
     machines = request.machines
     if any(limit is not None for limit in machines.memory):
         yield "without the limit of memory", replace(request, machines=replace(machines, memory=()))
-    if machines.link != Link() or machines.links:
-        yield "if links took no time", replace(request, machines=replace(machines, link=Link(), links={}))
+    if machines.link != Link() or machines.links or machines.uplinks:
+        free = replace(machines, link=Link(), links={}, uplinks={})
+        yield "if links took no time", replace(request, machines=free)
     if len(set(machines.slowness)) > 1:
         fastest = (min(machines.slowness),) * machines.num_workers
         yield (

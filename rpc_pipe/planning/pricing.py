@@ -80,7 +80,7 @@ class PricedSchedule:
         def payload(action: Action) -> float:
             return payload_bytes(action, sizes[action.stage], self.spec.num_routes) * self.spec.share(action)
 
-        return simulate(self._relation, listed, links=links, payload=payload)
+        return simulate(self._relation, listed, links=links, payload=payload, uplinks=self.machines.uplinks)
 
     def step_time(self, simulation: Simulation, ends: Ends) -> float:
         """Return the time of a step among others, in milliseconds."""

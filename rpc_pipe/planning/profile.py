@@ -131,6 +131,8 @@ class Machines:
     link: Link = _NO_WAY
     #: links that differ from that, by (source, target)
     links: Mapping[tuple[int, int], Link] = field(default_factory=dict)
+    #: bytes a millisecond that a worker sends to all others together; those that are left out have no limit
+    uplinks: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, values in (("slowness", self.slowness), ("memory", self.memory)):
@@ -152,7 +154,7 @@ class Machines:
     @property
     def links_are_plain(self) -> bool:
         """Whether all links have one latency and no limit of bandwidth."""
-        return not self.links and self.link.bandwidth == float("inf")
+        return not self.links and not self.uplinks and self.link.bandwidth == float("inf")
 
 
 class Chain:

@@ -157,6 +157,7 @@ def simulate(
     steps: int = 1,
     links: Mapping[tuple[int, int], Link] | None = None,
     payload: Callable[[Action], float] | None = None,
+    uplinks: Mapping[int, float] | None = None,
 ) -> Simulation:
     """Simulate `steps` steps of a spec, or a relation that was compiled before.
 
@@ -165,14 +166,15 @@ def simulate(
         comm: transfer time between any two workers.
         order: `ready` or `fixed`; the schedule's own preference by default.
         links: links that differ from that, by (source, target).
-        payload: bytes of an action's output, for links of limited bandwidth.
+        payload: bytes of an action's output, for links and uplinks of limited bandwidth.
+        uplinks: bytes a unit of time that a worker sends to all others together, by worker.
 
     Raises:
         PipeError: the run cannot finish; `dependency.check_all` says why.
     """
     relation = Relation(what, steps) if isinstance(what, Spec) else what
     order = order or relation.spec.order
-    link_queues = _LinkQueues(comm, links, payload) if links else None
+    link_queues = _LinkQueues(comm, links or {}, payload, uplinks or {}) if links or uplinks else None
     with uncollected():
         costs = [cost(action) for action in relation.actions] if callable(cost) else cost
         ran = _run(relation, costs, order == "fixed", comm, link_queues)
@@ -215,25 +217,37 @@ def _ends_in_stream(relation: Relation, ran: _Ran) -> tuple[float, ...]:
 
 
 class _LinkQueues:
-    """Arrival times over links that differ or have a limited bandwidth, each of which queues its payloads."""
+    """Arrival times over links that differ or have a limited bandwidth, each of which queues its payloads.
+
+    So does the uplink of a worker, which its links to all others share.
+    """
 
     def __init__(
-        self, comm: float, links: Mapping[tuple[int, int], Link], payload: Callable[[Action], float] | None
+        self,
+        comm: float,
+        links: Mapping[tuple[int, int], Link],
+        payload: Callable[[Action], float] | None,
+        uplinks: Mapping[int, float],
     ) -> None:
         self._comm = comm
-        self._links = links
+        self._links, self._uplinks = links, uplinks
         self._payload = payload or (lambda _: 0)
-        self._free: dict[tuple[int, int], float] = {}
+        #: when a link, or the uplink of a worker, has sent what it was given
+        self._free: dict[tuple[int, int] | int, float] = {}
         self.transfers: _Transfers = []
 
     def arrival(self, action: Action, source: int, target: int, now: float, *, carries: bool) -> float:
         """Return when `target` has `action`, finished at `now`; `carries`: with its output, not as a signal alone."""
         link = self._links.get((source, target))
         there = now + self._comm
-        if link is not None:
+        uplink = self._uplinks.get(source, float("inf"))
+        if link is not None or uplink < float("inf"):
+            link = link or Link(self._comm)
             size = self._payload(action) if carries and action.kind.resource != "control" else 0
-            sent = max(now, self._free.get((source, target), 0)) + size / link.bandwidth
-            self._free[source, target] = sent
+            begin = max(now, self._free.get((source, target), 0), self._free.get(source, 0) if size else 0)
+            sent = self._free[source, target] = begin + size / min(link.bandwidth, uplink)
+            if size:
+                self._free[source] = begin + size / uplink
             there = sent + link.latency
         self.transfers.append((action, source, target, there))
         return there

@@ -8,8 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from state_machines import run_state_machines
 
-from rpc_pipe.dependency import B, F, I, Kind, PipeError, R, U, W
+from rpc_pipe.dependency import B, F, G, I, Kind, PipeError, R, S, U, W
 from rpc_pipe.planning.simulator import Link, simulate, uniform
+from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES, OneFOneB
 
 EXPECTED = json.loads((Path(__file__).parent.parent / "expected" / "timetables.json").read_text())
@@ -128,6 +129,21 @@ def test_a_slow_link_and_a_narrow_one():
     arrivals = [when for action, source, _, when in narrow.transfers if source == 0]
     assert arrivals == [6, 11, 16], "one payload at a time, 5 each"
     assert simulate(spec, cost, links={(0, 1): Link(), (1, 0): Link()}).makespan == simulate(spec, cost).makespan
+
+
+def test_what_a_worker_sends_to_several_others_shares_its_uplink():
+    """Three replicas of one stage: each gives its gradients of two parts to two owners, and its sum to both."""
+    spec = make_spec("gpipe", 3, 3, {"replicas": 3})
+    cost, sizes = uniform({F: 1, B: 1}), {G: 12, S: 12}
+
+    def span(**limits):
+        return simulate(spec, cost, payload=lambda action: sizes.get(action.kind, 0), **limits).step_ends[0]
+
+    pairs = {(a, b): Link(bandwidth=12) for a in range(3) for b in range(3) if a != b}
+    assert span(links=pairs) == 2 + 1 + 1  # all links at once
+    assert span(uplinks=dict.fromkeys(range(3), 12)) == 2 + 2 + 2  # one after the other
+    # An uplink four times as wide as a link is done with the first payload when a quarter of it has arrived.
+    assert span(links=pairs, uplinks=dict.fromkeys(range(3), 48)) == 2 + 1.25 + 1.25
 
 
 @pytest.mark.parametrize("name", ["1f1b", "varuna", "zb-h1"])
