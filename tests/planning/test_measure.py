@@ -155,6 +155,19 @@ def test_where_memory_suffices_to_some_workers_only_all_estimate():
     assert is_estimated([True]) and told == [False]
 
 
+def test_what_is_estimated_holds_buffers_and_what_the_loss_keeps_and_a_shared_layer_once():
+    """Estimates had walked the model by code of their own, which forgot the first two; the optimizer state of a layer
+    that is there twice was counted twice, measured or not."""
+    x, shared = torch.randn(4, 8), nn.Linear(8, 8)
+    made = UserModel([shared, nn.BatchNorm1d(8), shared], (x, x), nn.functional.mse_loss)
+    found = profile_model(made, [4], estimate=True)
+    sizes = [cost.size for cost in found.measured[4]]
+    assert sizes[1].weights == sum(t.nbytes for t in made.model[1].state_dict().values())
+    assert sizes[2].activations == 3 * x.nbytes, "its input, and of the loss its output and the target"
+    whole = Chain(found.measured[4], ties=found.ties).size(0, 1)
+    assert whole.optimizer == sizes[0].optimizer + sizes[1].optimizer
+
+
 def test_an_update_takes_as_long_whatever_the_rows():
     x = torch.randn(4, 64)
     made = UserModel([nn.Linear(64, 64)] * 2, (x, x), nn.functional.mse_loss)

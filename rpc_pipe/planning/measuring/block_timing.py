@@ -6,8 +6,9 @@ Blocks run in groups larger than the caches, forwards before backwards, as they 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,7 +17,7 @@ from ...workers.compute.shard import LossFn
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, pack, tensors_of, unpack
 from ..profile import LayerCost
-from .timed_block import Synchronize, TimedBlock, num_bytes, with_working_memory
+from .timed_block import Synchronize, TimedBlock, with_working_memory
 from .update_times import Barrier, cache_exceeding_groups, with_update_times
 
 #: blocks of the same operators whose fastest runs differ by more do something else that autograd does not show
@@ -47,20 +48,36 @@ def measure_layers(
     Raises:
         PeerOutOfMemoryError: another worker has too little memory.
     """
-    modules, blocks = list(layers), []
-    for i, module in enumerate(modules):
-        last = i == len(modules) - 1
-        loss = (lambda output: loss_fn(output, target)) if last and loss_fn is not None else None
-        run = partial(_forward, module, inputs, loss, first=i == 0)
-        buffers = sum(buffer.nbytes for buffer in module.buffers())
-        name = f"{i} {type(module).__name__}"
-        block = TimedBlock(run, list(module.named_parameters()), synchronize, name, buffers)
-        outputs = block.run()
-        block.crossing = num_bytes(inputs), 0 if loss else num_bytes(outputs)
+    blocks = []
+    for block in layer_blocks(list(layers), inputs, target, loss_fn, synchronize):
+        block.run()
         blocks.append(block)
-        inputs = outputs
     time_blocks(blocks, repeats)
     return costs_of(blocks, optimizer, repeats, barrier)
+
+
+def layer_blocks(
+    layers: Sequence[Any],
+    inputs: Tree,
+    target: Tree,
+    loss_fn: LossFn | None,
+    synchronize: Synchronize = lambda: None,
+    make: Callable[[Any], nn.Module] = lambda layer: layer,
+) -> Iterator[TimedBlock]:
+    """Yield layers as blocks, each of which has to run before the next.
+
+    Args:
+        make: of a layer, as it is given, the module on its device.
+    """
+    for i, layer in enumerate(layers):
+        module = make(layer)
+        loss = (lambda output: loss_fn(output, target)) if i == len(layers) - 1 and loss_fn is not None else None
+        run, buffers = partial(_forward, module, inputs, loss, first=i == 0), sum(b.nbytes for b in module.buffers())
+        block = TimedBlock(
+            run, list(module.named_parameters()), synchronize, f"{i} {type(module).__name__}", inputs, buffers
+        )
+        yield block
+        inputs = block.output
 
 
 def costs_of(
@@ -103,7 +120,7 @@ def _pool_equal(blocks: Sequence[TimedBlock]) -> None:
 def _forward(
     module: nn.Module, inputs: Tree, loss: Callable[[Tree], Tree] | None, first: bool
 ) -> tuple[list[Tensor], Tree, list[Tensor]]:
-    """Return the leaves whose gradients backward computes, the layer's output, and the roots of backward."""
+    """Return the leaves whose gradients backward computes, what goes to the next layer, and the roots of backward."""
     tree = unpack(pack(inputs))
     leaves = [
         t for t in tensors_of(tree) if t.requires_grad or (not first and (t.is_floating_point() or t.is_complex()))
@@ -111,7 +128,8 @@ def _forward(
     for tensor in leaves:
         tensor.requires_grad_()
     output = module(tree)
-    result = output if loss is None else loss(output)
-    if loss is not None and isinstance(result, tuple):
-        result = result[0]  # a sum, and its weight
-    return leaves, output, [tensor for tensor in tensors_of(result) if tensor.requires_grad]
+    if loss is None:
+        return leaves, output, [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    result = loss(output)
+    summed = result[0] if isinstance(result, tuple) else result  # a sum, and its weight
+    return leaves, (), [tensor for tensor in tensors_of(summed) if tensor.requires_grad]

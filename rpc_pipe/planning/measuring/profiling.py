@@ -7,9 +7,10 @@ A list of layers is measured layer by layer. Any other module is cut where its o
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -21,15 +22,16 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import B, ConfigError, F, G, I, Kind, PipeError, R, U, W
+from ...model.partition import LayerLike
 from ...model.user_model import UserModel, load_user_model, resize_batch, rows_of
 from ...workers.compute.allocator import keep_freed_memory
 from ...workers.compute.sequence import state_dropped
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, map_tensors, tensors_of
 from ..profile import LayerCost, Profile, Tie
-from .block_timing import costs_of, measure_layers, time_blocks
-from .estimating import estimate_layers, estimate_whole, operations_a_ms
-from .timed_block import Forward, Synchronize, TimedBlock, num_bytes
+from .block_timing import costs_of, layer_blocks, time_blocks
+from .estimating import estimated, operations_a_ms, optimizer_ratio
+from .timed_block import Forward, Synchronize, TimedBlock
 from .update_times import Barrier, PeerOutOfMemoryError
 
 __all__ = ["OPTIMIZERS", "UserModel", "load_user_model", "profile_model", "rows_of", "signature"]
@@ -131,15 +133,11 @@ def profile_model(
         keep_freed_memory()  # as workers do
     for number, count in enumerate(sorted(set(rows))):
         batch, of = resize_batch(user_model.batch, count), partial(_advance, tell, number, len(set(rows)))
-        found: _Measured | None = None
+        task = _Task(user_model, batch, device, factory, repeats, of, at_least)
         with _named_errors(user_model):
-            if not estimate:
-                measure = _measure_layers if user_model.is_layers else _measure_whole
-                task = _Task(user_model, batch, device, factory, repeats, of, at_least)
-                found = _all_or_none(partial(measure, task), barrier)
+            found = None if estimate else _all_or_none(partial(_measure, task), barrier)
             if found is None:
-                estimated = estimate_layers if user_model.is_layers else estimate_whole
-                measured[count] = estimated(user_model, batch, operations_a_ms(device), factory)
+                measured[count] = _estimate(task)
             else:
                 measured[count], around[count], ties = found
     measured = _with_one_update(measured)
@@ -147,7 +145,12 @@ def profile_model(
     for count in around:
         measured[count] = [_without(cost, per_stage) for cost in measured[count]]
     if user_model.is_layers:
-        ties = _ties_of_layers(user_model)
+        # A parameter that layers share is one, so these must be in one stage.
+        shared = [
+            {id(p): p for p in layer.parameters()} if isinstance(layer, nn.Module) else {}
+            for layer in user_model.layers()
+        ]
+        ties = _ties(shared, next(iter(measured.values())), together=True)
     return Profile(
         measured,
         {kind: took + RUNTIME_MS for kind, took in per_stage.items()},
@@ -208,72 +211,80 @@ def _synchronize(device: str) -> Synchronize:
     return (lambda: None) if kind in ("cpu", "meta") else getattr(torch, kind).synchronize
 
 
-def _measure_layers(task: _Task, barrier: Barrier) -> _Measured:
-    user_model, device = task.user_model, task.device
-    inputs, target = user_model.pair(task.batch)
-    made = (layer if isinstance(layer, nn.Module) else layer() for layer in user_model.layers())
-    layers = [state_dropped(layer.to(device)) for layer in made]
-    costs = measure_layers(
-        layers, _to(inputs, device), target=_to(target, device), loss_fn=user_model.loss_fn, optimizer=task.optimizer,
-        repeats=task.repeats, synchronize=_synchronize(device), barrier=barrier,
-    )  # fmt: skip
-    return costs, dict.fromkeys((F, B, I, W, R), 0.0), ()
+class _Blocks(NamedTuple):
+    """The blocks of a model, each of which has to run before the next; they are made one by one."""
+
+    number: int
+    blocks: Iterator[TimedBlock]
+    #: makes the whole model one block; None: it is a list of layers, around which there is nothing
+    whole: Callable[[], TimedBlock] | None = None
 
 
-def _to(tree: Tree, device: str) -> Tree:
-    return map_tensors(tree, lambda tensor: tensor.to(device))
-
-
-def _ties_of_layers(user_model: UserModel) -> tuple[Tie, ...]:
-    """Return the ties of layers that share parameters. Stages have whole layers, so these must be in one stage."""
-    seen: dict[nn.Parameter, int] = {}
-    ties: dict[tuple[int, int], float] = {}
-    for i, layer in enumerate(user_model.layers()):
-        for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
-            first = seen.setdefault(parameter, i)
-            if first != i:
-                ties[first, i] = ties.get((first, i), 0) + parameter.nbytes
-    return tuple(Tie(a, b, bytes, bytes, 0, together=True) for (a, b), bytes in ties.items())
-
-
-# --- any module
-
-
-def _measure_whole(task: _Task, barrier: Barrier) -> _Measured:
-    user_model, batch, device, optimizer, repeats, tell, at_least = task
-    args, kwargs = user_model.call(_to(batch, device))
-    observed = user_model.observe(args, kwargs, at_least)
-    count, synchronize = observed.num_blocks, _synchronize(device)
-    cut = [range(i, i + 1) for i in range(count)]
-    payload: Sequence[Tensor] = ()
+def _measure(task: _Task, barrier: Barrier) -> _Measured:
+    count, made, make_whole = _blocks_of(task)
+    total = (1 + task.repeats) * (count + (make_whole is not None))
     blocks: list[TimedBlock] = []
-    total = (1 + repeats) * (count + 1)
-    for i in range(count):
-        stage, last = observed.build(i, cut, device), i == count - 1
-        run = _stage_forward(user_model, stage, payload, args, kwargs, batch, last=last)
-        block = TimedBlock(run, list(stage.named_parameters()), synchronize, observed.blocks[i].name)
-        outputs = block.run()
-        block.crossing = num_bytes(payload), num_bytes(outputs)
+    for block in made:
+        block.run()
         blocks.append(block)
-        payload = outputs
-        tell(i + 1, total)
-    stage = observed.build(0, [range(count)], device)
-    run = _stage_forward(user_model, stage, (), args, kwargs, batch, last=True)
-    whole = TimedBlock(run, list(stage.named_parameters()), synchronize)
-    whole.run()
-    time_blocks([*blocks, whole], repeats, lambda done: tell(count + 1 + done, total))
-    costs = costs_of(blocks, optimizer, repeats, barrier)
-    return costs, _around(costs, whole.times), _ties(blocks, costs)
+        task.tell(len(blocks), total)
+    whole = [] if make_whole is None else [make_whole()]
+    for each in whole:
+        each.run()
+    time_blocks([*blocks, *whole], task.repeats, lambda done: task.tell(count + len(whole) + done, total))
+    costs = costs_of(blocks, task.optimizer, task.repeats, barrier)
+    return costs, _around(costs, whole[0].times if whole else None), _ties([dict(b.named) for b in blocks], costs)
 
 
-def _around(costs: Sequence[LayerCost], whole: Mapping[Kind, float]) -> dict[Kind, float]:
+def _estimate(task: _Task) -> list[LayerCost]:
+    """Return the estimated costs of all blocks, of which one at a time is held."""
+    speed, state = operations_a_ms(task.device), optimizer_ratio(task.optimizer)
+    return [estimated(block, speed, state) for block in _blocks_of(task, runs=False).blocks]
+
+
+def _blocks_of(task: _Task, *, runs: bool = True) -> _Blocks:
+    """Return the blocks of a model; `runs`: to be run on the device, else to be estimated without numbers."""
+    user_model, synchronize = task.user_model, _synchronize(task.device)
+    device = task.device if runs else "meta" if user_model.is_layers else "cpu"
+    batch = map_tensors(task.batch, lambda tensor: tensor.to(device))
+    if user_model.is_layers:
+        inputs, target = user_model.pair(batch)
+        layers = user_model.layers()
+
+        def make(layer: LayerLike) -> nn.Module:
+            if runs:
+                return state_dropped((layer if isinstance(layer, nn.Module) else layer()).to(device))
+            with torch.device(device):
+                made = layer if isinstance(layer, nn.Module) else layer()
+            return copy.deepcopy(made).to(device)
+
+        return _Blocks(len(layers), layer_blocks(layers, inputs, target, user_model.loss_fn, synchronize, make))
+    args, kwargs = user_model.call(batch)
+    observed = user_model.observe(args, kwargs, task.at_least)
+    count = observed.num_blocks
+
+    def block(i: int, cut: Sequence[range], payload: Sequence[Tensor]) -> TimedBlock:
+        stage = observed.build(i, cut, device, initialise=runs)
+        run = _stage_forward(user_model, stage, payload, args, kwargs, batch, last=i == len(cut) - 1)
+        return TimedBlock(run, list(stage.named_parameters()), synchronize, observed.blocks[i].name, payload)
+
+    def one_by_one() -> Iterator[TimedBlock]:
+        payload: Any = ()
+        for i in range(count):
+            yield (made := block(i, [range(at, at + 1) for at in range(count)], payload))
+            payload = made.output
+
+    return _Blocks(count, one_by_one(), lambda: block(0, [range(count)], ()))
+
+
+def _around(costs: Sequence[LayerCost], whole: Mapping[Kind, float] | None) -> dict[Kind, float]:
     """Return the time of each kind that a stage takes besides its blocks.
 
     The whole model, as a first stage, does all its backward in W, so its I and W do not tell. What is around blocks has
     no weights, so it is counted as part of I.
     """
     around = {kind: 0.0 for kind in (F, B)}
-    if len(costs) > 1:
+    if whole is not None and len(costs) > 1:
         for kind in around:
             more = (sum(cost.times[kind] for cost in costs) - whole[kind]) / (len(costs) - 1)
             around[kind] = min(max(0.0, more), *(cost.times[kind] for cost in costs))
@@ -285,22 +296,31 @@ def _without(cost: LayerCost, per_stage: Mapping[Kind, float]) -> LayerCost:
     return replace(cost, times={kind: max(0.0, took - per_stage.get(kind, 0)) for kind, took in cost.times.items()})
 
 
-def _ties(blocks: Sequence[TimedBlock], costs: Sequence[LayerCost]) -> tuple[Tie, ...]:
-    """Return the ties of blocks that share parameters."""
-    found: dict[tuple[int, int], list[float]] = {}
-    holders: dict[str, tuple[list[int], nn.Parameter]] = {}
-    for i, block in enumerate(blocks):
-        for name, parameter in block.named:
-            holders.setdefault(name, ([], parameter))[0].append(i)
-    for numbers, parameter in holders.values():
-        share = costs[numbers[0]].size
-        kept = share.optimizer / share.weights if share.weights else 0
+def _ties(
+    parameters: Sequence[Mapping[Any, nn.Parameter]], costs: Sequence[LayerCost], *, together: bool = False
+) -> tuple[Tie, ...]:
+    """Return the ties of blocks that share parameters.
+
+    Args:
+        parameters: of each block; those that are shared have the same key.
+    """
+    holders: dict[Hashable, list[int]] = {}
+    for i, own in enumerate(parameters):
+        for key in own:
+            holders.setdefault(key, []).append(i)
+    found: dict[tuple[int, int], Tie] = {}
+    for key, numbers in holders.items():
+        parameter, size = parameters[numbers[0]][key], costs[numbers[0]].size
+        state = size.optimizer / size.weights if size.weights else 0
         for pair in pairwise(numbers):
-            sums = found.setdefault(pair, [0, 0, 0])
-            gradients = parameter.nbytes if parameter.requires_grad else 0
-            for at, bytes in enumerate((parameter.nbytes, gradients, parameter.nbytes * kept)):
-                sums[at] += bytes
-    return tuple(Tie(a, b, sums[0], sums[1], sums[2]) for (a, b), sums in found.items())
+            tie = found.get(pair, Tie(*pair, together=together))
+            found[pair] = replace(
+                tie,
+                weights=tie.weights + parameter.nbytes,
+                gradients=tie.gradients + (parameter.nbytes if parameter.requires_grad else 0),
+                optimizer=tie.optimizer + parameter.nbytes * state,
+            )
+    return tuple(found.values())
 
 
 def _stage_forward(

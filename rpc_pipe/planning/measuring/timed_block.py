@@ -51,6 +51,7 @@ class TimedBlock:
         forward: runs it on one microbatch.
         named: its parameters with their names.
         synchronize: waits for the device.
+        inputs: the payload from the block before.
         buffers: bytes of its buffers.
     """
 
@@ -60,17 +61,16 @@ class TimedBlock:
         named: Sequence[tuple[str, nn.Parameter]],
         synchronize: Synchronize = lambda: None,
         name: str = "",
+        inputs: Tree = (),
         buffers: float = 0,
     ) -> None:
         self.forward, self.named, self.synchronize, self.name = forward, named, synchronize, name
         self.weights = sum(parameter.nbytes for _, parameter in named)
-        self.buffers = buffers
+        self.inputs, self.buffers = num_bytes(inputs), buffers
         self.trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        #: bytes of the payload from the block before, and to the next
-        self.crossing: tuple[float, float] = 0, 0
         self._times: dict[Kind, list[float]] = {kind: [] for kind in (F, B, R, I, W)}
-        #: input of the next block
-        self._output: Tree = None
+        #: input of the next block, of the last run
+        self.output: Tree = ()
         #: what F keeps for backward, I for W, and the parts of the former in inputs and outputs, of the last run
         self.kept = Size()
         #: names of the operators whose backward it has run, inputs first
@@ -90,14 +90,14 @@ class TimedBlock:
     @property
     def cost(self) -> LayerCost:
         """Its costs without those of updates, and without working memory."""
-        inputs, outputs = self.crossing
-        return LayerCost(self.times, replace(self.kept, inputs=inputs, outputs=outputs), self.name)
+        size = replace(self.kept, inputs=self.inputs, outputs=num_bytes(self.output))
+        return LayerCost(self.times, size, self.name)
 
     @property
     def signature(self) -> Hashable:
         """What blocks have in common that compute the same, as the layers of a transformer do."""
         shapes = tuple([(parameter.shape, parameter.dtype) for _, parameter in self.named])
-        return (self._operators, shapes, self.kept, num_bytes(self._output)) if self._operators else id(self)
+        return (self._operators, shapes, self.kept, num_bytes(self.output)) if self._operators else id(self)
 
     @property
     def fastest(self) -> float:
@@ -112,11 +112,10 @@ class TimedBlock:
         """Return the milliseconds of all runs but the first."""
         return self._times[kind][1:]
 
-    def run(self, act: Act | None = None) -> Tree:
-        """Run F, B, R, I and W; return the output, the input of the next block."""
+    def run(self, act: Act | None = None) -> None:
+        """Run F, B, R, I and W."""
         for _ in self.phases(act):
             pass
-        return self._output
 
     def phases(self, act: Act | None = None) -> Iterator[None]:
         """Do the same in parts, so that blocks can take turns: F; B; R; I and W; freeing the gradients.
@@ -151,7 +150,7 @@ class TimedBlock:
         own = {leaf.untyped_storage().data_ptr() for leaf in leaves} - weights
         passed = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(output)} - weights
         kept_inputs, kept_outputs = saved.num_bytes_at(own), saved.num_bytes_at(passed)
-        self._output = unpack(pack(output))
+        self.output = unpack(pack(output))
         del output
         deferred: list[WeightBackward] = []
         grads: list[Tensor | None] = [torch.ones_like(root) for root in roots]
