@@ -18,7 +18,8 @@ from contextlib import suppress
 from rpc_pipe.dependency import Action, B, F, I, Kind, PipeError, R, Spec, W, check_all
 from rpc_pipe.planning.candidates import Candidate, candidates
 from rpc_pipe.planning.job_shop import JobShop
-from rpc_pipe.planning.program_search import FoundProgram, best_order, placement_of
+from rpc_pipe.planning.listed_schedule import ListedSchedule
+from rpc_pipe.planning.program_search import best_order, listed, placement_of, split_backwards
 from rpc_pipe.planning.simulator import simulate, uniform
 
 #: parts of what 1F1B keeps
@@ -39,6 +40,9 @@ class _Placed(Spec):
         turn, at = divmod(stage, self.num_workers)
         return self.num_workers - 1 - at if self.zigzag and turn % 2 else at
 
+    def splits(self, stage: int, microbatch: int) -> bool:
+        return True
+
 
 #: placements that are tried: a line, forth and back, around, and both with twice the stages
 _PLACEMENTS = ((1, False), (2, True), (2, False), (4, False), (4, True))
@@ -50,7 +54,7 @@ def searched_program(
     costs: Mapping[Kind, float],
     budget: float,
     seconds: float,
-) -> FoundProgram | None:
+) -> ListedSchedule | None:
     """Return the shortest program found for workers with equal shares of a model; None: nothing fits the budget.
 
     Args:
@@ -58,7 +62,7 @@ def searched_program(
         budget: most activations of a worker, in microbatches of its share.
     """
     until = time.monotonic() + seconds
-    best: FoundProgram | None = None
+    best: tuple[float, ListedSchedule] | None = None
     whole = costs[F] + costs[I] + costs[W]
     placed = list(_placed(num_workers, num_microbatches))
     ours = list(_ours(placed, num_microbatches))
@@ -75,14 +79,14 @@ def searched_program(
         # Where there is one replica the last worker to begin waits for the forwards of all others.
         waits = (num_workers - 1) * costs[F] / chunks if spec.num_routes == 1 else 0
         goal = num_microbatches * whole + waits
-        if best is not None and best.time <= goal * (1 + 1e-12):
+        if best is not None and best[0] <= goal * (1 + 1e-12):
             continue
         seeds = [shop.from_program(rows) for rows in _orders_of_ours(spec, ours, costs, chunks)]
         end = time.monotonic() + (until - time.monotonic()) / (len(placed) - number)
         found = best_order(shop, seeds, end, goal)
-        if found is not None and (best is None or found[0] < best.time):
-            best = FoundProgram(found[0], shop.to_program(found[1]), *placement_of(spec))
-    return best
+        if found is not None and (best is None or found[0] < best[0]):
+            best = found[0], listed(shop.to_program(found[1]), spec)
+    return None if best is None else best[1]
 
 
 def _placed(num_workers: int, num_microbatches: int) -> Iterator[Spec]:
@@ -91,7 +95,8 @@ def _placed(num_workers: int, num_microbatches: int) -> Iterator[Spec]:
         yield _Placed(num_workers=num_workers, num_microbatches=num_microbatches, chunks=chunks, zigzag=zigzag)
     for pairs in range(1, num_workers // 2 + 1):
         with suppress(PipeError):
-            yield Candidate("chimera", {"pairs": pairs}, num_microbatches).spec(num_workers)
+            spec = Candidate("chimera", {"pairs": pairs}, num_microbatches).spec(num_workers)
+            yield listed(split_backwards(simulate(spec, lambda action: 1.0).orders()), spec)
 
 
 def _ours(placed: Sequence[Spec], num_microbatches: int) -> Iterator[tuple[Spec, object]]:
@@ -111,7 +116,7 @@ def _orders_of_ours(
     wanted = placement_of(placed)
     for spec, placement in ours:
         if placement == wanted:
-            yield simulate(spec, uniform(times)).orders()
+            yield split_backwards(simulate(spec, uniform(times)).orders())
 
 
 def of_ours(num_workers: int, count: int, costs: Mapping[Kind, float]) -> list[tuple[str, float, float]]:
@@ -131,11 +136,10 @@ def of_ours(num_workers: int, count: int, costs: Mapping[Kind, float]) -> list[t
     return found
 
 
-def bubble_of(program: FoundProgram, num_workers: int, costs: Mapping[Kind, float]) -> tuple[float, float]:
+def bubble_of(spec: Spec, costs: Mapping[Kind, float]) -> tuple[float, float]:
     """Return the bubble of a program, as the simulator says of the schedule that the checker has proven, and acts."""
-    spec = program.schedule(num_workers=num_workers, num_microbatches=len(program.routes))
     check_all(spec)
-    chunks = len(program.placement[0]) / num_workers
+    chunks = spec.num_stages / spec.num_workers
     run = simulate(spec, lambda action: costs.get(action.kind, 0) / chunks)
     return run.bubble, max(run.peak_activations) / chunks
 
@@ -160,7 +164,7 @@ def main() -> int:
             took = time.perf_counter() - start
             within = [row for row in ours if row[1] <= budget * num_workers * (1 + 1e-9)]
             name, _, best = min(within, key=lambda row: row[2], default=("none", 0.0, 1.0))
-            bubble, kept = (1.0, 0.0) if program is None else bubble_of(program, num_workers, costs)
+            bubble, kept = (1.0, 0.0) if program is None else bubble_of(program, costs)
             worse += bubble > best + 1e-9 or (budget >= 1 and bubble > zb_v + 1e-9)
             print(
                 f"{num_workers:<3} {budget:6.2f}  {bubble:8.2%}  {kept / num_workers:5.2f}   {best:7.2%} {name:<26}"

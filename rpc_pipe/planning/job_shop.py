@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..dependency import Action, B, F, I, Spec, W
 
@@ -24,13 +24,12 @@ class JobShop:
     """The problem: actions with durations and dependencies, and the memory of their workers.
 
     Args:
-        spec: placement, routes and kinds of actions are taken from it; its order is ignored.
+        spec: placement, routes and actions are taken from it; its order is ignored.
         time: duration of an action on its worker.
         transfer_time: of the payload of an action, from one worker to another.
         activations: by stage, bytes (or any unit) that a forward keeps for its backward.
         after_inputs: by stage, what is kept from I to W.
         budget: by worker, the most that may be kept at once.
-        split: whether all backwards are I and W, whatever the spec says.
         repeated: minimise the time of a step among others, each worker starting the next when its part of this one
             has ended; otherwise the makespan.
     """
@@ -41,15 +40,12 @@ class JobShop:
     activations: Sequence[float]
     after_inputs: Sequence[float]
     budget: Sequence[float]
-    split: bool = True
     repeated: bool = False
-    actions: list[Action] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         spec = self.spec
-        for m in range(spec.num_microbatches):
-            for s in range(spec.num_stages):
-                self.actions += self._of(s, m)
+        chains = [spec.actions(s, m) for m in range(spec.num_microbatches) for s in range(spec.num_stages)]
+        self.actions = [action for chain in chains for action in chain]
         self.number = {action: n for n, action in enumerate(self.actions)}
         self.worker = [spec.worker(action) for action in self.actions]
         self.duration = [self.time(action) for action in self.actions]
@@ -57,24 +53,21 @@ class JobShop:
         self.allocates = [self.activations[a.stage] if a.kind is F else 0 for a in self.actions]
         self.frees = [self._frees(a) for a in self.actions]
         #: the need on the same stage (-1: none)
-        self.before = [self._own_need(a) for a in self.actions]
+        self.before = [n - 1 if at else -1 for n, at in enumerate(at for chain in chains for at in range(len(chain)))]
         #: the need on a neighbouring stage (-1: none), and the transfer time of its payload
         self.need: list[int] = []
         self.delay: list[float] = []
-        for n, action in enumerate(self.actions):
-            need = self._other_need(action)
-            self.need.append(need)
-            far = need >= 0 and self.worker[need] != self.worker[n]
-            self.delay.append(self.transfer_time(self.actions[need], self.worker[need], self.worker[n]) if far else 0)
+        #: the actions that need each
         self.users: list[list[int]] = [[] for _ in self.actions]
-        for n, need in enumerate(self.need):
-            if need >= 0:
-                self.users[need].append(n)
-
-    def _of(self, stage: int, microbatch: int) -> list[Action]:
-        if self.split or self.spec.splits(stage, microbatch):
-            return [kind(stage, microbatch) for kind in (F, I, W)]
-        return [F(stage, microbatch), B(stage, microbatch)]
+        for n, action in enumerate(self.actions):
+            origin = spec.origin(action)
+            need = -1 if origin is None else self.number[origin]
+            self.need.append(need)
+            far = origin is not None and self.worker[need] != self.worker[n]
+            self.delay.append(self.transfer_time(self.actions[need], self.worker[need], self.worker[n]) if far else 0)
+            for each in (self.before[n], need):
+                if each >= 0:
+                    self.users[each].append(n)
 
     def _frees(self, action: Action) -> float:
         stage = action.stage
@@ -82,31 +75,11 @@ class JobShop:
             return self.activations[stage] - self.after_inputs[stage]
         return {W: self.after_inputs[stage], B: self.activations[stage]}.get(action.kind, 0)
 
-    def _own_need(self, action: Action) -> int:
-        chain = self._of(action.stage, action.index)
-        at = chain.index(action)
-        return self.number[chain[at - 1]] if at else -1
-
-    def _other_need(self, action: Action) -> int:
-        way, sender = action.kind.way, action.stage - action.kind.way
-        if not way or not 0 <= sender <= self.spec.last_stage:
-            return -1
-        return next(self.number[a] for a in self._of(sender, action.index) if a.kind.way == way)
-
     # --- orders
 
     def from_program(self, rows: Sequence[Sequence[Action]]) -> Order:
-        """Return an order of actions as numbers; a B becomes I and W in a row where backwards are split."""
-        order: Order = []
-        for row in rows:
-            listed: list[int] = []
-            for action in row:
-                if action in self.number:
-                    listed.append(self.number[action])
-                elif action.kind is B:
-                    listed += [self.number[kind(action.stage, action.index)] for kind in (I, W)]
-            order.append(listed)
-        return order
+        """Return an order of actions as numbers."""
+        return [[self.number[action] for action in row] for row in rows]
 
     def to_program(self, order: Order) -> tuple[tuple[Action, ...], ...]:
         """Return an order of numbers as actions."""
@@ -229,10 +202,6 @@ class _ListScheduler:
         }
         self._arrive = [0.0] * len(shop.actions)
         self._missing = [(need >= 0) + (own >= 0) for need, own in zip(shop.need, shop.before, strict=True)]
-        self._followers: list[list[int]] = [[] for _ in shop.actions]
-        for n, own in enumerate(shop.before):
-            if own >= 0:
-                self._followers[own].append(n)
         self._ready: list[set[int]] = [set() for _ in range(count)]
         for n, missing in enumerate(self._missing):
             if not missing:
@@ -268,7 +237,7 @@ class _ListScheduler:
         self._free[worker] = end
         self._held[worker] += shop.allocates[n] - shop.frees[n]
         self._inside[worker] += shop.actions[n].kind.holds
-        for user in (*self._followers[n], *shop.users[n]):
+        for user in shop.users[n]:
             travel = shop.delay[user] if shop.need[user] == n else 0
             self._arrive[user] = max(self._arrive[user], end + travel)
             self._missing[user] -= 1

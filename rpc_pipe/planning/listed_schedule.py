@@ -80,7 +80,7 @@ class ListedSchedule(Spec):
 @lru_cache(maxsize=64)
 def listed_schedule(
     rows: tuple[tuple[Action, ...], ...], placement: tuple[tuple[int, ...], ...], routes: tuple[int, ...]
-) -> type[Spec]:
+) -> type[ListedSchedule]:
     """Return the schedule of these lists; the same class for the same lists."""
     actions = [action for row in rows for action in row]
     listed = Program(

@@ -25,10 +25,10 @@ class PricedSchedule:
         self.spec = spec
         self.chain = chain
         self.machines = machines
-        self._relation = Relation(spec)
+        self.relation = Relation(spec)
         # Actions of one (stage, kind, worker, slice) cost the same, so costs are computed once for each of these.
         known: dict[tuple[int, Kind, int, int], int] = {}
-        sizes, pairs = spec.slice_sizes, zip(self._relation.actions, self._relation.worker, strict=True)
+        sizes, pairs = spec.slice_sizes, zip(self.relation.actions, self.relation.worker, strict=True)
         self._ids = [
             known.setdefault((a.stage, a.kind, worker, a.index % len(sizes) * a.kind.per_microbatch), len(known))
             for a, worker in pairs
@@ -61,8 +61,8 @@ class PricedSchedule:
                 (a, b): link_beside_copies(machines, chain, a, b) for a in workers for b in workers if a != b
             }
 
-    def simulate(self, ends: Ends) -> Simulation:
-        """Simulate a step of the model with this cut."""
+    def costs(self, ends: Ends) -> list[float]:
+        """Return the time of each action of the relation with this cut, by its number."""
         chain = self.chain
         costs = [
             chain.time(kind, ends[stage], ends[stage + 1], share) * slow if kind in TIMED else 0
@@ -71,16 +71,24 @@ class PricedSchedule:
         if chain.per_byte:
             for at, (stage, part, before, behind) in enumerate(self._copy_times):
                 costs[at] += part * (before * chain.inputs(ends[stage]) + behind * chain.outputs(ends[stage + 1]))
-        listed = [costs[i] for i in self._ids]
-        links = self._links
-        if links is None:
-            return simulate(self._relation, listed, comm=self.machines.link.latency)
+        return [costs[i] for i in self._ids]
+
+    def transfer_time(self, action: Action, size: Size, source: int, target: int) -> float:
+        """Return the time of a payload from one worker to another; `size` is that of the action's stage."""
+        link = link_beside_copies(self.machines, self.chain, source, target)
+        return link.latency + payload_bytes(action, size, self.spec.num_routes) / link.bandwidth
+
+    def simulate(self, ends: Ends) -> Simulation:
+        """Simulate a step of the model with this cut."""
+        costs = self.costs(ends)
+        if self._links is None:
+            return simulate(self.relation, costs, comm=self.machines.link.latency)
         sizes = self.sizes(ends)
 
         def payload(action: Action) -> float:
             return payload_bytes(action, sizes[action.stage], self.spec.num_routes) * self.spec.share(action)
 
-        return simulate(self._relation, listed, links=links, payload=payload, uplinks=self.machines.uplinks)
+        return simulate(self.relation, costs, links=self._links, payload=payload, uplinks=self.machines.uplinks)
 
     def step_time(self, simulation: Simulation, ends: Ends) -> float:
         """Return the time of a step among others, in milliseconds."""

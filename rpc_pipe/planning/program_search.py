@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ..dependency import Action, F, Kind, PipeError, Spec, check_all
+from ..dependency import Action, B, I, PipeError, Spec, W, check_all
 from .bottleneck import Ends
 from .candidates import Candidate
+from .footprint import Size
 from .job_shop import PRIORITY_RULES, JobShop, Order, improve, list_schedule
-from .listed_schedule import listed_schedule
+from .listed_schedule import ListedSchedule, listed_schedule
 from .plan import Plan
-from .pricing import PricedSchedule, copy_times, link_beside_copies
+from .pricing import PricedSchedule
 from .profile import Chain, Machines
 from .search import PlanRequest, PlanResult
 
@@ -24,23 +23,6 @@ SEARCHED = "searched"
 _BASES = 4
 #: how often the budget of activations is lowered by the excess of a program
 _TRIES = 3
-
-
-@dataclass(frozen=True)
-class FoundProgram:
-    """The order of a program, with its placement and time in milliseconds."""
-
-    time: float
-    rows: tuple[tuple[Action, ...], ...]
-    #: route -> stage -> worker
-    placement: tuple[tuple[int, ...], ...]
-    #: microbatch -> route
-    routes: tuple[int, ...]
-
-    @property
-    def schedule(self) -> type[Spec]:
-        """The schedule that runs it."""
-        return listed_schedule(self.rows, self.placement, self.routes)
 
 
 def best_order(shop: JobShop, seeds: Sequence[Order], until: float, goal: float = 0.0) -> tuple[float, Order] | None:
@@ -103,18 +85,28 @@ def _bases(request: PlanRequest, result: PlanResult) -> list[tuple[Plan, Spec]]:
 def _faster_program(request: PlanRequest, plan: Plan, spec: Spec, split: bool, until: float) -> Plan | None:
     machines, chain = request.machines, request.chain(plan.num_microbatches)
     ends = chain.ends(plan.cut)
-    priced = PricedSchedule(spec, chain, machines)
-    seed = priced.simulate(ends).orders()
+    rows = PricedSchedule(spec, chain, machines).simulate(ends).orders()
+    start = listed(split_backwards(rows) if split else rows, spec)
+    priced = PricedSchedule(start, chain, machines)
+    took = dict(zip(priced.relation.actions, priced.costs(ends), strict=True))
+    sizes = priced.sizes(ends)
     limits = [machines.limit(worker) for worker in range(machines.num_workers)]
-    resident = _resident(spec, chain, ends)
+    resident = [_resident(sizes[s] for s, _ in spec.hosted(worker)) for worker in range(machines.num_workers)]
     budget = [float("inf") if limit is None else limit - own for limit, own in zip(limits, resident, strict=True)]
     for _ in range(_TRIES):
-        shop = job_shop_of(spec, chain, machines, ends, budget, split=split)
-        found = best_order(shop, [shop.from_program(seed)], until)
+        shop = JobShop(
+            start,
+            took.__getitem__,
+            lambda action, source, target: priced.transfer_time(action, sizes[action.stage], source, target),
+            [max(size.activations, size.after_inputs) for size in sizes],
+            [size.after_inputs for size in sizes],
+            budget,
+            repeated=True,
+        )
+        found = best_order(shop, [shop.from_program(start.listed.rows)], until)
         if found is None:
             return None
-        program = FoundProgram(found[0], shop.to_program(found[1]), *placement_of(spec))
-        made = as_plan(program, chain, machines, ends)
+        made = _as_plan(listed(shop.to_program(found[1]), spec), chain, machines, ends)
         if made is None:
             return None
         over = [0 if limit is None else used - limit for used, limit in zip(made.memory_by_worker, limits, strict=True)]
@@ -125,6 +117,20 @@ def _faster_program(request: PlanRequest, plan: Plan, spec: Spec, split: bool, u
     return None
 
 
+def split_backwards(rows: Sequence[Sequence[Action]]) -> list[list[Action]]:
+    """Return an order with every backward in two parts, one after the other."""
+    return [
+        [part for a in row for part in ([kind(a.stage, a.index) for kind in (I, W)] if a.kind is B else [a])]
+        for row in rows
+    ]
+
+
+def listed(rows: Sequence[Sequence[Action]], placed: Spec) -> ListedSchedule:
+    """Return the spec with this order of each worker, and the placement of another."""
+    schedule = listed_schedule(tuple(map(tuple, rows)), *placement_of(placed))
+    return schedule(num_workers=placed.num_workers, num_microbatches=placed.num_microbatches)
+
+
 def placement_of(spec: Spec) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Return the worker by route and stage, and the route by microbatch."""
     stages = range(spec.num_stages)
@@ -132,50 +138,20 @@ def placement_of(spec: Spec) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ..
     return places, tuple(map(spec.route, range(spec.num_microbatches)))
 
 
-def _resident(spec: Spec, chain: Chain, ends: Ends) -> list[float]:
-    """Return, by worker, the bytes of shards, working memory, and one payload in and out of each stage."""
-    found = []
-    for worker in range(spec.num_workers):
-        sizes = [chain.size(ends[s], ends[s + 1]) for s, _ in spec.hosted(worker)]
-        working = max((size.working for size in sizes), default=0)
-        found.append(working + sum(size.shard + size.inputs + size.outputs for size in sizes))
-    return found
+def _resident(sizes: Iterable[Size]) -> float:
+    """Return the bytes of a worker's shards, working memory, and one payload in and out of each stage."""
+    hosted = list(sizes)
+    working = max((size.working for size in hosted), default=0)
+    return working + sum(size.shard + size.inputs + size.outputs for size in hosted)
 
 
-def job_shop_of(
-    spec: Spec, chain: Chain, machines: Machines, ends: Ends, budget: Sequence[float], *, split: bool
-) -> JobShop:
-    """Return the job-shop problem of a model with this cut."""
-    sizes = [chain.size(a, b) for a, b in pairwise(ends)]
-    table: dict[tuple[int, Kind, int], float] = {}
-
-    def cost(action: Action) -> float:
-        stage, kind, _ = action
-        worker = spec.worker(action)
-        known = table.get((stage, kind, worker))
-        if known is None:
-            known = chain.time(kind, ends[stage], ends[stage + 1]) * machines.slow(worker)
-            before, behind = copy_times(spec, chain, stage, kind, worker)
-            known += before * sizes[stage].inputs + behind * sizes[stage].outputs
-            table[stage, kind, worker] = known
-        return known
-
-    def lag(action: Action, source: int, target: int) -> float:
-        link = link_beside_copies(machines, chain, source, target)
-        size = sizes[action.stage]
-        return link.latency + (size.outputs if action.kind is F else size.inputs) / link.bandwidth
-
-    kept = [max(size.activations, size.after_inputs) for size in sizes]
-    return JobShop(spec, cost, lag, kept, [size.after_inputs for size in sizes], budget, split, repeated=True)
-
-
-def as_plan(program: FoundProgram, chain: Chain, machines: Machines, ends: Ends) -> Plan | None:
+def _as_plan(spec: ListedSchedule, chain: Chain, machines: Machines, ends: Ends) -> Plan | None:
     """Return a program as a plan, checked and simulated; None: it fails the checker."""
-    spec = program.schedule(num_workers=machines.num_workers, num_microbatches=len(program.routes))
     try:
         check_all(spec)
     except PipeError:
         return None
+    program = spec.listed
     rows = tuple(tuple(map(str, row)) for row in program.rows)
     lists: dict[str, Any] = {"program": rows, "placement": program.placement, "routes": program.routes}
     return PricedSchedule(spec, chain, machines).plan(SEARCHED, {}, ends, **lists)
