@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -123,8 +123,7 @@ def make_spec(
     slices = parameters.pop("slices", slices)
     sizes = read_slices(slices) if slices is not None else (1,)
     recomputed = frozenset() if "recompute" in known else _read_stages(parameters.pop("recompute", "none"))
-    replicas = 1 if "replicas" in known else _read_replicas(parameters.pop("replicas", 1), num_microbatches, slices)
-    exchange = {} if "replicas" in known else _read_exchange(parameters, replicas)
+    replicas, exchange = (1, {}) if "replicas" in known else _read_replicas(parameters, num_microbatches, slices)
     num_microbatches *= len(sizes)
     cls = _transformed(cls, sizes, recomputed, replicas, exchange)
     values = _read_parameters(cls, name, parameters)
@@ -221,14 +220,24 @@ def with_replicas(
     return {**(parameters or {}), **found} if found else parameters
 
 
-def _read_replicas(said: Any, num_microbatches: int, slices: int | str | None) -> int:
-    """Read how many replicas of the pipeline there are, each of which needs a microbatch."""
-    try:
-        replicas = int(said)
-    except (TypeError, ValueError, OverflowError):
-        replicas = 0
-    if replicas < 1 or str(replicas) != str(said):
-        raise ConfigError(f"replicas {said}: must be a whole number of at least 1")
+def _read_replicas(
+    parameters: dict[str, Any], num_microbatches: int, slices: int | str | None
+) -> tuple[int, dict[str, Any]]:
+    """Take out of a schedule's parameters how many replicas there are, and how they exchange gradients."""
+
+    def read(name: str, usual: float, kind: type, allows: Callable[[Any], bool], rule: str) -> Any:
+        said = parameters.pop(name, usual)
+        try:
+            found = kind(said)
+        except (TypeError, ValueError, OverflowError):
+            found = -1
+        if not allows(found) or (kind is int and str(found) != str(said)):
+            raise ConfigError(f"{name} {said}: {rule}")
+        if name != "replicas" and replicas == 1 and found != usual:
+            raise ConfigError(f"{name} {said}: is of replicas, and there is one; take replicas 2, or leave it out")
+        return found
+
+    replicas: int = read("replicas", 1, int, lambda count: count > 0, "must be a whole number of at least 1")
     if replicas > 1 and slices is not None:
         raise ConfigError(f"replicas {replicas}: slices {slices} need one replica; leave one of the two out")
     if replicas > max(1, num_microbatches):
@@ -236,27 +245,11 @@ def _read_replicas(said: Any, num_microbatches: int, slices: int | str | None) -
             f"replicas {replicas}: a step has {num_microbatches} microbatches, fewer than replicas; take at least "
             f"{replicas} microbatches, or {num_microbatches} replicas"
         )
-    return replicas
-
-
-def _read_exchange(parameters: dict[str, Any], replicas: int) -> dict[str, Any]:
-    """Take out of a schedule's parameters how replicas exchange gradients."""
-    found: dict[str, Any] = {}
-    for name, kind in (("zero", int), ("bucket", float)):
-        if name not in parameters:
-            continue
-        said = parameters.pop(name)
-        try:
-            found[name] = kind(said)
-        except (TypeError, ValueError, OverflowError):
-            found[name] = -1
-        if name == "zero" and (found[name] not in (0, 1) or str(said) not in ("0", "1")):
-            raise ConfigError(f"zero {said}: must be 0, or 1 to divide optimizer states among replicas; take 1")
-        if name == "bucket" and not 0 < found[name] < float("inf"):
-            raise ConfigError(f"bucket {said}: must be a size in MiB above 0; take {Spec.bucket:g}")
-        if replicas == 1 and found[name] != getattr(Spec, name):
-            raise ConfigError(f"{name} {said}: is of replicas, and there is one; take replicas 2, or leave it out")
-    return found
+    one = "must be 0, or 1 to divide optimizer states among replicas; take 1"
+    size = f"must be a size in MiB above 0; take {Spec.bucket:g}"
+    zero = read("zero", 0, int, lambda said: said in (0, 1), one)
+    bucket = read("bucket", Spec.bucket, float, lambda said: 0 < said < float("inf"), size)
+    return replicas, {"zero": zero, "bucket": bucket}
 
 
 def _read_stages(said: Any) -> frozenset[int] | None:
