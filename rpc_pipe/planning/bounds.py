@@ -6,9 +6,7 @@ worker:
     it must do all its work; and between the first and the last action of stage 0's worker lie the forwards of the
     stages before its own, all its work but W and updates, and the way of its last backward back to stage 0;
     before its first backward, which needs every forward and the backwards of later stages of one microbatch, it runs
-    at most as many forwards as it may hold activations: all its other work comes after;
-    before its last forward all but so many of its microbatches have been there and back, and after it that one must
-    still pass the later stages forth and back.
+    at most as many forwards as it may hold activations: all its other work comes after.
 
 The work of stages that are not known yet counts as if their workers could share it evenly. Loads without torch.
 """
@@ -96,7 +94,7 @@ class Bounds:
             once = times[F] + again + (min(times[I] + times[W], times[B]) if split else times[B])
             last, left = chain.num_blocks, self._num_stages - stage - 1
             below = chain.blocks_time(F, stop, last) + left * chain.per_stage[F]
-            below += self.unknown_input_backward(stop, left)
+            below += self.unknown_backward(stop, left)[0]
             fastest = min((row[0] for row in self._slow[stage + 1 :]), default=0)
             # So that it grows with the blocks: what the stages behind lose by them counts here at least as much.
             adds = max(adds, slow * (count - held) * once + min(slow, fastest) * below)
@@ -112,19 +110,17 @@ class Bounds:
         back = part if split else times[B]
         return min(back, times[B]) if 0 < split < self._num_microbatches[route] else back
 
-    def unknown_input_backward(self, start: int, num_stages: int) -> float:
-        """Return the sum of these times for `num_stages` stages of the blocks from `start` on, for any cut of them."""
-        chain, last, around = self.chain, self.chain.num_blocks, self.chain.per_stage
-        if not self.any_split:
-            return chain.blocks_time(B, start, last) + num_stages * around[B]
-        return chain.least_input_backward(start, last) + num_stages * min(around[I], around[B])
+    def unknown_backward(self, start: int, num_stages: int) -> tuple[float, float]:
+        """Return the sums of these times, and of those of whole backwards, for `num_stages` stages from `start` on.
 
-    def unknown_backward(self, start: int, num_stages: int) -> float:
-        """Return the least time of the whole backwards of the same stages."""
+        They hold for any cut of the blocks from `start` on.
+        """
         chain, last, around = self.chain, self.chain.num_blocks, self.chain.per_stage
         if not self.any_split:
-            return chain.blocks_time(B, start, last) + num_stages * around[B]
-        return chain.least_backward(start, last) + num_stages * min(around[I] + around[W], around[B])
+            whole = chain.blocks_time(B, start, last) + num_stages * around[B]
+            return whole, whole
+        inputs = chain.least_input_backward(start, last) + num_stages * min(around[I], around[B])
+        return inputs, chain.least_backward(start, last) + num_stages * min(around[I] + around[W], around[B])
 
     def everywhere(self) -> float:
         """Return a bound of all cuts; infinity if none fits."""
@@ -210,7 +206,7 @@ class _PartialCut:
         fastest = min((b._slow[s][route] for s in range(known, b._num_stages)), default=0)
         hops = range(known, b._num_stages - 1)
         forwards = head + self._unknown_forward() * fastest + sum(self._transfer(s, route, False) for s in hops)
-        back = b.unknown_input_backward(self._ends[-1], self._rest) * fastest + sum(
+        back = b.unknown_backward(self._ends[-1], self._rest)[0] * fastest + sum(
             self._transfer(s, route, True) for s in hops
         )
         return [*heads, head], [*tails, tail], forwards, forwards + back + tail
@@ -226,14 +222,11 @@ class _PartialCut:
         loads = []
         for worker, hosted in enumerate(b._hosted):
             own = [(s, r) for s, r in hosted if s < known]
-            missing = len(own) < len(hosted)
             load, weights, updates = self._load(own)
             loads.append((load, weights + updates))
             if not hosted:
                 continue
             found.append(load)
-            if len(own) == 1 and not missing:
-                found.append(self._last_microbatch_end(paths[own[0][1]], *own[0], b._max_held[worker]))
             begins = {route: min(paths[route][0][min(s, known)] for s, r in hosted if r == route)
                       for route in {r for _, r in hosted}}  # fmt: skip
             before = self._forwards_before(own, b._max_held[worker])
@@ -245,17 +238,6 @@ class _PartialCut:
         if self._rest:
             found.append(self._evenly_shared(loads, paths))
         return max(found) + b.chain.per_step
-
-    def _last_microbatch_end(self, path: _Path, stage: int, route: int, held: int) -> float:
-        """Return the least time until a worker's last microbatch has come back to stage 0."""
-        b, times, (heads, tails, _, whole) = self._bounds, self._times, path
-        count, split, slow = b._num_microbatches[route], b._num_split[stage][route], b._slow[stage][route]
-        if count <= held or not b._recompute_waits:
-            return 0
-        backward = min(times[I][stage] + times[W][stage], times[B][stage]) if split else times[B][stage]
-        once = times[F][stage] + backward + (times[R][stage] if b._recomputes[stage] else 0)
-        here = (times[F][stage] + self._input_backward(stage, route)) * slow
-        return whole + (count - held) * once * slow + whole - heads[stage] - here - tails[stage]
 
     def _load(self, own: list[tuple[int, int]]) -> tuple[float, float, float]:
         """Return the work of a worker's known stages, updates included, and the parts of it that are W and updates."""
@@ -297,20 +279,18 @@ class _PartialCut:
             loads: by worker, the work of known stages, and the part of it that need not precede the end of stage 0.
         """
         b, known = self._bounds, self._known
-        stages = range(known, b._num_stages)
-        workers = {b._worker[s][r] for s in stages for r in b._routes}
-        backward = b.unknown_backward(self._ends[-1], self._rest)
+        workers = {b._worker[s][r] for s in range(known, b._num_stages) for r in b._routes}
         speeds = {w: 1 / b.machines.slow(w) for w in workers if b.machines.slow(w) > 0}
         if not speeds:
             return 0
         count, forward = sum(b._num_microbatches[r] for r in b._routes), self._unknown_forward()
+        back, backward = b.unknown_backward(self._ends[-1], self._rest)
         done = sum(loads[w][0] * speed for w, speed in speeds.items())
         needed = (count * (forward + backward) + done) / sum(speeds.values())
         if not b._only_route:
             return needed
         # Stage 0 waits for no W and no update of the other stages.
         firm = sum((loads[w][0] - loads[w][1]) * speed for w, speed in speeds.items())
-        back = b.unknown_input_backward(self._ends[-1], self._rest)
         path = paths[0]
         hosted = [min(s, known) for w in speeds for s, _ in b._hosted[w]]
         around = min(path[0][s] for s in hosted) + min(path[1][s] for s in hosted)

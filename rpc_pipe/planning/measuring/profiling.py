@@ -145,12 +145,7 @@ def profile_model(
     for count in around:
         measured[count] = [_without(cost, per_stage) for cost in measured[count]]
     if user_model.is_layers:
-        # A parameter that layers share is one, so these must be in one stage.
-        shared = [
-            {id(p): p for p in layer.parameters()} if isinstance(layer, nn.Module) else {}
-            for layer in user_model.layers()
-        ]
-        ties = _ties(shared, next(iter(measured.values())), together=True)
+        ties = _ties_of_layers(user_model, next(iter(measured.values())))
     return Profile(
         measured,
         {kind: took + RUNTIME_MS for kind, took in per_stage.items()},
@@ -321,6 +316,14 @@ def _ties(
                 optimizer=tie.optimizer + parameter.nbytes * state,
             )
     return tuple(found.values())
+
+
+def _ties_of_layers(user_model: UserModel, costs: Sequence[LayerCost]) -> tuple[Tie, ...]:
+    """Return the ties of a list of layers. A parameter that layers share is one, so these must be in one stage."""
+    parameters = [
+        {id(p): p for p in layer.parameters()} if isinstance(layer, nn.Module) else {} for layer in user_model.layers()
+    ]
+    return _ties(parameters, costs, together=True)
 
 
 def _stage_forward(
