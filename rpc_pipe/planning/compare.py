@@ -49,29 +49,20 @@ class ModelCosts:
     sizes: Sequence[Size] = ()
     by_layer: bool = False
 
-    def stage_costs(self, num_stages: int) -> list[dict[Kind, float]]:
-        """Return the time by kind of each stage."""
-        if not self.by_layer:
-            share = {kind: time * self.num_workers / num_stages for kind, time in complete_costs(self.costs[0]).items()}
-            return [{kind: int(t) if t == int(t) else t for kind, t in share.items()}] * num_stages
-        chain = self._chain
-        return [
-            {kind: chain.time(kind, stage.start, stage.stop) for kind in TIMED}
-            for stage in cut(chain.num_blocks, num_stages, None)
-        ]
-
-    @property
-    def _chain(self) -> Chain:
+    def stages(self, num_stages: int) -> list[LayerCost]:
+        """Return the costs of each stage; without given sizes, of 0 bytes."""
         sizes = self.sizes or [Size()] * len(self.costs)
-        return Chain([LayerCost(complete_costs(costs), size) for costs, size in zip(self.costs, sizes, strict=True)])
-
-    def stage_sizes(self, num_stages: int) -> list[Size]:
-        """Return the bytes of each stage."""
+        given = [LayerCost(complete_costs(costs), size) for costs, size in zip(self.costs, sizes, strict=True)]
         if self.by_layer:
-            chain = self._chain
-            return [chain.size(stage.start, stage.stop) for stage in cut(chain.num_blocks, num_stages, None)]
-        whole, part = self.sizes[0], self.num_workers / num_stages
-        return [replace(whole, **{name: getattr(whole, name) * part for name in SUMMED})] * num_stages
+            chain = Chain(given)
+            return [
+                LayerCost({kind: chain.time(kind, a, b) for kind in TIMED}, chain.size(a, b))
+                for a, b in ((layers.start, layers.stop) for layers in cut(chain.num_blocks, num_stages, None))
+            ]
+        (share,), part = given, self.num_workers / num_stages
+        times = {kind: time * part for kind, time in share.times.items()}
+        size = replace(share.size, **{name: getattr(share.size, name) * part for name in SUMMED})
+        return [LayerCost({kind: int(t) if t == int(t) else t for kind, t in times.items()}, size)] * num_stages
 
 
 def complete_costs(costs: Mapping[Kind, float]) -> dict[Kind, float]:
@@ -170,17 +161,17 @@ def _row(
 ) -> Row:
     try:
         spec = make_spec(name, model.num_workers, num_microbatches, parameters, slices)
-        stages = model.stage_costs(spec.num_stages)
+        stages = model.stages(spec.num_stages)
         check_all(spec)
     except PipeError as error:
         return Row(name, parameters, refused=str(error))
     share = SliceCosts(attention=attention).time_share(spec)
 
     def cost(action: Action) -> float:
-        return stages[action.stage].get(action.kind, 0) * share(action)
+        return stages[action.stage].times.get(action.kind, 0) * share(action)
 
     result = simulate(spec, cost, **run)
-    sizes, workers = model.stage_sizes(spec.num_stages) if model.sizes else [], range(spec.num_workers)
+    sizes, workers = [stage.size for stage in stages] if model.sizes else [], range(spec.num_workers)
     memory = max(peak_bytes(result, sizes)) if sizes else None
     return Row(
         name,

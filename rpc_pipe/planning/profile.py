@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -195,15 +196,14 @@ class Chain:
         both = [(block.times.get(B, 0), block.times.get(I, 0), block.times.get(W, 0)) for block in blocks]
         self._back = self._sums(min(whole, inputs) for whole, inputs, _ in both)
         self._backward = self._sums(min(whole, inputs + weights) for whole, inputs, weights in both)
-        self._bytes = {name: self._sums(getattr(block.size, name) for block in blocks) for name in SUMMED}
-        self._last = [b - 1 for b in self._places[1:]]
+        self._sizes: list[Size] = [
+            reduce(Size.__add__, [block.size for block in blocks[a:b]]) for a, b in pairwise(self._places)
+        ]
+        self._bytes: dict[str, list[float]] = {
+            name: [0.0, *accumulate(getattr(size, name) for size in self._sizes)] for name in SUMMED
+        }
         #: prefix sums of the bytes that a block and the one before it would both keep, which one stage keeps once
-        self._joint = [0.0, *accumulate(a.size.joint(b.size) for a, b in pairwise(blocks))]
-        self._kept_inputs = [blocks[i].size.kept_inputs for i in self._places[:-1]]
-        self._kept_outputs = [blocks[i].size.kept_outputs for i in self._last]
-        self._working = [max(b.size.working for b in blocks[a:b_]) for a, b_ in pairwise(self._places)]
-        self._inputs = [blocks[i].size.inputs for i in self._places[:-1]]
-        self._outputs = [blocks[i - 1].size.outputs for i in self._places[1:]]
+        self._joint = [0.0, *accumulate(a.joint(b) for a, b in pairwise(self._sizes))]
 
     def _sums(self, values: Iterable[float]) -> list[float]:
         sums: list[float] = [0, *accumulate(values)]
@@ -256,16 +256,18 @@ class Chain:
                 summed[name] -= getattr(tie, name)
         summed["activations"] = self.activations(start, stop)
         if not start:  # the whole backward is W, until which everything is kept
-            summed["after_inputs"] = summed["activations"] + self._outputs[stop - 1]
-        ends = {
-            "inputs": self._inputs[start],
-            "outputs": self._outputs[stop - 1],
-            "kept_inputs": self._kept_inputs[start],
-            "kept_outputs": self._kept_outputs[stop - 1],
-        }
-        working, tied = max(self._working[start:stop], default=0), sum(tie.gradients for tie in ties)
-        state = self.slicing.state * summed["activations"]
-        return Size(**summed, **ends, working=working, tied=tied, state=state)
+            summed["after_inputs"] = summed["activations"] + self.outputs(stop)
+        first, last = self._sizes[start], self._sizes[stop - 1]
+        return Size(
+            **summed,
+            inputs=first.inputs,
+            outputs=last.outputs,
+            working=max(size.working for size in self._sizes[start:stop]),
+            kept_inputs=first.kept_inputs,
+            kept_outputs=last.kept_outputs,
+            tied=sum(tie.gradients for tie in ties),
+            state=self.slicing.state * summed["activations"],
+        )
 
     def resident(self, start: int, stop: int) -> float:
         """Return the bytes of a stage's weights, gradients and optimizer state."""
@@ -277,8 +279,7 @@ class Chain:
         sums = self._bytes["activations"]
         if start >= stop:
             return 0
-        joint = self._joint[self._last[stop - 1]] - self._joint[self._places[start]]
-        return sums[stop] - sums[start] - joint
+        return sums[stop] - sums[start] - (self._joint[stop - 1] - self._joint[start])
 
     def separated_ties(self, ends: Sequence[int]) -> Iterator[tuple[int, int, Tie]]:
         """Yield (earlier stage, later stage, tie) of the ties between two stages."""
@@ -291,11 +292,11 @@ class Chain:
 
     def outputs(self, stop: int) -> float:
         """Return the bytes of the payload that block `stop` gets from the stage before."""
-        return self._outputs[stop - 1]
+        return self._sizes[stop - 1].outputs
 
     def inputs(self, start: int) -> float:
         """Return the bytes of the gradient that goes back from block `start`."""
-        return self._inputs[start]
+        return self._sizes[start].inputs
 
     def _inside(self, start: int, stop: int) -> list[Tie]:
         places = self._places

@@ -306,8 +306,8 @@ def test_the_first_stage_does_all_of_its_backward_in_w():
     assert [chain.time(kind, 0, 2) for kind in (F, B, I, W)] == [2, 10, 0.5, 10.5]
     assert [chain.time(kind, 2, 4) for kind in (F, B, I, W)] == [2, 10, 6.5, 6.5]
     assert [chain.size(*ends).after_inputs for ends in ((0, 2), (2, 4))] == [20 + 2, 8]
-    halves = ModelCosts(2, [times] * 4, by_layer=True).stage_costs(2)
-    assert [(half[I], half[W]) for half in halves] == [(0, 10), (6, 6)]
+    halves = ModelCosts(2, [times] * 4, by_layer=True).stages(2)
+    assert [(half.times[I], half.times[W]) for half in halves] == [(0, 10), (6, 6)]
 
 
 def test_the_first_stage_holds_all_gradients_of_weights_while_its_w_runs():

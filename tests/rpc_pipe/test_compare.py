@@ -145,7 +145,7 @@ def test_layers_are_measured_and_cut():
     assert costs[-1].size.outputs == 0, "the loss goes nowhere"
     assert all(cost.times[kind] >= 0 for cost in costs for kind in (F, B, I, W, R))
     model = ModelCosts(2, [cost.times for cost in costs], [cost.size for cost in costs], by_layer=True)
-    halves = model.stage_sizes(2)
+    halves = [stage.size for stage in model.stages(2)]
     assert sum(half.weights for half in halves) == sum(cost.size.weights for cost in costs)
     assert (halves[0].inputs, halves[0].outputs, halves[1].inputs) == (4 * 32 * 64,) * 3
 
