@@ -64,9 +64,10 @@ class SliceCosts:
         linear, attention = 1 - self.fixed - self.attention, self.attention
         if not attention:
             return (1,) * count
-        # The border behind a share of the work, from linear * x + attention * x² = share * (linear + attention)
-        works = (n / count * (linear + attention) for n in range(count + 1))
-        borders = [(sqrt(linear**2 + 4 * attention * work) - linear) / (2 * attention) for work in works]
+        # The border behind a share of the work, from linear * x + attention * x² = share * (linear + attention). The
+        # usual formula of the root would subtract two numbers that are nearly equal where there is little attention.
+        works = (n / count * (linear + attention) for n in range(1, count + 1))
+        borders = [0.0, *(2 * work / (linear + sqrt(linear**2 + 4 * attention * work)) for work in works)]
         parts = max(_PARTS, 32 * count)
         sizes = tuple(b - a for a, b in pairwise(round(parts * at) for at in borders))
         return (1,) * count if len(set(sizes)) == 1 else sizes

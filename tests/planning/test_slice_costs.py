@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rpc_pipe.commands.main import main
@@ -43,6 +43,7 @@ def model(tmp_path):
 
 
 @given(st.floats(0, 0.3), st.floats(0, 0.7), st.integers(1, 16))
+@example(0.0, 2e-16, 3)  # was cut 32, 32, 64
 def test_balanced_slices_take_equally_long(fixed, attention, count):
     costs = SliceCosts(fixed, attention)
     sizes = costs.balanced(count)
