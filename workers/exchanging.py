@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..dependency import A, G, P, S, reduction_tree
 from .compute.pieces import Pieces
-from .handlers import ActionContext, carries_out
+from .handlers import ActionContext, Task, carries_out
 from .transport.payload import Payload
 
 
@@ -16,9 +18,26 @@ def _pieces(ctx: ActionContext) -> tuple[Pieces, int]:
 
 
 @carries_out(G)
-def _give(ctx: ActionContext) -> Payload:
+def _give(ctx: ActionContext) -> Payload | None:
     pieces, number = _pieces(ctx)
-    return pieces.give(number)
+    return None if number in pieces.given else pieces.give(number)
+
+
+def giving(backward: Task, given: Sequence[Task]) -> Task:
+    """Return the last backward of a shard, which gives pieces of gradients (tasks of `G`) while it runs."""
+
+    def handler(ctx: ActionContext) -> Payload | None:
+        pieces, publish = ctx.task.shard.updating.pieces, ctx.worker.mailbox.publish
+        assert pieces is not None
+        tasks = {task.entry.action.index // ctx.step.batch.spec.num_routes: task for task in given}
+
+        def give(number: int) -> None:
+            publish(ctx.step.run, tasks[number].name, pieces.give(number), tasks[number].entry.consumers)
+
+        with pieces.given_within(tasks, give):
+            return backward.handler(ctx)
+
+    return backward._replace(handler=handler)
 
 
 @carries_out(S)

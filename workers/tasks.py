@@ -18,8 +18,9 @@ from .transport.payload import Payload
 def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task]:
     """Return a task for every action of `part`, on a worker with these shards."""
     spec, found = part.spec, {}
-    if any(entry.action.kind in (G, S) for entry in part.entries):
-        from . import exchanging  # noqa: F401  registers handlers, which few runs need
+    exchanges = any(entry.action.kind in (G, S) for entry in part.entries)
+    if exchanges:
+        from . import exchanging  # registers handlers, which few runs need
     watched = {place: _Watched(handler_of(F)) for place in _disordered(part)}
     for entry in part.entries:
         stage, kind, index = entry.action
@@ -32,6 +33,20 @@ def tasks(part: Part, shards: dict[tuple[int, int], Shard]) -> dict[Action, Task
             keep_donated_buffers()
         is_last = stage == spec.last_stage
         found[entry.action] = Task(entry, str(entry.action), shards[place], handler, saves, recomputes, is_last)
+    if exchanges:
+        for action, given in _given_by(part).items():
+            found[action] = exchanging.giving(found[action], [found[each] for each in given])
+    return found
+
+
+def _given_by(part: Part) -> dict[Action, list[Action]]:
+    """Return, by last backward of a shard, which gradients other workers take of it."""
+    found: dict[Action, list[Action]] = {}
+    for entry in part.entries:
+        if entry.action.kind is G and not entry.here:
+            for need in entry.own:
+                if need.kind is B:
+                    found.setdefault(need, []).append(entry.action)
     return found
 
 

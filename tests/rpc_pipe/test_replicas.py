@@ -10,12 +10,14 @@ import torch
 from processes import rpc_pipe
 from replayed import Late
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from rpc_pipe.commands.main import main
-from rpc_pipe.dependency import ConfigError, G, P, S
+from rpc_pipe.dependency import Action, B, ConfigError, G, P, S
 from rpc_pipe.launching import overrides
 from rpc_pipe.pipeline import Pipeline, Training
 from rpc_pipe.workers.hooks import Listener
+from rpc_pipe.workers.mailbox import Mailbox
 
 MODEL = """
 import torch
@@ -150,6 +152,53 @@ def test_owners_update_as_everybody_does(more):
     (losses, norm, state), (of_owners, norm_of_owners, state_of_owners) = ends(0), ends(1)
     assert (losses, norm) == (of_owners, norm_of_owners)
     assert all(torch.equal(state[name], state_of_owners[name]) for name in state)
+
+
+def pieces_given(monkeypatch, layers, **options):
+    """Train three steps; return, by step, what the worker ran while gradients of its stage left."""
+    given = []
+    publish = Mailbox.publish
+
+    def noted(mailbox, run, what, payload, others):
+        running = next(actor.running for actor in pipe.actors if actor.mailbox is mailbox)
+        if Action.parse(str(what)).kind is G:
+            given.append(Action.parse(running).kind)
+        publish(mailbox, run, what, payload, others)
+
+    monkeypatch.setattr(Mailbox, "publish", noted)
+    with Pipeline(
+        layers, nn.functional.mse_loss, num_microbatches=4, num_workers=2, replicas=2, bucket=5e-5, **options
+    ) as pipe:  # fmt: skip
+        steps = []
+        for _ in range(3):
+            given.clear()
+            pipe.step(a_batch())
+            steps.append(Counter(given))
+        return steps
+
+
+def test_gradients_leave_while_the_last_backward_still_runs(monkeypatch):
+    """Two layers of weight and bias: each replica gives half of them. The first backward only counts."""
+    training = Training(partial(torch.optim.SGD, lr=0.1))
+    assert pieces_given(monkeypatch, LAYERS, training=training) == [{G: 4}, {B: 4}, {B: 4}]
+
+
+def test_what_is_computed_again_in_backward_leaves_behind_it(monkeypatch):
+    """A reentrant checkpoint adds the gradient of a weight once for each time that it computes it again."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(self.inner, x, use_reentrant=True)
+            return x
+
+    training = Training(partial(torch.optim.SGD, lr=0.1))
+    steps = pieces_given(monkeypatch, [nn.Linear(4, 4), Twice()], training=training)
+    assert steps[1] == steps[2] == {B: 2, G: 2}
 
 
 def ends_late(seed, **options):

@@ -5,12 +5,14 @@ Whole parameters are owned, so that any optimizer can update a part of a stage a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from ...dependency import NO_REDUCTIONS, Reductions, Spec
+from ...dependency import NO_REDUCTIONS, ConfigError, Reductions, Spec
 from ..transport.payload import Payload, pack, unpack
 
 
@@ -39,6 +41,7 @@ class Pieces:
         owned: names of the parameters of which this replica is the owner.
         told: names of those whose gradients the optimizer of another holder keeps.
         num_buckets: into how many the part of each replica is divided.
+        given: pieces that were given within this step's last backward.
     """
 
     def __init__(
@@ -80,10 +83,51 @@ class Pieces:
         first = {name: (min(shared.get(name, (stage,))), 0) for name in owners}
         told = {name for name, holder in first.items() if holder != (stage, route)}
         self.told = parameters.keys() - self.owned if self.zero else told
+        self.given: set[int] = set()
+        #: parameters whose gradients a backward adds once; None: none has been watched
+        self._once: set[str] | None = None
 
     def _size(self, name: str) -> int:
         parameter = self._parameters[name]
         return parameter.nbytes * parameter.requires_grad
+
+    @contextmanager
+    def given_within(self, numbers: Iterable[int], publish: Callable[[int], None]) -> Iterator[None]:
+        """Call `publish(number)` within a backward for each piece, when the last of its gradients has been added.
+
+        The first such backward only counts: of parts that are computed again in backward (reentrant checkpoints), a
+        gradient may be added several times, and its piece comes behind the backward.
+        """
+        self.given.clear()
+        once, counts = self._once, Counter[str]()
+        missing = {n: {name for name in self._names[n] if self._parameters[name].requires_grad} for n in numbers}
+
+        def added(name: str, number: int) -> None:
+            counts[name] += 1
+            if number in self.given:
+                raise ConfigError(
+                    f"{name}: its gradient is added {counts[name]} times in a backward, and once in the first; with "
+                    "replicas a forward must use its parameters alike in every step"
+                )
+            if once is not None and missing[number] <= once and missing[number] <= counts.keys():
+                publish(number)
+                self.given.add(number)
+
+        def hook(name: str, number: int) -> Callable[[Tensor], None]:
+            return lambda parameter: added(name, number)
+
+        handles = [
+            self._parameters[name].register_post_accumulate_grad_hook(hook(name, number))
+            for number, names in missing.items()
+            for name in names
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        if once is None:
+            self._once = {name for name, count in counts.items() if count == 1}
 
     def give(self, number: int) -> Payload:
         """Return this replica's gradients of a piece by name (None: no gradient); with ZeRO it has them no more."""
