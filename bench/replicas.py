@@ -32,12 +32,13 @@ if __name__ == "__main__":  # a worker process finds this package where the comm
 
 from bench import devices
 from rpc_pipe import Pipeline, Training
-from rpc_pipe.dependency import Action, B, F, G, P, S
+from rpc_pipe.dependency import NO_REDUCTIONS, Action, B, F, G, P, S
+from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import simulate
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.workers.mailbox import Mailbox
 
-_STAGES, _PARTS, _MICROBATCHES, _STEPS = 2, 4, 8, 12
+_STAGES, _PARTS, _MICROBATCHES, _STEPS = 2, 12, 8, 12
 _FORWARD_MS, _BACKWARD_MS, _LINK_MS = 20, 40, 40
 
 
@@ -83,15 +84,17 @@ def _measured(zero: int, link_ms: float, replicas: int) -> float:
 
 def _simulated(zero: int, link_ms: float, replicas: int) -> float:
     spec = make_spec("1f1b", _STAGES * replicas, _MICROBATCHES, {"replicas": replicas, "zero": zero})
+    buckets = _PARTS // replicas
+    relation = Relation(spec, _STEPS, NO_REDUCTIONS._replace(buckets=(buckets,) * _STAGES))
     uplinks = dict.fromkeys(range(spec.num_workers), 1.0)
 
     def payload(action: Action) -> float:  # bytes are such that one takes 1 ms
-        return link_ms / replicas if action.kind in (G, P, S) else 0
+        return link_ms / replicas / buckets if action.kind in (G, P, S) else 0
 
     def cost(action: Action) -> float:
         return {F: _FORWARD_MS, B: _BACKWARD_MS}.get(action.kind, 0)
 
-    return simulate(spec, cost, steps=_STEPS, uplinks=uplinks, payload=payload).step_time
+    return simulate(relation, cost, uplinks=uplinks, payload=payload).step_time
 
 
 def _train(out: Path) -> None:
@@ -102,11 +105,11 @@ def _train(out: Path) -> None:
     if link_ms:
         _slow_uplink(link_ms / 1e3 / (4 * devices.WIDTH * _PARTS))
 
-    def stage() -> nn.Module:  # the first of its layers takes all the time
-        whole = [devices.Device(*(devices.Times(ms / 1e3, 1) for ms in (_FORWARD_MS, _BACKWARD_MS)))]
-        return nn.Sequential(*whole, *[devices.Device(*[devices.Times(0, 1)] * 2) for _ in range(_PARTS - 1)])
+    def stage() -> nn.Module:
+        each = [devices.Times(ms / 1e3 / _PARTS, 1) for ms in (_FORWARD_MS, _BACKWARD_MS)]
+        return nn.Sequential(*[devices.Device(*each) for _ in range(_PARTS)])
 
-    training = Training(lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-3))
+    training = Training(lambda named: torch.optim.SGD([parameter for _, parameter in named], lr=1e-9))
     pipe = Pipeline([stage] * _STAGES, nn.functional.mse_loss, training=training, num_microbatches=_MICROBATCHES)
     x = torch.randn(_MICROBATCHES, devices.WIDTH, generator=torch.Generator().manual_seed(0))
     ends = [time.perf_counter() for _ in pipe.train((x, x) for _ in range(_STEPS))]

@@ -9,7 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..dependency import NO_REDUCTIONS, RESOURCES, Action, Part, PipeError, Reductions, ScheduleError, Spec, entries
+from ..dependency import (
+    NO_REDUCTIONS,
+    RESOURCES,
+    Action,
+    B,
+    Entry,
+    G,
+    Part,
+    PipeError,
+    Reductions,
+    ScheduleError,
+    Spec,
+    entries,
+)
 from ..system.garbage import uncollected
 
 
@@ -28,7 +41,7 @@ class Relation:
         if not spec.synchronous and steps > 1:
             spec, steps = replace(spec, num_steps=steps), 1  # one stream, in whose order steps overlap
         self.spec = spec
-        self.steps = steps
+        self.steps, self.reductions = steps, reductions
         workers = range(spec.num_workers)
         with uncollected():
             self._put_together([Part(spec, worker, entries(spec, worker, reductions=reductions)) for worker in workers])
@@ -58,6 +71,8 @@ class Relation:
         self.others: list[list[int]] = [[] for _ in self.actions]
         #: (number, worker): that worker waits for the action, but does not take its output
         self.signals: set[tuple[int, int]] = set()
+        #: last backward of a replica -> gradients that leave within it: (at which part of its time, number of `G`)
+        self.within: dict[int, list[tuple[float, int]]] = {}
         for step in range(steps):
             self._connect(parts, step)
 
@@ -73,6 +88,8 @@ class Relation:
             waiting = part.waiting
             met = 0
             for number, entry in enumerate(part.entries, start):
+                if entry.action.kind is G and not entry.here:
+                    self._give_within(start, number, entry, part)
                 numbers = waiting.get(entry.action)
                 if numbers:
                     own[number] = [start + waits for waits in numbers] if start else numbers.copy()
@@ -94,6 +111,15 @@ class Relation:
                     own[before + part.number[action]] += [start + waits for waits in numbers]
                     for waits in numbers:
                         self.num_needs[start + waits] += 1
+
+    def _give_within(self, start: int, number: int, entry: Entry, part: Part) -> None:
+        """Note where a bucket of gradients leaves: those of a stage's last layers are there first."""
+        stage, _, index = entry.action
+        bucket = (index // self.spec.num_routes - len(self.reductions.tied)) // self.spec.num_routes
+        share = (bucket + 1) / (self.reductions.buckets[stage] if self.reductions.buckets else 1)
+        for need in entry.own:
+            if need.kind is B and 0 < share < 1:
+                self.within.setdefault(start + part.number[need], []).append((share, number))
 
     def _refuse(self, parts: list[Part], part: Part) -> None:
         for entry in part.entries:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -178,6 +178,8 @@ def simulate(
     with uncollected():
         costs = [cost(action) for action in relation.actions] if callable(cost) else cost
         ran = _run(relation, costs, order == "fixed", comm, link_queues)
+    if len(ran) != len(costs):
+        relation.raise_deadlock({number for number, _, _ in ran})
     busy: list[float] = [0] * relation.spec.num_workers
     compute = RESOURCES.index("compute")
     for number, _, _ in ran:
@@ -236,7 +238,14 @@ class _LinkQueues:
         self._free: dict[tuple[int, int] | int, float] = {}
         self.transfers: _Transfers = []
 
-    def arrival(self, action: Action, source: int, target: int, now: float, *, carries: bool) -> float:
+    def arrivals(self, relation: Relation, number: int, now: float) -> Iterator[tuple[float, list[int]]]:
+        """Yield when each other worker has what left at `now`, and its actions that need it."""
+        action, source = relation.actions[number], relation.worker[number]
+        for target, numbers in relation.targets(number):
+            carries = (number, target) not in relation.signals
+            yield self._arrival(action, source, target, now, carries=carries), numbers
+
+    def _arrival(self, action: Action, source: int, target: int, now: float, *, carries: bool) -> float:
         """Return when `target` has `action`, finished at `now`; `carries`: with its output, not as a signal alone."""
         link = self._links.get((source, target))
         there = now + self._comm
@@ -266,9 +275,9 @@ def _run(relation: Relation, costs: Sequence[float], fixed: bool, comm: float, l
     idle = [True] * relation.num_lanes
     at_once = link_queues is None and not comm
     push, pop = heapq.heappush, heapq.heappop
-    #: (time, number, the actions that its arrival is for; None: it ended)
+    #: (time, number, or -1 - number within another action; the actions that its arrival is for; None: it ended)
     events: list[tuple[float, int, list[int] | None]] = []
-    touched = set(range(relation.num_lanes))
+    touched, left, within = set(range(relation.num_lanes)), set[int](), relation.within
     ran: _Ran = []
     now: float = 0
     while True:
@@ -278,9 +287,10 @@ def _run(relation: Relation, costs: Sequence[float], fixed: bool, comm: float, l
                 number = pop(heap)
                 issued[lane] += 1
                 idle[lane] = False
-                end = now + costs[number]
-                ran.append((number, now, end))
-                push(events, (end, number, None))
+                ran.append((number, now, now + costs[number]))
+                push(events, (now + costs[number], number, None))
+                for share, given in within.get(number, ()):
+                    push(events, (now + share * costs[number], -1 - given, None))
         if not events:
             break
         now = events[0][0]
@@ -288,26 +298,26 @@ def _run(relation: Relation, costs: Sequence[float], fixed: bool, comm: float, l
         while events and events[0][0] == now:
             _, number, arrives_for = pop(events)
             if arrives_for is None:
-                touched.add(lanes[number])
-                idle[lanes[number]] = True
-                arrives_for = own[number]
-                if others[number]:
+                event = number
+                if number < 0:
+                    number, arrives_for = -1 - number, []
+                    left.add(number)
+                else:
+                    touched.add(lanes[number])
+                    idle[lanes[number]] = True
+                    arrives_for = own[number]
+                if others[number] and (event < 0 or number not in left):
                     if at_once:
                         arrives_for = arrives_for + others[number]
                     elif link_queues is None:
-                        push(events, (now + comm, number, others[number]))
+                        push(events, (now + comm, event, others[number]))
                     else:
-                        action, source = relation.actions[number], relation.worker[number]
-                        for target, numbers in relation.targets(number):
-                            carries = (number, target) not in relation.signals
-                            there = link_queues.arrival(action, source, target, now, carries=carries)
-                            push(events, (there, number, numbers))
+                        for there, numbers in link_queues.arrivals(relation, number, now):
+                            push(events, (there, event, numbers))
             for user in arrives_for:
                 missing[user] -= 1
                 if not missing[user]:
                     lane = lanes[user]
                     push(ready[lane], user)
                     touched.add(lane)
-    if len(ran) != len(costs):
-        relation.raise_deadlock({number for number, _, _ in ran})
     return ran

@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from state_machines import run_state_machines
 
-from rpc_pipe.dependency import B, F, G, I, Kind, PipeError, R, S, U, W
+from rpc_pipe.dependency import NO_REDUCTIONS, B, F, G, I, Kind, PipeError, R, S, U, W
+from rpc_pipe.planning.relation import Relation
 from rpc_pipe.planning.simulator import Link, simulate, uniform
 from rpc_pipe.planning.specs import make_spec
 from rpc_pipe.schedules import SCHEDULES, OneFOneB
@@ -129,6 +130,22 @@ def test_a_slow_link_and_a_narrow_one():
     arrivals = [when for action, source, _, when in narrow.transfers if source == 0]
     assert arrivals == [6, 11, 16], "one payload at a time, 5 each"
     assert simulate(spec, cost, links={(0, 1): Link(), (1, 0): Link()}).makespan == simulate(spec, cost).makespan
+
+
+def test_a_bucket_of_gradients_leaves_within_the_last_backward():
+    """Two replicas of one stage, in two buckets: the first has half of a backward in which it is on its way."""
+    spec = make_spec("gpipe", 2, 2, {"replicas": 2})
+    cost, links = uniform({F: 1, B: 4}), {(0, 1): Link(bandwidth=1), (1, 0): Link(bandwidth=1)}
+
+    def ends(buckets):
+        relation = Relation(spec, reductions=NO_REDUCTIONS._replace(buckets=(buckets,)))
+        return simulate(
+            relation, cost, links=links, payload=lambda action: 4 / buckets if action.kind in (G, S) else 0
+        ).step_ends[0]
+
+    assert ends(1) == 5 + 4 + 4
+    # Given from 3 to 5, its sum is back at 7; the other is given from 7 to 9 behind that sum, and back at 11.
+    assert ends(2) == 11
 
 
 def test_what_a_worker_sends_to_several_others_shares_its_uplink():
