@@ -49,9 +49,9 @@ def compared(observed: ObservedModel, batch: dict[str, Any]) -> tuple[list[list[
     for stage, unread in enumerate(observed.unused(ranges)):
         forms = {path: (batch[path[1][1]].shape, batch[path[1][1]].dtype) for path in unread}
         left = {name: None if any(path[1][1] == name for path in unread) else field for name, field in batch.items()}
-        expected = whole[stage].forward(payload, (), batch)
+        expected = whole[stage].run(payload, (), batch)
         try:
-            got = less[stage].forward(payload, *less[stage].filled(((), left), forms))
+            got = less[stage].run(payload, *less[stage].filled(((), left), forms))
         except FieldNeeded:
             got, left, found = expected, batch, "reads whole batches"
         pairs = zip(tensors(expected), tensors(got), strict=True)

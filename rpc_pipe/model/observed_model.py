@@ -3,8 +3,8 @@
 observed = observe(model, (), {"input_ids": ids, "labels": ids})
 cut = [range(0, 6), range(6, 12)]
 stages = [observed.build(i, cut) for i in range(2)]
-payload = stages[0].forward((), (), batch)
-loss = stages[1].forward([t.detach().requires_grad_(t.requires_grad) for t in payload], (), batch).loss
+payload = stages[0].run((), (), batch)
+loss = stages[1].run([t.detach().requires_grad_(t.requires_grad) for t in payload], (), batch).loss
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ class ObservedModel:
         calls = self._observation.calls[cut[stage].start : cut[stage].stop]
         running = {self._skeleton.path_of(call.module) for call in calls if call.module is not None}
         foreign = [block for block, path in zip(skeleton.blocks, self._block_paths, strict=True) if path not in running]
-        return ObservedStage(skeleton, stage, cut, owners, foreign)
+        return ObservedStage(skeleton, stage, cut, owners, foreign, self.own_buffers(stage, cut))
 
     def _own_blocks(self, stage: int, cut: Sequence[range], owners: Owners, device: torch.device) -> list[nn.Module]:
         """Return the user's blocks that a stage can run themselves, so that all that is done to them holds.

@@ -23,7 +23,6 @@ from .module_copies import ModuleCopies
 from .observe.given import refuse_lazy
 from .observe.trees import Path
 from .observed_model import ObservedModel, observe
-from .replay.observed_slice import ObservedSlice
 from .separate import mentioned, modules_in
 
 logger = logging.getLogger(__name__)
@@ -150,13 +149,12 @@ class ObservedPartition:
         """
         assert self._observed is not None, "not observed, or released"
         made = self._observed.build(stage, self.ranges, randomness.device, copied=route > 0)
-        buffers = self._observed.own_buffers(stage, self.ranges)
         if isinstance(self._source, nn.Module):
-            self.module_copies.add(self._source, made.module, runs=False, used=set(made.own_modules()))
+            self.module_copies.add(self._source, made.module, runs=False, used=set(made.own))
             if route == 0:
+                buffers = self._observed.own_buffers(stage, self.ranges)
                 self.module_copies.mirror(self._source, made.module, buffers, made.writes)
-        shared = {name: stages for name, stages in self.shared.items() if stage in stages}
-        return ObservedSlice(made, self.ranges, shared, buffers)
+        return made
 
     @property
     def loss_is_inside(self) -> bool:

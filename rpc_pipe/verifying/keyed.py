@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..model.observe.placeholder import draws_at_random
 from ..model.observe.skeleton import MARK, is_mark
+from ..workers.compute.randomness import python_too
 from ..workers.compute.torch_internals import OperatorMode, is_current, without_torch_function
 
 
@@ -53,12 +51,7 @@ class Keyed(TorchFunctionMode):
 
     def _begin(self) -> None:
         """Begin a place: Python's and numpy's generators follow torch's."""
-        self._seed(self._position, 0)
-        drawn = int(torch.randint(2**32, ()).item())
-        random.seed(drawn)
-        if numpy := sys.modules.get("numpy"):
-            numpy.random.seed(drawn)
-        self._seed(self._position, 0)
+        python_too(self._seed)(self._position, 0)
 
     def _block(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inside:

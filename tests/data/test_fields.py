@@ -223,8 +223,8 @@ def test_what_is_done_to_a_field_that_is_not_read_must_be_what_was_seen():
     assert [path[1][1] for path in sorted(places)] == ["extra", "x"]
     args, kwargs = stage.filled(((), {"x": None, "extra": None, "labels": batch["labels"]}), places)
     with torch.no_grad():
-        payload = observed.build(0, cut).forward((), (), batch)
-        assert torch.equal(stage.forward(payload, args, kwargs), model(**batch))
+        payload = observed.build(0, cut).run((), (), batch)
+        assert torch.equal(stage.run(payload, args, kwargs), model(**batch))
         stage.module.length = 2
         with pytest.raises(FieldNeeded, match="is called with other numbers, and takes a field"):
-            stage.forward(payload, args, kwargs)
+            stage.run(payload, args, kwargs)

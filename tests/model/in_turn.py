@@ -47,7 +47,7 @@ def in_turn(stages: list[ObservedStage], *args: Any, seed: Any = None, **kwargs:
     kept = []
     for stage in stages:
         arrived = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in payload]
-        payload = stage.forward(arrived, args, kwargs, seed)
+        payload = stage.run(arrived, args, kwargs, seed)
         kept.append((arrived, payload))
     output = payload
     loss = loss_of(output)

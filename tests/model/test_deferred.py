@@ -101,7 +101,7 @@ def test_what_has_no_numbers_is_refused_unless_it_is_to_be_loaded():
         stage = observed.build(0, cut, initialise=False)
         for name, parameter in models.Nested().named_parameters():
             dict(stage.named_parameters())[name].data.copy_(parameter.data)
-        assert stage.forward((), [x], {}).isfinite().all()
+        assert stage.run((), [x], {}).isfinite().all()
     with pytest.raises(ConfigError, match="the function returned a Tensor, not a module"):
         observe(lambda: torch.ones(2), [x])
 

@@ -195,7 +195,7 @@ def test_evaluation_is_the_same_too():
     with torch.no_grad():
         payload: Any = ()
         for stage in stages:
-            payload = stage.forward(payload, [images], {})
+            payload = stage.run(payload, [images], {})
         assert torch.equal(payload, model(images))
 
 

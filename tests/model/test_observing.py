@@ -25,7 +25,7 @@ def test_a_stage_holds_what_it_needs_under_the_names_of_the_whole():
     assert {name.split(".")[0] for name in second.parameters} == {"embed", "decoder"}
     assert not second.sends
     stages = [observed.build(i, ranges) for i in range(2)]
-    assert [stage.names for stage in stages] == [first.parameters, second.parameters]
+    assert [[name for name, _ in stage.named_parameters()] for stage in stages] == [first.parameters, second.parameters]
     own = dict(stages[0].named_parameters())
     assert all(own[name] is parameter for name, parameter in model.named_parameters() if name in own)
     # The second one trains a copy: whoever has both sums the gradients.
@@ -120,9 +120,9 @@ def test_what_cannot_be_cut_is_refused_with_its_place(make, says):
 
 def test_a_decision_by_what_a_block_has_written_is_refused_where_stages_lack_it():
     observed = observe(AsksWritten(), [floats(3, 6)], blocks=["stem", "stages.1"])
-    stages_of(observed, 1)[0].forward((), [floats(3, 6)], {})
+    stages_of(observed, 1)[0].run((), [floats(3, 6)], {})
     with pytest.raises(ConfigError, match=r"test_observing.py:\d+ needs the numbers of a tensor that a block wrote in"):
-        stages_of(observed, 2)[1].forward((), [floats(3, 6)], {})
+        stages_of(observed, 2)[1].run((), [floats(3, 6)], {})
 
 
 def test_stages_that_go_different_ways_are_told_so():
@@ -135,10 +135,10 @@ def test_stages_that_go_different_ways_are_told_so():
             return self.stages[1][2](x) + (y if self.skips else 0)
 
     first, second = stages_of(observe(Drifts(), [floats(3, 6)]), 2)
-    payload = first.forward((), [floats(3, 6)], {})
+    payload = first.run((), [floats(3, 6)], {})
     second.module.skips = False
     with pytest.raises(ConfigError, match="stage 0 handed on 2 tensors where stage 1 takes 1: the forward"):
-        second.forward(payload, [floats(3, 6)], {})
+        second.run(payload, [floats(3, 6)], {})
 
 
 def test_a_forward_that_changes_its_way_by_itself_is_refused():
@@ -151,7 +151,7 @@ def test_a_forward_that_changes_its_way_by_itself_is_refused():
 
     stage = observe(Alternates(), [floats(3, 6)]).build(0, [range(3), range(3, 6)])
     with pytest.raises(ConfigError, match=r"goes another way each time .*its inputs alone: set layer drop to 0"):
-        stage.forward((), [floats(3, 6)], {})
+        stage.run((), [floats(3, 6)], {})
 
 
 def test_a_block_that_returns_another_shape_than_observed_is_refused():
@@ -164,9 +164,9 @@ def test_a_block_that_returns_another_shape_than_observed_is_refused():
     model = nn.Sequential(nn.Linear(8, 8), Prunes(), nn.Linear(8, 8), nn.Linear(8, 8))
     x = floats(6, 8)
     stages = stages_of(observe(model, [x]), 2)
-    payload = stages[0].forward((), [x], {})
+    payload = stages[0].run((), [x], {})
     with pytest.raises(ConfigError, match=r"1 gave a tensor of shape \(\d, 8\), and \(6, 8\) when it was observed"):
-        stages[1].forward(payload, [x], {})
+        stages[1].run(payload, [x], {})
 
 
 def test_the_generators_of_whoever_observes_are_left_as_they_were():
@@ -195,6 +195,6 @@ def test_forms_that_have_not_come_for_long_are_forgotten(monkeypatch):
     monkeypatch.setattr("rpc_pipe.model.replay.observed_stage._MOST_FORMS", 2)
     (stage,) = stages_of(observe(models.Nested(), [floats(1, 6)]), 1)
     for rows in (1, 2, 1, 3, 1):
-        stage.forward((), [floats(rows, 6)], {})
+        stage.run((), [floats(rows, 6)], {})
     shapes = [form[1][1][0] for form, _ in stage._scripts]
     assert shapes == [torch.Size([3, 6]), torch.Size([1, 6])], "the one that was used last is kept longest"

@@ -37,8 +37,6 @@ class Role:
     copied: set[Value] = field(default_factory=set)
     #: the event after which the stage's forward may end
     last: int = -1
-    #: later events that ask for the shape of a tensor that only this stage has; other stages use the observed answer
-    shared_answers: set[int] = field(default_factory=set)
 
 
 class BlocksNeeded(ConfigError):
@@ -334,12 +332,6 @@ class Assignment:
         # Behind a decision the forward may diverge, and then other tensors cross, even before the decision.
         decisions = [e.index for e in self._observation.events if e.decides and e.depends is Depends.FIELDS]
         role.last = max([*role.own, *made_here, *decisions], default=-1)
-        kept = {value for i in role.own for value in self._observation.events[i].made}
-        kept -= {value for value, _ in role.sends}
-        role.shared_answers = {
-            e.index for e in self._observation.events[role.last + 1 :] if not kept.isdisjoint(e.form_asked_of)
-        }
-        role.last = max([role.last, *role.shared_answers])
         return role
 
     def _find_used(self, stage: int, role: Role) -> None:

@@ -26,7 +26,7 @@ from ...workers.transport.scatter import Scatter, run_by, scatter_whole
 from ..observe.trees import Path, at, leaves, replaced
 
 if TYPE_CHECKING:
-    from ..replay.observed_slice import ObservedSlice
+    from ..replay.observed_stage import ObservedStage
 from .lazy_batch import FieldSelection, LazyBatch, form_of
 from .microbatches import Microbatches, Pair
 
@@ -85,7 +85,7 @@ class BatchReader:
         self._last = spec.last_stage
         #: paths of the fields that this worker's stages do not use, and its slices; empty until the model has been cut
         self._unused_here = _NOTHING
-        self._slices: list[ObservedSlice] = []
+        self._slices: list[ObservedStage] = []
         #: worker -> paths in (args, kwargs) that it does not read; of other workers only if this one reads for them
         self._unused: dict[int, frozenset[Path]] = {}
         #: whether this worker's unused fields have been sent to the reader
@@ -152,12 +152,12 @@ class BatchReader:
         """Record the fields that each stage does not use; return the microbatches with which the model was cut."""
         if not self._by_fields:
             return found
-        from ..replay.observed_slice import ObservedSlice  # the model is a whole one
+        from ..replay.observed_stage import ObservedStage  # the model is a whole one
 
         self._unused_here = frozenset.intersection(*(unused[stage] for stage in self._stages[self._me]))
         if self._me == self._reader:  # one worker must have every field, whose shapes all workers compare
             self._unused_here -= frozenset.intersection(*unused)
-        self._slices = [shard.slice for shard in shards if isinstance(shard.slice, ObservedSlice)]
+        self._slices = [shard.slice for shard in shards if isinstance(shard.slice, ObservedStage)]
         return found if found.lazy is None else self._without_unused(found)
 
     def _cut(self, batch: LazyBatch, num_microbatches: int, pair: Pair) -> Microbatches:
@@ -207,7 +207,7 @@ class BatchReader:
         if self._me not in self._unused:
             less = self._unused_here & {path for path, _ in leaves(piece)}
             tree, forms = _without(piece, less), _forms(piece, less)
-            does = bool(less) and all(each.stage.goes_without(tree, forms) for each in self._slices)
+            does = bool(less) and all(each.goes_without(tree, forms) for each in self._slices)
             self._unused[self._me] = less if does else _NOTHING
         return _without_fields(
             found, self._unused[self._me] & {path for path, _ in leaves(piece)}, found.inputs.__getitem__

@@ -92,8 +92,6 @@ class Event:
     static_arguments: Any = None
     #: if it returns data of tensors, such as `item`: these tensors
     asked: set[Version] = field(default_factory=set)
-    #: if it returns a property of the form, such as a shape: the tensors that it was asked of
-    form_asked_of: set[Value] = field(default_factory=set)
     #: of a test for finite numbers: what it says if they are, which stages without them go by
     presumed: bool | None = None
     #: whether operators ran

@@ -33,7 +33,7 @@ from .placeholder import (
 )
 from .skeleton import Skeleton, is_mark
 from .trees import leaves, mapped, replaced, tensors
-from .unread_fields import FieldNeeded, static_arguments
+from .unread_fields import FieldNeeded
 
 #: functions that read the data of a tensor without an operator
 _DATA_ACCESS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.data_ptr}
@@ -122,7 +122,7 @@ class Observer(TorchFunctionMode):
             self._healthy[id(result)] = _TESTS[func]
         elif func in _COMBINING and id(args[0]) in self._healthy:
             self._healthy[id(result)] = self._healthy[id(args[0])]
-        event.static_arguments = static_arguments((args, kwargs)) if event.unread else None
+        event.static_arguments = form_of((args, kwargs)) if event.unread else None
         return result
 
     def _presumed(self, event: Event, answer: bool) -> bool:
@@ -147,7 +147,7 @@ class Observer(TorchFunctionMode):
             # Answers that are bools may differ for the tensors that cross a cut (is_leaf).
             is_flag = isinstance(result, bool) and any(self._depends(event))
             if isinstance(result, (int, torch.Size, list)) and not is_flag:
-                event.answer, event.form_asked_of = result, {value for value, _ in event.reads}
+                event.answer = result
             if event.computes or event.func in _DATA_ACCESS:
                 event.asked, event.decides = set(event.reads), True
             event.reads.clear()

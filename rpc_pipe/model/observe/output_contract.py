@@ -62,7 +62,7 @@ def form_of(tree: Any) -> Any:
         return Tensor
     if isinstance(tree, float):
         return repr(tree)  # nan equals nan
-    if isinstance(tree, PLAIN):
+    if isinstance(tree, (*PLAIN, slice)):
         return type(tree), tree
     if isinstance(tree, (tuple, list)):
         return type(tree), tuple([form_of(child) for child in tree])

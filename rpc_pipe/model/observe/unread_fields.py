@@ -5,7 +5,7 @@ They have the field's shape and refuse all computation, so a stage that needs th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,18 +64,3 @@ def copy_of(field: Tensor) -> Tensor:
 def observable(field: Tensor) -> Tensor:
     """Return a copy of a field for an observation, in place of an unread field an ordinary placeholder."""
     return field.factory.like(field) if isinstance(field, UnreadField) else field.clone()
-
-
-def static_arguments(tree: Any) -> Any:
-    """Return a call's arguments without tensors, to be compared; a value that cannot be compared equals nothing."""
-    if isinstance(tree, Tensor):
-        return Tensor
-    if isinstance(tree, float):
-        return repr(tree)
-    if isinstance(tree, (tuple, list)):
-        return type(tree), tuple([static_arguments(child) for child in tree])
-    if isinstance(tree, dict):
-        return dict, tuple([(name, static_arguments(child)) for name, child in tree.items()])
-    if isinstance(tree, slice):
-        return slice, static_arguments(tree.start), static_arguments(tree.stop), static_arguments(tree.step)
-    return tree if isinstance(tree, Hashable) else object()

@@ -1,8 +1,8 @@
-"""A stage of a model that is cut by observation: its parameters, and its scripts for the paths of the forward."""
+"""A stage of a model that is cut by observation: a slice whose forward is the model's own, by scripts of its paths."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from ...dependency import ConfigError, ModelError
 from ...workers.compute.attributes import Attributes
 from ...workers.compute.randomness import MOST_LOOKS, Seed, python_state
+from ...workers.compute.slices import PartialFields, Times, note, versions_of
+from ...workers.transport.payload import Tree
 from ..assign.assignment import Owners
 from ..observe.observe_forward import observe_forward
 from ..observe.observer import name_of
@@ -31,45 +33,97 @@ _MOST_TRIES = 3
 
 
 class ObservedStage:
-    """A stage, which runs the model's own forward by scripts.
+    """The `Slice` of a stage, which runs the model's own forward by scripts.
 
     Args:
         skeleton: a copy of the model with the stage's own parameters.
         cut: the calls of blocks of every stage.
         owners: the stages that hold each parameter.
         foreign: blocks that only other stages run.
+        buffers: names of the buffers whose valid values this stage has.
 
     Attributes:
         module: the whole model's modules. Parameters of other stages are placeholders.
-        names: names of its own parameters in the unsplit model.
+        own: those that are not inside blocks of other stages only.
         writes: the buffers and weights that forwards write.
     """
 
+    takes_fields = True
+
     def __init__(
-        self, skeleton: Skeleton, index: int, cut: Sequence[range], owners: Owners, foreign: Sequence[nn.Module]
+        self,
+        skeleton: Skeleton,
+        index: int,
+        cut: Sequence[range],
+        owners: Owners,
+        foreign: Sequence[nn.Module],
+        buffers: set[str],
     ) -> None:
         self.module = skeleton.module
-        self.index = index
-        self.names = [name for name, tensor in skeleton.parameters.items() if not isinstance(tensor, Placeholder)]
+        self.index, self.first = index, cut[index].start
+        self._names = [name for name, tensor in skeleton.parameters.items() if not isinstance(tensor, Placeholder)]
+        held = ((name, owners.get(name, ())) for name in self._names)
+        self.shared: Mapping[str, Sequence[int]] = {name: sorted(stages) for name, stages in held if len(stages) > 1}
+        self._buffers = buffers
         self._skeleton = skeleton
-        self._foreign = foreign
         self._cut = list(cut)
         self._owners = owners
         #: (form of the inputs, modes) -> scripts; the most recently used is the last
         self._scripts: dict[Any, list[Script]] = {}
         self.filled = UnreadFieldFiller(skeleton).filled
-        self._modules = list(self.module.modules())
-        self._own = self.own_modules()
-        self.writes = ForwardWrites(self._own)
+        self.modules = list(self.module.modules())
+        inside_others = {module for block in foreign for module in block.modules()}
+        self.own = [module for module in self.modules if module not in inside_others]
+        self.writes = ForwardWrites(self.own)
         #: forwards still to be looked at for draws from the generators of Python and numpy
         self._draw_looks = MOST_LOOKS
-        #: the script of the last forward
-        self.script: Script | None = None
 
-    @property
-    def ranks(self) -> dict[str, int]:
-        """The positions of all parameters in the unsplit model, by name."""
+    def named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, self._skeleton.parameters[name]) for name in self._names]
+
+    def expected_writes(self) -> tuple[Collection[tuple[nn.Module, str]], Collection[Tensor]]:
+        return self.writes.observed
+
+    def ranks(self) -> Mapping[str, int]:
         return {name: place for place, name in enumerate(self._skeleton.parameters)}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        buffers = dict(self.module.named_buffers(remove_duplicate=False))
+        others = {id(buffer) for name, buffer in buffers.items() if name not in self._buffers}
+        return {
+            name: tensor.detach() if isinstance(tensor, Tensor) else tensor
+            for name, tensor in self.module.state_dict(keep_vars=True).items()
+            if not isinstance(tensor, Placeholder) and id(tensor) not in others
+        }
+
+    def versions(self) -> dict[str, dict[str, Any]]:
+        return versions_of(self.module)
+
+    def forward(self, tree: Tree, fields: Tree, seed: Seed, times: Times | None) -> Tree:
+        try:
+            if isinstance(fields, PartialFields):
+                try:
+                    args, kwargs = self.filled(fields.tree, fields.unread)
+                    return self.run(tree, args, kwargs, seed)
+                except FieldNeeded as needed:
+                    if fields.whole is None:
+                        raise self._refused(fields, needed) from None
+                    fields = fields.whole()
+            args, kwargs = fields
+            return self.run(tree, args, kwargs, seed)
+        except ConfigError:
+            raise
+        except Exception as error:
+            note(error, f"in stage {self.index} of {type(self.module).__name__}")
+            raise
+
+    def _refused(self, fields: PartialFields, needed: FieldNeeded) -> ModelError:
+        names = ", ".join("".join(f"[{key!r}]" for _, key in path[1:]) for path in fields.unread)
+        return ModelError(
+            f"model: stage {self.index} uses one of {names} of this batch ({needed}), and was not seen to when "
+            f"the model was cut; with readers='first' it cannot read more: cut the model with an example= in which it "
+            f"does, or let readers be users"
+        )
 
     def _python_state_before(self, script: Script) -> Any:
         """Return the states of the generators that are not torch's, if a forward is to be looked at for draws."""
@@ -78,16 +132,7 @@ class ObservedStage:
         self._draw_looks -= 1
         return python_state()
 
-    def own_modules(self) -> list[nn.Module]:
-        """Return the modules that are not inside blocks of other stages only."""
-        foreign = {module for block in self._foreign for module in block.modules()}
-        return [module for module in self._modules if module not in foreign]
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the stage's own parameters by the unsplit model's names."""
-        return ((name, self._skeleton.parameters[name]) for name in self.names)
-
-    def forward(
+    def run(
         self, payload: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], seed: Seed | None = None
     ) -> Any:
         """Run the stage for one microbatch.
@@ -124,7 +169,7 @@ class ObservedStage:
                 observed.append(script)
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             before = self.writes.before(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
-            first = None if script.is_settled else Attributes(self._modules)
+            first = None if script.is_settled else Attributes(self.modules)
             drawn = self._python_state_before(script)
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
@@ -145,7 +190,6 @@ class ObservedStage:
                 before.put_back()
                 continue
             self.writes.note(modes, before)
-            self.script = script
             return output
 
     def _diverges_each_time(self, script: Script, diverged: Diverged) -> ModelError:
@@ -185,7 +229,7 @@ class ObservedStage:
         device = self._skeleton.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
         grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        return grad, tuple([module.training for module in self._modules]), autocast
+        return grad, tuple([module.training for module in self.modules]), autocast
 
     def _scripts_of(self, form: Any) -> list[Script]:
         """Return the scripts for inputs of a form; drop the least recently used forms."""

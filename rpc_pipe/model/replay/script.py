@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...dependency import ModelError
@@ -107,17 +106,10 @@ class Script:
             if at in (stage, None)
             for storage in event.writes & observation.stored.keys()
         }
-        #: events whose observed answers other stages use
-        self._shared_answers = role.shared_answers
         #: what arrives: (id of the observed tensor, shape, maker)
         self.receives = [
             (id(value.tensor), value.tensor.shape, observation.events[value.made].where) for value, _ in role.receives
         ]
-        #: makers of the tensors that are sent and received, as text
-        self.sent_from = ", ".join([observation.events[value.made].where for value, _ in role.sends])
-        self.received_from = ", ".join([where for _, _, where in self.receives])
-        #: whether these makers have been sent to the next stage
-        self.is_announced = self.is_last
         #: (id of the observed tensor, place in what arrives, whether to copy it)
         self.used = [(id(value.tensor), place, value in role.copied) for value, place in role.used.items()]
         arrives = {version: place for place, version in enumerate(role.receives)}
@@ -215,34 +207,19 @@ class Script:
         return [shape for _, shape, _ in self.receives] == [tensor.shape for tensor in payload]
 
     def check(self, payload: Sequence[Tensor]) -> None:
-        """Raise ConfigError if the stage before has taken another path."""
+        """Raise ModelError if the stage before has taken another path, or shapes depend on numbers."""
         if len(payload) != len(self.receives):
             raise ModelError(
                 f"model: stage {self.stage - 1} handed on {len(payload)} tensors where stage {self.stage} takes "
                 f"{len(self.receives)}: the forward goes another way there on the same inputs; it must depend on its "
                 f"inputs alone"
             )
-
-    def check_sources(self, handed: str) -> None:
-        """Raise ConfigError if the stage before has sent other tensors than this one expects, by their makers."""
-        if handed != self.received_from:
-            raise ModelError(
-                f"model: stage {self.stage - 1} hands on what was made at {handed}, and stage {self.stage} takes it "
-                f"for what was made at {self.received_from}: the forward goes another way there; it must depend on its "
-                f"inputs alone"
-            )
-
-    def refuse_other_answer(self, event: int, answer: Any) -> None:
-        """Raise ConfigError if other stages use the observed answer of an event with another answer now."""
-        if event in self._shared_answers:
-            found, observed = (
-                tuple(each) if isinstance(each, torch.Size) else each for each in (answer, self.lines[event].answer)
-            )
-            raise ModelError(
-                f"model: something behind stage {self.stage} asks for the form of a tensor that a block made there and "
-                f"that does not travel: {found}, and {observed} when it was observed, which other stages go by; let "
-                f"the block return a tensor that says it, or cut elsewhere"
-            )
+        for (_, shape, where), tensor in zip(self.receives, payload, strict=True):
+            if tensor.shape != shape:
+                raise ModelError(
+                    f"model: {where} gave a tensor of shape {tuple(tensor.shape)}, and {tuple(shape)} when it was "
+                    f"observed: its shape depends on numbers and cannot cross a cut; cut elsewhere"
+                )
 
     def allows(self, diverged: Diverged) -> bool:
         """Return whether this script agrees with the path on which another was left."""

@@ -6,7 +6,7 @@ placeholders, or the tensors that have come from the stage before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from ...workers.compute.randomness import Seed, python_too
 from ...workers.compute.slices import note
 from ..observe.observation import Output
 from ..observe.observer import name_of
-from ..observe.output_contract import check_form
+from ..observe.output_contract import check_form, form_of
 from ..observe.placeholder import LOOKS_AT_MASK, NEEDS_NUMBERS, Placeholder
 from ..observe.skeleton import Skeleton, is_mark
 from ..observe.trees import Path, at, leaves, mapped, replaced, tensors
-from ..observe.unread_fields import FieldNeeded, UnreadField, copy_of, static_arguments
+from ..observe.unread_fields import FieldNeeded, UnreadField, copy_of
 from .script import Diverged, Script, ScriptLine, agrees
 
 
@@ -46,9 +46,6 @@ class ScriptedForward(TorchFunctionMode):
         self._tensors: dict[int, Tensor] = {}
         #: gradient hooks that the model registers on received tensors in events of other stages
         self._hooks: list[RemovableHandle] = []
-        arrived = zip(script.receives, payload, strict=True)
-        #: received tensors of another shape than was observed, by id of the observed: (maker, shape, tensor)
-        self._other_shapes = {key: (where, shape, t) for (key, shape, where), t in arrived if t.shape != shape}
         for key, place, copied in script.used:
             if copied and sum([tensor is payload[place] for tensor in payload]) > 1:
                 raise _written_twice(script.receives[place][2])
@@ -81,7 +78,6 @@ class ScriptedForward(TorchFunctionMode):
                         held[name] = before
         if not script.fields_written and not script.is_alone and list(map(version_of, given.values())) != versions:
             raise _wrote_fields()
-        self._refuse_other_shapes(self._other_shapes)
         for key, place, copied in script.used:
             if copied and version_of(self._tensors[key]):
                 self._payload[place].copy_was_written = True  # type: ignore[attr-defined]
@@ -106,13 +102,6 @@ class ScriptedForward(TorchFunctionMode):
             )
         return output
 
-    def _refuse_other_shapes(self, keys: Iterable[int]) -> None:
-        for where, shape, tensor in (self._other_shapes[key] for key in keys if key in self._other_shapes):
-            raise ModelError(
-                f"model: {where} gave a tensor of shape {tuple(tensor.shape)}, and {tuple(shape)} when it was "
-                f"observed: its shape depends on numbers and cannot cross a cut; cut elsewhere"
-            )
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._leaving:  # exits of contexts may call torch
             return func(*args, **(kwargs or {}))
@@ -123,7 +112,7 @@ class ScriptedForward(TorchFunctionMode):
         if is_block:
             self._seed(line.position + 1, 0)
         elif not line.runs:
-            if line.static_arguments is not None and static_arguments((args, kwargs or {})) != line.static_arguments:
+            if line.static_arguments is not None and form_of((args, kwargs or {})) != line.static_arguments:
                 self._leaving = True
                 raise FieldNeeded(f"{name_of(func)} is called with other numbers, and takes a field")
             if line.func is Tensor.register_hook and not isinstance(args[0], Placeholder) and args[0].requires_grad:
@@ -136,7 +125,6 @@ class ScriptedForward(TorchFunctionMode):
             self._seed(line.position, 0)
         if line.answer is not None and not agrees(line.answer, result):
             self._leaving = True
-            self._script.refuse_other_answer(self._next - 1, result)
             raise Diverged(self._next - 1, func, result.shape if isinstance(result, Tensor) else result)
         if line.substituted:
             result = replaced(result, {path: self._tensors[key] for _, path, key in line.substituted})
@@ -158,8 +146,6 @@ class ScriptedForward(TorchFunctionMode):
     def _stand_in(self, line: ScriptLine) -> list[Output]:
         """Return the outputs of an event that other stages run: placeholders, and the tensors that this stage has."""
         real: list[dict[Path, Tensor]] = [{} for _ in line.outputs]
-        if self._other_shapes:
-            self._refuse_other_shapes(key for _, _, key in line.substituted)
         for number, path, key in line.substituted:
             real[number][path] = self._tensors[key]
         # Built anew for each microbatch, since the model may append to a list.

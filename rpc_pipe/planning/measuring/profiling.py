@@ -331,7 +331,7 @@ def _stage_forward(
 ) -> Forward:
     def forward() -> tuple[list[Tensor], Tree, list[Tensor]]:
         leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in payload]
-        output = stage.forward(leaves, args, kwargs)
+        output = stage.run(leaves, args, kwargs)
         differentiable = [tensor for tensor in leaves if tensor.requires_grad]
         if not last:
             return differentiable, output, [tensor for tensor in output if tensor.requires_grad]
