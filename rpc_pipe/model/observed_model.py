@@ -57,16 +57,6 @@ class Crossing:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class StageSpec:
-    """The description of one stage of a cut."""
-
-    blocks: list[BlockCall]
-    #: by the unsplit model's names
-    parameters: list[str]
-    sends: list[Crossing]
-
-
 @uncollected()
 def observe(
     model: nn.Module | DeferredModel | Callable[[], nn.Module],
@@ -154,30 +144,21 @@ class ObservedModel:
         paths = [(self._skeleton.path_of(module), name) for module, name in left if module is not None]
         return [(self._model.get_submodule(path), f"{path}.{name}") for path, name in paths]
 
-    def stages(self, cut: Sequence[range]) -> list[StageSpec]:
-        """Return the descriptions of the stages of a cut."""
-        assignment = self._assigned(cut)
-        owners = self._owners(assignment, len(cut))
-        crossing = [*assignment.crossing, []]
+    def crossing(self, cut: Sequence[range]) -> list[list[Crossing]]:
+        """Return what passes each cut."""
+        events = self._observation.events
         return [
-            StageSpec(
-                self.blocks[calls.start : calls.stop],
-                [name for name in self._skeleton.parameters if stage in owners[name]],
-                [
-                    Crossing(
-                        self._observation.events[value.made].where, tuple(value.tensor.shape), value.tensor.dtype,
-                        value.tensor.nbytes,
-                    )
-                    for value, _ in crossing[stage]
-                ],
-            )
-            for stage, calls in enumerate(cut)
-        ]  # fmt: skip
+            [Crossing(events[v.made].where, tuple(v.tensor.shape), v.tensor.dtype, v.tensor.nbytes) for v, _ in sent]
+            for sent in self._assigned(cut).crossing
+        ]
+
+    def holders(self, cut: Sequence[range]) -> dict[str, list[int]]:
+        """Return the stages that hold each parameter, by the unsplit model's names."""
+        return {name: sorted(stages) for name, stages in self._owners(self._assigned(cut), len(cut)).items()}
 
     def shared(self, cut: Sequence[range]) -> dict[str, list[int]]:
         """Return the parameters that several stages hold, with these stages. Their gradients must be summed."""
-        owners = self._owners(self._assigned(cut), len(cut))
-        return {name: sorted(owners[name]) for name in self._skeleton.parameters if len(owners[name]) > 1}
+        return {name: stages for name, stages in self.holders(cut).items() if len(stages) > 1}
 
     def unused(self, cut: Sequence[range]) -> list[frozenset[Path]]:
         """Return, by stage, the paths in (args, kwargs) of the fields whose data it did not use."""

@@ -103,8 +103,7 @@ class ObservedPartition:
         self.shared = observed.shared(self.ranges)
         self.unused = observed.unused(self.ranges)
         self.block_names = [block.path for block in observed.blocks]
-        for stage, told in reversed(list(enumerate(observed.stages(self.ranges)))):
-            self._stage_of |= dict.fromkeys(told.parameters, stage)
+        self._stage_of = {name: stages[0] for name, stages in observed.holders(self.ranges).items()}
 
     def _cut(
         self, inputs: tuple[Sequence[Any], Mapping[str, Any]], blocks: str | Sequence[str] | None

@@ -13,7 +13,6 @@ from torch import nn
 
 from ..dependency import NO_REDUCTIONS, ModelError, Spec
 from ..workers.compute.batch_norm import defer
-from ..workers.compute.by_hand import numbers_of
 from ..workers.compute.digest import digest
 from ..workers.compute.randomness import Randomness
 from ..workers.compute.shard import LossFn, Shard
@@ -195,13 +194,9 @@ def _unchanging(loss_fn: LossFn) -> LossFn:
 
 def _state(loss_fn: Any) -> list[Any]:
     """Return the numbers that a loss function holds: a module, a method, an object, or a function with a closure."""
-    if isinstance(loss_fn, nn.Module):
-        buffers = [(id(buffer), buffer._version) for buffer in loss_fn.buffers()]
-        return [buffers, *[numbers_of(module) for module in loss_fn.modules()]]
-    if isinstance(owner := getattr(loss_fn, "__self__", None), nn.Module):
-        return _state(owner)
-    held = list(vars(loss_fn).values()) if hasattr(loss_fn, "__dict__") else []
-    held += vars(owner).values() if hasattr(owner, "__dict__") else ()
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    parts = owner.modules() if isinstance(owner, nn.Module) else (owner, loss_fn)
+    held = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
     for cell in getattr(loss_fn, "__closure__", None) or ():
         with suppress(ValueError):  # empty
             held.append(cell.cell_contents)
@@ -213,7 +208,7 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return id(value), value._version
     if isinstance(value, (list, dict)):
-        return [each for each in (value.values() if isinstance(value, dict) else value) if isinstance(each, _NUMBERS)]
+        return [_numbers(each) for each in (value.values() if isinstance(value, dict) else value) if each is not value]
     return value if isinstance(value, (*_NUMBERS, str)) else None
 
 

@@ -76,7 +76,7 @@ def _payload(observed: ObservedModel, after: int) -> list[Crossing] | str:
         observed.check(cut)
     except ConfigError as error:
         return str(error)
-    return observed.stages(cut)[0].sends
+    return observed.crossing(cut)[0]
 
 
 def _as_json(block: BlockCall, payload: list[Crossing] | str | None) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -18,7 +16,7 @@ from ..model.partition import LayerPartition
 from ..model.user_model import UserModel, load_user_model, rows_of
 from ..pipeline import Pipeline, Training
 from ..workers.actor import WorkerActor
-from ..workers.compute.randomness import Randomness
+from ..workers.compute.randomness import Randomness, seed_process
 from ..workers.transport.payload import Tree
 from .built_in import built_in
 from .options import BUILT_IN, VerifyOptions
@@ -77,10 +75,8 @@ def prove(options: VerifyOptions) -> None:
 
 def seeded(said: str, seed: int) -> UserModel:
     """Load what `path/to/file.py:make` names; all workers draw the same."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # those of devices too
+    seed_process(seed)
     return load_user_model(said)
 
 

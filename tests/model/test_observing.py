@@ -19,13 +19,14 @@ def test_a_stage_holds_what_it_needs_under_the_names_of_the_whole():
     observed = observe(model, [ids(2, 5), ids(2, 4)])
     ranges = [range(3), range(3, 6)]
     assert observed.shared(ranges) == {"embed.weight": [0, 1]}
-    first, second = observed.stages(ranges)
-    assert [block.name for block in first.blocks] == ["encoder.0", "encoder.1", "encoder.2"]
-    assert [(tensor.shape, tensor.num_bytes) for tensor in first.sends] == [((2, 5, 8), 320)]
-    assert {name.split(".")[0] for name in second.parameters} == {"embed", "decoder"}
-    assert not second.sends
+    assert [block.name for block in observed.blocks[:3]] == ["encoder.0", "encoder.1", "encoder.2"]
+    assert [[(tensor.shape, tensor.num_bytes) for tensor in sent] for sent in observed.crossing(ranges)] == [
+        [((2, 5, 8), 320)]
+    ]
+    held = [[name for name, stages in observed.holders(ranges).items() if i in stages] for i in range(2)]
+    assert {name.split(".")[0] for name in held[1]} == {"embed", "decoder"}
     stages = [observed.build(i, ranges) for i in range(2)]
-    assert [[name for name, _ in stage.named_parameters()] for stage in stages] == [first.parameters, second.parameters]
+    assert [[name for name, _ in stage.named_parameters()] for stage in stages] == held
     own = dict(stages[0].named_parameters())
     assert all(own[name] is parameter for name, parameter in model.named_parameters() if name in own)
     # The second one trains a copy: whoever has both sums the gradients.
@@ -53,8 +54,8 @@ def test_a_cut_moves_to_where_the_fewest_bytes_cross(wide):
                 x = block(torch.cat([x, x, x], 1)) if wide else block(x)[:, 8:16]
             return x
 
-    first, _ = observe(Changing(), [floats(3, 8)]).stages([range(1), range(1, 2)])
-    assert [tensor.shape for tensor in first.sends] == [(3, 8)]
+    (sent,) = observe(Changing(), [floats(3, 8)]).crossing([range(1), range(1, 2)])
+    assert [tensor.shape for tensor in sent] == [(3, 8)]
 
 
 class Asks(models.Nested):

@@ -100,6 +100,11 @@ class Event:
     decides: bool = False
 
     @property
+    def called(self) -> Any:
+        """The block or torch function."""
+        return self.func if self.module is None else self.module
+
+    @property
     def is_block(self) -> bool:
         """Whether it is the call of a block."""
         return self.module is not None

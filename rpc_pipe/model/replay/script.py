@@ -44,37 +44,29 @@ class ScriptLine:
     """What to do at one event.
 
     Args:
-        func: the torch function or block that must be called here.
+        event: as it was observed.
+        called: the torch function or block that must be called here.
         runs: whether to run it; otherwise `outputs` are returned in its place.
+        last: whether the stage's forward ends with it.
+        outputs: of attributes that a block sets here, they have the form in place of a tree, which other stages go by.
         substituted: tensors of these outputs that this stage has.
         recorded: tensors of the result that are needed later.
-        form: what other stages take from the observation; None: nothing. Of attributes that a block sets,
-            `outputs` have the form in place of a tree.
-        static_arguments: the arguments besides tensors that it must have, if nothing computes its result; None: any.
-        number: number of the random operation at its position; 0: it draws nothing.
     """
 
-    func: Any
-    position: int
-    is_block: bool
+    event: Event
+    called: Any
     runs: bool
     last: bool
-    number: int
-    answer: Any
     outputs: list[Output] = field(default_factory=list)
     substituted: list[_Place] = field(default_factory=list)
     recorded: list[_Place] = field(default_factory=list)
-    form: Any = None
-    static_arguments: Any = None
-    #: what a test for finite numbers says if they are; None: it is none
-    presumed: bool | None = None
 
 
 class Script:
     """The script of one stage.
 
     Args:
-        observation: the observed forward; not kept.
+        observation: the observed forward.
 
     Raises:
         FieldNeeded: the stage needs the result of an unread field.
@@ -139,18 +131,8 @@ class Script:
     def _line(
         self, event: Event, runs: bool, role: Role, given: set[int], wanted: set[int], real: set[int]
     ) -> ScriptLine:
-        line = ScriptLine(
-            func=event.module if event.is_block else event.func,
-            position=event.position,
-            is_block=event.is_block,
-            runs=runs,
-            last=event.index == role.last and not self.is_last and not self._to_the_end,
-            number=event.random if not event.is_block else 0,
-            answer=event.answer,
-            form=None if self.is_last else event.form,
-            static_arguments=event.static_arguments,
-            presumed=event.presumed,
-        )
+        is_end = event.index == role.last and not self.is_last and not self._to_the_end
+        line = ScriptLine(event, event.called, runs, is_end)
         for number, output in enumerate(event.outputs):
             found = [(number, path, id(tensor)) for path, tensor in leaves(output.tree)]
             if not runs:
@@ -193,7 +175,7 @@ class Script:
             before: the attributes before that forward.
         """
         self.is_settled = True
-        own = {module for line in self.lines if line.is_block and line.runs for module in line.func.modules()}
+        own = {module for line in self.lines if line.event.is_block and line.runs for module in line.called.modules()}
         changed = before.changed_places()
         if changed <= self._changed and {place for place in self._changed if place[0] in own} <= changed:
             return True
@@ -225,8 +207,10 @@ class Script:
         """Return whether this script agrees with the path on which another was left."""
         if diverged.event >= len(self.lines):
             return False
-        line = self.lines[diverged.event]
-        return bool(line.func == diverged.func) and (diverged.answer is None or agrees(line.answer, diverged.answer))
+        event = self.lines[diverged.event].event
+        if event.called != diverged.func:
+            return False
+        return diverged.answer is None or agrees(event.answer, diverged.answer)
 
 
 def agrees(expected: Any, found: Any) -> bool:

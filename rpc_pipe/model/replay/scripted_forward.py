@@ -109,35 +109,36 @@ class ScriptedForward(TorchFunctionMode):
             return False
         is_block = self._skeleton.marked and is_mark(func)
         line = self._line(self._skeleton.mark if is_block else func)
+        event = line.event
         if is_block:
-            self._seed(line.position + 1, 0)
+            self._seed(event.position + 1, 0)
         elif not line.runs:
-            if line.static_arguments is not None and form_of((args, kwargs or {})) != line.static_arguments:
+            if event.static_arguments is not None and form_of((args, kwargs or {})) != event.static_arguments:
                 self._leaving = True
                 raise FieldNeeded(f"{name_of(func)} is called with other numbers, and takes a field")
-            if line.func is Tensor.register_hook and not isinstance(args[0], Placeholder) and args[0].requires_grad:
+            if event.is_hook and not isinstance(args[0], Placeholder) and args[0].requires_grad:
                 self._hooks.append(args[0].register_hook(*args[1:], **(kwargs or {})))
             return self._stand_in(line)[0].tree
-        if line.number:
-            self._seed(line.position, line.number)
+        if event.random:
+            self._seed(event.position, event.random)
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if line.number:
-            self._seed(line.position, 0)
-        if line.answer is not None and not agrees(line.answer, result):
+        if event.random:
+            self._seed(event.position, 0)
+        if event.answer is not None and not agrees(event.answer, result):
             self._leaving = True
             raise Diverged(self._next - 1, func, result.shape if isinstance(result, Tensor) else result)
         if line.substituted:
             result = replaced(result, {path: self._tensors[key] for _, path, key in line.substituted})
         for _, path, key in line.recorded:
             self._tensors[key] = at(result, path)
-        if line.last and line.presumed in (None, result):  # else the model shall see it, and raise
+        if line.last and event.presumed in (None, result):  # else the model shall see it, and raise
             self._leaving = True
             raise _Finished
         return result
 
     def _line(self, called: Any) -> ScriptLine:
         lines = self._script.lines
-        if self._next >= len(lines) or lines[self._next].func != called:
+        if self._next >= len(lines) or lines[self._next].called != called:
             self._leaving = True
             raise Diverged(self._next, called)
         self._next += 1
@@ -169,7 +170,7 @@ class ScriptedForward(TorchFunctionMode):
                 needed = {number for number, _, _ in line.substituted}
                 for number, output in enumerate(outputs[1:], 1):
                     _reproduce_side_effects(output, number in needed)
-            self._seed(line.position + 1, 0)
+            self._seed(line.event.position + 1, 0)
         if line.last:
             self._leaving = True
             raise _Finished
@@ -193,9 +194,9 @@ class ScriptedForward(TorchFunctionMode):
         finally:
             for handle in handles:
                 handle.remove()
-        where = self._skeleton.name_of(line.func)
-        if line.form is not None:
-            check_form(where, result, line.form)
+        where = self._skeleton.name_of(line.called)
+        if not self._script.is_last:
+            check_form(where, result, line.event.form)
         for number, path, key in line.recorded:
             output = line.outputs[number]
             if output.name:
