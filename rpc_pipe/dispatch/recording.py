@@ -15,16 +15,14 @@ import json
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..dependency import Action, ConfigError, Kind
+from ..dependency import ConfigError, Kind
 from ..system.files import DAMAGED, read_file
-from ..tracing.board import Live, State
+from ..tracing.board import Live, State, decode_record, encode_record, number_or_word
 from ..tracing.boards import RunUpdate
 from ..tracing.run_ending import Ending
-from ..workers.hooks import Arrived, LayerTime, Record, StepRecord
 from .view import View
 
 #: most steps of an update, fewer than a view keeps
@@ -84,7 +82,7 @@ class Recording:
         found: dict[str, Any] = {
             "kind": "step",
             "step": step,
-            "loss": _number(records[0].loss),
+            "loss": number_or_word(records[0].loss),
             "step_ms": 1e3 * seconds,
             "tokens_per_s": records[0].tokens / seconds if records[0].tokens else None,
             "rows_per_s": records[0].rows / seconds,
@@ -95,7 +93,7 @@ class Recording:
         if lost is not None and lost is not self._last_lost:
             self._last_lost = lost
             found["lost"] = lost.as_json()
-        return {**found, "records": [_encode(record) for record in records]}
+        return {**found, "records": [encode_record(record) for record in records]}
 
     def _line(self, **content: Any) -> None:
         self._file.write(json.dumps(content, separators=(",", ":")) + "\n")
@@ -168,7 +166,7 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
                 for header in line["workers"]:
                     Kind.learn(header.get("kinds", ()))
             elif line["kind"] == "step":
-                line["records"] = [_decode(record) for record in line["records"]]
+                line["records"] = [decode_record(record) for record in line["records"]]
             yield line
         except DAMAGED as error:
             if number == len(lines):
@@ -176,29 +174,3 @@ def _read(path: Path) -> Iterator[dict[str, Any]]:
             raise ConfigError(
                 f"watch {path}: line {number} is not of a recording: {type(error).__name__}: {error}"
             ) from None
-
-
-def _encode(record: StepRecord) -> dict[str, Any]:
-    return {
-        **{each.name: getattr(record, each.name) for each in fields(record)},
-        "actions": [[str(r.action), r.start_ns, r.end_ns] for r in record.actions],
-        "arrivals": [[str(a.action), a.peer, a.num_bytes, a.at_ns] for a in record.arrivals],
-        "loss": _number(record.loss),
-    }
-
-
-def _number(value: float) -> float | str:
-    """JSON has no word for what is not finite: "nan", "inf"."""
-    return value if math.isfinite(value) else str(value)
-
-
-def _decode(line: dict[str, Any]) -> StepRecord:
-    return StepRecord(
-        **{
-            **line,
-            "loss": float(line["loss"]),
-            "actions": [Record(Action.parse(name), start, end) for name, start, end in line["actions"]],
-            "arrivals": [Arrived(Action.parse(name), *rest) for name, *rest in line["arrivals"]],
-            "layers": [LayerTime(*layer) for layer in line["layers"]],
-        }
-    )

@@ -14,7 +14,7 @@ from rich.live import Live as Display
 from rich.text import Text
 
 from ..dependency import ConfigError
-from ..tracing.board import MOST_SLOTS
+from ..tracing.board import MOST_STEPS
 from ..tracing.boards import RunBoards, UpdateSource
 from ..tracing.stall_report import newest_frames
 from ..tracing.trace import Trace
@@ -53,7 +53,7 @@ class Watcher:
         self._source = source
         self._wishes = wishes
         # Outputs of all steps, or of certain ones, may get many at once.
-        self._view = View(keep=MOST_SLOTS) if wishes.trace or wishes.record else View()
+        self._view = View(keep=MOST_STEPS) if wishes.trace or wishes.record else View()
         self.console = Console(highlight=False, emoji=False)
         #: a recording that is not shown is read as fast as possible
         self._hurry = isinstance(source, Replay) and bool(wishes.once or wishes.trace or wishes.record)

@@ -1,50 +1,50 @@
-"""A worker's board: a file in shared memory with its state and last steps, which any number of watchers map and read.
+"""A worker's board: a file in shared memory with its state and its events, which any number of watchers read.
 
-    worker ──writes──> header   constant properties, as JSON
-                       live     what it does now
-                       slots    its last steps, a ring buffer
+    worker ──writes──> head     what it does now, in fixed places
+                       lines    its events, one JSON object a line: a header, programs and steps
            watchers <──read──
 
-It takes no message, lock or thread, so watching does not disturb a worker; a slow reader misses steps. When a step does
-not fit into a slot, a file with larger slots and the same steps replaces the old one. The file outlives its worker, so
+It takes no message, lock or thread, so watching does not disturb a worker. A file that has grown long is replaced by
+one with the same header and programs and the latest steps; a slow reader misses steps. The file outlives its worker, so
 the launcher can tell what a dead worker was doing.
 
-Live and slots are seqlocks: they begin with a version, which is 0 while they are written; a reader that finds it
-changed after copying copies again. Memory fences keep the order on weakly ordered processors. All numbers are 64-bit.
+    {"kind": "header", ...}                                constant properties
+    {"kind": "program", "number": 1, ...}                  the listing of a program, as `program_listing` writes it
+    {"kind": "step", "number": 2, "record": {...}}         a step as it ran; times in ns of the worker's clock
+
+The head is written over again and again, with a number before and behind it: what is read twice alike, with equal
+numbers, is whole.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import mmap
 import os
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import fields
 from enum import IntEnum
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import finalize
 
 from ..dependency import Action, Kind
 from ..workers.hooks import Arrived, Blocked, LayerTime, Listener, Record, StepRecord
-from ..workers.transport.ordered import X86, keep_order
 
-_MAGIC = b"rpc-pipe board 5"
-#: magic, length of the header, number of slots, bytes of a slot
-_START = struct.Struct("<16s3q")
-_HEADER_BYTES = 8192
-_VERSION = struct.Struct("<q")
-#: state, step, action, what is waited for, of whom, since when, thread that computes
-_LIVE = struct.Struct("<6qQ")
-_SLOTS_AT = _HEADER_BYTES + 64
-#: of a record: worker, step, start, end, rows, tokens, peak bytes, outbox, microbatches, loss, how many actions,
-#: arrivals, layers, how long data were waited for and why, how often preempted
-_FIXED = struct.Struct("<9qd3q3q")
-_CAUSES = ("", "disk", "network", "decode")
-#: approximate memory of a worker's slots, and bounds of their number
-_SLOTS_BYTES, _LEAST_SLOTS, MOST_SLOTS = 2**20, 4, 512
+_MAGIC = b"rpc-pipe board 6"
+#: magic, number, state, step, action, what is waited for, of whom, since when, thread that computes, number
+_HEAD = struct.Struct("<16s7qQq")
+LINES_AT = _HEAD.size
+#: a file with more steps, or more bytes of them, is replaced by one with the latest half
+MOST_STEPS, _MOST_BYTES = 512, 2**20
 _TRIES = 20
 
 _NONE = -1
@@ -92,48 +92,82 @@ class Live(NamedTuple):
         return "leaving" if self.state is State.LEFT else "starting up"
 
 
+class File:
+    """A board's file, closed when nobody needs it."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        finalize(self, os.close, number)
+
+    @property
+    def size(self) -> int:
+        return os.fstat(self.number).st_size
+
+    def append(self, data: bytes) -> None:
+        """Write all of `data` at the end, or nothing.
+
+        Raises:
+            OSError: there is no room for it.
+        """
+        size = self.size
+        try:
+            if os.pwrite(self.number, data, size) == len(data):
+                return
+        except OSError:
+            pass
+        os.ftruncate(self.number, size)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def read(self, start: int, end: int) -> bytes:
+        return os.pread(self.number, end - start, start)
+
+
 class BoardWriter(Listener):
     """Writes a worker's board.
 
     Args:
         path: None: memory that this process alone can read.
-        header: constant properties, for JSON; at most 8 kB.
+        header: constant properties, for JSON.
     """
 
     def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
         self._path = path
-        self._encoded = json.dumps(header).encode()
-        if _START.size + len(self._encoded) > _HEADER_BYTES:
-            raise ValueError(f"header of {len(self._encoded)} bytes: at most {_HEADER_BYTES - _START.size}")
+        self.header = header
         self._version = 0
-        #: number of steps written
+        #: number of events written, also of those that there was no room for
         self.written = 0
-        self._make(_SLOTS_BYTES // MOST_SLOTS)
-        self._write(State.STARTING, 0)
-        self._show()
+        #: what a new file begins with, by number, and which of these are steps, with their bytes
+        self._lines: dict[int, bytes] = {}
+        self._steps: deque[int] = deque()
+        self._bytes = 0
+        live = Live(since_ns=time.perf_counter_ns(), thread=threading.get_ident())
+        self._head: mmap.mmap | bytes = pack_live(live, 0)
+        self._begin()
 
-    def _make(self, slot_bytes: int) -> None:
-        """Allocate a board with slots of this size, invisible to readers until `_show`."""
-        num_slots = max(_LEAST_SLOTS, min(MOST_SLOTS, _SLOTS_BYTES // slot_bytes))
-        size = _SLOTS_AT + num_slots * slot_bytes
-        if self._path is None:
-            made = mmap.mmap(-1, size)
-        else:
-            made = _reserved(self._hidden(self._path), size)
-        _START.pack_into(made, 0, _MAGIC, len(self._encoded), num_slots, slot_bytes)
-        made[_START.size : _START.size + len(self._encoded)] = self._encoded
-        self._map, self._num_slots, self._slot_bytes = made, num_slots, slot_bytes
+    def _begin(self) -> None:
+        """Make a file with what is kept, in place of the one before.
 
-    @staticmethod
-    def _hidden(path: Path) -> Path:
-        return path.with_name(path.name + ".new")
-
-    def _show(self) -> None:
-        """Make the complete board visible to readers."""
-        if self._path is not None:
-            self._hidden(self._path).replace(self._path)
-        #: a reader of this board
-        self.board = Board(self._map)
+        Raises:
+            OSError: there is no memory for it.
+        """
+        hidden = None if self._path is None else self._path.with_name(self._path.name + ".new")
+        made = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+        file = File(os.memfd_create("board") if hidden is None else os.open(hidden, made, 0o600))
+        try:
+            # Writing to a mapped page that cannot be allocated kills the process.
+            os.posix_fallocate(file.number, 0, LINES_AT)
+            file.append(b"".join([_line(kind="header", **self.header), *self._lines.values()]))
+            head = mmap.mmap(file.number, LINES_AT)
+            head[:] = self._head[:]
+            if hidden is not None and self._path is not None:
+                hidden.replace(self._path)
+        except OSError:
+            if hidden is not None:
+                hidden.unlink(missing_ok=True)
+            raise
+        #: for readers in this process
+        self.file = file
+        self._head = head
 
     def action_started(self, step: int, action: Action) -> None:
         self._write(State.RUNNING, step, _code(action))
@@ -147,35 +181,25 @@ class BoardWriter(Listener):
             self._write(State.WAITING, step, _code(blocked.action), _code(need.action), need.worker)
 
     def step_finished(self, record: StepRecord) -> None:
-        packed = pack_record(record)
-        self.written += 1  # even if there is no room for it, so that readers know that a step is missing
-        if len(packed) + 8 > self._slot_bytes:
-            try:
-                self._grow(len(packed) + 8)
-            except OSError:
-                return
-        self._put(self.written, packed)
+        self._put(kind="step", number=self.written + 1, record=encode_record(record))
+        self._steps.append(self.written)
+        self._bytes += len(self._lines[self.written])
+        if len(self._steps) > MOST_STEPS or self._bytes > _MOST_BYTES:
+            while len(self._steps) > MOST_STEPS // 2 or (self._bytes > _MOST_BYTES // 2 and len(self._steps) > 2):
+                self._bytes -= len(self._lines.pop(self._steps.popleft()))
+            with suppress(OSError):
+                self._begin()
 
-    def _put(self, version: int, packed: bytes) -> None:
-        at = _SLOTS_AT + (version % self._num_slots) * self._slot_bytes
-        _VERSION.pack_into(self._map, at, 0)
-        keep_order()
-        self._map[at + 8 : at + 8 + len(packed)] = packed
-        keep_order()
-        _VERSION.pack_into(self._map, at, version)
+    def list_program(self, listing: dict[str, Any]) -> None:
+        """Add the listing of a program of this worker."""
+        self._put(kind="program", number=self.written + 1, **listing)
 
-    def _grow(self, slot_bytes: int) -> None:
-        """Replace this board by one with larger slots.
-
-        Raises:
-            OSError: there is no memory for it.
-        """
-        live, records = self._map[_HEADER_BYTES:_SLOTS_AT], self.board.since(0)
-        self._make(1 << (slot_bytes - 1).bit_length())
-        self._map[_HEADER_BYTES:_SLOTS_AT] = live
-        for version, record in records[-self._num_slots :]:
-            self._put(version, pack_record(record))
-        self._show()
+    def _put(self, **event: Any) -> None:
+        """Append an event; if there is no room for it, readers see that its number is missing."""
+        self.written += 1
+        self._lines[self.written] = line = _line(**event)
+        with suppress(OSError):
+            self.file.append(line)
 
     def idle(self, step: int) -> None:
         self._write(State.BETWEEN, step)
@@ -184,190 +208,156 @@ class BoardWriter(Listener):
         """Record that the worker has left."""
         self._write(State.LEFT, 0)
 
+    def since(self, seen: int, most: int) -> bytes:
+        """Return the head and the lines of the header and the events after number `seen`, at most so many steps."""
+        steps, lines = list(self._steps), self._lines.copy()  # the thread that trains writes others meanwhile
+        kept = steps[-most:]
+        left_out = set(steps).difference(kept)
+        new = [line for number, line in lines.items() if number > seen and number not in left_out]
+        return b"".join([self._head[:], _line(kind="header", **self.header), *new])
+
     def show(self, live: Live) -> None:
         """Write the state of another board, of which this one is a mirror."""
-        at, live_bytes = self._new_version(), pack_live(live)
-        self._map[at : at + len(live_bytes)] = live_bytes
-        keep_order()
-        _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
+        self._version += 1
+        _HEAD.pack_into(self._head, 0, *_HEAD.unpack(pack_live(live, self._version)))
 
     def _write(self, state: State, step: int, action: int = _NONE, missing: int = _NONE, peer: int = _NONE) -> None:
-        live = state, step, action, missing, peer, time.perf_counter_ns(), threading.get_ident()
-        if X86:  # as below: this is done for every action
-            self._version += 1
-            _VERSION.pack_into(self._map, _HEADER_BYTES, 0)
-            _LIVE.pack_into(self._map, _HEADER_BYTES + 8, *live)
-            _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
-            return
-        _LIVE.pack_into(self._map, self._new_version(), *live)
-        keep_order()
-        _VERSION.pack_into(self._map, _HEADER_BYTES, self._version)
-
-    def _new_version(self) -> int:
-        """Invalidate the live state and return its offset; its version must be written last."""
-        self._version += 1
-        _VERSION.pack_into(self._map, _HEADER_BYTES, 0)
-        keep_order()
-        return _HEADER_BYTES + 8
+        self._version = version = self._version + 1
+        now, thread = time.perf_counter_ns(), threading.get_ident()
+        _HEAD.pack_into(self._head, 0, _MAGIC, version, state, step, action, missing, peer, now, thread, version)
 
 
-class Board:
+class Events:
+    """The events of a board, as they are read.
+
+    Args:
+        after: what was read of a file that this one replaces.
+    """
+
+    def __init__(self, after: Events | None = None) -> None:
+        #: constant properties
+        self.header: dict[str, Any] = {}
+        #: listing of the program by number of microbatches
+        self.listings: dict[int, dict[str, Any]] = {}
+        #: number of the latest event
+        self.seen: int = 0 if after is None else after.seen
+        #: events that were overwritten before they were read
+        self.dropped: int = 0 if after is None else after.dropped
+        self._read_steps: bool = after is not None and after._read_steps
+
+    def read(self, lines: bytes, offset_ns: int = 0) -> list[StepRecord]:
+        """Take in whole lines; return the steps that are new, with `offset_ns` added to their times."""
+        found = []
+        for event in map(json.loads, lines.splitlines()):
+            kind, number = event.pop("kind"), event.pop("number", 0)
+            if kind == "header":
+                Kind.learn(event.get("kinds", ()))  # before actions of these kinds are decoded
+                self.header = event
+            elif kind == "program":
+                self.listings[event["microbatches"]] = event
+            elif number > self.seen:
+                found.append(decode_record(event["record"], offset_ns))
+            if number > self.seen:
+                # What was before the first step that is read has not been missed.
+                self.dropped += (number - self.seen - 1) * self._read_steps
+                self._read_steps |= kind == "step"
+                self.seen = number
+        return found
+
+
+class Board(Events):
     """A reader of a worker's board.
 
     Args:
-        board: the file, or the memory of a board.
+        board: the file, or that of a writer in this process.
+        after: the reader of a file that this one replaces.
 
     Raises:
         ValueError: the file is no board.
         OSError: it cannot be read.
     """
 
-    def __init__(self, board: Path | mmap.mmap) -> None:
-        self._map = _mapped(board) if isinstance(board, Path) else board
-        magic, length, self._num_slots, self._slot_bytes = _START.unpack_from(self._map, 0)
-        if magic != _MAGIC:
+    def __init__(self, board: Path | File, after: Board | None = None) -> None:
+        super().__init__(after)
+        self._file = File(os.open(board, os.O_RDONLY | os.O_CLOEXEC)) if isinstance(board, Path) else board
+        self._at = LINES_AT
+        self._unasked: list[StepRecord] = []
+        if self._file.read(0, len(_MAGIC)) == _MAGIC:
+            self._unasked = self.records()
+        if not self.header:
             raise ValueError(f"{board} is no board")
-        #: constant properties
-        self.header: dict[str, Any] = json.loads(self._map[_START.size : _START.size + length])
-        Kind.learn(self.header.get("kinds", ()))  # before actions of these kinds are decoded
-        self._seen = -1
-        #: steps that were overwritten before they were read
-        self.dropped = 0
-
-    def follow(self, before: Board) -> None:
-        """Continue behind the last step that was read of a board that this one replaces."""
-        self._seen, self.dropped = before._seen, before.dropped
-
-    def live(self) -> Live:
-        """Return the worker's present, or last, state."""
-        data = self._stable(_HEADER_BYTES, lambda: _LIVE.size)
-        return Live() if data is None else unpack_live(data[1], 0)[0]
 
     def records(self) -> list[StepRecord]:
         """Return the steps finished since the last call that are not overwritten."""
-        found = self.since(self._seen)
-        if found:
-            if self._seen >= 0:  # steps before the first call do not count as missed
-                self.dropped += found[-1][0] - self._seen - len(found)
-            self._seen = found[-1][0]
-        return [record for _, record in found]
+        lines = self._file.read(self._at, self._file.size)
+        whole = lines.rfind(b"\n") + 1  # the last may be written just now
+        self._at += whole
+        found, self._unasked = self._unasked + self.read(lines[:whole]), []
+        return found
 
-    def since(self, seen: int) -> list[tuple[int, StepRecord]]:
-        """Return (version, step) of the steps after version `seen` that are not overwritten, in order."""
-        found: list[tuple[int, StepRecord]] = []
-        seen = max(0, seen)
-        for slot in range(self._num_slots):
-            at = _SLOTS_AT + slot * self._slot_bytes
-            if _VERSION.unpack_from(self._map, at)[0] <= seen:
-                continue
-            data = self._stable(at, lambda at=at: packed_size(self._map, at + 8))  # type: ignore[misc]
-            if data is not None and data[0] > seen:
-                found.append((data[0], unpack_record(data[1])))
-        return sorted(found, key=lambda pair: pair[0])
-
-    def _stable(self, at: int, size: Callable[[], int]) -> tuple[int, bytes] | None:
-        """Return (version, data), or None if the data keep being written."""
+    def live(self) -> Live:
+        """Return the worker's present, or last, state."""
         for _ in range(_TRIES):
-            version = _VERSION.unpack_from(self._map, at)[0]
-            keep_order()
-            data = self._map[at + 8 : at + 8 + size()] if version else b""
-            keep_order()
-            if version and _VERSION.unpack_from(self._map, at)[0] == version:
-                return version, data
-            time.sleep(1e-5)
-        return None
+            head = self._file.read(0, LINES_AT)
+            _, before, *_, behind = _HEAD.unpack(head)
+            if before == behind and head == self._file.read(0, LINES_AT):
+                return unpack_live(head)
+        return Live()
 
 
-def _reserved(path: Path, size: int) -> mmap.mmap:
-    """Map a new file with allocated memory: writing to a mapped page that cannot be allocated kills the process."""
-    with path.open("w+b") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, size)
-        except OSError:
-            path.unlink()
-            raise
-        return mmap.mmap(file.fileno(), 0)
-
-
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size < _SLOTS_AT:
-            raise ValueError(f"{path} is no board")
-        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
-
-
-def pack_live(live: Live) -> bytes:
-    """Encode the state of a worker; `unpack_live` decodes it."""
+def pack_live(live: Live, number: int) -> bytes:
+    """Encode the head of a board; `unpack_live` decodes it."""
     codes = [_NONE if action is None else _code(action) for action in (live.action, live.missing)]
     peer = _NONE if live.peer is None else live.peer
-    return _LIVE.pack(live.state, live.step, *codes, peer, live.since_ns, live.thread)
+    return _HEAD.pack(_MAGIC, number, live.state, live.step, *codes, peer, live.since_ns, live.thread, number)
 
 
-def unpack_live(data: bytes, at: int) -> tuple[Live, int]:
-    """Decode a state at offset `at`; return it and the offset behind it."""
-    state, step, action, missing, peer, since_ns, thread = _LIVE.unpack_from(data, at)
+def unpack_live(head: bytes, offset_ns: int = 0) -> Live:
+    """Decode a head and add `offset_ns` to its time."""
+    _, _, state, step, action, missing, peer, since_ns, thread, _ = _HEAD.unpack(head)
     whom = None if peer == _NONE else peer
-    live = Live(State(state), step, _action(action), _action(missing), whom, since_ns, thread)
-    return live, at + _LIVE.size
+    return Live(State(state), step, _action(action), _action(missing), whom, since_ns + offset_ns, thread)
 
 
-def pack_record(record: StepRecord) -> bytes:
-    """Encode a step of a worker; `unpack_record` decodes it."""
-    words: list[int] = []
-    for action, start_ns, end_ns in record.actions:
-        words += (_code(action), start_ns, end_ns)
-    for arrived in record.arrivals:
-        words += (_code(arrived.action), arrived.peer, arrived.num_bytes, arrived.at_ns)
-    for layer in record.layers:
-        words += layer
-    counts = len(record.actions), len(record.arrivals), len(record.layers)
-    return _FIXED.pack(
-        record.worker, record.step, record.start_ns, record.end_ns, record.rows, record.tokens, record.peak_bytes,
-        record.outbox, record.num_microbatches, record.loss, *counts, record.data_wait_ns,
-        _CAUSES.index(record.data_cause), record.preempted,
-    ) + struct.pack(f"<{len(words)}q", *words)  # fmt: skip
+def encode_record(record: StepRecord) -> dict[str, Any]:
+    """Return a step of a worker for JSON; `decode_record` reads it."""
+    return {
+        **{each.name: getattr(record, each.name) for each in fields(record)},
+        "actions": [[str(r.action), r.start_ns, r.end_ns] for r in record.actions],
+        "arrivals": [[str(a.action), a.peer, a.num_bytes, a.at_ns] for a in record.arrivals],
+        "loss": number_or_word(record.loss),
+    }
 
 
-def packed_size(data: bytes | mmap.mmap, at: int) -> int:
-    """Return the bytes of the record at offset `at`."""
-    *_, actions, arrivals, layers, _, _, _ = _FIXED.unpack_from(data, at)
-    return int(_FIXED.size + 8 * (3 * actions + 4 * arrivals + 2 * layers))
+def decode_record(read: dict[str, Any], offset_ns: int = 0) -> StepRecord:
+    """Return a step that was written, with `offset_ns` added to its times."""
+    times = {name: read[name] + offset_ns for name in ("start_ns", "end_ns")}
+    parts: dict[str, Any] = {
+        "loss": float(read["loss"]),
+        "actions": [Record(_parsed(name), start + offset_ns, end + offset_ns) for name, start, end in read["actions"]],
+        "arrivals": [Arrived(_parsed(name), peer, size, at + offset_ns) for name, peer, size, at in read["arrivals"]],
+        "layers": [LayerTime(*layer) for layer in read["layers"]],
+    }
+    return StepRecord(**{**read, **times, **parts})
 
 
-def unpack_record(data: bytes, offset_ns: int = 0) -> StepRecord:
-    """Decode a step and add `offset_ns` to its times."""
-    worker, step, start_ns, end_ns, rows, tokens, peak, outbox, microbatches, loss, *counts = _FIXED.unpack_from(data)
-    actions, arrivals, layers, data_wait_ns, cause, preempted = counts
-    words = iter(struct.unpack_from(f"<{3 * actions + 4 * arrivals + 2 * layers}q", data, _FIXED.size))
-    return StepRecord(
-        worker,
-        step,
-        start_ns + offset_ns,
-        end_ns + offset_ns,
-        [Record(_named(next(words)), next(words) + offset_ns, next(words) + offset_ns) for _ in range(actions)],
-        [Arrived(_named(next(words)), next(words), next(words), next(words) + offset_ns) for _ in range(arrivals)],
-        [LayerTime(next(words), next(words)) for _ in range(layers)],
-        loss,
-        rows,
-        tokens,
-        peak,
-        outbox,
-        microbatches,
-        data_wait_ns,
-        _CAUSES[cause],
-        preempted,
-    )
+def number_or_word(value: float) -> float | str:
+    """JSON has no word for what is not finite: "nan", "inf"."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _line(**event: Any) -> bytes:
+    return json.dumps(event, separators=(",", ":")).encode() + b"\n"
+
+
+_parsed = lru_cache(maxsize=2**14)(Action.parse)
 
 
 @lru_cache(maxsize=2**14)
 def _code(action: Action) -> int:
-    stage, kind, microbatch = action
-    return ord(kind.letter) << 48 | stage << 32 | microbatch
-
-
-def _named(code: int) -> Action:
-    return Action(code >> 32 & 0xFFFF, Kind.of(chr(code >> 48)), code & 0xFFFFFFFF)
+    stage, kind, index = action
+    return ord(kind.letter) << 48 | stage << 32 | index
 
 
 def _action(code: int) -> Action | None:
-    return None if code == _NONE else _named(code)
+    return None if code == _NONE else Action(code >> 32 & 0xFFFF, Kind.of(chr(code >> 48)), code & 0xFFFFFFFF)

@@ -32,7 +32,7 @@ class RunUpdate:
     #: constant properties by worker
     headers: Mapping[int, dict[str, Any]] = field(default_factory=dict)
     #: listing of the program by worker and number of microbatches
-    listings: Mapping[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    listings: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     lives: Mapping[int, Live] = field(default_factory=dict)
     records: list[StepRecord] = field(default_factory=list)
     #: workers whose process has ended
@@ -70,7 +70,6 @@ class RunBoards:
         self.folder = folder
         self.name = folder.name
         self._boards: dict[int, tuple[int, Board]] = {}
-        self._listings: dict[tuple[int, int], dict[str, Any]] = {}
         self._gone: set[int] = set()
         self._end = EndReader(folder)
         self._end.read()  # from here on it has the file open
@@ -78,16 +77,17 @@ class RunBoards:
     def look(self) -> RunUpdate:
         with contextlib.suppress(OSError):  # the run has ended
             (self.folder / WATCHED).touch()
-        self._open_new()
+        records = self._open_new()
         boards = {worker: board for worker, (_, board) in sorted(self._boards.items())}
         update = RunUpdate(
             headers={worker: board.header for worker, board in boards.items()},
-            listings=self._listings,
+            records=records,
             now_ns=time.perf_counter_ns(),
         )
         lives = {}
         for worker, board in boards.items():
             update.records += board.records()
+            update.listings |= {(worker, count): listing for count, listing in board.listings.items()}
             lives[worker] = board.live()
             process = run_folders.state_of(board.header["process"])
             if lives[worker].state is State.LEFT or process in ("", "Z", "X"):
@@ -138,29 +138,27 @@ class RunBoards:
             return ""
         return "\n\n".join(block.strip() for block in blocks if _tells(block))
 
-    def _open_new(self) -> None:
-        """Open boards that are new or replaced, by larger ones or those of a process's next pipeline."""
-        for file in self.folder.glob("worker-*"):
-            if not file.name[7:].isdecimal():
-                continue
-            worker = int(file.name[7:])
+    def _open_new(self) -> list[StepRecord]:
+        """Open boards that are new or replaced, by longer ones or those of a process's next pipeline.
+
+        Return what was still to be read of the others.
+        """
+        rest: list[StepRecord] = []
+        for worker, file in run_folders.board_files(self.folder).items():
             try:
                 inode, before = file.stat().st_ino, self._boards.get(worker)
-                if before is None or before[0] != inode:
-                    self._boards[worker] = inode, Board(file)
-                    self._replaced(worker, before)
+                if before is not None and before[0] == inode:
+                    continue
+                board = Board(file)
+                if before is not None and before[1].header == board.header:
+                    rest += before[1].records()
+                    board = Board(file, after=before[1])
+                else:  # the worker's earlier pipeline is forgotten
+                    self._gone.discard(worker)
+                self._boards[worker] = inode, board
             except (OSError, ValueError):  # just removed
                 continue
-        self._listings |= run_folders.listings(self.folder, known=self._listings)
-
-    def _replaced(self, worker: int, before: tuple[int, Board] | None) -> None:
-        """Continue reading a board that has only grown; forget a worker's earlier pipeline."""
-        board = self._boards[worker][1]
-        if before is not None and before[1].header == board.header:
-            board.follow(before[1])
-            return
-        self._gone.discard(worker)
-        self._listings = {key: listing for key, listing in self._listings.items() if key[0] != worker}
+        return rest
 
 
 def _tells(stack: str) -> bool:

@@ -16,11 +16,10 @@ import threading
 import time
 from concurrent import futures
 from pathlib import Path
-from typing import Any
 
 from . import run_folders
-from .board import BoardWriter
-from .remote_boards import EVERYTHING, BoardAnswer, RemoteBoards, unpack_answer
+from .board import LINES_AT, BoardWriter, Events, unpack_live
+from .remote_boards import EVERYTHING, RemoteBoards
 from .run_folders import WATCHED
 
 logger = logging.getLogger(__name__)
@@ -67,10 +66,8 @@ class _Image:
         self._folder = folder
         self.peer = peer
         self._asked: futures.Future[bytes] | None = None
-        self._seen = EVERYTHING
-        self._clock_ns = -1
-        self._listed: list[int] = []
-        self._last_step = -1
+        self._events = Events()
+        self._listed: set[int] = set()
         self._writer: BoardWriter | None = None
         self._offset_ns, self._error_ns = 0, 0
         self._compared = 0.0
@@ -87,36 +84,25 @@ class _Image:
             if time.monotonic() > self._compared + _COMPARE_EVERY_S or not self._compared:
                 offset, self._error_ns = self._carrier.clock_offset(self.peer)
                 self._offset_ns, self._compared = -offset, time.monotonic()
-            self._asked = self._carrier.look(self.peer, self._seen)
+            self._asked = self._carrier.look(self.peer, self._events.seen)
 
-    def _take(self, packed: bytes) -> None:
-        if not packed:
+    def _take(self, answer: bytes) -> None:
+        if not answer:
             return
-        answer = unpack_answer(packed, self._offset_ns)
-        if answer.header is not None:
-            self._show(answer, answer.header)
-        elif (answer.clock_ns, answer.listed) != (self._clock_ns, self._listed):
-            self._seen = EVERYTHING  # it has made another pipeline, or lists more
-            return
-        assert self._writer is not None
-        for record in answer.records:
-            if record.step > self._last_step:
-                self._writer.step_finished(record)
-                self._last_step = record.step
-        self._writer.show(answer.live)
-        self._seen = answer.seen
-
-    def _show(self, answer: BoardAnswer, header: dict[str, Any]) -> None:
-        """Write the header and the listings."""
-        another = answer.clock_ns != self._clock_ns
-        self._clock_ns, self._listed = answer.clock_ns, answer.listed
-        if another:
-            run_folders.remove_listings(self._folder, self.peer)
-        for listing in answer.listings:
-            run_folders.write_listing(self._folder, listing)
-        if another:
+        seen, made = self._events.seen, self._events.header.get("clock_ns")
+        records = self._events.read(answer[LINES_AT:], self._offset_ns)
+        if self._writer is None or self._events.header["clock_ns"] != made:
+            if seen != EVERYTHING:  # it has made another pipeline
+                self._events = Events()
+                return
             # The process that keeps the copy is the one a watcher here can see; its stacks are not the worker's.
-            own = {key: value for key, value in header.items() if key != "stacks_signal"}
+            own = {key: value for key, value in self._events.header.items() if key != "stacks_signal"}
             own |= {"process": run_folders.identity(), "clock_error_ms": self._error_ns / 1e6}
-            self._writer = BoardWriter(self._folder / f"worker-{self.peer}", own)
-            self._last_step = -1
+            self._writer, self._listed = BoardWriter(self._folder / f"worker-{self.peer}", own), set()
+        for count, listing in self._events.listings.items():
+            if count not in self._listed:
+                self._listed.add(count)
+                self._writer.list_program(listing)
+        for record in records:
+            self._writer.step_finished(record)
+        self._writer.show(unpack_live(answer[:LINES_AT], self._offset_ns))

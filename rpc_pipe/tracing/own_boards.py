@@ -74,39 +74,34 @@ class OwnBoard(BoardWriter):
         self.training = ref(training)
         self._spec, self._order = training.spec, training.order
         self._worker = worker
-        self._folder = folder
-        #: by number of microbatches; replaced instead of changed, since other threads read it
-        self.listings: dict[int, dict[str, Any]] = {}
-        if folder is not None:
-            run_folders.remove_listings(folder, worker)
-        self._list(training.spec.num_microbatches)
+        #: numbers of microbatches
+        self._listed: set[int] = set()
         self._preempted = _preempted()
         super().__init__(None if folder is None else folder / f"worker-{worker}", _header(training, worker))
+        self._list(training.spec.num_microbatches)
 
     def step_finished(self, record: StepRecord) -> None:
-        if record.num_microbatches not in self.listings and len(self.listings) < _MOST_LISTED:
+        if record.num_microbatches not in self._listed and len(self._listed) < _MOST_LISTED:
             self._list(record.num_microbatches)
         before, self._preempted = self._preempted, _preempted()
         super().step_finished(replace(record, preempted=self._preempted - before))
 
     def answer(self, seen: int) -> bytes:
-        """Answer a request of another machine for what is new since version `seen`."""
-        from .remote_boards import NO_MORE, pack_answer
+        """Answer a request of another machine for the events after number `seen`."""
+        from .remote_boards import MOST_SENT, NO_MORE
 
         if seen == NO_MORE:
             _released.set()
             return b""
-        return pack_answer(self.board, self.listings, seen)
+        return self.since(seen, MOST_SENT)
 
     def _list(self, num_microbatches: int) -> None:
         training = self.training()
         if training is not None:
+            self._listed.add(num_microbatches)
             spec = replace(self._spec, num_microbatches=num_microbatches)
             program = training.program(self._worker, num_microbatches)
-            listing = list_program(spec, self._worker, self._order, program)
-            self.listings = {**self.listings, num_microbatches: listing}
-            if self._folder is not None:
-                run_folders.write_listing(self._folder, listing)
+            self.list_program(list_program(spec, self._worker, self._order, program))
 
 
 def _preempted() -> int:
@@ -206,7 +201,7 @@ def collect() -> History:
     from .history import History
 
     deadline = time.monotonic() + _COLLECT_S
-    last = max((record.step for board in _boards.values() for _, record in board.board.since(0)), default=-1)
+    last = max((record.step for board in _boards.values() for record in Board(board.file).records()), default=-1)
     while True:
         history = History()
         history.take(_everybody())
@@ -223,14 +218,11 @@ def _everybody() -> RunUpdate:
     folder = _folder() if run_folders.FOLDER in os.environ else None
     boards = {} if folder is None else run_folders.boards(folder)
     boards = {worker: board for worker, board in boards.items() if not _mirrored(board)}
-    boards |= {worker: own.board for worker, own in _boards.items()}
-    listings = {} if folder is None else run_folders.listings(folder)
-    listings |= {(worker, count): listing for worker, own in _boards.items() for count, listing in own.listings.items()}
-    update = RunUpdate(
-        headers={worker: board.header for worker, board in boards.items()},
-        listings=listings,
-        records=[record for board in boards.values() for _, record in board.since(0)],
-    )
+    boards |= {worker: Board(own.file) for worker, own in _boards.items()}
+    update = RunUpdate({worker: board.header for worker, board in boards.items()})
+    for worker, board in boards.items():
+        update.listings |= {(worker, count): listing for count, listing in board.listings.items()}
+        update.records += board.records()
     return update if _carrier is None else _with_others(update, _carrier)
 
 
@@ -243,12 +235,11 @@ def _with_others(update: RunUpdate, carrier: RemoteBoards) -> RunUpdate:
     from .remote_boards import ask_everything
 
     others = [worker for worker in range(carrier.num_workers) if worker not in update.headers]
-    for answer, error_ns in ask_everything(carrier, others, _COLLECT_S):
-        assert answer.header is not None
-        worker = answer.header["worker"]
-        update.headers = {**update.headers, worker: answer.header}
-        update.listings = {**update.listings, **{(worker, found["microbatches"]): found for found in answer.listings}}
-        update.records += answer.records
+    for events, records, error_ns in ask_everything(carrier, others, _COLLECT_S):
+        worker = events.header["worker"]
+        update.headers = {**update.headers, worker: events.header}
+        update.listings |= {(worker, count): listing for count, listing in events.listings.items()}
+        update.records += records
         update.clock_error_ms = max(update.clock_error_ms, error_ns / 1e6)
     return update
 
@@ -327,7 +318,7 @@ def leave() -> None:
     for board in _boards.values():
         board.close()
     if run_folders.FOLDER not in os.environ:
-        written = {file for folder, worker in _shown for file in run_folders.files_of(folder, worker)}
+        written = {folder / f"worker-{worker}" for folder, worker in _shown}
         for file in _files | written:
             file.unlink(missing_ok=True)
         for folder in {file.parent for file in _files | written}:

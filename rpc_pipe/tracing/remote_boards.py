@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from ..dependency import Kind
 from ..workers.hooks import StepRecord
-from .board import Board, Live, pack_live, pack_record, packed_size, unpack_live, unpack_record
+from .board import LINES_AT, Events
 
-#: in place of the version seen last: everything is wanted; nothing will be asked any more
-EVERYTHING, NO_MORE = -1, -2
+#: in place of the number of the event seen last: everything is wanted; nothing will be asked any more
+EVERYTHING, NO_MORE = 0, -2
 #: most steps in a message; the latest are sent
-_MOST_STEPS = 16
+MOST_SENT = 16
 
 
 @runtime_checkable
@@ -25,7 +23,7 @@ class RemoteBoards(Protocol):
 
     worker: int
     num_workers: int
-    #: answers requests for this worker's board: version seen last, EVERYTHING or NO_MORE -> bytes
+    #: answers requests for this worker's board: number of the event seen last, EVERYTHING or NO_MORE -> bytes
     serve_board: Callable[[int], bytes] | None
 
     def look(self, peer: int, seen: int) -> futures.Future[bytes]:
@@ -46,53 +44,10 @@ class RemoteBoards(Protocol):
         """Whether others may wait for results of a step that this worker has abandoned."""
 
 
-class BoardAnswer(NamedTuple):
-    """A worker's answer about its board."""
-
-    #: version of its latest step
-    seen: int
-    #: id of the worker's pipeline
-    clock_ns: int
-    #: numbers of microbatches with listed programs
-    listed: list[int]
-    #: None, without listings, if only new steps were requested
-    header: dict[str, Any] | None
-    listings: list[dict[str, Any]]
-    live: Live
-    records: list[StepRecord]
-
-
-def pack_answer(board: Board, listings: Mapping[int, dict[str, Any]], seen: int) -> bytes:
-    """Encode the steps of a board since version `seen`, or everything; `unpack_answer` decodes it."""
-    versions = board.since(max(0, seen))[-_MOST_STEPS:]
-    head: dict[str, Any] = {
-        "seen": versions[-1][0] if versions else max(0, seen),
-        "clock_ns": board.header["clock_ns"],
-        "listed": list(listings),
-        "header": board.header if seen < 0 else None,
-        "listings": list(listings.values()) if seen < 0 else [],
-    }
-    encoded = json.dumps(head).encode()
-    records = b"".join(pack_record(record) for _, record in versions)
-    return len(encoded).to_bytes(8, "little") + encoded + pack_live(board.live()) + records
-
-
-def unpack_answer(answer: bytes, offset_ns: int) -> BoardAnswer:
-    """Decode an answer and add `offset_ns` to its times."""
-    at = 8 + int.from_bytes(answer[:8], "little")
-    head = json.loads(answer[8:at])
-    Kind.learn((head["header"] or {}).get("kinds", ()))
-    live, at = unpack_live(answer, at)
-    records = []
-    while at < len(answer):
-        size = packed_size(answer, at)
-        records.append(unpack_record(answer[at : at + size], offset_ns))
-        at += size
-    return BoardAnswer(**head, live=live._replace(since_ns=live.since_ns + offset_ns), records=records)
-
-
-def ask_everything(carrier: RemoteBoards, peers: Sequence[int], timeout_s: float) -> list[tuple[BoardAnswer, int]]:
-    """Request the boards of `peers`; return (answer in this worker's clock, clock error in ns) of each.
+def ask_everything(
+    carrier: RemoteBoards, peers: Sequence[int], timeout_s: float
+) -> list[tuple[Events, list[StepRecord], int]]:
+    """Request the boards of `peers`; return (events, steps in this worker's clock, clock error in ns) of each.
 
     Workers that have left, or do not answer in time, are left out.
     """
@@ -101,7 +56,12 @@ def ask_everything(carrier: RemoteBoards, peers: Sequence[int], timeout_s: float
         with contextlib.suppress(RuntimeError):
             clocks[peer] = carrier.clock_offset(peer)
     answers = _ask(carrier, clocks, EVERYTHING, timeout_s)
-    return [(unpack_answer(packed, -clocks[peer][0]), clocks[peer][1]) for peer, packed in answers.items() if packed]
+    found = []
+    for peer, answer in answers.items():
+        if answer:
+            events = Events()
+            found.append((events, events.read(answer[LINES_AT:], -clocks[peer][0]), clocks[peer][1]))
+    return found
 
 
 def tell_no_more(carrier: RemoteBoards, peers: Iterable[int], timeout_s: float) -> None:

@@ -1,8 +1,7 @@
-"""The folders of the runs on this machine, in shared memory: boards, listings, and the launcher's identity."""
+"""The folders of the runs on this machine, in shared memory: boards, and the launcher's identity."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -10,10 +9,9 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from ..dependency import ConfigError
 from .board import Board
@@ -29,8 +27,6 @@ _MEMORY = Path("/dev/shm")
 _MEMBER = "member-"
 #: file that watchers touch
 WATCHED = "watched"
-#: prefix of files with listings of programs
-LISTING = "program"
 #: an empty folder younger than this may belong to a run that is starting
 _YOUNG_S = 600
 
@@ -192,47 +188,17 @@ def _stat(process: int) -> list[str]:
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
 
 
+def board_files(path: Path) -> dict[int, Path]:
+    """Return the files of boards in a run's folder, by worker."""
+    return {int(file.name[7:]): file for file in sorted(path.glob("worker-*")) if file.name[7:].isdecimal()}
+
+
 def boards(path: Path) -> dict[int, Board]:
     """Return the boards in a run's folder, by worker."""
     found = {}
-    for file in path.glob("worker-*"):
-        if file.name[7:].isdecimal():
-            try:
-                found[int(file.name[7:])] = Board(file)
-            except (OSError, ValueError):  # just removed, or of another version
-                continue
-    return dict(sorted(found.items()))
-
-
-def write_listing(path: Path, listing: Mapping[str, Any]) -> None:
-    """Write the listing of a worker's program into a run's folder, atomically."""
-    file = path / f"{LISTING}-{listing['worker']}-{listing['microbatches']}"
-    file.with_suffix(".new").write_text(json.dumps(listing))
-    file.with_suffix(".new").replace(file)
-
-
-def remove_listings(path: Path, worker: int) -> None:
-    """Remove the listings of a worker's earlier pipeline."""
-    for file in path.glob(f"{LISTING}-{worker}-*"):
-        file.unlink(missing_ok=True)
-
-
-def files_of(path: Path, worker: int) -> list[Path]:
-    """Return the files of a worker in a run's folder: its board and listings."""
-    return [path / f"worker-{worker}", *path.glob(f"{LISTING}-{worker}-*")]
-
-
-def listings(path: Path, known: Container[tuple[int, int]] = ()) -> dict[tuple[int, int], dict[str, Any]]:
-    """Return the listings in a run's folder that are not `known`, by worker and number of microbatches."""
-    found = {}
-    for file in path.glob(f"{LISTING}-*"):
-        named = re.fullmatch(rf"{LISTING}-(\d+)-(\d+)", file.name)
-        key = (int(named[1]), int(named[2])) if named else None
-        if key is not None and key not in known:
-            try:
-                found[key] = json.loads(file.read_text())
-            except (OSError, ValueError):  # just removed
-                continue
+    for worker, file in sorted(board_files(path).items()):
+        with suppress(OSError, ValueError):  # just removed, or of another version
+            found[worker] = Board(file)
     return found
 
 

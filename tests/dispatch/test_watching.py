@@ -14,7 +14,7 @@ from processes import SMALL, TEXT
 
 from rpc_pipe.dispatch.view import View
 from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.board import MOST_SLOTS, Board
+from rpc_pipe.tracing.board import MOST_STEPS, Board
 from rpc_pipe.tracing.boards import RunBoards
 
 TRAIN = ["--workers", "2", *SMALL, *TEXT]
@@ -78,8 +78,7 @@ def until(happened):
 
 
 def until_step(folder, step):
-    board = Board(folder / "worker-0")
-    until(lambda: board.live().step >= step)
+    until(lambda: Board(folder / "worker-0").live().step >= step)  # a longer board replaces it
 
 
 def test_watchers_that_are_killed_or_stopped_change_nothing():
@@ -126,7 +125,7 @@ def test_a_run_is_found_shown_traced_recorded_and_replayed(tmp_path):
         trace = json.loads((tmp_path / "t.json").read_text())
         assert {e["args"]["step"] for e in trace["traceEvents"] if e["ph"] == "X"} == {first, first + 1, first + 2}
         assert trace["otherData"] == {"clock_error_ms": 0.0}
-        until_step(folder, MOST_SLOTS + 1)
+        until_step(folder, MOST_STEPS + 1)
         code, _, err = watch(name, "--trace", tmp_path / "t.json", "--steps", "0-1")
         assert code == 2 and "--steps 0-1: step 0 is over; the earliest still there is" in err
         recording = tmp_path / "run.jsonl"
