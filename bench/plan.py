@@ -27,7 +27,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from rpc_pipe.commands.topology import machines_of
-from rpc_pipe.planning.correcting import read_measured_run, spec_of
+from rpc_pipe.planning.correcting import MeasuredRun, spec_of
+from rpc_pipe.planning.json_fields import from_json_value
 from rpc_pipe.planning.profile import TIMED, from_json
 from rpc_pipe.planning.search import PlanRequest
 
@@ -134,7 +135,7 @@ def run(case: Case, folder: Path, options: argparse.Namespace) -> list[tuple[dic
 
 def off_by_stage(found: Mapping[str, Any], note: Path) -> str:
     """Return by how much each kind of action of each stage was predicted off what a run noted."""
-    ran = read_measured_run(json.loads(note.read_text()))
+    ran: MeasuredRun = from_json_value(MeasuredRun, json.loads(note.read_text()))
     profile = from_json(found["measured"], "measured")
     machines = machines_of("topology", profile.topology)
     chain = PlanRequest(profile, machines, found["batch"], (ran.plan.num_microbatches,)).chain(

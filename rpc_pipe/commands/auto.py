@@ -15,7 +15,8 @@ from typing import Any
 
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
-from ..planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms, read_measured_run
+from ..planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms
+from ..planning.json_fields import from_json_value, to_json_value
 from ..planning.plan import Plan, read_plan
 from ..planning.profile import as_json
 from ..planning.search import PlanRequest, search
@@ -87,7 +88,7 @@ class Auto:
 
     def _noted(self, plan: Plan) -> MeasuredRun | None:
         try:
-            ran = read_measured_run(read_json(self.note_path, str(self.note_path)))
+            ran: MeasuredRun = from_json_value(MeasuredRun, read_json(self.note_path, str(self.note_path)))
         except DAMAGED:
             return None
         if "slices" in plan.parameters:  # whose times are not those of microbatches
@@ -136,7 +137,7 @@ def note(trace: Trace, lost: LostTime) -> None:
     path = os.environ[NOTED_PLAN]
     ran = measured_run(read_plan(path), trace.spec, trace.cost(), trace.step_ms, lost.sentence)
     try:
-        write(_note_of(path), json.dumps(ran.as_json()))
+        write(_note_of(path), json.dumps(to_json_value(ran)))
     except OSError as error:
         link.tell(kind="text", text=f"what the run took cannot be noted for --plan auto: {error}")
 
@@ -146,7 +147,7 @@ def _note_of(path: str) -> str:
     try:
         note = str(read_json(Path(path), path)["note"])
         if Path(note).exists():
-            read_measured_run(read_json(Path(note), note))
+            from_json_value(MeasuredRun, read_json(Path(note), note))
     except DAMAGED:
         return ""
     return note if Path(note).name.startswith(_RAN) else ""  # a plan of others may not have any file written over

@@ -16,6 +16,7 @@ from ..planning.advice import Advice, binding_limits, changes_that_fit
 from ..planning.candidates import refuse_unknown
 from ..planning.compare import format_bytes
 from ..planning.correcting import weight_copies_of
+from ..planning.json_fields import to_json_value
 from ..planning.profile import Machines, Profile, as_json
 from ..planning.program_search import faster_program
 from ..planning.search import PlanRequest, PlanResult, default_microbatches, search
@@ -273,15 +274,7 @@ def _as_json(request: PlanRequest, result: PlanResult, advice: Sequence[Advice])
         "gap": result.gap,
         "proven": bool(result.plans) and result.gap <= 1e-9,
         "front": [plan.as_json() for plan in result.front],
-        "advice": [
-            {
-                "change": each.change,
-                "predicted_ms": each.predicted_ms,
-                "gain": each.gain,
-                "plan": each.plan.as_json(),
-            }
-            for each in advice
-        ],
+        "advice": to_json_value(advice),
         "not_faster_than_ms": result.left_out,
         "do_not_fit": result.unfit,
         "workers": request.machines.num_workers,

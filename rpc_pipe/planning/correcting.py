@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from statistics import median
-from typing import Any
 
 from ..dependency import B, F, I, Kind, R, Spec, U, W, worker_weight_copies
 from .candidates import Candidate
-from .json_fields import from_json_value, json_field, to_json_value
+from .json_fields import json_field
 from .listed_schedule import program_of
-from .plan import Plan, read_plan
+from .plan import Plan
 from .pricing import PricedSchedule
 from .profile import Chain, LayerCost, Machines, Profile
 from .search import PlanRequest
@@ -34,16 +33,6 @@ class MeasuredRun:
     stages: tuple[Mapping[Kind, float], ...] = field(metadata=json_field("stages_ms"))
     #: the largest loss of time, as the run's summary says it
     sentence: str = ""
-
-    def as_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {**to_json_value(self), "plan": self.plan.as_json()}
-
-
-def read_measured_run(content: Mapping[str, Any]) -> MeasuredRun:
-    """Return the run that `as_json` has written."""
-    found: MeasuredRun = from_json_value(MeasuredRun, {**content, "plan": read_plan(content["plan"])})
-    return found
 
 
 def measured_run(plan: Plan, spec: Spec, cost: Cost, step_ms: float, sentence: str) -> MeasuredRun:

@@ -100,7 +100,7 @@ def program_of(plan: Plan) -> type[Spec]:
         ConfigError: its lists are no valid program.
     """
     try:
-        rows = tuple(tuple(map(Action.parse, row)) for row in plan.program)
+        rows = tuple(tuple(map(Action.parse, row.split())) for row in plan.program)
     except ValueError as error:
         raise ConfigError(f"plan: program: {error}") from None
     if not plan.placement:

@@ -17,10 +17,10 @@ class Plan:
     """A schedule and a cut, with their predicted time and memory."""
 
     schedule: str
-    parameters: Mapping[str, Any]
+    parameters: Mapping[str, Any] = field(default_factory=dict)
     #: blocks of each stage
-    cut: tuple[int, ...]
-    num_microbatches: int
+    cut: tuple[int, ...] = ()
+    num_microbatches: int = 0
     #: stages that recompute their activations
     recompute: tuple[int, ...] = ()
     predicted_ms: float = 0
@@ -37,10 +37,16 @@ class Plan:
     #: the measured model's name and the bytes of each stage's weights, by which another model is noticed
     model: str = ""
     weights_by_stage: tuple[float, ...] = field(default=(), metadata=json_field("weights_by_stage_mb", 1e6))
-    #: of a searched program: actions by worker in order; workers by route and stage; routes by microbatch
-    program: tuple[tuple[str, ...], ...] = field(default=(), repr=False)
-    placement: tuple[tuple[int, ...], ...] = ()
-    routes: tuple[int, ...] = ()
+    #: of a searched program: workers by route and stage; routes by microbatch; by worker its actions in order, as text
+    placement: tuple[tuple[int, ...], ...] = field(default=(), metadata=json_field("placement", omitted=True))
+    routes: tuple[int, ...] = field(default=(), metadata=json_field("routes", omitted=True))
+    program: tuple[str, ...] = field(default=(), repr=False, metadata=json_field("program", omitted=True))
+
+    def __post_init__(self) -> None:
+        if min(self.cut, default=0) < 1:
+            raise ValueError("cut must list how many blocks each stage has")
+        if self.num_microbatches < 1:
+            raise ValueError("num_microbatches must be a whole number of at least 1")
 
     @property
     def name(self) -> str:
@@ -55,8 +61,7 @@ class Plan:
     def as_json(self) -> dict[str, Any]:
         """Return JSON values; memory in megabytes."""
         content: dict[str, Any] = to_json_value(self)
-        lists = {name: content.pop(name) for name in ("placement", "routes", "program")}
-        return content | ({**lists, "program": [" ".join(row) for row in self.program]} if self.program else {})
+        return content
 
 
 def with_recompute(parameters: Mapping[str, Any], stages: Sequence[int]) -> dict[str, Any]:
@@ -93,18 +98,9 @@ def read_plan(source: str | Path | Mapping[str, Any] | Plan) -> Plan:
     if isinstance(content, Mapping) and "plans" in content and not content["plans"]:
         raise ConfigError(f"{where}: holds no plan that fits; rpc-pipe plan says what would")
     try:
-        return _from_json(content["plans"][0] if "plans" in content else content)
+        found: Plan = from_json_value(Plan, content["plans"][0] if "plans" in content else content)
+        return found
     except DAMAGED as error:
         raise ConfigError(
             f"{where}: is no plan ({type(error).__name__}: {error}); it must have schedule, cut and num_microbatches"
         ) from None
-
-
-def _from_json(content: Mapping[str, Any]) -> Plan:
-    rows = [str(row).split() for row in content.get("program", ())]
-    plan: Plan = from_json_value(Plan, {"parameters": {}, **content, "program": rows})
-    if min(plan.cut, default=0) < 1:
-        raise ValueError("cut must list how many blocks each stage has")
-    if plan.num_microbatches < 1:
-        raise ValueError("num_microbatches must be a whole number of at least 1")
-    return plan

@@ -152,6 +152,6 @@ def _as_plan(spec: ListedSchedule, chain: Chain, machines: Machines, ends: Ends)
     except PipeError:
         return None
     program = spec.listed
-    rows = tuple(tuple(map(str, row)) for row in program.rows)
+    rows = tuple(" ".join(map(str, row)) for row in program.rows)
     lists: dict[str, Any] = {"program": rows, "placement": program.placement, "routes": program.routes}
     return PricedSchedule(spec, chain, machines).plan(SEARCHED, {}, ends, **lists)

@@ -9,8 +9,9 @@ from processes import rpc_pipe
 from rpc_pipe.commands.auto import Auto, let_note
 from rpc_pipe.commands.main import main
 from rpc_pipe.dependency import B, ConfigError, F, G, I, R, U, W
-from rpc_pipe.planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms, read_measured_run, spec_of
+from rpc_pipe.planning.correcting import MeasuredRun, corrected, measured_run, predicted_ms, spec_of
 from rpc_pipe.planning.footprint import Size
+from rpc_pipe.planning.json_fields import from_json_value, to_json_value
 from rpc_pipe.planning.measuring.joint_profile import around, with_moves
 from rpc_pipe.planning.measuring.merging import merged
 from rpc_pipe.planning.plan import Plan, read_plan
@@ -108,7 +109,7 @@ def test_replicas_compute_less_while_their_gradients_move():
 def test_what_was_noted_is_read_as_it_was_written():
     plan = Plan("1f1b", {}, (2, 2), 4, num_workers=2)
     noted = MeasuredRun(plan, 12.5, ({F: 1.0, B: 2.0}, {F: 1.5, B: 2.5}), "a slow link")
-    assert read_measured_run(json.loads(json.dumps(noted.as_json()))) == noted
+    assert from_json_value(MeasuredRun, json.loads(json.dumps(to_json_value(noted)))) == noted
 
 
 def test_a_plan_is_kept_until_a_run_shows_a_better_one(tmp_path):
@@ -117,10 +118,10 @@ def test_a_plan_is_kept_until_a_run_shows_a_better_one(tmp_path):
     assert auto.settle(asked, {})[1].startswith("planned: 1f1b, 4 microbatches, cut 2,2")
     assert "plan kept, as no run has been noted" in auto.settle(asked, {})[1]
     first = read_plan(auto.plan_path)
-    auto.note_path.write_text(json.dumps(ran(asked, first, asked.profile).as_json()))
+    auto.note_path.write_text(json.dumps(to_json_value(ran(asked, first, asked.profile))))
     assert "all stages took what was predicted" in auto.settle(asked, {})[1]
     assert not auto.note_path.exists()
-    auto.note_path.write_text(json.dumps(ran(asked, first, truth).as_json()))
+    auto.note_path.write_text(json.dumps(to_json_value(ran(asked, first, truth))))
     found, line = auto.settle(asked, {})
     assert "planned again: 1f1b" in line and "stage 1 took 2" in line and "the cut is uneven" in line
     assert read_plan(auto.plan_path).cut == (3, 1)
