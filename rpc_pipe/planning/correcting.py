@@ -14,13 +14,15 @@ from .json_fields import json_field
 from .listed_schedule import program_of
 from .plan import Plan
 from .pricing import PricedSchedule
-from .profile import Chain, LayerCost, Machines, Profile
+from .profile import Chain, Machines, Profile
 from .search import PlanRequest
 from .simulator import Cost
 
 #: relative difference between predicted and measured time up to which a stage is not corrected
 _TOLERANCE = 0.1
-_KINDS = (F, B, I, W, R, U)
+#: kinds that are corrected alike
+_GROUPS = (F, R), (B, I, W), (U,)
+_KINDS = [kind for group in _GROUPS for kind in group]
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,11 @@ def corrected(request: PlanRequest, ran: MeasuredRun) -> tuple[Profile, list[tup
         if abs(ratio - 1) <= _TOLERANCE:
             continue
         off.append((stage, ratio))
+        factors = _factors(chain, took, slow, ends[stage], ends[stage + 1])
         for costs in measured.values():
             for block in range(starts[stage], starts[stage + 1]):
-                costs[block] = _scaled(costs[block], chain, took, slow, ends[stage], ends[stage + 1])
+                times = {kind: ms * factors.get(kind, 1.0) for kind, ms in costs[block].times.items()}
+                costs[block] = replace(costs[block], times=times)
     return replace(profile, measured=measured), off
 
 
@@ -100,22 +104,13 @@ def _slowness(spec: Spec, machines: Machines, stage: int) -> float:
     return median(machines.slow(spec.place(stage, route)) for route in range(spec.num_routes))
 
 
-def _scaled(cost: LayerCost, chain: Chain, took: Mapping[Kind, float], slow: float, a: int, b: int) -> LayerCost:
-    """Return the corrected cost of a block; `took` are the measured times of its stage of blocks a to b - 1."""
+def _factors(chain: Chain, took: Mapping[Kind, float], slow: float, a: int, b: int) -> dict[Kind, float]:
+    """Return how many times longer blocks a to b - 1 take; `took` are the measured times of their stage."""
     factors = {}
-    if not a:  # the first stage, whose W is a whole backward
-        whole = took.get(B) or (took[W] - slow * (chain.per_stage[W] - chain.per_stage[B]) if W in took else 0)
-        took = {kind: ms for kind, ms in took.items() if kind not in (I, W, B)} | ({B: whole} if whole else {})
-    for kind, ms in took.items():
-        blocks = chain.blocks_time(kind, a, b) if kind in _KINDS else 0
-        if blocks:
-            factors[kind] = max(0.1, (ms / slow - chain.per_stage[kind]) / blocks)
-    if B in factors:  # I and W were not measured apart
-        factors = {I: factors[B], W: factors[B], **factors}
-    elif I in factors and W in factors:
-        whole = chain.blocks_time(I, a, b) + chain.blocks_time(W, a, b)
-        parts = factors[I] * chain.blocks_time(I, a, b) + factors[W] * chain.blocks_time(W, a, b)
-        factors[B] = parts / whole
-    if F in factors:
-        factors.setdefault(R, factors[F])
-    return replace(cost, times={kind: ms * factors.get(kind, 1.0) for kind, ms in cost.times.items()})
+    for group in _GROUPS:
+        kinds = [kind for kind in group if kind in took]
+        expected = sum(chain.time(kind, a, b) - chain.per_stage[kind] for kind in kinds)
+        measured = sum(took[kind] / slow - chain.per_stage[kind] for kind in kinds)
+        if expected:
+            factors.update(dict.fromkeys(group, max(0.1, measured / expected)))
+    return factors

@@ -77,6 +77,15 @@ def test_of_a_backward_in_two_parts_the_first_stage_has_noted_w_alone():
         assert cost.times == pytest.approx(true.times)
 
 
+def test_the_parts_of_a_backward_are_corrected_alike():
+    asked, plan = request(1, 1, 1, 1), Plan("zb-h1", {}, (2, 2), 4, num_workers=2)
+    noted = ran(asked, plan, asked.profile)
+    stages = (noted.stages[0], {**noted.stages[1], I: 5.1, W: 3.1})  # 2.1 each were predicted
+    found, off = corrected(asked, replace(noted, stages=stages))
+    assert [stage for stage, _ in off] == [1]
+    assert found.measured[1][2].times == pytest.approx({**asked.profile.measured[1][2].times, I: 2, W: 2, B: 4})
+
+
 def test_what_did_as_predicted_stays_as_it_was():
     asked = request(1, 2, 1, 2)
     plan = Plan("zb-h1", {}, (2, 2), 4, num_workers=2)
@@ -126,7 +135,7 @@ def test_a_plan_is_kept_until_a_run_shows_a_better_one(tmp_path):
     assert "planned again: 1f1b" in line and "stage 1 took 2" in line and "the cut is uneven" in line
     assert read_plan(auto.plan_path).cut == (3, 1)
     # The cached profile says what the run has shown.
-    assert from_json(json.loads(auto.profile_path.read_text()), "here") == found.profile
+    assert json.loads(auto.profile_path.read_text()) == as_json(found.profile)
     # Something else was typed: another plan.
     assert auto.settle(found, {"microbatches": [4]})[1].startswith("planned: ")
 
