@@ -23,6 +23,8 @@ Order = list[list[int]]
 class JobShop:
     """The problem: actions with durations and dependencies, and the memory of their workers.
 
+    To be minimised is the time of a step among others: each worker starts the next when its part of this one has ended.
+
     Args:
         spec: placement, routes and actions are taken from it; its order is ignored.
         time: duration of an action on its worker.
@@ -30,8 +32,6 @@ class JobShop:
         activations: by stage, bytes (or any unit) that a forward keeps for its backward.
         after_inputs: by stage, what is kept from I to W.
         budget: by worker, the most that may be kept at once.
-        repeated: minimise the time of a step among others, each worker starting the next when its part of this one
-            has ended; otherwise the makespan.
     """
 
     spec: Spec
@@ -40,7 +40,6 @@ class JobShop:
     activations: Sequence[float]
     after_inputs: Sequence[float]
     budget: Sequence[float]
-    repeated: bool = False
 
     def __post_init__(self) -> None:
         spec = self.spec
@@ -129,7 +128,7 @@ class JobShop:
                     there += delay[n]
                     if there > now:
                         now = there
-                if not i and self.repeated:
+                if not i:
                     most[worker] += now
                 now += duration[n]
                 if now > most[worker]:
@@ -145,8 +144,8 @@ class JobShop:
         )
 
     def start_of(self, row: Sequence[int], ends: Sequence[float]) -> float:
-        """Return when the time of a worker with this order begins to count."""
-        return ends[row[0]] - self.duration[row[0]] if self.repeated else 0.0
+        """Return when a worker with this order starts."""
+        return ends[row[0]] - self.duration[row[0]]
 
 
 @dataclass(frozen=True)
@@ -247,14 +246,13 @@ class _ListScheduler:
         return changed
 
 
-def improve(shop: JobShop, order: Order, keep_on: Callable[[], bool], goal: float = 0.0) -> tuple[float, Order]:
+def improve(shop: JobShop, order: Order, keep_on: Callable[[], bool]) -> tuple[float, Order]:
     """Return the best order found by local search from `order`, with its time.
 
     Moves that make the order up to 2 % longer than the best are accepted, so that it leaves local optima.
 
     Args:
         keep_on: asked before every move whether to go on.
-        goal: a lower bound of the time; the search ends when it is reached.
     """
     draw = random.Random(0)
     ran = shop.evaluate(order)
@@ -263,7 +261,7 @@ def improve(shop: JobShop, order: Order, keep_on: Callable[[], bool], goal: floa
     best, best_order = now, [list(row) for row in order]
     current = [list(row) for row in order]
     patience, since = 0.02, 0
-    while best > goal * (1 + 1e-12) and keep_on():
+    while keep_on():
         moved = _random_move(shop, current, ends, draw)
         since += 1
         if moved is None:

@@ -25,7 +25,7 @@ _BASES = 4
 _TRIES = 3
 
 
-def best_order(shop: JobShop, seeds: Sequence[Order], until: float, goal: float = 0.0) -> tuple[float, Order] | None:
+def best_order(shop: JobShop, seeds: Sequence[Order], until: float) -> tuple[float, Order] | None:
     """Return the best order found from `seeds` and list scheduling within the budget; None: none fits."""
     # At least half of the time is left for local search. Without any time left, the seeds are enough.
     begun = time.monotonic()
@@ -43,11 +43,9 @@ def best_order(shop: JobShop, seeds: Sequence[Order], until: float, goal: float 
     best: tuple[float, Order] | None = None
     starts = ran[:3]
     for number, (_, at) in enumerate(starts):
-        if best is not None and best[0] <= goal * (1 + 1e-12):
-            break
         left = until - time.monotonic()
         end = time.monotonic() + max(0.0, left / (len(starts) - number))
-        found = improve(shop, orders[at], lambda end=end: time.monotonic() < end, goal=goal)  # type: ignore[misc]
+        found = improve(shop, orders[at], lambda end=end: time.monotonic() < end)  # type: ignore[misc]
         if best is None or found[0] < best[0]:
             best = found
     return best
@@ -101,7 +99,6 @@ def _faster_program(request: PlanRequest, plan: Plan, spec: Spec, split: bool, u
             [max(size.activations, size.after_inputs) for size in sizes],
             [size.after_inputs for size in sizes],
             budget,
-            repeated=True,
         )
         found = best_order(shop, [shop.from_program(start.listed.rows)], until)
         if found is None:
