@@ -16,7 +16,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from ..dependency import ConfigError, refuse_below
-from ..model.batches.lazy_batch import FieldSelection, LazyBatch
+from ..model.batches.lazy_batch import FieldSelection, LazyBatch, OwnRows
 from ..workers.transport.payload import Tree
 from .bijection import Numbers
 from .order import Order
@@ -216,14 +216,14 @@ class Loader:
         """Count a batch."""
         self._position = share.after
 
-    def read(self, share: Share, wanted: Wanted) -> tuple[tuple[Tree, Tree], int, str]:
-        """Return what is wanted of a batch, how many ns it was waited for, and what for mostly."""
+    def read(self, share: Share, wanted: Wanted, own: OwnRows | None = None) -> tuple[tuple[Tree, Tree], int, str]:
+        """Return what is wanted of a batch or its `own` rows, how many ns it was waited for, and what for mostly."""
         if self._reader is None:
             sizes = self.room, self.ahead_bytes
             self._reader = Reader(self.source, self.order, self._shares, *sizes, self.timeout_s)
             self._end_reader = weakref.finalize(self, self._reader.close)
         try:
-            return self._reader.take(share.start, wanted)
+            return self._reader.take(share.start, wanted, own)
         except BaseException:
             self.close()  # what is under way for batches that nobody will take
             raise
@@ -277,11 +277,11 @@ class Batch(LazyBatch):
     def note(self, form: tuple[Tree, Tree], *, uniform: bool) -> None:
         self._loader.form = form, uniform
 
-    def read(self, inputs: FieldSelection, targets: FieldSelection) -> tuple[Tree, Tree]:
+    def read(self, inputs: FieldSelection, targets: FieldSelection, own: OwnRows | None = None) -> tuple[Tree, Tree]:
         if not inputs and not targets:
             self._loader.close()  # of what has been read before nothing is read ahead
             return None, None
-        found, self.waited_ns, self.waited_for = self._loader.read(self._share, Wanted(inputs, targets))
+        found, self.waited_ns, self.waited_for = self._loader.read(self._share, Wanted(inputs, targets), own)
         return found
 
     def look(self) -> tuple[Tree, Tree]:

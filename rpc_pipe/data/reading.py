@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..dependency import ConfigError, Stalled
+from ..model.batches.lazy_batch import OwnRows
 from ..workers.transport.payload import Tree, map_tensors, tensors_of
 from .bijection import Numbers
 from .order import Order, Segment
@@ -56,13 +57,16 @@ class Shares(NamedTuple):
         return Share(begin, end, start, start + rows)
 
 
-def _located(order: Order, shares: Shares, start: int) -> Iterator[list[tuple[Segment, list[Piece]]]]:
-    """Yield for one batch after the other, block by block, where its samples are found."""
+def _located(
+    order: Order, shares: Shares, start: int, own: OwnRows | None = None
+) -> Iterator[list[tuple[Segment, list[Piece]]]]:
+    """Yield for one batch after the other, block by block, where its samples are found, or those of its `own` rows."""
     share = shares.at(start)
     while share is not None:
         batches: list[Numbers] = []
         while share is not None and sum(map(len, batches)) < _LOCATED:
-            batches.append(np.arange(share.begin, share.end))
+            batch = np.arange(share.begin, share.end)
+            batches.append(batch if own is None else batch[own.of(len(batch))])
             share = shares.at(share.after)
         segments = list(order.locate(np.concatenate(batches)))
         blocks = np.repeat(np.arange(len(segments)), [len(each.numbers) for each in segments])
@@ -101,18 +105,19 @@ class Reader:
         epochs = None if shares.total is None else -(-shares.total // order.num_samples)
         self.residency = Residency(source, order, room, timeout_s, epochs)
         self._batches: Iterator[tuple[Tree, Tree]] = iter(())
-        #: what of the batches is wanted, and where the next that is taken begins
+        #: what of the batches is wanted, of which of their rows, and where the next that is taken begins
         self._wanted, self._next = Wanted(False, False), -1
+        self._own: OwnRows | None = None
 
-    def take(self, start: int, wanted: Wanted) -> tuple[tuple[Tree, Tree], int, Cause]:
-        """Return the batch that begins at `start`, how many ns it was waited for, and what for mostly.
+    def take(self, start: int, wanted: Wanted, own: OwnRows | None = None) -> tuple[tuple[Tree, Tree], int, Cause]:
+        """Return the batch that begins at `start` or its `own` rows, how many ns it was waited for, what for mostly.
 
         Raises:
             DataError: a shard cannot be read.
             Stalled: it takes too long.
         """
-        if start != self._next or wanted != self._wanted:
-            self._restart(start, wanted)
+        if (start, wanted, own) != (self._next, self._wanted, self._own):
+            self._restart(start, wanted, own)
         share, busy = self._shares.at(start), self._source.busy
         assert share is not None, "there is no such batch"
         is_ready = isinstance(self._batches, _Ahead) and self._batches.is_ready
@@ -126,7 +131,7 @@ class Reader:
         self._next = share.after
         return made, 0 if is_ready else time.perf_counter_ns() - begun, busy.worst(before)
 
-    def _restart(self, start: int, wanted: Wanted) -> None:
+    def _restart(self, start: int, wanted: Wanted, own: OwnRows | None) -> None:
         if not self._end():  # what the thread does yet would load chunks for batches that nobody asks for
             raise Stalled(
                 f"data {self._source.name}: has waited with a batch that nobody takes for {self._timeout_s:g} s; raise "
@@ -134,8 +139,8 @@ class Reader:
             )
         if self._source.loads_fields and not wanted.is_in(self.residency.wanted):
             self.residency.drop()  # chunks that were loaded without fields that are wanted
-        self._wanted = self.residency.wanted = wanted
-        batches = map(self._made, _located(self._order, self._shares, start))
+        self._wanted, self._own, self.residency.wanted = wanted, own, wanted
+        batches = map(self._made, _located(self._order, self._shares, start, own))
         # A shard that does not come is told by its name before.
         self._batches = batches if self._source.draws else _Ahead(batches, self._num_ahead, 2 * self._timeout_s)
 

@@ -181,3 +181,43 @@ def test_with_a_loss_function_the_last_worker_reads_targets(monkeypatch, loader,
     found = each_worker(monkeypatch, train)
     assert [losses for losses, _ in found] == [expected] * 3
     assert [reads for _, reads in found] == ([True, False, True] if readers == "users" else [True, False, False])
+
+
+class Marked:
+    """Samples that note which of them are read."""
+
+    def __init__(self):
+        self.read = set()
+
+    def __len__(self):
+        return 28
+
+    def __getitem__(self, index):
+        self.read.add(index)
+        return torch.full((4,), index % 50), torch.full((4,), index % 7)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_each_replica_reads_its_rows(monkeypatch, whole):
+    """Microbatch m is of replica m % 2; the last batch has fewer rows than a step has microbatches."""
+    torch.manual_seed(0)
+    model = Small()
+    layers = [partial(nn.Embedding, 50, 8), nn.Tanh, partial(nn.Linear, 8, 8), Last]
+
+    def train(worker, **options):
+        samples = Marked()
+        batches = Loader(dataset(samples), rows=12, epochs=1, shuffle=False)
+        given = copy.deepcopy(model) if whole else layers
+        optimizer = partial(torch.optim.SGD, lr=0.1)
+        with Pipeline(given, loss_fn, optimizer=optimizer, num_microbatches=5, replicas=2, **options) as pipe:
+            losses = [pipe.step(batch) for batch in batches]
+            batches.close()
+        return losses, samples.read
+
+    expected, _ = train(4, num_workers=4)
+    found = each_worker(monkeypatch, train, 4)
+    assert [losses for losses, _ in found] == [expected] * 4
+    looked_at = {*range(12), 14, 27} if whole else {0}  # the first batch, and samples whose forms are compared
+    first = {*range(3), 6, 7, 10, 11, *range(12, 15), 18, 19, 22, 23, 24, 26}
+    second = {*range(3, 6), 8, 9, *range(15, 18), 20, 21, 25, 27}
+    assert [read - looked_at for _, read in found] == [first - looked_at, second - looked_at] * 2

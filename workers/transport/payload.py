@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -250,6 +251,13 @@ def split_rows(tree: Tree, parts: int, rows: int | None = None) -> list[Tree]:
         return map_tensors(tree, lambda tensor: pieces[id(tensor)][i] if id(tensor) in pieces else tensor)
 
     return [piece(i) for i in range(parts)]
+
+
+def rows_of_parts(rows: int, parts: int) -> list[range]:
+    """Return which of so many rows each of the pieces has that `split_rows` makes."""
+    least, more = divmod(rows, parts)
+    begins = [number * least + min(number, more) for number in range(parts + 1)]
+    return [range(*each) for each in pairwise(begins)]
 
 
 def num_rows(tree: Tree) -> int:

@@ -27,7 +27,7 @@ from ..observe.trees import Path, at, leaves, replaced
 
 if TYPE_CHECKING:
     from ..replay.observed_stage import ObservedStage
-from .lazy_batch import FieldSelection, LazyBatch, form_of
+from .lazy_batch import FieldSelection, LazyBatch, OwnRows, form_of
 from .microbatches import Microbatches, Pair
 
 logger = logging.getLogger(__name__)
@@ -83,6 +83,8 @@ class BatchReader:
         self._reader, self._all = spec.place(0, 0), range(spec.num_workers)
         self._stages = {worker: {stage for stage, _ in spec.hosted(worker)} for worker in self._all}
         self._last = spec.last_stage
+        #: the rows that this worker reads, where other replicas read theirs
+        self._own = None if self._has_all or spec.num_routes == 1 else OwnRows(self._spec, self._me)
         #: paths of the fields that this worker's stages do not use, and its slices; empty until the model has been cut
         self._unused_here = _NOTHING
         self._slices: list[ObservedStage] = []
@@ -131,7 +133,8 @@ class BatchReader:
         if lazy is not None and lazy.scattered:
             reads = any(peer.worker == self._reader for peer in self._peers)  # what only one can read
             used = reads, reads
-        found = Microbatches.of(batch, microbatches, num_microbatches, number, used, pair)
+        own = None if lazy is None or lazy.scattered else self._own  # who reads for others reads all rows
+        found = Microbatches.of(batch, microbatches, num_microbatches, number, used, pair, own)
         if lazy is None or not lazy.scattered or self._has_all:
             return found
         targets = None if pair is not None else found.targets
@@ -173,8 +176,9 @@ class BatchReader:
         unused = {worker: (known & less if batch.uniform else _NOTHING) for worker, less in self._unused.items()}
         owners, readers = _owners(batch.form), self._readers(batch)
         wanted = {owners[id(leaf)] for worker in readers for leaf in self._used(worker, form, unused)}
-        read = _read(batch, wanted)
-        found = Microbatches.read(batch, pair(read), parts, form=read if batch.uniform else None)
+        rows = self._own if self._slices and not batch.scattered else None  # the model may be cut with the first
+        read = _read(batch, wanted, rows)
+        found = Microbatches.read(batch, pair(read), parts, read if batch.uniform else None, rows)
         mine, whole = unused.get(self._me, _NOTHING), None
         if not batch.scattered or self._me == self._reader:
             whole = self._rereading(batch, pair, parts)
@@ -273,16 +277,17 @@ def _owners(form: tuple[Tree, Tree]) -> dict[int, _Field]:
     return found
 
 
-def _read(batch: LazyBatch, wanted: Collection[_Field]) -> tuple[Tree, Tree]:
-    """Read fields of a batch; the others are meta tensors."""
+def _read(batch: LazyBatch, wanted: Collection[_Field], own: OwnRows | None) -> tuple[Tree, Tree]:
+    """Read fields of a batch, or of its `own` rows; the others are meta tensors."""
     assert batch.form is not None
     some: list[FieldSelection] = []
     for side, tree in enumerate(batch.form):
         keys = frozenset(key for number, key in wanted if number == side and key is not None)
         has_all = keys >= tree.keys() if isinstance(tree, dict) else (side, None) in wanted
         some.append(has_all or (keys if keys else False))
-    read = zip(batch.form, some, batch.read(*some), strict=True)
-    inputs, targets = (_filled(*each, batch.rows) for each in read)
+    read = zip(batch.form, some, batch.read(some[0], some[1], own), strict=True)
+    rows = batch.rows if own is None else len(own.of(batch.rows))
+    inputs, targets = (_filled(*each, rows) for each in read)
     return inputs, targets
 
 

@@ -2,10 +2,31 @@
 
 from __future__ import annotations
 
-from ...workers.transport.payload import Tree, map_tensors
+from typing import NamedTuple
+
+from ...dependency import Spec
+from ...workers.transport.payload import Tree, map_tensors, rows_of_parts
+from ...workers.transport.scatter import run_by
 
 #: the part of inputs, or of targets, to read: all, none, or these fields of a dict
 FieldSelection = bool | frozenset[str]
+
+
+class OwnRows(NamedTuple):
+    """The rows of a batch that a worker runs, where other replicas run the others."""
+
+    spec: Spec
+    worker: int
+
+    def microbatches(self, rows: int) -> list[int]:
+        """Return its microbatches of a batch of so many rows; if there are none the first, for its form."""
+        every = list(range(min(self.spec.num_microbatches, rows)))
+        return [number for number in run_by(self.spec, self.worker, every) if number is not None] or [0]
+
+    def of(self, rows: int) -> list[int]:
+        """Return the rows of these microbatches."""
+        parts = rows_of_parts(rows, min(self.spec.num_microbatches, rows))
+        return [row for number in self.microbatches(rows) for row in parts[number]]
 
 
 class LazyBatch:
@@ -21,8 +42,8 @@ class LazyBatch:
     waited_ns: int = 0
     waited_for: str = ""
 
-    def read(self, inputs: FieldSelection, targets: FieldSelection) -> tuple[Tree, Tree]:
-        """Return (inputs, targets) as far as they are selected; None for what is not."""
+    def read(self, inputs: FieldSelection, targets: FieldSelection, own: OwnRows | None = None) -> tuple[Tree, Tree]:
+        """Return (inputs, targets) as far as they are selected, only their `own` rows; None for what is not."""
         raise NotImplementedError
 
     def look(self) -> tuple[Tree, Tree]:
