@@ -6,8 +6,7 @@ draws masks of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -22,37 +21,22 @@ from ..workers.transport.payload import tensors_of
 _DROPOUTS = nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout
 
 
-class BySlices:
-    """The comparison of a pipeline that trains on `slices`.
-
-    Attributes:
-        because: why its numbers may differ by rounding.
-        precision: of the coarsest floats that the reference has computed in.
-    """
-
-    def __init__(self, slices: str) -> None:
-        self.because = f"each sequence is computed in slices ({slices}), and what is summed over tokens slice by slice"
-        self.precision = 0.0
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Return a context that looks at the floats in which the reference computes."""
-        with _Floats() as floats:
-            yield
-        self.precision = max(torch.finfo(dtype).eps for dtype in floats.seen)
-
-
-class _Floats(OperatorMode):
-    """Sees the types of floats that operators give, such as those of norms that compute in float32."""
+class Floats(OperatorMode):
+    """Sees the types of floats that the reference computes in, such as those of norms in float32."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: set[torch.dtype] = set()
+        self._seen: set[torch.dtype] = set()
+
+    @property
+    def precision(self) -> float:
+        """Of the coarsest of them."""
+        return max(torch.finfo(dtype).eps for dtype in self._seen)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         given = result if isinstance(result, (Tensor, tuple, list)) else ()
-        self.seen |= {tensor.dtype for tensor in tensors_of(given) if tensor.is_floating_point() and tensor.dim()}
+        self._seen |= {tensor.dtype for tensor in tensors_of(given) if tensor.is_floating_point() and tensor.dim()}
         return result
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,12 +19,10 @@ from ..workers.actor import WorkerActor
 from ..workers.compute.randomness import Randomness, seed_process
 from ..workers.transport.payload import Tree
 from .built_in import built_in
+from .by_slices import Floats, without_dropout
 from .options import BUILT_IN, VerifyOptions
 from .reference import Reference, Replica, give
-from .verdict import Compared, summed_by_stages, tell
-
-if TYPE_CHECKING:
-    from .by_slices import BySlices
+from .verdict import Compared, summed_by_slices, summed_by_stages, tell
 
 _built_in_optimizer = partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
 # Linear in the gradients, so that rounding stays rounding; the momentum shows the gradients themselves.
@@ -34,7 +32,6 @@ _optimizer = partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
 def prove(options: VerifyOptions) -> None:
     """Runs in every worker (or once, over the in-process transport): train, compare, tell the verdict."""
     torch.set_num_threads(options.threads)
-    sliced = None if options.slices is None else _by_slices(options.slices)
     ours = options.model in BUILT_IN
     made, batches = _load(options)
     mine = [mapped(batch, torch.clone) for batch in batches]
@@ -57,9 +54,9 @@ def prove(options: VerifyOptions) -> None:
     )
     if initial is not None and state is not None and kept is not None and copies is not None:
         reference = _reference(options, pipe, optimizer, initial)
-        with nullcontext() if sliced is None else sliced.watching():
+        with nullcontext() if options.slices is None else Floats() as floats:
             expected_losses = list(reference.train(mine))
-        compared = Compared(0.0 if sliced is None else sliced.precision)
+        compared = Compared(0.0 if floats is None else floats.precision)
         compared.numbers("loss", losses, expected_losses)
         compared.numbers("norm", norms, reference.norms)
         compared.tensors(state, reference.state_dict())
@@ -68,8 +65,9 @@ def prove(options: VerifyOptions) -> None:
             expected = reference.state_dict(route)
             compared.tensors(tensors, {name: expected[name] for name in tensors}, f" on route {route}")
         about = {**cut, "blocks": len(pipe.partition.block_names), "split": [len(r) for r in pipe.partition.ranges]}
-        because = summed_by_stages(list(pipe.partition.shared)) if sliced is None else sliced.because
-        tell(compared, options, rows_of(mine[0]), losses, exactly=ours and sliced is None, because=because, more=about)
+        slices = options.slices
+        because = summed_by_stages(list(pipe.partition.shared)) if slices is None else summed_by_slices(slices)
+        tell(compared, options, rows_of(mine[0]), losses, exactly=ours and not slices, because=because, more=about)
     pipe.barrier()
 
 
@@ -84,10 +82,7 @@ def _load(options: VerifyOptions) -> tuple[UserModel, list[Tree]]:
     """Return the model, made anew, and the batches of all steps."""
     if options.model not in BUILT_IN:
         made = seeded(options.model, options.seed)
-        if options.slices is not None:
-            from .by_slices import without_dropout
-
-            made = without_dropout(made)
+        made = made if options.slices is None else without_dropout(made)
         return made, [made.batch] * options.steps
     # The number of stages is needed for the size of the model, before there is a pipeline.
     spec = options.spec(num_layers=10**9) if options.split is None else options.spec(sum(options.split))
@@ -111,12 +106,6 @@ def _reference(options: VerifyOptions, pipe: Pipeline, optimizer: Any, initial: 
     return Reference(
         pipe.spec.unsliced(), replicas, pipe.partition, optimizer, randomness, max_grad_norm=options.max_grad_norm
     )
-
-
-def _by_slices(slices: str) -> BySlices:
-    from .by_slices import BySlices
-
-    return BySlices(slices)
 
 
 def _whole(made: UserModel, options: VerifyOptions) -> nn.Module:

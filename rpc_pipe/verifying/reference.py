@@ -50,7 +50,6 @@ class _Stage:
         self.places = places_of(module.modules(), {parameter: n for n, parameter in enumerate(self.own)})
         self.num_updates = self.newest = 0
         self.versions: dict[int, list[Tensor]] = {}
-        self.grads: dict[int, dict[int, Grads]] = {}  # update -> microbatch -> gradients
 
     def note(self) -> None:
         """Keep the newest version."""
@@ -89,6 +88,8 @@ class _Step:
     begin: int
     pieces: Microbatches
     scales: Sequence[float]
+    #: whether an update of all stages takes the whole step, so that it is divided by its weight and clipped at once
+    is_one: bool
     #: (loss or its sum, weight) by microbatch
     parts: list[tuple[float, float]] = field(default_factory=list)
     summed: bool = False
@@ -131,6 +132,8 @@ class Reference:
         #: norms of the gradients before clipping, by step, where a step has one
         self.norms: list[float] = []
         self._orders: dict[int, list[list[list[int]]]] = {}
+        #: (stage, first microbatch of an update) -> microbatch -> gradients that the update will take
+        self._given: dict[tuple[int, int], dict[int, Grads]] = {}
         self.num_steps = 0
 
     @classmethod
@@ -164,9 +167,10 @@ class Reference:
                     stage.newest, stage.versions = 0, {}
                     stage.note()
             scales = pieces.shares if spec.synchronous else update_shares(spec, pieces.shares)
-            step = _Step(0 if spec.synchronous else begin, pieces, scales)
+            is_one = spec.synchronous or takes_steps(spec)
+            step = _Step(0 if spec.synchronous else begin, pieces, scales, is_one)
             with preserved(self._randomness.device):
-                (self._step if spec.synchronous else self._overlapping)(spec, step)
+                self._step(spec, step)
             begin, self.num_steps = begin + count, self.num_steps + 1
             total = sum(loss for loss, _ in step.parts)
             yield total / sum(weight for _, weight in step.parts) if step.summed else total
@@ -244,52 +248,44 @@ class Reference:
         return grads
 
     def _step(self, spec: Spec, step: _Step) -> None:
-        """Train on a batch; every update takes what all routes have given."""
-        grads = [self._forth_and_back(spec, step, m) for m in range(spec.num_microbatches)]
-        weight = step.weight(range(len(grads)))
-        for number, orders in enumerate(self._summing(spec)):
-            for n in range(len(self.replicas[0].stages[number].own)):
-                total = add_up(add_up(grads[m][number][n] for m in order) for order in orders)
-                if total is not None and weight != 1:
-                    total = total.div_(weight)
-                for replica in self.replicas:
-                    replica.stages[number].own[n].grad = None if total is None else total.clone()
-        for route, replica in enumerate(self.replicas):
-            self._clip(replica.stages, note=route == 0)
-            for number in range(spec.num_stages):
-                self._update(number, route)
+        """Train on a batch; an update comes as soon as its microbatches have been there and back.
 
-    def _overlapping(self, spec: Spec, step: _Step) -> None:
-        """Train on a batch; an update comes as soon as its microbatches have been there and back."""
+        That of a synchronous step is one for all routes, whatever these have given.
+        """
         for m in range(step.begin, step.begin + spec.num_microbatches):
-            stages, ready = self.replicas[spec.route(m)].stages, []
+            routes = range(spec.num_routes) if spec.synchronous else [spec.route(m)]
+            ready = []
             for number, grads in enumerate(self._forth_and_back(spec, step, m)):
                 update = update_of(spec, number, m)
-                of_update = stages[number].grads.setdefault(update.index, {})
+                takes = range(spec.num_microbatches) if spec.synchronous else microbatches_of(spec, update)
+                of_update = self._given.setdefault((number, takes[0]), {})
                 of_update[m] = grads
-                if len(of_update) == len(microbatches_of(spec, update)):
+                if len(of_update) == len(takes):
                     ready.append(number)
-            # What is clipped together is of one update of all stages, and complete with the same microbatch.
-            for number in ready:
-                self._take(spec, step, number, m)
-            together = [stages[number] for number in ready]
-            for some in [together] if takes_steps(spec) else [[stage] for stage in together]:
-                self._clip(some, note=takes_steps(spec))
-            for number in ready:
-                self._update(number, spec.route(m))
-        for route in range(min(spec.num_microbatches, spec.num_routes), spec.num_routes):  # without microbatches
-            for number in range(spec.num_stages):
-                self._update(number, route)
+                    self._take(step, self._summing(spec)[number], number, routes, self._given.pop((number, takes[0])))
+            for route in routes:
+                stages = [self.replicas[route].stages[number] for number in ready]
+                for some in [stages] if step.is_one else [[stage] for stage in stages]:
+                    self._clip(some, note=step.is_one and route == routes[0])
+                for number in ready:
+                    self._update(number, route)
+        if not spec.synchronous:
+            for route in range(min(spec.num_microbatches, spec.num_routes), spec.num_routes):  # without microbatches
+                for number in range(spec.num_stages):
+                    self._update(number, route)
 
-    def _take(self, spec: Spec, step: _Step, number: int, m: int) -> None:
-        """Give a stage's parameters the sum of the gradients of the update that takes microbatch `m`."""
-        stage = self.replicas[spec.route(m)].stages[number]
-        grads = stage.grads.pop(update_of(spec, number, m).index)
-        order = [step.begin + i for of_route in self._summing(spec)[number] for i in of_route]
-        weight = step.weight(grads) if takes_steps(spec) else 1.0
-        for n, parameter in enumerate(stage.own):
-            total = add_up(grads[i][n] for i in order if i in grads)
-            parameter.grad = total if total is None or weight == 1 else total.div_(weight)
+    def _take(
+        self, step: _Step, summing: Sequence[Sequence[int]], number: int, routes: Sequence[int], grads: dict[int, Grads]
+    ) -> None:
+        """Give a stage's parameters on some routes the sum of an update's gradients, in the order of the schedule."""
+        orders = [[step.begin + i for i in order if step.begin + i in grads] for order in summing]
+        weight = step.weight(grads) if step.is_one else 1.0
+        for n in range(len(self.replicas[0].stages[number].own)):
+            total = add_up(add_up(grads[m][n] for m in order) for order in orders)
+            if total is not None and weight != 1:
+                total = total.div_(weight)
+            for route in routes:
+                self.replicas[route].stages[number].own[n].grad = None if total is None else total.clone()
 
     def _clip(self, stages: Sequence[_Stage], *, note: bool) -> None:
         if self._max_norm is not None and stages:

@@ -142,6 +142,11 @@ def tell(
     link.tell(kind="result", text=text, json=report, exit_code=int(verdict == "different"))
 
 
+def summed_by_slices(slices: str) -> str:
+    """Return why numbers of a pipeline that trains on slices of sequences may differ by rounding."""
+    return f"each sequence is computed in slices ({slices}), and what is summed over tokens slice by slice"
+
+
 def summed_by_stages(names: Sequence[str]) -> str:
     """Return why gradients of parameters that several stages use may differ by rounding."""
     named = ", ".join(names[:2]) + f" and {len(names) - 2} more" * (len(names) > 2)
