@@ -87,7 +87,7 @@ def observe(
     if not all(tensor.is_cpu for tensor in tensors((args, kwargs))):  # placeholders of weights are on the CPU
         args, kwargs = mapped((args, kwargs), torch.Tensor.cpu)
     if blocks is not None:
-        skeleton.choose(named_blocks(skeleton.module, [blocks] if isinstance(blocks, str) else blocks))
+        skeleton.blocks = named_blocks(skeleton.module, [blocks] if isinstance(blocks, str) else blocks)
         observation = observe_forward(skeleton, args, kwargs)
     else:
         observation = find_blocks(skeleton, args, kwargs, at_least)
@@ -193,7 +193,7 @@ class ObservedModel:
         with uncollected():
             skeleton = Skeleton(self._model, device, theirs)
         _without_caches(skeleton.module, theirs)
-        skeleton.choose([skeleton.module.get_submodule(path) for path in self._block_paths])
+        skeleton.blocks = [skeleton.module.get_submodule(path) for path in self._block_paths]
         skeleton.marked = self._skeleton.marked
         own = {}
         change = rebinding(dict(zip(self._model.modules(), skeleton.module.modules(), strict=True)))

@@ -9,7 +9,6 @@ import torch
 
 from ..dependency import ConfigError
 from ..launching import launcher_link as link
-from ..model.call_form import CallForm
 from ..model.observed_model import BlockCall, Crossing, ObservedModel, observe
 from ..model.partition import LayerPartition
 from ..model.user_model import UserModel
@@ -25,7 +24,7 @@ def list_blocks(options: VerifyOptions) -> None:
     if made.is_layers:
         _list_layers(made, options)
         return
-    (args, kwargs), _ = CallForm(made.model, made.loss_fn).pair(made.batch)  # type: ignore[arg-type]
+    args, kwargs = made.call(made.batch)
     observed = observe(made.model, args, kwargs, blocks=options.blocks, at_least=options.workers)  # type: ignore[arg-type]
     cuts = [_payload(observed, after) for after in range(1, observed.num_blocks)]
     title = f"{type(made.model).__name__}: {observed.num_blocks} calls of blocks; behind each, what a cut there passes"

@@ -54,7 +54,7 @@ def find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, An
         raise ModelError(f"model {type(skeleton.module).__name__}: has no parts to cut between")
     while candidates != chosen and set(candidates) not in tried:
         tried.append(set(candidates))
-        skeleton.choose(list(dict.fromkeys(candidates)))
+        skeleton.blocks = list(dict.fromkeys(candidates))
         try:
             finer = observe_forward(skeleton, args, kwargs)
         except ConfigError:
@@ -72,7 +72,7 @@ def find_blocks(skeleton: Skeleton, args: Sequence[Any], kwargs: Mapping[str, An
         chosen = list(dict.fromkeys(event.module for event in observation.calls if event.module is not None))
         candidates = _finer(skeleton.module, chosen, len(observation.calls), at_least)
     assert observation is not None
-    skeleton.choose(chosen)
+    skeleton.blocks = chosen
     if len(observation.calls) < at_least:  # calls of pipe_split() may be further places to cut
         skeleton.marked = True
         marked = observe_forward(skeleton, args, kwargs)

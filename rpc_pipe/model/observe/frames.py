@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
@@ -22,12 +23,18 @@ def is_of_model(filename: str) -> bool:
     return not filename.startswith(_NOT_OF_MODEL)
 
 
+def _frames() -> Iterator[FrameType]:
+    """Yield the running frames, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def caller() -> str:
     """Return the file and line of the model that runs now."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and not is_of_model(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    found = next(frame for frame in _frames() if is_of_model(frame.f_code.co_filename) or frame.f_back is None)
+    return f"{Path(found.f_code.co_filename).name}:{found.f_lineno}"
 
 
 def in_function() -> bool:
@@ -36,10 +43,7 @@ def in_function() -> bool:
     for function in functions:
         functions += function.__subclasses__()
     forwards = _forwards(tuple(functions))
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in forwards:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code in forwards for frame in _frames())
 
 
 @lru_cache(maxsize=1)
@@ -51,13 +55,5 @@ def _forwards(functions: tuple[type, ...]) -> frozenset[CodeType]:
 
 def checkpoint_frame() -> FrameType | None:
     """Return the frame of the outermost running call of `torch.utils.checkpoint.checkpoint`; None: there is none."""
-    found = _innermost(_CHECKPOINT, sys._getframe(1))
-    while found is not None and (outer := _innermost(_CHECKPOINT, found.f_back)) is not None:
-        found = outer
-    return found
-
-
-def _innermost(code: CodeType, frame: FrameType | None) -> FrameType | None:
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame
+    calls = [frame for frame in _frames() if frame.f_code is _CHECKPOINT]
+    return calls[-1] if calls else None

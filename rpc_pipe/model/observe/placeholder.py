@@ -123,28 +123,34 @@ def on_shapes(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             return made
     wrapped: dict[int, Placeholder] = {}
 
-    def inner(value: Any) -> Any:
-        if isinstance(value, Placeholder):
-            wrapped[id(value.fake)] = value
-            return value.fake
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(inner, value))
-        return value
+    def inner(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, Placeholder):
+            return tensor
+        wrapped[id(tensor.fake)] = tensor
+        return tensor.fake
 
-    def outer(value: Any) -> Any:
-        if isinstance(value, FakeTensor):
-            same = wrapped.get(id(value))
-            if same is None:
-                return Placeholder(value, value.device, next(iter(wrapped.values())).factory)
-            if same.shape != value.shape or same.stride() != value.stride():  # as transpose_() does
-                with _unobserved():
-                    same.data = Placeholder(value, value.device, same.factory)
-            return same
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(outer, value))
-        return value
+    def outer(tensor: Tensor) -> Tensor:
+        same = wrapped.get(id(tensor))
+        if not isinstance(tensor, FakeTensor):
+            return tensor
+        if same is None:
+            return Placeholder(tensor, tensor.device, next(iter(wrapped.values())).factory)
+        if same.shape != tensor.shape or same.stride() != tensor.stride():  # as transpose_() does
+            with _unobserved():
+                same.data = Placeholder(tensor, tensor.device, same.factory)
+        return same
 
-    return outer(func(*map(inner, args), **{name: inner(value) for name, value in kwargs.items()}))
+    args, kwargs = _each(args, inner), {name: _each(value, inner) for name, value in kwargs.items()}
+    return _each(func(*args, **kwargs), outer)
+
+
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return an operator's argument, or its result, with other tensors."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_each(child, change) for child in value])
+    return value
 
 
 class _OtherKindError(Exception):
@@ -157,32 +163,23 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     known: dict[int, Placeholder] = {}
     others: list[Tensor] = []
 
-    def inner(value: Any) -> Any:
-        if isinstance(value, Placeholder):
-            meta = value.meta
-            known[id(meta)] = value
-            return meta
-        if isinstance(value, Tensor):
-            if not takes_data or type(value) not in (Tensor, nn.Parameter) or value.layout is not torch.strided:
-                raise _OtherKindError
-            others.append(value)
-            return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(inner, value))
-        return value
+    def inner(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, Placeholder):
+            known[id(tensor.meta)] = tensor
+            return tensor.meta
+        if not takes_data or type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
+            raise _OtherKindError
+        others.append(tensor)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
-    def outer(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            same = known.get(id(value))
-            return Placeholder(value, like.device, like.factory) if same is None else same
-        if isinstance(value, (tuple, list)):
-            return type(value)(map(outer, value))
-        return value
+    def outer(tensor: Tensor) -> Tensor:
+        same = known.get(id(tensor))
+        return Placeholder(tensor, like.device, like.factory) if same is None else same
 
     if kwargs.get("device") is not None or kwargs.get("pin_memory"):
         return NotImplemented
     try:
-        args, kwargs = [inner(value) for value in args], {name: inner(value) for name, value in kwargs.items()}
+        args, kwargs = _each(args, inner), {name: _each(value, inner) for name, value in kwargs.items()}
         if not known:
             return NotImplemented
         like = next(iter(known.values()))
@@ -190,7 +187,7 @@ def _on_meta(func: Any, args: Any, kwargs: Any) -> Any:
             return NotImplemented
         if func is _CONVOLUTION and not all(tensor.is_contiguous() for tensor in args[:2]):
             return NotImplemented  # its memory format depends on the device
-        return outer(func(*args, **kwargs))
+        return _each(func(*args, **kwargs), outer)
     except (_OtherKindError, NotImplementedError):
         return NotImplemented
 

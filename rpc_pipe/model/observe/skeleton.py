@@ -63,6 +63,7 @@ class Skeleton:
         self._names = {id(module): name for name, module in modules}
         self._note_places(modules)
         self._fakes = {name: memo.get(id(parameter), parameter) for name, parameter in self.parameters.items()}
+        #: the modules that report their calls to the running forward
         self.blocks: list[nn.Module] = []
         #: the block of calls of torch's `pipe_split()`, which count as calls of an empty block if `marked`
         self.mark = nn.Identity()
@@ -188,10 +189,6 @@ class Skeleton:
     def replaced_buffers(self) -> list[tuple[nn.Module, str]]:
         """Return the buffers that the forward in `with_placeholders` has replaced."""
         return [(module, name) for module, name, copy in self._buffer_copies if module._buffers.get(name) is not copy]
-
-    def choose(self, blocks: Sequence[nn.Module]) -> None:
-        """Choose the modules that report their calls to the running forward."""
-        self.blocks = list(blocks)
 
     @contextmanager
     def reporting(self, run: RunningForward) -> Iterator[None]:

@@ -125,13 +125,6 @@ class ObservedStage:
             f"does, or let readers be users"
         )
 
-    def _python_state_before(self, script: Script) -> Any:
-        """Return the states of the generators that are not torch's, if a forward is to be looked at for draws."""
-        if script.draws_in_python or not self._draw_looks:
-            return None
-        self._draw_looks -= 1
-        return python_state()
-
     def run(
         self, payload: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], seed: Seed | None = None
     ) -> Any:
@@ -170,7 +163,9 @@ class ObservedStage:
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             before = self.writes.before(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
             first = None if script.is_settled else Attributes(self.modules)
-            drawn = self._python_state_before(script)
+            looks = self._draw_looks > 0 and not script.draws_in_python
+            self._draw_looks -= looks
+            drawn = python_state() if looks else None
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
             except (Diverged, FieldNeeded) as diverged:
