@@ -19,7 +19,6 @@ from torch import nn
 from ..dependency import ModelError
 from ..system.garbage import uncollected
 from .assign.assignment import Assignment, Owners
-from .assign.unused_fields import unused_fields
 from .deferred import DeferredModel
 from .observe.blocks import find_blocks, named_blocks, num_bytes
 from .observe.observation import Observation
@@ -162,8 +161,7 @@ class ObservedModel:
 
     def unused(self, cut: Sequence[range]) -> list[frozenset[Path]]:
         """Return, by stage, the paths in (args, kwargs) of the fields whose data it did not use."""
-        assignment = self._assigned(cut)
-        return [unused_fields(self._observation, assignment, stage) for stage in range(len(cut))]
+        return [self._assigned(cut).unused_fields(stage) for stage in range(len(cut))]
 
     def build(
         self,

@@ -151,8 +151,7 @@ class ObservedPartition:
         if isinstance(self._source, nn.Module):
             self.module_copies.add(self._source, made.module, runs=False, used=set(made.own))
             if route == 0:
-                buffers = self._observed.own_buffers(stage, self.ranges)
-                self.module_copies.mirror(self._source, made.module, buffers, made.writes)
+                self.module_copies.mirror(self._source, made.module, made.buffers, made.writes)
         return made
 
     @property

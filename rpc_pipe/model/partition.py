@@ -82,18 +82,16 @@ class LayerPartition:
         if isinstance(model, nn.Sequential):
             self.module_copies.watch(model)
         self._num_stages = num_stages
-        self._is_list = isinstance(model, (nn.Sequential, Sequence))
-        if isinstance(model, (nn.Sequential, Sequence)):
-            self.num_layers: int = len(model)
-        else:
-            self.num_layers = getattr(model, "num_layers", num_stages)
-        self._counted = self._is_list or hasattr(model, "num_layers")
+        layers = list(model) if isinstance(model, (nn.Sequential, Sequence)) else []
+        is_list = isinstance(model, (nn.Sequential, Sequence))
+        self.num_layers: int = len(layers) if is_list else getattr(model, "num_layers", num_stages)
+        self._counted = is_list or hasattr(model, "num_layers")
         self.ranges = cut(self.num_layers, num_stages, split)
-        self._ties = Ties(list(model), self.ranges) if isinstance(model, (nn.Sequential, Sequence)) else Ties((), ())
+        self._ties = Ties(layers, self.ranges if is_list else ())
         #: parameters that several stages hold -> those stages
         self.shared = self._ties.shared
         self.block_names = [str(layer) for layer in range(self.num_layers)]
-        self._holders = shared_holders(list(model), self.ranges, loss_fn) if self._is_list else [[]] * num_stages  # type: ignore[arg-type]
+        self._holders = shared_holders(layers, self.ranges, loss_fn) if is_list else [[]] * num_stages
 
     def slice(self, stage: int, randomness: Randomness, route: int = 0) -> Slice:
         """Return a stage's slice of the model, on the device of `randomness`. Arguments as of `build`."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ...dependency import Spec
+from ...workers.actor import WorkerActor
 from ...workers.compute.shard import Shard
 from ...workers.compute.slices import PartialFields
 from ...workers.transport.payload import Tree, map_tensors, split_rows, tensors_of
@@ -35,15 +36,6 @@ logger = logging.getLogger(__name__)
 #: inputs (0) or targets (1), and the key where they are a dict
 _Field = tuple[int, str | None]
 _NOTHING: frozenset[Path] = frozenset()
-
-
-class Peer(Protocol):
-    """A worker, as far as it exchanges values with others."""
-
-    worker: int
-
-    def hand(self, name: str, value: Tree, senders: Collection[int], takers: Collection[int]) -> list[Tree] | None:
-        """Return, on `takers`, the `value`s of `senders`. All workers must call it."""
 
 
 class Partition(Protocol):
@@ -69,7 +61,7 @@ class BatchReader:
         partition: of the model.
     """
 
-    def __init__(self, spec: Spec, peers: Sequence[Peer], partition: Partition) -> None:
+    def __init__(self, spec: Spec, peers: Sequence[WorkerActor], partition: Partition) -> None:
         self._sequences = None
         if len(spec.slice_sizes) > 1:
             from .sequences import Sequences  # few jobs cut them

@@ -60,11 +60,10 @@ class ObservedStage:
         buffers: set[str],
     ) -> None:
         self.module = skeleton.module
-        self.index, self.first = index, cut[index].start
+        self.index, self.first, self.buffers = index, cut[index].start, buffers
         self._names = [name for name, tensor in skeleton.parameters.items() if not isinstance(tensor, Placeholder)]
         held = ((name, owners.get(name, ())) for name in self._names)
         self.shared: Mapping[str, Sequence[int]] = {name: sorted(stages) for name, stages in held if len(stages) > 1}
-        self._buffers = buffers
         self._skeleton = skeleton
         self._cut = list(cut)
         self._owners = owners
@@ -89,7 +88,7 @@ class ObservedStage:
 
     def state_dict(self) -> dict[str, Tensor]:
         buffers = dict(self.module.named_buffers(remove_duplicate=False))
-        others = {id(buffer) for name, buffer in buffers.items() if name not in self._buffers}
+        others = {id(buffer) for name, buffer in buffers.items() if name not in self.buffers}
         return {
             name: tensor.detach() if isinstance(tensor, Tensor) else tensor
             for name, tensor in self.module.state_dict(keep_vars=True).items()
@@ -124,6 +123,13 @@ class ObservedStage:
             f"the model was cut; with readers='first' it cannot read more: cut the model with an example= in which it "
             f"does, or let readers be users"
         )
+
+    def _python_state_before(self, script: Script) -> Any:
+        """Return the states of the generators that are not torch's, if a forward is to be looked at for draws."""
+        if script.draws_in_python or not self._draw_looks:
+            return None
+        self._draw_looks -= 1
+        return python_state()
 
     def run(
         self, payload: Sequence[Tensor], args: Sequence[Any], kwargs: dict[str, Any], seed: Seed | None = None
@@ -163,9 +169,7 @@ class ObservedStage:
                 scripts[:] = [script, *scripts][:_MOST_SCRIPTS]
             before = self.writes.before(modes, [p for _, p in self.named_parameters()], self._skeleton.counting)
             first = None if script.is_settled else Attributes(self.modules)
-            looks = self._draw_looks > 0 and not script.draws_in_python
-            self._draw_looks -= looks
-            drawn = python_state() if looks else None
+            drawn = self._python_state_before(script)
             try:
                 output = ScriptedForward(self._skeleton, script, payload, seed).run(args, kwargs)
             except (Diverged, FieldNeeded) as diverged:
