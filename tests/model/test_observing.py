@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -199,3 +200,13 @@ def test_forms_that_have_not_come_for_long_are_forgotten(monkeypatch):
         stage.run((), [floats(rows, 6)], {})
     shapes = [form[1][1][0] for form, _ in stage._scripts]
     assert shapes == [torch.Size([3, 6]), torch.Size([1, 6])], "the one that was used last is kept longest"
+
+
+def test_a_script_holds_no_graph_of_the_forward_it_was_made_from():
+    # Each held the graph of a whole observed forward, and with it copies of the batch's masks: 35 MB of 4,096 tokens.
+    x = floats(97, 6)
+    stage = observe(models.Nested(), [x]).build(0, [range(2), range(2, 6)])
+    stage.run((), (x,), {})
+    gc.collect()
+    alike = [each for each in gc.get_objects() if type(each) is Tensor and each.shape == x.shape]
+    assert [each is x for each in alike] == [True]

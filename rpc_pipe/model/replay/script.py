@@ -6,7 +6,7 @@ A script is made of one observation and followed by every microbatch of the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -44,7 +44,7 @@ class ScriptLine:
     """What to do at one event.
 
     Args:
-        event: as it was observed.
+        event: as it was observed, without its tensors.
         called: the torch function or block that must be called here.
         runs: whether to run it; otherwise `outputs` are returned in its place.
         last: whether the stage's forward ends with it.
@@ -66,7 +66,8 @@ class Script:
     """The script of one stage.
 
     Args:
-        observation: the observed forward.
+        observation: the observed forward. Its tensors are not kept: they hold a graph, and that copies of fields. They
+            live until the script is made, so the ids by which it knows them are all different.
 
     Raises:
         FieldNeeded: the stage needs the result of an unread field.
@@ -109,8 +110,6 @@ class Script:
         self.sends = [(arrives.get(version), id(version[0].tensor)) for version in role.sends]
         self.fields = [(path, id(tensor)) for path, tensor in leaves(observation.fields)]
         self._stand_ins: dict[int, Tensor] = {}
-        # The observed tensors are kept alive as long as their ids are used.
-        self._alive = [value.tensor for value in observation.values]
         self._unread = _unread(observation, role)
         self._prepare(observation, assignment, role)
 
@@ -132,7 +131,8 @@ class Script:
         self, event: Event, runs: bool, role: Role, given: set[int], wanted: set[int], real: set[int]
     ) -> ScriptLine:
         is_end = event.index == role.last and not self.is_last and not self._to_the_end
-        line = ScriptLine(event, event.called, runs, is_end)
+        bare = replace(event, outputs=[], made=[], reads=set(), asked=set())
+        line = ScriptLine(bare, event.called, runs, is_end)
         for number, output in enumerate(event.outputs):
             found = [(number, path, id(tensor)) for path, tensor in leaves(output.tree)]
             if not runs:
@@ -157,7 +157,6 @@ class Script:
 
     def _plain(self, tensor: Tensor) -> Tensor:
         if id(tensor) not in self._stand_ins:
-            self._alive.append(tensor)
             if id(tensor) in self._unread:
                 fake: Tensor = self._skeleton.placeholders.like(tensor, kind=UnreadField)
             else:
