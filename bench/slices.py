@@ -7,9 +7,9 @@ python bench/slices.py memory    2 workers, a GPT on 4,096 tokens: by how much t
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -140,9 +140,18 @@ def _one_memory() -> None:
     training = Training(partial(torch.optim.SGD, lr=1e-3))
     pipe = Pipeline(model, training=training, num_microbatches=4)
     pipe.step(short)  # which leaves all that does not depend on the length
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _resident("VmRSS")
+    pipe.step({"input_ids": ids, "labels": ids})  # looks at the model, as no later one does
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     pipe.step({"input_ids": ids, "labels": ids})
-    _tell(pipe.worker, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    _tell(pipe.worker, _resident("VmHWM") - before)
+
+
+def _resident(what: str) -> float:
+    """Return MiB of memory that the process has (VmRSS), or has had at most (VmHWM)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ them without knowing.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -95,18 +96,16 @@ class Left:
         tied = _Leave.apply(root, self._states[who, number], *trained)  # type: ignore[no-untyped-call]
         return map_tensors(output, lambda tensor: tied if tensor is root else tensor)
 
-    def join(self, who: Hashable, new: Tensor, begin: int, total: int) -> Tensor:
+    def join(self, who: Hashable, new: Tensor, begin: int) -> Tensor:
         """Return what slices have given so far along the last dimension but one, `new` at the end.
 
         It is stored once for all slices: a later one writes behind what earlier ones have saved for backward.
 
         Args:
-            begin: where `new` begins; `total`: of so many at the end.
+            begin: where `new` begins.
         """
-        if who not in self._histories:
-            shape = *new.shape[:-2], total, new.shape[-1]
-            self._histories[who] = _History(torch.empty(shape, dtype=new.dtype, device=new.device))
-        joined: Tensor = _Join.apply(new, self._histories[who], begin)  # type: ignore[no-untyped-call]
+        history = self._histories.setdefault(who, _History(new))
+        joined: Tensor = _Join.apply(new, history, begin)  # type: ignore[no-untyped-call]
         return joined
 
 
@@ -146,31 +145,39 @@ class _Leave(torch.autograd.Function):
 class _History:
     """Memory that slices fill one behind the other, and the gradients of what earlier ones have put there."""
 
-    def __init__(self, memory: Tensor) -> None:
-        self.memory = memory
+    def __init__(self, like: Tensor) -> None:
+        self.memory = like.new_empty(0)
         self.grad: Tensor | None = None
 
-    def upto(self, end: int) -> Tensor:
-        """Return the first part, to autograd neither a view nor written when more is put behind it."""
-        part = self.memory.narrow(-2, 0, end)
-        return part.new_empty(0).set_(self.memory.untyped_storage(), 0, part.shape, part.stride())
+    def put(self, new: Tensor, begin: int) -> Tensor:
+        """Put `new` behind the first `begin` tokens; return all, to autograd neither a view nor written later."""
+        new = new.movedim(-2, 0)  # tokens outermost, so that memory grows at its end only
+        shape = begin + len(new), *new.shape[1:]
+        storage = self.memory.untyped_storage()
+        storage.resize_(max(storage.nbytes(), math.prod(shape) * new.element_size()))
+        whole = torch.empty(shape, device="meta")  # says how it lies
+        seen = whole.movedim(0, -2)
+        joined = self.memory.new_empty(0).set_(storage, 0, seen.shape, seen.stride())
+        joined.movedim(-2, 0)[begin:].copy_(new)
+        return joined
 
 
 class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, new: Tensor, history: _History, begin: int) -> Any:
-        ctx.history, ctx.begin, ctx.length = history, begin, new.shape[-2]
-        joined = history.upto(begin + ctx.length)
-        joined.narrow(-2, begin, ctx.length).copy_(new)
-        return joined
+        ctx.history, ctx.begin = history, begin
+        return history.put(new, begin)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         history, begin = ctx.history, ctx.begin
-        if history.grad is not None:
-            grad = history.grad.narrow(-2, 0, begin + ctx.length) + grad
-        history.grad = grad
-        return grad.narrow(-2, begin, ctx.length), None, None
+        before, own = grad.narrow(-2, 0, begin), grad.narrow(-2, begin, grad.shape[-2] - begin)
+        if history.grad is None:
+            history.grad = before.clone()
+        else:
+            own = history.grad.narrow(-2, begin, own.shape[-2]) + own
+            history.grad = history.grad.narrow(-2, 0, begin) + before
+        return own, None, None
 
 
 class Carrier:

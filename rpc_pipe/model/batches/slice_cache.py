@@ -45,10 +45,10 @@ class SliceCache:
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *args: object) -> tuple[Tensor, Tensor]:
         """Return keys and values of all slices up to this one."""
-        begin, _, total = self._place
+        begin = self._place[0]
         piece = current()
         if piece is None or type(keys) is not Tensor:  # a forward on shapes
             before = [new.new_zeros((*new.shape[:-2], begin, new.shape[-1])) for new in (keys, values)]
             return torch.cat([before[0], keys], -2), torch.cat([before[1], values], -2)
         left = piece.left
-        return left.join((layer_idx, 0), keys, begin, total), left.join((layer_idx, 1), values, begin, total)
+        return left.join((layer_idx, 0), keys, begin), left.join((layer_idx, 1), values, begin)
