@@ -25,7 +25,16 @@ class Program(NamedTuple):
     #: the I of every split backward
     split: frozenset[Action]
     #: stages that recompute
-    recompute: frozenset[int] = frozenset()
+    recompute: frozenset[int]
+
+    @classmethod
+    def of(
+        cls, rows: tuple[tuple[Action, ...], ...], placement: tuple[tuple[int, ...], ...], routes: tuple[int, ...]
+    ) -> Program:
+        """Return the program of these lists."""
+        actions = [action for row in rows for action in row]
+        split = frozenset(action for action in actions if action.kind is I)
+        return cls(rows, placement, routes, split, frozenset(a.stage for a in actions if a.kind is R))
 
 
 class ListedSchedule(Spec):
@@ -82,15 +91,8 @@ def listed_schedule(
     rows: tuple[tuple[Action, ...], ...], placement: tuple[tuple[int, ...], ...], routes: tuple[int, ...]
 ) -> type[ListedSchedule]:
     """Return the schedule of these lists; the same class for the same lists."""
-    actions = [action for row in rows for action in row]
-    listed = Program(
-        rows,
-        placement,
-        routes,
-        frozenset(action for action in actions if action.kind is I),
-        frozenset(action.stage for action in actions if action.kind is R),
-    )
-    return type("Searched", (ListedSchedule,), {"listed": listed, "__doc__": ListedSchedule.__doc__})
+    own = {"listed": Program.of(rows, placement, routes), "__doc__": ListedSchedule.__doc__}
+    return type("Searched", (ListedSchedule,), own)
 
 
 def program_of(plan: Plan) -> type[Spec]:

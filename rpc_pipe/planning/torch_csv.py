@@ -98,13 +98,13 @@ def _read(path: str) -> Program:
     missing = next(stage for stage in count() if stage not in placement)
     if missing <= max(placement, default=0):
         raise ConfigError(f"schedule {path}: no row has stage {missing}")
-    actions = [action for row in rows for action in row]
-    split = frozenset(action for action in actions if action.kind is I)
-    for action in actions:
-        if action.kind is B and I(action.stage, action.microbatch) in split:
-            raise ConfigError(f"schedule {path}: has {action} and its parts I and W; a backward is one or the other")
     places = tuple(placement[stage] for stage in range(len(placement)))
-    return Program(rows, (places,), (0,) * (1 + max(action.microbatch for action in actions)), split)
+    actions = [action for row in rows for action in row]
+    program = Program.of(rows, (places,), (0,) * (1 + max(action.microbatch for action in actions)))
+    for action in actions:
+        if action.kind is B and I(action.stage, action.microbatch) in program.split:
+            raise ConfigError(f"schedule {path}: has {action} and its parts I and W; a backward is one or the other")
+    return program
 
 
 def _actions(path: str, row: int, cells: Iterable[str]) -> Iterator[Action]:
