@@ -95,7 +95,7 @@ class CutSearch:
         slow = [min(self.machines.slow(spec.place(s, r)) for r in range(spec.num_routes)) for s in range(depth)]
         split = [spec.splits(s, 0) for s in range(depth)]
         again = [spec.recomputes(s) for s in range(depth)]
-        shares = [sum(len(spec.hosted(spec.place(s, r))) for r in range(1)) for s in range(depth)]
+        shares = [len(spec.hosted(spec.place(s, 0))) for s in range(depth)]
 
         def load(stage: int, a: int, b: int) -> float:
             backward = chain.time(I, a, b) + chain.time(W, a, b) if split[stage] else chain.time(B, a, b)

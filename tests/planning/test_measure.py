@@ -116,7 +116,7 @@ def test_layers_that_compute_the_same_take_the_same_time(slower, equal):
         layer = nn.Linear(4, 4)
         block = TimedBlock(lambda: _forward(layer, torch.ones(2, 4), None, False), list(layer.named_parameters()))
         took = iter([9.0] * 5 + [factor * (3.0 if run < disturbed else 1.0) for run in range(3) for _ in range(5)])
-        block._time = lambda kind, run: (run(), block._times[kind].append(next(took)))
+        block._time = lambda kind, run: (run(), block.runs[kind].append(next(took)))
         return block
 
     blocks = [noisy(1), noisy(2), noisy(1, slower)]
@@ -210,11 +210,11 @@ def test_what_stages_take_besides_their_blocks_is_the_same_for_all_rows_and_for_
 
     def fake_times(blocks, repeats, tell):
         first, *others, whole = blocks
-        first._times = {F: [5.0], B: [10.0], I: [0.3], W: [10.0]}
+        first.runs = {F: [5.0], B: [10.0], I: [0.3], W: [10.0]}
         for block in others:
-            block._times = {F: [5.0], B: [10.0], I: [6.0], W: [4.0]}
+            block.runs = {F: [5.0], B: [10.0], I: [6.0], W: [4.0]}
         took = next(wholes)
-        whole._times = {F: [20.0], B: [took], I: [0.3], W: [took]}
+        whole.runs = {F: [20.0], B: [took], I: [0.3], W: [took]}
 
     monkeypatch.setattr(profiling, "time_blocks", fake_times)
     user_model = UserModel(Net(), (torch.randn(8, 4), torch.randn(8, 4)), nn.functional.mse_loss)

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...dependency import B, F, I, R, W
 from ...workers.compute.shard import LossFn
 from ...workers.compute.updating import OptimizerFactory
 from ...workers.transport.payload import Tree, pack, tensors_of, unpack
@@ -89,11 +88,13 @@ def costs_of(
 
 
 def time_blocks(blocks: Sequence[TimedBlock], repeats: int, tell: Callable[[int], None] = lambda done: None) -> None:
-    """Run blocks, which have run once, `repeats` times more; `tell` the number of runs after each group.
+    """Time blocks that have run once, which warms up, in `repeats` more runs; `tell` their number after each group.
 
     All forwards of a group run before its backwards, as in a stage: what a forward has left in the caches is gone when
     its backward reads it. A short disturbance of the machine then also affects few runs of any block.
     """
+    for block in blocks:
+        block.runs.clear()
     for round_ in range(repeats):
         for first, last in cache_exceeding_groups([block.num_bytes for block in blocks]):
             parts = [block.phases() for block in blocks[first:last]]
@@ -112,9 +113,9 @@ def _pool_equal(blocks: Sequence[TimedBlock]) -> None:
     for group in groups.values():
         fastest = [block.fastest for block in group]
         if max(fastest) <= _SAME * min(fastest):
-            runs = {kind: [took for block in group for took in block.runs(kind)] for kind in (F, B, R, I, W)}
+            pooled = {kind: [took for block in group for took in block.runs[kind]] for kind in group[0].runs}
             for block in group:
-                block.take(runs)
+                block.runs.update(pooled)
 
 
 def _forward(

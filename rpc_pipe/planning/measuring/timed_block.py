@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
@@ -68,7 +69,8 @@ class TimedBlock:
         self.weights = sum(parameter.nbytes for _, parameter in named)
         self.inputs, self.buffers = num_bytes(inputs), buffers
         self.trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-        self._times: dict[Kind, list[float]] = {kind: [] for kind in (F, B, R, I, W)}
+        #: milliseconds of all its runs, by kind
+        self.runs: defaultdict[Kind, list[float]] = defaultdict(list)
         #: input of the next block, of the last run
         self.output: Tree = ()
         #: what F keeps for backward, I for W, and the parts of the former in inputs and outputs, of the last run
@@ -83,8 +85,8 @@ class TimedBlock:
 
     @property
     def times(self) -> dict[Kind, float]:
-        """The median milliseconds of each kind, without the first run, which warms up."""
-        found = {kind: median(took[1:] or took) for kind, took in self._times.items()}
+        """The median milliseconds of each kind."""
+        found = {kind: median(took) for kind, took in self.runs.items()}
         return {**found, R: found[F]}
 
     @property
@@ -102,15 +104,7 @@ class TimedBlock:
     @property
     def fastest(self) -> float:
         """The milliseconds of F and B at their fastest; noise only adds to them."""
-        return sum(min(self._times[kind][1:] or self._times[kind]) for kind in (F, B))
-
-    def take(self, runs: dict[Kind, list[float]]) -> None:
-        """Replace all times but those of the first run."""
-        self._times = {kind: [*took[:1], *runs[kind]] for kind, took in self._times.items()}
-
-    def runs(self, kind: Kind) -> list[float]:
-        """Return the milliseconds of all runs but the first."""
-        return self._times[kind][1:]
+        return sum(min(self.runs[kind]) for kind in (F, B))
 
     def run(self, act: Act | None = None) -> None:
         """Run F, B, R, I and W."""
@@ -181,7 +175,7 @@ class TimedBlock:
             parameter.grad = None
 
     def _time(self, kind: Kind, run: Callable[[], object]) -> None:
-        self._times[kind].append(milliseconds(run, self.synchronize))
+        self.runs[kind].append(milliseconds(run, self.synchronize))
 
 
 def with_working_memory(costs: Sequence[LayerCost], blocks: Sequence[TimedBlock]) -> list[LayerCost]:

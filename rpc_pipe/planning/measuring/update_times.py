@@ -15,7 +15,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from ...dependency import G, U
+from ...dependency import G, Kind, U
 from ...workers.compute.updating import OptimizerFactory
 from ..profile import LayerCost
 from .timed_block import TimedBlock, milliseconds
@@ -53,10 +53,9 @@ def with_update_times(
         for _ in range(repeats):
             if not barrier(True):
                 raise PeerOutOfMemoryError
-            for update in updates:
-                update.step()
-            for update in updates:
-                update.sum_replica()
+            for kind in (U, G):
+                for update in updates:
+                    update.run(kind)
         found += [update.complete(cost) for cost, update in zip(costs[first:last], updates, strict=True)]
     return found
 
@@ -75,8 +74,7 @@ class _TimedUpdate:
 
     def __init__(self, block: TimedBlock, optimizer: OptimizerFactory | None) -> None:
         self._block = block
-        self._times: list[float] = []
-        self._sum_times: list[float] = []
+        self._times: dict[Kind, list[float]] = {U: [], G: []}
         self._copies = [] if optimizer is None else [(n, nn.Parameter(p.detach().clone())) for n, p in block.trained]
         self._optimizer = optimizer(self._copies) if optimizer is not None and self._copies else None
         if self._optimizer is not None:
@@ -84,16 +82,12 @@ class _TimedUpdate:
                 copy.grad = gradient
             self._optimizer.step()
 
-    def step(self) -> None:
-        if self._optimizer is not None:
-            self._times.append(milliseconds(self._optimizer.step, self._block.synchronize))
-
-    def sum_replica(self) -> None:
-        """Sum gradients with those of another replica, as `Pieces.sum` does."""
+    def run(self, kind: Kind) -> None:
+        """Update; or sum gradients with those of another replica, as `Pieces.sum` does."""
         pairs = [(copy.detach(), copy.grad) for _, copy in self._copies if copy.grad is not None]
-        self._sum_times.append(
-            milliseconds(lambda: [own.clone().add_(other) for own, other in pairs], self._block.synchronize)
-        )
+        if self._optimizer is not None:
+            run = self._optimizer.step if kind is U else lambda: [own.clone().add_(other) for own, other in pairs]
+            self._times[kind].append(milliseconds(run, self._block.synchronize))
 
     def complete(self, cost: LayerCost) -> LayerCost:
         block, state = self._block, {} if self._optimizer is None else self._optimizer.state
@@ -103,5 +97,5 @@ class _TimedUpdate:
             gradients=sum(parameter.nbytes for _, parameter in block.trained),
             optimizer=sum(t.nbytes for own in state.values() for t in own.values() if isinstance(t, torch.Tensor)),
         )
-        update_ms, sum_ms = median(self._times or [0.0]), median(self._sum_times or [0.0])
-        return replace(cost, times={**cost.times, U: update_ms, G: sum_ms}, size=size)
+        took = {kind: median(times or [0.0]) for kind, times in self._times.items()}
+        return replace(cost, times={**cost.times, **took}, size=size)
