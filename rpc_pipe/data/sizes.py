@@ -18,9 +18,10 @@ def read_bytes(size: int | str) -> float | None:
     """
     found = re.fullmatch(r"([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)", str(size).strip().lower())
     try:
-        return float(found[1]) * _UNITS[found[2]] if found else None
+        value = float(found[1]) * _UNITS[found[2]] if found else float("inf")
     except (KeyError, ValueError):
         return None
+    return value if value < float("inf") else None
 
 
 def num_bytes(size: int | str, what: str = "memory") -> int:

@@ -192,6 +192,8 @@ def test_all_schedules_with_replicas(capsys):
         (("simulate", "--slow", "9=2"), "--slow 9=2: worker 9: workers are 0 to 1"),
         (("simulate", "--link", "0-5=2"), "--link 0-5=2: worker 5: workers are 0 to 1"),
         (("simulate", "--link", "0-1=1/0"), "--link 0-1=1/0: a bandwidth must be above 0"),
+        # was an OverflowError where the timeline was drawn
+        (("simulate", "--link", "0-1=1/1MB", "--payload", "1e999"), "--payload 1e999: must be a number of bytes"),
         (("simulate", "--stage-cost", "1,2,3"), "--stage-cost 1,2,3: has 3 factors, but there are 2 stages"),
         (("simulate", "--steps", "0"), "--steps 0: must be at least 1"),
         (("simulat",), "simulat: did you mean simulate? commands are run, plan,"),
