@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -35,21 +36,17 @@ class _Collector:
         if view.losses:
             yield _gauge("loss", "Loss of the last step.", view.losses[-1][1])
         if (step_ms := view.step_ms()) is not None:
-            yield _gauge("step_seconds", "Median time of the recent steps.", step_ms / 1e3, unit="seconds")
+            yield _gauge("step_seconds", "Median time of the recent steps.", step_ms / 1e3, "seconds")
         if rate := view.throughput():
             yield _gauge(f"{rate[1]}_per_second", "Throughput of the recent steps.", rate[0])
         if (bubble := view.bubble()) is not None:
             yield _gauge(
-                "bubble_ratio", "Share of the workers' time without computing, for any cause.", bubble, unit="ratio"
+                "bubble_ratio", "Share of the workers' time without computing, for any cause.", bubble, "ratio"
             )
         yield _gauge("stalled", "1 if nothing finishes.", int(view.stalled))
         if lost := view.lost():
-            parts = GaugeMetricFamily(
-                "rpc_pipe_lost_seconds", "Time of a step by cause.", labels=["cause"], unit="seconds"
-            )
-            for cause, ms in {"work": lost.limit_ms, **lost.parts()}.items():
-                parts.add_metric([cause], ms / 1e3)
-            yield parts
+            causes = {(cause,): ms / 1e3 for cause, ms in {"work": lost.limit_ms, **lost.parts()}.items()}
+            yield _gauges("lost_seconds", "Time of a step by cause.", ["cause"], causes, "seconds")
         yield from self._workers()
         yield from self._links()
 
@@ -62,32 +59,26 @@ class _Collector:
             ("worker_outbox_payloads", "Payloads not taken yet.", "", lambda row: row.outbox),
         )
         for name, text, unit, value in values:
-            family = GaugeMetricFamily(f"rpc_pipe_{name}", text, labels=["worker"], unit=unit)
-            for row in rows:
-                if not math.isnan(value(row)):
-                    family.add_metric([str(row.worker)], value(row))
-            yield family
-        states = GaugeMetricFamily("rpc_pipe_worker_state", "1 for the state it is in.", labels=["worker", "state"])
-        for row in rows:
-            for state in _STATES:
-                states.add_metric([str(row.worker), state], int(row.state == state))
-        yield states
+            yield _gauges(name, text, ["worker"], {(row.worker,): value(row) for row in rows}, unit)
+        states = {(row.worker, state): int(row.state == state) for row in rows for state in _STATES}
+        yield _gauges("worker_state", "1 for the state it is in.", ["worker", "state"], states)
 
     def _links(self) -> Iterator[Metric]:
-        latency = GaugeMetricFamily(
-            "rpc_pipe_link_latency_seconds", "Median way of a payload.", labels=["source", "target"], unit="seconds"
-        )
-        rate = GaugeMetricFamily(
-            "rpc_pipe_link_bytes_per_second", "Payload bytes a second.", labels=["source", "target"]
-        )
-        for link in self._view.links():
-            latency.add_metric([str(link.source), str(link.target)], link.ms / 1e3)
-            rate.add_metric([str(link.source), str(link.target)], link.mb_per_s * 1e6)
-        yield latency
-        yield rate
+        ends, links = ["source", "target"], {(link.source, link.target): link for link in self._view.links()}
+        latency = {pair: link.ms / 1e3 for pair, link in links.items()}
+        rate = {pair: link.mb_per_s * 1e6 for pair, link in links.items()}
+        yield _gauges("link_latency_seconds", "Median way of a payload.", ends, latency, "seconds")
+        yield _gauges("link_bytes_per_second", "Payload bytes a second.", ends, rate)
 
 
-def _gauge(name: str, text: str, value: float, unit: str = "") -> GaugeMetricFamily:
-    family = GaugeMetricFamily(f"rpc_pipe_{name}", text, unit=unit)
-    family.add_metric([], value)
+def _gauge(name: str, text: str, value: float, unit: str = "") -> Metric:
+    return _gauges(name, text, [], {(): value}, unit)
+
+
+def _gauges(name: str, text: str, labels: list[str], values: Mapping[Any, float], unit: str = "") -> Metric:
+    """Return a value for each tuple of labels; what is not known of a worker is left out."""
+    family = GaugeMetricFamily(f"rpc_pipe_{name}", text, labels=labels, unit=unit)
+    for said, value in values.items():
+        if not labels or not math.isnan(value):
+            family.add_metric(list(map(str, said)), value)
     return family
