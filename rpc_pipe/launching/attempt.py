@@ -21,6 +21,7 @@ from ..dependency import ConfigError
 from ..dispatch.view import View
 from ..tracing.board import Live, State
 from ..tracing.boards import RunBoards
+from ..tracing.run_summary import figures
 from ..tracing.stall_report import told_stacks
 from .cause import LAST_LINES, Cause, killed, memory_kills, of_death, of_stall
 from .job import FAILED, INTERRUPTED, WRONG_INPUT
@@ -130,6 +131,13 @@ class Attempt:
     def consequences(self) -> list[str]:
         """The reports of workers that have lost others."""
         return list(self._consequences.values())
+
+    def figures(self) -> dict[str, Any] | None:
+        """Return the figures of the run as its workers have shown it, for JSON; None if no step is complete."""
+        if self._boards is None:
+            return None
+        self._view.take(self._boards.look())
+        return figures(self._view)
 
     def end(self) -> None:
         """Kill all remaining processes."""

@@ -18,6 +18,7 @@ from ..dependency import ConfigError
 from ..tracing import run_folders
 from ..tracing.boards import RunBoards
 from ..tracing.run_ending import RUN_FAILED, RUN_STOPPED, Ending, tell_end
+from ..tracing.run_summary import sentence
 from . import launcher_link as link
 from .attempt import Attempt
 from .cause import Cause
@@ -139,6 +140,7 @@ class Launcher:
                 ending = Ending(RUN_FAILED, f"{cause.title}\n{cause.text}".strip())
                 self._tell(cause, attempt)
                 return cause, cause.code
+            self._summarise(attempt)
             if self._signals:
                 ending = _stopped_by(self._signals[0])
                 return None, 128 + self._signals[0]
@@ -155,6 +157,18 @@ class Launcher:
             shutil.rmtree(folder, ignore_errors=True)
             if boards is not None:
                 shutil.rmtree(boards.folder, ignore_errors=True)
+
+    def _summarise(self, attempt: Attempt) -> None:
+        """Tell the summary of a run that has not failed, unless its script or command has told a result."""
+        if self._reporter.concluded or attempt.interrupted:
+            return
+        try:
+            found = attempt.figures()
+        except Exception as error:
+            self._reporter.text(f"this run has no summary: {type(error).__name__}: {error}")
+            return
+        if found is not None:
+            self._reporter.handle({"kind": "summary", "title": sentence(found), "lines": [], "json": found})
 
     def _make_boards(self) -> RunBoards | None:
         """Make the folder for the workers' boards. If that fails, the run goes on, but cannot be watched."""

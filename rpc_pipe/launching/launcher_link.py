@@ -238,13 +238,15 @@ def attach(pipeline: Attachable) -> None:
 
 @cache
 def _end_with_a_sentence(worker: int) -> None:
-    """Let worker 0 report the summary at the end of its process, until which the others stay."""
+    """Without a launcher, let worker 0 report the summary at the end of its process, until which the others stay."""
     # Exit functions run in reverse order: this one before the carrier's.
     at_exit(_end, worker)
 
 
 def _end(worker: int) -> None:
     end_calls()  # `sys.exit` may end one worker while the others go on
+    if present():
+        return  # it has the boards of all, and tells the summary
     if worker == 0:
         _say_how_it_went()
     elif not _has_failed():

@@ -65,6 +65,8 @@ class Reporter:
         self.console = _console("stderr" if as_json else "stdout")
         #: what the results shown so far ask for
         self.exit_code = 0
+        #: whether a summary or a result has been shown
+        self.concluded = False
         self._json = as_json
         self._live: Live | None = None
         self._last_line = 0.0
@@ -72,6 +74,7 @@ class Reporter:
     def handle(self, message: dict[str, Any], bubble: float | None = None) -> None:
         """Show one message of worker 0; `bubble` is the share of the last step that all workers waited."""
         kind = message["kind"]
+        self.concluded |= kind in ("summary", "result")
         self.exit_code = max(self.exit_code, message.get("exit_code", 0))
         if kind == "progress":
             self._progress(message, bubble)
