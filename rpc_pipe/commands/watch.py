@@ -12,7 +12,7 @@ from typing import Any
 from ..dependency import ConfigError
 from ..dispatch.recording import Replay
 from ..dispatch.watcher import Watcher, Wishes
-from ..tracing import run_folders
+from ..tracing import runs
 from ..tracing.boards import RunBoards, UpdateSource
 from .files import try_files
 from .options import Parser, filled, number
@@ -76,7 +76,7 @@ def _open_source(address: str | None) -> UpdateSource:
         return Replay(Path(address))
     if address is not None and address.endswith(".jsonl"):
         raise ConfigError(f"watch {address}: there is no such file")
-    return RunBoards(run_folders.find(address))
+    return RunBoards(runs.find(address))
 
 
 def _refuse_idle(typed: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ from typing import Any, TextIO
 
 from ..dependency import ConfigError, Kind
 from ..system.files import DAMAGED, read_file
-from ..tracing.board import Live, State, decode_record, encode_record, number_or_word
+from ..tracing.board import Live, State, encode_record, number_or_word
+from ..tracing.board_reader import decode_record
 from ..tracing.boards import RunUpdate
 from ..tracing.run_ending import Ending
 from .view import View

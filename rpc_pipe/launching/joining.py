@@ -130,7 +130,7 @@ def _folder(job: Job) -> Path:
         return _at(job).parent
     names = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT"
     name = hashlib.sha256(repr([os.environ.get(name) for name in names]).encode()).hexdigest()[:16]
-    folder = run_folders.root() / f"sockets-{name}"
+    folder = run_folders.root() / f"{run_folders.SOCKETS}{name}"
     folder.mkdir(mode=0o700, exist_ok=True)
     run_folders.enter(folder)
     return folder

@@ -36,18 +36,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import finalize
 
-from ..dependency import Action, Kind
-from ..workers.hooks import Arrived, Blocked, LayerTime, Listener, Record, StepRecord
+from ..dependency import Action
+from ..workers.hooks import Blocked, Listener, StepRecord
 
-_MAGIC = b"rpc-pipe board 6"
+MAGIC = b"rpc-pipe board 6"
 #: magic, number, state, step, action, what is waited for, of whom, since when, thread that computes, number
-_HEAD = struct.Struct("<16s7qQq")
-LINES_AT = _HEAD.size
+HEAD = struct.Struct("<16s7qQq")
+LINES_AT = HEAD.size
 #: a file with more steps, or more bytes of them, is replaced by one with the latest half
 MOST_STEPS, _MOST_BYTES = 512, 2**20
-_TRIES = 20
 
-_NONE = -1
+NONE = -1
 
 
 class State(IntEnum):
@@ -131,7 +130,7 @@ class BoardWriter(Listener):
     """
 
     def __init__(self, path: Path | None, header: dict[str, Any]) -> None:
-        self._path = path
+        self.path = path
         self.header = header
         self._version = 0
         #: number of events written, also of those that there was no room for
@@ -150,7 +149,7 @@ class BoardWriter(Listener):
         Raises:
             OSError: there is no memory for it.
         """
-        hidden = None if self._path is None else self._path.with_name(self._path.name + ".new")
+        hidden = None if self.path is None else self.path.with_name(self.path.name + ".new")
         made = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
         file = File(os.memfd_create("board") if hidden is None else os.open(hidden, made, 0o600))
         try:
@@ -159,8 +158,8 @@ class BoardWriter(Listener):
             file.append(b"".join([_line(kind="header", **self.header), *self._lines.values()]))
             head = mmap.mmap(file.number, LINES_AT)
             head[:] = self._head[:]
-            if hidden is not None and self._path is not None:
-                hidden.replace(self._path)
+            if hidden is not None and self.path is not None:
+                hidden.replace(self.path)
         except OSError:
             if hidden is not None:
                 hidden.unlink(missing_ok=True)
@@ -219,126 +218,29 @@ class BoardWriter(Listener):
     def show(self, live: Live) -> None:
         """Write the state of another board, of which this one is a mirror."""
         self._version += 1
-        _HEAD.pack_into(self._head, 0, *_HEAD.unpack(pack_live(live, self._version)))
+        HEAD.pack_into(self._head, 0, *HEAD.unpack(pack_live(live, self._version)))
 
-    def _write(self, state: State, step: int, action: int = _NONE, missing: int = _NONE, peer: int = _NONE) -> None:
+    def _write(self, state: State, step: int, action: int = NONE, missing: int = NONE, peer: int = NONE) -> None:
         self._version = version = self._version + 1
         now, thread = time.perf_counter_ns(), threading.get_ident()
-        _HEAD.pack_into(self._head, 0, _MAGIC, version, state, step, action, missing, peer, now, thread, version)
-
-
-class Events:
-    """The events of a board, as they are read.
-
-    Args:
-        after: what was read of a file that this one replaces.
-    """
-
-    def __init__(self, after: Events | None = None) -> None:
-        #: constant properties
-        self.header: dict[str, Any] = {}
-        #: listing of the program by number of microbatches
-        self.listings: dict[int, dict[str, Any]] = {}
-        #: number of the latest event
-        self.seen: int = 0 if after is None else after.seen
-        #: events that were overwritten before they were read
-        self.dropped: int = 0 if after is None else after.dropped
-        self._read_steps: bool = after is not None and after._read_steps
-
-    def read(self, lines: bytes, offset_ns: int = 0) -> list[StepRecord]:
-        """Take in whole lines; return the steps that are new, with `offset_ns` added to their times."""
-        found = []
-        for event in map(json.loads, lines.splitlines()):
-            kind, number = event.pop("kind"), event.pop("number", 0)
-            if kind == "header":
-                Kind.learn(event.get("kinds", ()))  # before actions of these kinds are decoded
-                self.header = event
-            elif kind == "program":
-                self.listings[event["microbatches"]] = event
-            elif number > self.seen:
-                found.append(decode_record(event["record"], offset_ns))
-            if number > self.seen:
-                # What was before the first step that is read has not been missed.
-                self.dropped += (number - self.seen - 1) * self._read_steps
-                self._read_steps |= kind == "step"
-                self.seen = number
-        return found
-
-
-class Board(Events):
-    """A reader of a worker's board.
-
-    Args:
-        board: the file, or that of a writer in this process.
-        after: the reader of a file that this one replaces.
-
-    Raises:
-        ValueError: the file is no board.
-        OSError: it cannot be read.
-    """
-
-    def __init__(self, board: Path | File, after: Board | None = None) -> None:
-        super().__init__(after)
-        self._file = File(os.open(board, os.O_RDONLY | os.O_CLOEXEC)) if isinstance(board, Path) else board
-        self._at = LINES_AT
-        self._unasked: list[StepRecord] = []
-        if self._file.read(0, len(_MAGIC)) == _MAGIC:
-            self._unasked = self.records()
-        if not self.header:
-            raise ValueError(f"{board} is no board")
-
-    def records(self) -> list[StepRecord]:
-        """Return the steps finished since the last call that are not overwritten."""
-        lines = self._file.read(self._at, self._file.size)
-        whole = lines.rfind(b"\n") + 1  # the last may be written just now
-        self._at += whole
-        found, self._unasked = self._unasked + self.read(lines[:whole]), []
-        return found
-
-    def live(self) -> Live:
-        """Return the worker's present, or last, state."""
-        for _ in range(_TRIES):
-            head = self._file.read(0, LINES_AT)
-            _, before, *_, behind = _HEAD.unpack(head)
-            if before == behind and head == self._file.read(0, LINES_AT):
-                return unpack_live(head)
-        return Live()
+        HEAD.pack_into(self._head, 0, MAGIC, version, state, step, action, missing, peer, now, thread, version)
 
 
 def pack_live(live: Live, number: int) -> bytes:
-    """Encode the head of a board; `unpack_live` decodes it."""
-    codes = [_NONE if action is None else _code(action) for action in (live.action, live.missing)]
-    peer = _NONE if live.peer is None else live.peer
-    return _HEAD.pack(_MAGIC, number, live.state, live.step, *codes, peer, live.since_ns, live.thread, number)
-
-
-def unpack_live(head: bytes, offset_ns: int = 0) -> Live:
-    """Decode a head and add `offset_ns` to its time."""
-    _, _, state, step, action, missing, peer, since_ns, thread, _ = _HEAD.unpack(head)
-    whom = None if peer == _NONE else peer
-    return Live(State(state), step, _action(action), _action(missing), whom, since_ns + offset_ns, thread)
+    """Encode the head of a board; `board_reader.unpack_live` decodes it."""
+    codes = [NONE if action is None else _code(action) for action in (live.action, live.missing)]
+    peer = NONE if live.peer is None else live.peer
+    return HEAD.pack(MAGIC, number, live.state, live.step, *codes, peer, live.since_ns, live.thread, number)
 
 
 def encode_record(record: StepRecord) -> dict[str, Any]:
-    """Return a step of a worker for JSON; `decode_record` reads it."""
+    """Return a step of a worker for JSON; `board_reader.decode_record` reads it."""
     return {
         **{each.name: getattr(record, each.name) for each in fields(record)},
         "actions": [[str(r.action), r.start_ns, r.end_ns] for r in record.actions],
         "arrivals": [[str(a.action), a.peer, a.num_bytes, a.at_ns] for a in record.arrivals],
         "loss": number_or_word(record.loss),
     }
-
-
-def decode_record(read: dict[str, Any], offset_ns: int = 0) -> StepRecord:
-    """Return a step that was written, with `offset_ns` added to its times."""
-    times = {name: read[name] + offset_ns for name in ("start_ns", "end_ns")}
-    parts: dict[str, Any] = {
-        "loss": float(read["loss"]),
-        "actions": [Record(_parsed(name), start + offset_ns, end + offset_ns) for name, start, end in read["actions"]],
-        "arrivals": [Arrived(_parsed(name), peer, size, at + offset_ns) for name, peer, size, at in read["arrivals"]],
-        "layers": [LayerTime(*layer) for layer in read["layers"]],
-    }
-    return StepRecord(**{**read, **times, **parts})
 
 
 def number_or_word(value: float) -> float | str:
@@ -350,14 +252,7 @@ def _line(**event: Any) -> bytes:
     return json.dumps(event, separators=(",", ":")).encode() + b"\n"
 
 
-_parsed = lru_cache(maxsize=2**14)(Action.parse)
-
-
 @lru_cache(maxsize=2**14)
 def _code(action: Action) -> int:
     stage, kind, index = action
     return ord(kind.letter) << 48 | stage << 32 | index
-
-
-def _action(code: int) -> Action | None:
-    return None if code == _NONE else Action(code >> 32 & 0xFFFF, Kind.of(chr(code >> 48)), code & 0xFFFFFFFF)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import re
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..workers.hooks import StepRecord
-from . import run_folders
-from .board import Board, Live, State
-from .run_ending import RUN_FAILED, Ending, EndReader
+from . import run_folders, runs
+from .board import File, Live, State
+from .board_reader import Board
+from .run_ending import END, RUN_FAILED, Ending
 from .run_folders import WATCHED
 
 #: how long a stuck worker has to write its stacks
@@ -30,7 +32,7 @@ class RunUpdate:
     """What is new in a run since the last poll."""
 
     #: constant properties by worker
-    headers: Mapping[int, dict[str, Any]] = field(default_factory=dict)
+    headers: dict[int, dict[str, Any]] = field(default_factory=dict)
     #: listing of the program by worker and number of microbatches
     listings: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     lives: Mapping[int, Live] = field(default_factory=dict)
@@ -63,6 +65,27 @@ class UpdateSource(Protocol):
         """Whether nothing new will come."""
 
 
+class EndReader:
+    """Reads how the run in a folder ended, even after the folder was removed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / END
+        self._file: File | None = None
+        self.read()  # from here on it has the file open
+
+    def read(self) -> Ending | None:
+        """Return the first cause, None if there is none yet."""
+        with suppress(OSError):  # the folder has been removed
+            new = File(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            if self._file is None or not os.path.sameopenfile(new.number, self._file.number):
+                self._file = new  # perhaps of workers that have been restarted
+        told = []
+        for line in self._file.read(0, self._file.size).splitlines() if self._file is not None else []:
+            with suppress(ValueError, TypeError):  # written in part
+                told.append(Ending(*json.loads(line)))
+        return min(told, key=lambda ending: ending.consequence, default=None)
+
+
 class RunBoards:
     """The boards of a run on this machine, of workers that start, run, restart or have ended."""
 
@@ -72,10 +95,9 @@ class RunBoards:
         self._boards: dict[int, tuple[int, Board]] = {}
         self._gone: set[int] = set()
         self._end = EndReader(folder)
-        self._end.read()  # from here on it has the file open
 
     def look(self) -> RunUpdate:
-        with contextlib.suppress(OSError):  # the run has ended
+        with suppress(OSError):  # the run has ended
             (self.folder / WATCHED).touch()
         records = self._open_new()
         boards = {worker: board for worker, (_, board) in sorted(self._boards.items())}
@@ -112,7 +134,7 @@ class RunBoards:
     @property
     def over(self) -> bool:
         if not self._boards:
-            return self.folder not in run_folders.running()
+            return self.folder not in runs.running()
         # While the launcher lives, it may report the cause or restart the workers.
         return self._gone.issuperset(self._boards) and not run_folders.has_launcher(self.folder)
 
@@ -144,7 +166,7 @@ class RunBoards:
         Return what was still to be read of the others.
         """
         rest: list[StepRecord] = []
-        for worker, file in run_folders.board_files(self.folder).items():
+        for worker, file in runs.board_files(self.folder).items():
             try:
                 inode, before = file.stat().st_ino, self._boards.get(worker)
                 if before is not None and before[0] == inode:

@@ -18,7 +18,8 @@ from concurrent import futures
 from pathlib import Path
 
 from . import run_folders
-from .board import LINES_AT, BoardWriter, Events, unpack_live
+from .board import LINES_AT, BoardWriter
+from .board_reader import Events, unpack_live
 from .remote_boards import EVERYTHING, RemoteBoards
 from .run_folders import WATCHED
 

@@ -11,14 +11,12 @@ import atexit
 import faulthandler
 import os
 import resource
-import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 import traceback
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -30,22 +28,19 @@ from ..dependency.kinds import BUILT_IN
 from ..schedules import name_of
 from ..workers.hooks import StepRecord
 from . import run_folders
-from .board import Board, BoardWriter
+from .board import BoardWriter
 from .program_listing import list_program
+from .remote_boards import COLLECT_S, MOST_SENT, NO_MORE, RemoteBoards
 from .run_ending import END, RUN_FAILED, RUN_STOPPED, Ending, tell_end
 from .watchable import Watchable
 
 if TYPE_CHECKING:
-    from .boards import RunUpdate
     from .history import History
-    from .remote_boards import RemoteBoards
 
 #: signal on which a worker writes the stacks of its threads to `stacks-<process>`
 _STACKS = signal.SIGRTMIN + 7
 #: most numbers of microbatches with a listed program; others are parts of larger ones
 _MOST_LISTED = 32
-#: how long worker 0 waits for the end of the last step everywhere, and for answers
-_COLLECT_S = 2.0
 #: how long the others wait for worker 0 to release them
 _STAY_S = 10.0
 _PAUSE_S = 0.01
@@ -58,9 +53,6 @@ _owner = 0
 _carrier: RemoteBoards | None = None
 #: set when worker 0 has sent its last request
 _released = threading.Event()
-#: (folder, worker) of the boards that this process writes; its other files
-_shown: set[tuple[Path, int]] = set()
-_files: set[Path] = set()
 
 
 class OwnBoard(BoardWriter):
@@ -88,8 +80,6 @@ class OwnBoard(BoardWriter):
 
     def answer(self, seen: int) -> bytes:
         """Answer a request of another machine for the events after number `seen`."""
-        from .remote_boards import MOST_SENT, NO_MORE
-
         if seen == NO_MORE:
             _released.set()
             return b""
@@ -151,6 +141,7 @@ def keep_boards(training: Watchable) -> bool:
     folder = _folder()
     if folder is None:
         return False
+    run_folders.enter(folder)
     _offer_stacks(folder)
     if os.environ.get("LOCAL_RANK", "0") == "0":
         (folder / END).unlink(missing_ok=True)  # torchrun has started the workers again
@@ -181,8 +172,6 @@ def _keep(training: Watchable, folder: Path | None) -> None:
 
     def board(worker: int) -> OwnBoard:
         made = _boards[worker] = OwnBoard(training, worker, folder)
-        if folder is not None:
-            _shown.add((folder, worker))
         return made
 
     _boards.clear()
@@ -198,50 +187,10 @@ def _keep(training: Watchable, folder: Path | None) -> None:
 
 def collect() -> History:
     """Return the last steps of all workers. Called by worker 0 at the end of a run."""
-    from .history import History
-
-    deadline = time.monotonic() + _COLLECT_S
-    last = max((record.step for board in _boards.values() for record in Board(board.file).records()), default=-1)
-    while True:
-        history = History()
-        history.take(_everybody())
-        # The last step may not have ended on the other workers.
-        if [last] == history.complete_steps(1) or last < 0 or time.monotonic() > deadline:
-            return history
-        time.sleep(_PAUSE_S)
-
-
-def _everybody() -> RunUpdate:
-    """Return the contents of all boards that can be read."""
-    from .boards import RunUpdate
+    from .collecting import collected
 
     folder = _folder() if run_folders.FOLDER in os.environ else None
-    boards = {} if folder is None else run_folders.boards(folder)
-    boards = {worker: board for worker, board in boards.items() if not _mirrored(board)}
-    boards |= {worker: Board(own.file) for worker, own in _boards.items()}
-    update = RunUpdate({worker: board.header for worker, board in boards.items()})
-    for worker, board in boards.items():
-        update.listings |= {(worker, count): listing for count, listing in board.listings.items()}
-        update.records += board.records()
-    return update if _carrier is None else _with_others(update, _carrier)
-
-
-def _mirrored(board: Board) -> bool:
-    return "clock_error_ms" in board.header
-
-
-def _with_others(update: RunUpdate, carrier: RemoteBoards) -> RunUpdate:
-    """Add the answers of workers whose boards cannot be read here."""
-    from .remote_boards import ask_everything
-
-    others = [worker for worker in range(carrier.num_workers) if worker not in update.headers]
-    for events, records, error_ns in ask_everything(carrier, others, _COLLECT_S):
-        worker = events.header["worker"]
-        update.headers = {**update.headers, worker: events.header}
-        update.listings |= {(worker, count): listing for count, listing in events.listings.items()}
-        update.records += records
-        update.clock_error_ms = max(update.clock_error_ms, error_ns / 1e6)
-    return update
+    return collected({worker: own.file for worker, own in _boards.items()}, folder, _carrier)
 
 
 def end_calls() -> None:
@@ -257,7 +206,7 @@ def stay() -> None:
     """
     if _carrier is None or run_folders.FOLDER in os.environ:
         return
-    deadline = time.monotonic() + (_COLLECT_S if _carrier.asked_in_vain else _STAY_S)
+    deadline = time.monotonic() + (COLLECT_S if _carrier.asked_in_vain else _STAY_S)
     while not _carrier.failed and time.monotonic() < deadline and not _released.wait(_PAUSE_S):
         pass
 
@@ -265,9 +214,9 @@ def stay() -> None:
 def release() -> None:
     """Let the workers in `stay` end: nothing more is collected."""
     if _carrier is not None and run_folders.FOLDER not in os.environ:
-        from .remote_boards import tell_no_more
+        from .collecting import tell_no_more
 
-        tell_no_more(_carrier, range(1, _carrier.num_workers), _COLLECT_S)
+        tell_no_more(_carrier, range(1, _carrier.num_workers))
 
 
 @cache
@@ -280,15 +229,12 @@ def _keep_mirror(carrier: Any, folder: Path) -> None:
         own = range(carrier.worker, carrier.worker + int(size))
         remote = [worker for worker in range(carrier.num_workers) if worker not in own]
         Mirror(carrier, folder, remote).start()
-        _shown.update((folder, worker) for worker in remote)
 
 
 @cache
 def _offer_stacks(folder: Path) -> None:
     """Write the stacks of all threads on a signal, from C, so that it works while the interpreter is stuck."""
-    path = folder / f"stacks-{os.getpid()}"
-    faulthandler.register(_STACKS, path.open("w"))
-    _files.add(path)
+    faulthandler.register(_STACKS, (folder / f"stacks-{os.getpid()}").open("w"))
 
 
 def tell_failure(text: str, *, consequence: bool = False, what: str = RUN_FAILED) -> None:
@@ -309,7 +255,7 @@ def _tell_error(error: BaseException) -> None:
 
 @atexit.register
 def leave() -> None:
-    """Mark the workers as left, and remove files, unless a launcher does so after reading them."""
+    """Mark the workers as left, and leave the run's folder, unless a launcher removes it after reading it."""
     if _owner != os.getpid():
         return
     error = getattr(sys, "last_value", None)
@@ -318,11 +264,5 @@ def leave() -> None:
     for board in _boards.values():
         board.close()
     if run_folders.FOLDER not in os.environ:
-        written = {folder / f"worker-{worker}" for folder, worker in _shown}
-        for file in _files | written:
-            file.unlink(missing_ok=True)
-        for folder in {file.parent for file in _files | written}:
-            with suppress(OSError):  # others were faster
-                alone = {path.name for path in folder.iterdir()} <= {run_folders.WATCHED, END}
-                if alone or not any(map(run_folders.alive, run_folders.processes(folder))):  # others were killed
-                    shutil.rmtree(folder)
+        for folder in {board.path.parent for board in _boards.values() if board.path is not None}:
+            run_folders.leave(folder)

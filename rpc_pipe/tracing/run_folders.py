@@ -9,22 +9,22 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from ..dependency import ConfigError
-from .board import Board
 
 #: environment variable: this run's folder; `off`: keep no boards
 FOLDER = "RPC_PIPE_BOARDS"
 OFF = "off"
-#: file in a run's folder: the launcher's identity
-LAUNCHER = "launcher"
+#: prefix of files that name processes which need a folder; the launcher's
+_MEMBER = "member-"
+LAUNCHER = f"{_MEMBER}launcher"
+#: prefix of the folders of workers' sockets, which are no runs
+SOCKETS = "sockets-"
 #: where the folders of all users are; else in that for temporary files
 _MEMORY = Path("/dev/shm")
-#: prefix of files that name processes which need a folder
-_MEMBER = "member-"
 #: file that watchers touch
 WATCHED = "watched"
 #: an empty folder younger than this may belong to a run that is starting
@@ -107,8 +107,8 @@ def new_temporary_folder() -> Path:
                 shutil.rmtree(left, ignore_errors=True)
     path = Path(tempfile.mkdtemp(prefix="rpc-pipe-"))
     with suppress(OSError):  # the disk is full
-        (path / f"{LAUNCHER}.new").write_text(identity())
-        (path / f"{LAUNCHER}.new").replace(path / LAUNCHER)  # atomically
+        (path / "new").write_text(identity())
+        (path / "new").replace(path / LAUNCHER)  # atomically
     return path
 
 
@@ -116,7 +116,7 @@ def sweep() -> None:
     """Remove the folders of runs that were killed."""
     for path in root().iterdir():
         with suppress(OSError):  # another process was faster
-            there = processes(path) | _members(path)
+            there = processes(path)
             if not there and time.time() < path.stat().st_mtime + _YOUNG_S:
                 continue
             if not any(map(alive, there)):
@@ -131,23 +131,16 @@ def enter(path: Path) -> None:
 def leave(path: Path) -> None:
     """Unregister this process; the last one removes the folder."""
     (path / f"{_MEMBER}{os.getpid()}").unlink(missing_ok=True)
-    if not any(map(alive, _members(path))):
+    if not any(map(alive, processes(path))):
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _members(path: Path) -> set[str]:
+def processes(path: Path) -> set[str]:
+    """Return the processes that use the folder `path`: of a run its launcher, or its workers."""
     found = set()
     for file in path.glob(f"{_MEMBER}*"):
         with suppress(OSError):  # it has just left
             found.add(file.read_text())
-    return found
-
-
-def processes(path: Path) -> set[str]:
-    """Return the processes of the run in the folder `path`: workers and launcher."""
-    found = {board.header["process"] for board in boards(path).values()}
-    with suppress(OSError):
-        found.add((path / LAUNCHER).read_text())
     return found - {""}  # of a run that is just starting, or for which the memory was full
 
 
@@ -186,66 +179,3 @@ def state_of(process: str) -> str:
 def _stat(process: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the third, the state, on."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-
-
-def board_files(path: Path) -> dict[int, Path]:
-    """Return the files of boards in a run's folder, by worker."""
-    return {int(file.name[7:]): file for file in sorted(path.glob("worker-*")) if file.name[7:].isdecimal()}
-
-
-def boards(path: Path) -> dict[int, Board]:
-    """Return the boards in a run's folder, by worker."""
-    found = {}
-    for worker, file in sorted(board_files(path).items()):
-        with suppress(OSError, ValueError):  # just removed, or of another version
-            found[worker] = Board(file)
-    return found
-
-
-def running() -> Iterator[Path]:
-    """Yield the folders of the runs on this machine, the newest first."""
-    for path in sorted(root().iterdir(), key=lambda path: -path.stat().st_mtime):
-        if any(map(alive, processes(path))):
-            yield path
-
-
-def find(address: str | None) -> Path:
-    """Return the folder of the run that `address` names: its script, folder or a process id; None: the only run.
-
-    Raises:
-        ConfigError: no run, or several, have this name.
-    """
-    there = list(running())
-    if address is None:
-        if not there:
-            raise ConfigError(
-                "watch: no run found on this machine; start one with rpc-pipe run, or name a recording: "
-                "rpc-pipe watch run.jsonl"
-            )
-        if len(there) > 1:
-            raise ConfigError(f"watch: {len(there)} runs are going on; name one of {', '.join(map(_shown, there))}")
-        return there[0]
-    for path in there:
-        numbers = {process.partition("/")[0] for process in processes(path)}
-        if address in numbers or address == path.name or Path(address) == path:
-            return path
-    named = [
-        path for path in there if Path(address).name in {board.header.get("script") for board in boards(path).values()}
-    ]
-    if len(named) == 1:
-        return named[0]
-    if named:
-        raise ConfigError(
-            f"watch {address}: {len(named)} runs of it are going on; name one of {', '.join(map(_shown, named))}"
-        )
-    known = f"running are {', '.join(map(_shown, there))}" if there else "none is running on this machine"
-    raise ConfigError(f"watch {address}: there is no such run; {known}")
-
-
-def _shown(path: Path) -> str:
-    headers = [board.header for board in boards(path).values()]
-    if not headers:
-        return f"{path.name} (starting)"
-    first = headers[0]
-    since = time.strftime("%H:%M:%S", time.localtime(first["started"]))
-    return f"{path.name} ({first.get('script', '')} since {since}, {first['schedule']} on {len(headers)} workers)"

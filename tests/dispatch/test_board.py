@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rpc_pipe.dependency import Action, B, F, Kind, Pulled
 from rpc_pipe.tracing import board as boards
-from rpc_pipe.tracing.board import LINES_AT, MOST_STEPS, Board, BoardWriter, Live, State, decode_record, encode_record
+from rpc_pipe.tracing.board import LINES_AT, MOST_STEPS, BoardWriter, Live, State, encode_record
+from rpc_pipe.tracing.board_reader import Board, decode_record
 from rpc_pipe.workers.hooks import Arrived, Blocked, LayerTime, Record, StepRecord
 
 times = st.integers(0, 2**62)

@@ -9,7 +9,9 @@ import pytest
 from processes import start
 
 from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.run_ending import RUN_FAILED, Ending, EndReader, tell_end
+from rpc_pipe.tracing.boards import EndReader
+from rpc_pipe.tracing.run_ending import RUN_FAILED, Ending, tell_end
+from rpc_pipe.tracing.runs import boards as worker_boards
 
 SCRIPT = """
 import os, sys, time
@@ -68,7 +70,7 @@ def _started(how, script, tmp_path, more):
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         for folder in run_folders.root().glob(found):
-            if len(run_folders.boards(folder)) == 2:
+            if len(worker_boards(folder)) == 2:
                 return runs, folder
         time.sleep(0.05)
     raise TimeoutError("the run has not started")

@@ -10,8 +10,8 @@ from torch import nn
 
 from rpc_pipe.dispatch.view import View
 from rpc_pipe.pipeline import Pipeline
-from rpc_pipe.tracing import own_boards, run_folders
-from rpc_pipe.tracing.board import Board
+from rpc_pipe.tracing import own_boards, run_folders, runs
+from rpc_pipe.tracing.board_reader import Board
 from rpc_pipe.tracing.boards import RunBoards
 from rpc_pipe.tracing.mirror import _Image
 from rpc_pipe.tracing.run_summary import figures, sentence
@@ -23,8 +23,6 @@ from rpc_pipe.workers.transport.local import local_carriers
 def folder(tmp_path, monkeypatch):
     monkeypatch.setattr(own_boards, "_folder", lambda: tmp_path)
     monkeypatch.setattr(own_boards, "_offer_stacks", lambda _: None)  # for the life of a process
-    monkeypatch.setattr(own_boards, "_shown", set())  # what other tests' pipelines show is left to the process
-    monkeypatch.setattr(own_boards, "_files", set())
     return tmp_path
 
 
@@ -105,9 +103,9 @@ def test_a_fork_leaves_the_boards_of_its_parent(folder, monkeypatch):
     with monkeypatch.context() as fork:
         fork.setattr(own_boards, "_owner", 0)
         own_boards.leave()
-    assert run_folders.boards(folder).keys() == {0, 1}
+    assert runs.boards(folder).keys() == {0, 1}
     own_boards.leave()
-    assert not run_folders.boards(folder) and pipe.num_workers == 2
+    assert not runs.boards(folder) and pipe.num_workers == 2
 
 
 def test_a_run_that_is_not_watched_can_still_be_told_of(monkeypatch):

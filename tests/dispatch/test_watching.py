@@ -13,8 +13,9 @@ import pytest
 from processes import SMALL, TEXT
 
 from rpc_pipe.dispatch.view import View
-from rpc_pipe.tracing import run_folders
-from rpc_pipe.tracing.board import MOST_STEPS, Board
+from rpc_pipe.tracing import run_folders, runs
+from rpc_pipe.tracing.board import MOST_STEPS
+from rpc_pipe.tracing.board_reader import Board
 from rpc_pipe.tracing.boards import RunBoards
 
 TRAIN = ["--workers", "2", *SMALL, *TEXT]
@@ -63,7 +64,7 @@ def training(*arguments):
         folder = run_folders.root() / f"run-{run.pid}"
         try:
             deadline = time.monotonic() + 60
-            while len(run_folders.boards(folder)) < 2 and time.monotonic() < deadline and run.poll() is None:
+            while len(runs.boards(folder)) < 2 and time.monotonic() < deadline and run.poll() is None:
                 time.sleep(0.05)
             yield run, folder
         finally:
@@ -162,7 +163,7 @@ def test_a_program_alone_can_be_watched_and_leaves_nothing(tmp_path):
     with processes.start(tmp_path / "train.py", 120) as run:
         folder = run_folders.root() / f"run-{run.pid}"
         deadline = time.monotonic() + 60
-        while len(run_folders.boards(folder)) < 2 and time.monotonic() < deadline:
+        while len(runs.boards(folder)) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
         code, out, err = watch(folder.name, "--once")
         assert code == 0 and "1f1b on 2 workers" in out, out + err
@@ -176,7 +177,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    runs = []
+    workers = []
     for rank in range(2):
         folder = tmp_path / f"machine-{rank}"
         folder.mkdir()
@@ -184,7 +185,7 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
             "RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port, run_folders.FOLDER: folder, "RPC_PIPE_INTERFACE": "lo",
         }  # fmt: skip
-        runs.append(processes.start(tmp_path / "train.py", 120, **{k: str(v) for k, v in variables.items()}))
+        workers.append(processes.start(tmp_path / "train.py", 120, **{k: str(v) for k, v in variables.items()}))
     try:
         view, boards = View(), RunBoards(tmp_path / "machine-0")
         deadline = time.monotonic() + 60
@@ -193,17 +194,17 @@ def test_workers_of_another_machine_are_seen_through_rpc(tmp_path):
             time.sleep(0.2)
         assert len(view.rows()) == 2 and len(view.complete_steps(0)) >= 5 and view.lost() is not None
         assert view.rows()[1].state in ("runs", "waits", "between") and 0 < view.clock_error_ms < 1000
-        assert len(run_folders.boards(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
-        assert [run.wait(60) for run in runs] == [0, 0]
+        assert len(runs.boards(tmp_path / "machine-1")) == 1  # nobody looks there, so nothing is mirrored
+        assert [run.wait(60) for run in workers] == [0, 0]
     finally:
-        for run in runs:
+        for run in workers:
             run.kill()
             run.communicate()
 
 
 def test_what_a_killed_run_left_is_swept(tmp_path):
     with training(*TRAIN, "--steps", 100000) as (run, folder):
-        workers = [board.header["process"] for board in run_folders.boards(folder).values()]
+        workers = [board.header["process"] for board in runs.boards(folder).values()]
         killed = psutil.Process(run.pid).children(recursive=True)
         for worker in killed:  # or they would remove it
             worker.suspend()
